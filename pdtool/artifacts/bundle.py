@@ -1,0 +1,122 @@
+"""Bundle: the stage modules that codegen wrote, and how they are wired."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from pdtool.artifacts.envelope import Count, Digest, FieldError, Label, Name, Part, YamlArtifact, file_sha256
+from pdtool.errors import StaleError
+
+Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+# A dimension: a number, or one that grows with the minibatch: `batch`, `49*batch`, `batch+1`.
+Dim = int | Annotated[str, StringConstraints(pattern=r"^([0-9]+\*)?batch([+-][0-9]+)?$")]
+DType = Annotated[str, StringConstraints(pattern=r"^(b?float(16|32|64)|complex(64|128)|u?int(8|16|32|64)|bool)$")]
+
+
+class Tensor(Part):
+    """A tensor that crosses a stage border, or goes into or out of the pipeline.
+
+    Attributes:
+        name: the variable's name in the stage files.
+        producer: index of the stage that computes it; -1: it is an input of the model, loaded by stage 0's workers.
+        consumers: indices of the stages that take it, in order.
+        shape: dimensions; those that depend on the minibatch's size are written with `batch`.
+        dtype: `float32`, `int64`, ...
+        gradient: whether each consumer sends a gradient of the same shape and dtype back to the producer.
+    """
+
+    name: Identifier
+    producer: Annotated[int, Field(ge=-1)]
+    consumers: tuple[Annotated[int, Field(ge=0)], ...]
+    shape: tuple[Dim, ...]
+    dtype: DType
+    gradient: bool
+
+    def sizes(self, batch: int) -> tuple[int, ...]:
+        """The shape for a minibatch of `batch` samples."""
+        return tuple(_size(dim, batch) for dim in self.shape)
+
+
+class StageModule(Part):
+    """One stage file.
+
+    Attributes:
+        file: `stage_0.py`, beside bundle.yaml.
+        class_name: the nn.Module in it.
+        inputs: tensors its forward takes, in order of the arguments.
+        outputs: tensors its forward returns, in order: one as it is, several as a tuple. Empty for the last stage,
+            which returns the model's own output.
+        parameters, buffers: names of its state, as in the original model.
+    """
+
+    file: Annotated[str, StringConstraints(pattern=r"^stage_[0-9]+\.py$")]
+    class_name: Identifier
+    sha256: Digest
+    inputs: tuple[Identifier, ...]
+    outputs: tuple[Identifier, ...]
+    parameters: tuple[Name, ...]
+    buffers: tuple[Name, ...] = ()
+
+
+class TiedParameter(Part):
+    """One parameter held by several stages; `names[i]` is what stage `stages[i]` calls it."""
+
+    stages: tuple[int, ...]
+    names: tuple[Name, ...]
+
+
+class Bundle(YamlArtifact):
+    """`plans/NAME/bundle.yaml`.
+
+    Attributes:
+        inputs: the model's inputs in order of its arguments, each a tensor with producer -1.
+        proof: how codegen proved the files equal to the model: `values` (outputs, gradients and buffers of two
+            consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
+    """
+
+    KIND: ClassVar[str] = "bundle"
+
+    format: Literal["pdtool/bundle/1"] = "pdtool/bundle/1"
+    name: Label
+    batch_size: Count
+    proof: Literal["values", "shapes"]
+    inputs: tuple[Identifier, ...]
+    stages: Annotated[tuple[StageModule, ...], Field(min_length=1)]
+    tensors: tuple[Tensor, ...]
+    tied: tuple[TiedParameter, ...] = ()
+
+    def check(self) -> None:
+        known = {tensor.name for tensor in self.tensors}
+        for i, tensor in enumerate(self.tensors):
+            if any(s <= tensor.producer or s >= len(self.stages) for s in tensor.consumers) and tensor.producer >= 0:
+                raise FieldError(f"tensors[{i}].consumers", f"{tensor.name} goes from stage {tensor.producer} to "
+                                 f"{list(tensor.consumers)} of {len(self.stages)} stages")  # fmt: skip
+        for s, stage in enumerate(self.stages):
+            for name in (*stage.inputs, *stage.outputs):
+                if name not in known:
+                    raise FieldError(f"stages[{s}]", f"tensor {name!r} is not described in tensors")
+
+    def check_files(self, folder: Path) -> None:
+        """Raises StaleError when a stage file is missing or not as codegen wrote it."""
+        for stage in self.stages:
+            path = folder / stage.file
+            if not path.is_file() or file_sha256(path) != stage.sha256:
+                state = "was changed since codegen wrote it" if path.is_file() else "is missing"
+                raise StaleError(path, state, "run `pdtool codegen` again (it overwrites the folder)")
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """Tensor name -> tensor."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+
+def _size(dim: int | str, batch: int) -> int:
+    if isinstance(dim, int):
+        return dim
+    match = re.fullmatch(r"(?:([0-9]+)\*)?batch([+-][0-9]+)?", dim)
+    assert match  # the field's pattern
+    return int(match[1] or 1) * batch + int(match[2] or 0)

@@ -1,0 +1,248 @@
+"""What all artifacts share: format tag, digests, and reading and writing that never half-happens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from pdtool import __version__
+from pdtool.errors import ArtifactError, PdtoolError
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+# Node, module and parameter names: dotted words, so that none can carry code into a generated file.
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*(@[0-9]+)?$", max_length=500)]
+ModulePath = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?$", max_length=500)]
+Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
+
+
+class Part(BaseModel):
+    """A piece of an artifact: frozen, no unknown fields, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelRef(Part):
+    """Where the user's model comes from; it is imported only after its digest is found unchanged.
+
+    Attributes:
+        source: `model.py` (a path, relative to where pdtool runs) or `package.module`.
+        function: name of the function in it that builds the model.
+        settings: its keyword arguments.
+    """
+
+    source: Label
+    function: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "model"
+    settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
+
+    def __str__(self) -> str:
+        settings = "".join(f" --set {key}={value}" for key, value in self.settings.items())
+        return f"{self.source}:{self.function}{settings}"
+
+
+class Artifact(Part):
+    """Base of the four kinds.
+
+    Attributes:
+        format: `pdtool/KIND/1`; set by each kind.
+        tool_version: the pdtool that wrote it.
+        digests: SHA-256 of every input it was made from, by path.
+        sha256: of the artifact itself; None in a plan, which people edit.
+    """
+
+    KIND: ClassVar[str]
+    SEALED: ClassVar[bool] = True
+
+    format: str
+    tool_version: str = __version__
+    digests: dict[str, Digest] = Field(default_factory=dict)
+    sha256: Digest | None = None
+
+    def dump(self) -> str:
+        """The artifact as text: JSON, or YAML for the kinds that people read and edit. Same content, same bytes."""
+        content = self.model_dump(mode="json", exclude={"sha256"})
+        if self.SEALED:
+            content["sha256"] = _seal(content)
+        return self._encode(content)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read and check a file (`-` is stdin).
+
+        Raises:
+            ArtifactError: missing, truncated, altered, of another format, or with fields out of range.
+        """
+        if str(path) == "-":
+            return cls.parse(sys.stdin.read(), "stdin")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise ArtifactError(path, f"cannot be read ({reason})", f"write it with `{cls._maker()}`") from error
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path | str = "<text>") -> Self:
+        """`load` on text already read; `path` is named in errors."""
+        content = cls._decode(text, path)
+        found = content.get("format") if isinstance(content, dict) else None
+        expected = f"pdtool/{cls.KIND}/1"
+        if found != expected:
+            if not found:
+                raise ArtifactError(path, f"is not a {cls.KIND} (no format field)", f"write it with `{cls._maker()}`")
+            raise ArtifactError(
+                path, f"has format {found!r}, this pdtool reads {expected!r}", f"write it again with `{cls._maker()}`",
+                field="format",
+            )  # fmt: skip
+        if cls.SEALED:
+            seal = content.pop("sha256", None)
+            if seal != _seal(content):
+                raise ArtifactError(
+                    path, "was altered or damaged after it was written", f"write it again with `{cls._maker()}`",
+                    field="sha256",
+                )  # fmt: skip
+            content["sha256"] = seal
+        try:
+            artifact = cls.model_validate_json(json.dumps(content))
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            shown = repr(first.get("input"))[:80]
+            raise ArtifactError(path, f"{first['msg']} (got {shown})", field=field) from error
+        try:
+            artifact.check()
+        except FieldError as fault:
+            raise ArtifactError(path, str(fault), field=fault.field) from fault
+        return artifact
+
+    def check(self) -> None:
+        """What field types cannot say; raises FieldError."""
+
+    def save(self, path: Path | str) -> None:
+        """Write atomically (`-` is stdout): a reader sees the old file or the new one, never half of one."""
+        if str(path) == "-":
+            sys.stdout.write(self.dump())
+        else:
+            write_atomically(Path(path), self.dump())
+
+    @property
+    def content_sha256(self) -> str:
+        """Digest of the content, as another artifact records it."""
+        return _seal(self.model_dump(mode="json", exclude={"sha256"}))
+
+    @classmethod
+    def _maker(cls) -> str:
+        return {"profile": "pdtool profile", "plan": "pdtool partition", "bundle": "pdtool codegen"}.get(
+            cls.KIND, "pdtool run"
+        )
+
+    @classmethod
+    def _encode(cls, content: dict[str, Any]) -> str:
+        return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def _decode(cls, text: str, path: Path | str) -> Any:
+        try:
+            return json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(
+                path, f"is not whole JSON ({error})", f"write it again with `{cls._maker()}`"
+            ) from error
+
+
+class YamlArtifact(Artifact):
+    """An artifact kept as YAML, read with the safe loader only."""
+
+    @classmethod
+    def _encode(cls, content: dict[str, Any]) -> str:
+        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+
+    @classmethod
+    def _decode(cls, text: str, path: Path | str) -> Any:
+        try:
+            return _plain(yaml.load(text, Loader=_Loader))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            message = " ".join(str(error).split())
+            raise ArtifactError(
+                path, f"is not whole YAML ({message})", f"write it again with `{cls._maker()}`"
+            ) from error
+
+
+class FieldError(ValueError):
+    """A fault of content; `field` names where."""
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(what)
+        self.field = field
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader without aliases (no billion laughs) and without repeated keys."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not used in artifacts")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"key {key!r} stands twice (line {node.start_mark.line + 1})")
+        return super().construct_mapping(node, deep)
+
+
+def _plain(content: Any) -> Any:
+    """Refuse what JSON cannot hold (dates, sets, NaN): such values never come from pdtool."""
+    json.dumps(content, allow_nan=False)
+    return content
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
+
+
+def _seal(content: Any) -> str:
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def file_sha256(path: Path | str) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside the target, sync, then rename over it: when the disk is full the old file stays as it was.
+
+    Raises:
+        PdtoolError: the file could not be written; nothing is left behind.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise PdtoolError(
+            f"{path} could not be written ({error.strerror})", "free some space or name another place"
+        ) from error

@@ -1,0 +1,221 @@
+"""Plan: who computes what, when, with which weights. Meant to be read and edited by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from pdtool.artifacts.envelope import (
+    Bytes,
+    Count,
+    Digest,
+    FieldError,
+    Label,
+    ModelRef,
+    Part,
+    Seconds,
+    YamlArtifact,
+)  # fmt: skip
+from pdtool.artifacts.profile import Profile
+from pdtool.cluster import Cluster, Level
+from pdtool.errors import ArtifactError
+from pdtool.schedule import Shape, build, validate
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class LevelSpec(Part):
+    """One level of the cluster: members, bytes per second each way, seconds of latency."""
+
+    size: Count
+    bandwidth_bytes_per_s: Rate
+    latency_s: Seconds = 0.0
+
+
+class ClusterSpec(Part):
+    """The cluster the plan is for; levels outermost first."""
+
+    levels: Annotated[tuple[LevelSpec, ...], Field(min_length=1)]
+    memory_bytes: Count | None = None
+
+    def cluster(self) -> Cluster:
+        """The same as the value that planning computes with."""
+        levels = tuple(Level(**level.model_dump()) for level in self.levels)
+        return Cluster(levels=levels, memory_bytes=self.memory_bytes)
+
+    @classmethod
+    def of(cls, value: Cluster) -> ClusterSpec:
+        """Inverse of `cluster`."""
+        return cls(
+            levels=tuple(
+                LevelSpec(size=v.size, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s, latency_s=v.latency_s)
+                for v in value.levels
+            ),
+            memory_bytes=value.memory_bytes,
+        )
+
+
+class Stage(Part):
+    """One stage.
+
+    Attributes:
+        nodes: module paths and node names (Graph.expand).
+        replicas: how many workers share its minibatches, round-robin.
+        workers: their numbers in the cluster.
+        in_flight: minibatches in flight at each replica (forward done, backward not yet): also its weight versions.
+    """
+
+    nodes: Annotated[tuple[Label, ...], Field(min_length=1)]
+    replicas: Count
+    workers: tuple[Annotated[int, Field(ge=0)], ...]
+    in_flight: Count
+
+
+class Predicted(Part):
+    """What the cost model says of the plan; times are seconds per minibatch in steady state.
+
+    Attributes:
+        bottleneck_s: the pace of the whole pipeline: the slowest stage or link.
+        compute_s: per stage, forward + backward + update, shared by its replicas.
+        allreduce_s: per stage, synchronising the replicas' gradients.
+        transfer_s: per border between stage s and s + 1, activations and gradients.
+        memory_bytes: per stage, on one worker.
+        traffic_bytes: sent by all workers together for one minibatch.
+        plan_sha256: of the part of the plan that these figures are for; another value means the plan was edited since.
+    """
+
+    bottleneck_s: Seconds
+    throughput_samples_per_s: Seconds
+    gain_over_data_parallel: Seconds
+    compute_s: tuple[Seconds, ...]
+    allreduce_s: tuple[Seconds, ...]
+    transfer_s: tuple[Seconds, ...]
+    memory_bytes: tuple[Bytes, ...]
+    traffic_bytes: Bytes
+    plan_sha256: Digest
+
+
+class Rival(Part):
+    """A plan that was considered and lost."""
+
+    plan: Label
+    bottleneck_s: Seconds
+    why: Label
+
+
+class Why(Part):
+    """What bounds the plan, and the best plans that were rejected."""
+
+    bottleneck: Label
+    rivals: tuple[Rival, ...] = ()
+
+
+class Plan(YamlArtifact):
+    """`plans/NAME-4x4.yaml`.
+
+    Attributes:
+        profile: path of the profile it was made from.
+        schedule: `1f1b` (PipeDream; no flush), `1f1b-flush` or `gpipe`.
+        weights: `stash` (each minibatch's backward uses the weights its forward used) or `flush` (exact).
+        microbatches: of a flushing schedule, in one update; each has `batch_size` samples.
+    """
+
+    KIND: ClassVar[str] = "plan"
+    SEALED: ClassVar[bool] = False
+
+    format: Literal["pdtool/plan/1"] = "pdtool/plan/1"
+    name: Label
+    model: ModelRef | None
+    profile: Label
+    batch_size: Count
+    cluster: ClusterSpec
+    schedule: Literal["1f1b", "1f1b-flush", "gpipe"] = "1f1b"
+    weights: Literal["stash", "flush"] = "stash"
+    microbatches: Count = 1
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    predicted: Predicted | None = None
+    why: Why | None = None
+
+    def check(self) -> None:
+        workers = self.cluster.cluster().workers
+        taken: dict[int, int] = {}
+        for s, stage in enumerate(self.stages):
+            where = f"stages[{s}]"
+            if len(stage.workers) != stage.replicas:
+                raise FieldError(f"{where}.workers", f"{stage.replicas} replicas but {len(stage.workers)} workers")
+            for worker in stage.workers:
+                if worker >= workers:
+                    raise FieldError(f"{where}.workers", f"worker {worker}: the cluster has 0..{workers - 1}")
+                if taken.setdefault(worker, s) != s or stage.workers.count(worker) > 1:
+                    raise FieldError(f"{where}.workers", f"worker {worker} is already used by stage {taken[worker]}")
+        if (self.weights == "flush") != (self.schedule != "1f1b"):
+            policy = "stash" if self.schedule == "1f1b" else "flush"
+            raise FieldError("weights", f"{self.weights!r}: schedule {self.schedule} goes with {policy!r}")
+        if self.schedule == "1f1b" and self.microbatches != 1:
+            raise FieldError("microbatches", f"{self.microbatches}: only flushing schedules have microbatches")
+
+    def stage_nodes(self, profile: Profile) -> list[list[str]]:
+        """The nodes of each stage, checked against the profile: each once, stages in order and executable.
+
+        Raises:
+            ArtifactError: a node is missing, doubled, unknown, sent backwards, or separated from its group.
+        """
+        stages = [profile.graph.expand(stage.nodes) for stage in self.stages]
+        faults = profile.graph.stage_faults(stages)
+        stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
+        for group in profile.together if not faults else ():
+            if len({stage_of[name] for name in group}) > 1:
+                faults.append(f"{', '.join(group)} must stand in one stage")
+        for name, stage in profile.pin.items() if not faults else ():
+            if stage_of[name] != stage % len(stages):
+                faults.append(f"{name} is pinned to stage {stage % len(stages)}, not {stage_of[name]}")
+        if faults:
+            more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+            raise ArtifactError(self.name, "; ".join(faults[:3]) + more, "mend the stages by hand or partition again",
+                                field="stages")  # fmt: skip
+        return stages
+
+    def shape(self, together: tuple[tuple[int, ...], ...] = ()) -> Shape:
+        """What the schedule is built for.
+
+        Args:
+            together: groups of stages that must update after the same number of minibatches (they share a parameter).
+        """
+        replicas = tuple(stage.replicas for stage in self.stages)
+        every = list(replicas) if self.schedule == "1f1b" else [self.microbatches] * len(replicas)
+        for group in together if self.schedule == "1f1b" else ():
+            for s in group:
+                every[s] = math.lcm(*(replicas[g] for g in group))
+        return Shape(
+            replicas=replicas,
+            in_flight=tuple(stage.in_flight for stage in self.stages),
+            update_every=tuple(every),
+        )
+
+    def check_schedule(self) -> None:
+        """Raises ScheduleError when the numbers in flight make the schedule deadlock."""
+        shape = self.shape()
+        minibatches = 2 * max(shape.update_every) * max(shape.in_flight) + 1
+        validate(build(self.schedule, shape, minibatches), shape, minibatches)
+
+    @property
+    def plan_sha256(self) -> str:
+        """Digest of what the predictions depend on."""
+        content = self.model_dump(mode="json", include={
+            "batch_size", "cluster", "schedule", "weights", "microbatches", "stages", "digests",
+        })  # fmt: skip
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def edited(self) -> bool:
+        """Whether the stages were changed by hand since the figures in `predicted` were computed."""
+        return self.predicted is None or self.predicted.plan_sha256 != self.plan_sha256
+
+    @property
+    def config(self) -> str:
+        """`15-1`: the replicas of each stage."""
+        return "-".join(str(stage.replicas) for stage in self.stages)

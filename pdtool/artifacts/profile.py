@@ -1,0 +1,133 @@
+"""Profile: what each operator of a model costs on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from pdtool.artifacts.envelope import (
+    Artifact,
+    Bytes,
+    Count,
+    FieldError,
+    Label,
+    ModelRef,
+    ModulePath,
+    Name,
+    Part,
+    Seconds,
+)
+from pdtool.graph import Graph, GraphError
+
+
+class Device(Part):
+    """The device the times are for, and whether they were measured on it or estimated."""
+
+    name: Label
+    kind: Literal["measured", "estimated"]
+
+
+class Node(Part):
+    """One operator, at the profile's batch size.
+
+    Attributes:
+        name: unique; a module's path for a whole call of it (`features.0`, `relu@1` for its second call).
+        op: `input`, `Conv2d`, `add`, `loss`: what a person calls it.
+        module: path of the module it belongs to.
+        inputs: nodes whose output it takes.
+        forward_s, backward_s: seconds for one minibatch.
+        update_s: seconds of the optimizer step on its parameters.
+        output_bytes: bytes of the outputs that other nodes take.
+        gradient_bytes: bytes of those that a gradient comes back for.
+        parameter_bytes: bytes of its parameters (a shared parameter counts at each node; see Profile.shared).
+        stash_bytes: bytes kept from its forward for its backward, parameters not counted.
+        flops: floating-point operations of its forward.
+    """
+
+    name: Name
+    op: Label
+    module: ModulePath
+    inputs: tuple[Name, ...] = ()
+    forward_s: Seconds = 0.0
+    backward_s: Seconds = 0.0
+    update_s: Seconds = 0.0
+    output_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
+    parameter_bytes: Bytes = 0
+    stash_bytes: Bytes = 0
+    flops: Bytes = 0
+
+
+class SharedParameter(Part):
+    """A parameter that several nodes use (tied weights): counted once in a stage, synchronised between stages."""
+
+    name: Name
+    bytes: Bytes
+    nodes: tuple[Name, ...]
+
+
+class Profile(Artifact):
+    """`profiles/NAME.json`.
+
+    Attributes:
+        together: groups of nodes that must stand in one stage (shared state, HINTS no_split).
+        pin: node -> index of its stage; negative counts from the end.
+        step_s: seconds of one whole training step, measured end to end; 0 when estimated.
+        coverage: sum of all nodes' forward, backward and update over step_s.
+        optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
+    """
+
+    KIND: ClassVar[str] = "profile"
+
+    format: Literal["pdtool/profile/1"] = "pdtool/profile/1"
+    name: Label
+    model: ModelRef | None
+    batch_size: Count
+    device: Device
+    step_s: Seconds
+    coverage: Seconds
+    optimizer_state_bytes: Seconds = 0.0
+    nodes: tuple[Node, ...]
+    shared: tuple[SharedParameter, ...] = ()
+    together: tuple[tuple[Name, ...], ...] = ()
+    pin: dict[Name, int] = Field(default_factory=dict)
+
+    def check(self) -> None:
+        names = [node.name for node in self.nodes]
+        if not names:
+            raise FieldError("nodes", "a profile needs at least one node")
+        first: dict[str, int] = {}
+        for index, name in enumerate(names):
+            if first.setdefault(name, index) != index:
+                raise FieldError(f"nodes[{index}].name", f"{name!r} stands twice")
+        try:
+            _ = self.graph
+        except GraphError as error:
+            raise FieldError(error.field, str(error)) from error
+        known = set(names)
+        for field, group in (
+            *((f"shared[{i}].nodes", s.nodes) for i, s in enumerate(self.shared)),
+            *((f"together[{i}]", group) for i, group in enumerate(self.together)),
+            ("pin", tuple(self.pin)),
+        ):
+            for name in group:
+                if name not in known:
+                    raise FieldError(field, f"{name!r} is no node")
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The operator graph."""
+        return Graph({n.name: n.inputs for n in self.nodes}, {n.name: n.module for n in self.nodes})
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        """Node name -> node."""
+        return {node.name: node for node in self.nodes}
+
+    def parameter_bytes(self, nodes: Collection[str]) -> int:
+        """Bytes of the distinct parameters that `nodes` use."""
+        repeated = sum(s.bytes * (max(1, sum(n in nodes for n in s.nodes)) - 1) for s in self.shared)
+        return sum(self.by_name[name].parameter_bytes for name in nodes) - repeated

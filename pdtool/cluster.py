@@ -1,0 +1,92 @@
+"""The cluster: nested levels of workers, and which link two workers share.
+
+`4x4` is four servers of four devices. Workers are numbered with the innermost level fastest:
+
+    level 0 (4 servers)   |  0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15 |
+    level 1 (4 devices)      \\__level 1__/
+                          \\_________________ level 0 (between servers) __________/
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdtool.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """`size` members at this level, joined by links of one bandwidth (bytes/s, each direction) and latency (s)."""
+
+    size: int
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Levels, outermost first, and the memory of each device (bytes; None: not limited)."""
+
+    levels: tuple[Level, ...]
+    memory_bytes: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """Number of workers: the product of the level sizes."""
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def topology(self) -> str:
+        """`4x4`."""
+        return "x".join(str(level.size) for level in self.levels)
+
+    def link(self, a: int, b: int) -> Level | None:
+        """The slowest link on the way from worker `a` to worker `b`; None when they are the same."""
+        return self.span(min(a, b), max(a, b) + 1)
+
+    def span(self, first: int, end: int) -> Level | None:
+        """The slowest link crossed inside the contiguous workers [first, end); None for a single worker."""
+        below = self.workers
+        crossed = None
+        for level in self.levels:
+            below //= level.size
+            slower = crossed is None or level.bandwidth_bytes_per_s < crossed.bandwidth_bytes_per_s
+            if slower and first // below != (end - 1) // below:
+                crossed = level
+        return crossed
+
+
+def parse_topology(text: str) -> tuple[int, ...]:
+    """Read `4x4` (outermost level first); raises UsageError."""
+    if not re.fullmatch(r"[0-9]{1,6}(x[0-9]{1,6})*", text):
+        raise UsageError(f"topology {text!r} is not sizes joined by x", "write 4 or 2x8, the outermost level first")
+    sizes = tuple(int(part) for part in text.split("x"))
+    if 0 in sizes or math.prod(sizes) > 100_000:
+        raise UsageError(f"topology {text!r} has {math.prod(sizes)} workers", "give between 1 and 100000")
+    return sizes
+
+
+def make_cluster(
+    sizes: Sequence[int],
+    bandwidths: Sequence[float],
+    *,
+    latencies: Sequence[float] | None = None,
+    memory_bytes: int | None = None,
+) -> Cluster:
+    """Join level sizes and bandwidths (bytes/s), outermost first; raises UsageError when their numbers differ."""
+    if len(bandwidths) != len(sizes):
+        raise UsageError(
+            f"{len(bandwidths)} bandwidth(s) for the {len(sizes)} level(s) of topology {'x'.join(map(str, sizes))}",
+            "give one per level, the outermost first",
+        )
+    latencies = latencies or [0.0] * len(sizes)
+    return Cluster(
+        levels=tuple(
+            Level(size=n, bandwidth_bytes_per_s=b, latency_s=t)
+            for n, b, t in zip(sizes, bandwidths, latencies, strict=True)
+        ),
+        memory_bytes=memory_bytes,
+    )

@@ -1,0 +1,87 @@
+"""Every error pdtool raises on purpose: what is wrong, with the values, and what to do about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+
+class PdtoolError(Exception):
+    """Base of all expected errors; `cli` prints it and exits with its `exit_code`.
+
+    Args:
+        what: what is wrong, with the values that show it.
+        remedy: what the user can do; an imperative clause, or empty.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(what, remedy)
+        self.what = what
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}" if self.remedy else self.what
+
+
+class UsageError(PdtoolError):
+    """An argument or option cannot be understood."""
+
+    exit_code = 2
+
+
+class ModelError(PdtoolError):
+    """The user's model.py lacks something, or what it returns cannot be used."""
+
+
+class TraceError(ModelError):
+    """torch.export, or our reading of its graph, cannot take this model.
+
+    Args:
+        location: `file.py:12` in the user's code, or "" when it is not known.
+    """
+
+    def __init__(self, what: str, remedy: str = "", *, location: str = "") -> None:
+        super().__init__(f"{location}: {what}" if location else what, remedy)
+        self.location = location
+
+
+class ArtifactError(PdtoolError):
+    """A file that pdtool reads is truncated, altered, of an unknown format, or does not hold together."""
+
+    exit_code = 3
+
+    def __init__(self, path: Path | str, what: str, remedy: str = "", *, field: str = "") -> None:
+        where = f"{path}: {field}" if field else str(path)
+        super().__init__(f"{where}: {what}", remedy)
+        self.path = path
+        self.field = field
+
+
+class StaleError(ArtifactError):
+    """An artifact was made from an input that has changed since."""
+
+
+class NoPlanError(PdtoolError):
+    """No plan satisfies the constraints."""
+
+    exit_code = 4
+
+
+class ScheduleError(PdtoolError):
+    """A list of actions breaks a law of schedules; the text holds the grid with the fault marked."""
+
+    exit_code = 3
+
+
+class WorkerDiedError(PdtoolError):
+    """A worker process ended before its work did."""
+
+    exit_code = 5
+
+
+class TargetMissedError(PdtoolError):
+    """The epochs ended before the target metric was reached."""
+
+    exit_code = 6

@@ -1,0 +1,155 @@
+"""The operator graph: what computes what from what, and where it may be cut.
+
+A *cut* is a downset: a set of nodes that holds every predecessor of its members. A stage is the difference of two
+cuts, one inside the other, so the stages in order never send anything backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+
+
+class GraphError(ValueError):
+    """The nodes and edges are not a graph in topological order; `field` says where."""
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(what)
+        self.field = field
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in topological order, each with its module path and the nodes whose output it takes.
+
+    Attributes:
+        inputs: node name -> names of the nodes it takes tensors from; the order of the keys is topological.
+        modules: node name -> path of the module it belongs to ("" is the model itself).
+    """
+
+    inputs: Mapping[str, Sequence[str]]
+    modules: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for index, (name, sources) in enumerate(self.inputs.items()):
+            for source in sources:
+                if source not in self.inputs:
+                    raise GraphError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which is no node")
+                if source not in seen:
+                    raise GraphError(
+                        f"nodes[{index}].inputs",
+                        f"node {name!r} takes {source!r}, which comes after it (a cycle, or not in topological order)",
+                    )
+            seen.add(name)
+
+    @property
+    def names(self) -> list[str]:
+        """All nodes, in topological order."""
+        return list(self.inputs)
+
+    @cached_property
+    def consumers(self) -> Mapping[str, Sequence[str]]:
+        """Node name -> the nodes that take its output."""
+        out: dict[str, list[str]] = {name: [] for name in self.inputs}
+        for name, sources in self.inputs.items():
+            for source in dict.fromkeys(sources):
+                out[source].append(name)
+        return out
+
+    @cached_property
+    def digraph(self) -> nx.DiGraph[str]:
+        """The same graph for networkx."""
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        graph.add_nodes_from(self.inputs)
+        graph.add_edges_from((source, name) for name, sources in self.inputs.items() for source in sources)
+        return graph
+
+    def contracted(self, groups: Iterable[Collection[str]]) -> list[list[str]]:
+        """Blocks of nodes that no cut may separate, in topological order of the blocks.
+
+        Each group becomes one block, together with all nodes on paths between its members (a block must be convex,
+        so the strongly connected components of the contracted graph are merged); overlapping groups are joined.
+        """
+        union: nx.Graph[str] = nx.Graph()
+        union.add_nodes_from(self.inputs)
+        for group in groups:
+            nx.add_path(union, list(group))
+        block_of = {name: i for i, part in enumerate(nx.connected_components(union)) for name in part}
+        quotient: nx.DiGraph[int] = nx.DiGraph()
+        quotient.add_nodes_from(block_of.values())
+        quotient.add_edges_from((block_of[a], block_of[b]) for a, b in self.digraph.edges if block_of[a] != block_of[b])
+        condensed = nx.condensation(quotient)
+        position = {name: i for i, name in enumerate(self.inputs)}
+        members: dict[int, list[str]] = {}
+        for name, block in block_of.items():
+            members.setdefault(condensed.graph["mapping"][block], []).append(name)
+        first = {part: min(position[name] for name in names) for part, names in members.items()}
+        order = nx.lexicographical_topological_sort(condensed, key=first.__getitem__)
+        return [sorted(members[part], key=position.__getitem__) for part in order]
+
+    def stage_faults(self, stages: Sequence[Collection[str]]) -> list[str]:
+        """What is wrong with `stages` as a partition of this graph, in words; empty when nothing is.
+
+        Every node stands in exactly one stage and no tensor goes to an earlier stage.
+        """
+        faults = []
+        stage_of: dict[str, int] = {}
+        for index, nodes in enumerate(stages):
+            for name in nodes:
+                if name not in self.inputs:
+                    faults.append(f"stage {index} names {name!r}, which the profile does not have")
+                elif name in stage_of:
+                    faults.append(f"{name!r} stands in stage {stage_of[name]} and in stage {index}")
+                stage_of[name] = index
+        faults += [f"{name!r} stands in no stage" for name in self.inputs if name not in stage_of]
+        if not faults:
+            faults += [
+                f"{name!r} in stage {stage_of[name]} takes {source!r} from the later stage {stage_of[source]}"
+                for name, sources in self.inputs.items()
+                for source in sources
+                if stage_of[source] > stage_of[name]
+            ]
+        return faults
+
+    def compress(self, nodes: Collection[str]) -> list[str]:
+        """Write a set of nodes as module paths where it holds all nodes of a module, as node names elsewhere."""
+        chosen = set(nodes)
+        whole = {m for m in self._members if m and self._members[m] <= chosen}
+        entries: dict[str, None] = {}
+        for name in self.inputs:
+            if name in chosen:
+                covering = [m for m in _prefixes(self.modules[name]) if m in whole]
+                entries[covering[0] if covering else name] = None
+        return list(entries)
+
+    def expand(self, entries: Iterable[str]) -> list[str]:
+        """Inverse of `compress`, in topological order; an entry that names nothing is kept as it is."""
+        wanted: set[str] = set()
+        unknown = []
+        for entry in entries:
+            if entry in self._members and entry:
+                wanted |= self._members[entry]
+            elif entry in self.inputs:
+                wanted.add(entry)
+            else:
+                unknown.append(entry)
+        return [name for name in self.inputs if name in wanted] + unknown
+
+    @cached_property
+    def _members(self) -> Mapping[str, set[str]]:
+        """Module path -> all nodes in it, at any depth."""
+        members: dict[str, set[str]] = {}
+        for name, module in self.modules.items():
+            for prefix in _prefixes(module):
+                members.setdefault(prefix, set()).add(name)
+        return members
+
+
+def _prefixes(path: str) -> list[str]:
+    """`a.b.c` -> [`a`, `a.b`, `a.b.c`]."""
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))] if path else []
