@@ -1,0 +1,176 @@
+"""How an ATen operator is written by a person: as torch functions, methods and indexing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdtool.frontend.operators import ByMode, Operator, Size, State, Value
+
+# A template applies when every argument that it does not name has its default value; `{sizes*}` spreads a list.
+_TEMPLATES = {
+    **{f"add.{kind}": "{self} + {other}" for kind in ("Tensor", "Scalar")},
+    **{f"sub.{kind}": "{self} - {other}" for kind in ("Tensor", "Scalar")},
+    **{f"mul.{kind}": "{self} * {other}" for kind in ("Tensor", "Scalar")},
+    **{f"div.{kind}": "{self} / {other}" for kind in ("Tensor", "Scalar")},
+    **{f"eq.{kind}": "{self} == {other}" for kind in ("Tensor", "Scalar")},
+    **{f"ne.{kind}": "{self} != {other}" for kind in ("Tensor", "Scalar")},
+    **{f"lt.{kind}": "{self} < {other}" for kind in ("Tensor", "Scalar")},
+    **{f"le.{kind}": "{self} <= {other}" for kind in ("Tensor", "Scalar")},
+    **{f"gt.{kind}": "{self} > {other}" for kind in ("Tensor", "Scalar")},
+    **{f"ge.{kind}": "{self} >= {other}" for kind in ("Tensor", "Scalar")},
+    "rsub.Scalar": "{other} - {self}",
+    "neg": "-{self}",
+    "bitwise_not": "~{self}",
+    "bitwise_and.Tensor": "{self} & {other}",
+    "bitwise_or.Tensor": "{self} | {other}",
+    "pow.Tensor_Scalar": "{self} ** {exponent}",
+    "matmul": "{self} @ {other}",
+    "bmm": "{self} @ {mat2}",
+    "mm": "{self} @ {mat2}",
+    "view": "{self}.view({size*})",
+    "reshape": "{self}.reshape({shape*})",
+    "permute": "{self}.permute({dims*})",
+    "expand": "{self}.expand({size*})",
+    "repeat": "{self}.repeat({repeats*})",
+    "to.dtype": "{self}.to({dtype})",
+    "to.dtype_layout": "{self}.to({dtype})",
+    "_to_copy": "{self}.to({dtype})",
+    "dropout": "F.dropout({input}, p={p}, training={train})",
+    "softmax.int": "F.softmax({self}, dim={dim})",
+    "log_softmax.int": "F.log_softmax({self}, dim={dim})",
+    "relu": "F.relu({self})",
+    "gelu": "F.gelu({self}, approximate={approximate})",
+    "silu": "F.silu({self})",
+    "sigmoid": "torch.sigmoid({self})",
+    "tanh": "torch.tanh({self})",
+    "embedding": "F.embedding({indices}, {weight})",
+    "layer_norm": "F.layer_norm({input}, {normalized_shape}, {weight}, {bias}, eps={eps})",
+    "cat": "torch.cat({tensors}, dim={dim})",
+    "stack": "torch.stack({tensors}, dim={dim})",
+    "einsum": "torch.einsum({equation}, {tensors*})",
+    "where.self": "torch.where({condition}, {self}, {other})",
+    "cross_entropy_loss": "F.cross_entropy({self}, {target})",
+}
+# Arguments that say where and how memory lies, not what is computed.
+_IGNORED = {"layout", "pin_memory", "cudnn_enable", "cudnn_enabled", "non_blocking"}
+_FIELD = re.compile(r"\{(\w+)(\*?)\}")
+
+Write = Callable[[Any], str]
+
+
+def expression(op: Operator, write: Write) -> str:
+    """The Python expression for one ATen operator.
+
+    Args:
+        op: not a leaf call.
+        write: the text of one argument (a tensor's variable, a parameter, a number).
+    """
+    target, arguments = op.target, op.kwargs
+    schema = target._schema
+    name, overload = schema.name.split("::")[-1], target._overloadname
+    custom = _INDEXING.get(name)
+    if custom:
+        return custom(arguments, write)
+    key = name if overload == "default" else f"{name}.{overload}"
+    changed = {a.name for a in schema.arguments if not _is_default(arguments[a.name], a)} - _IGNORED
+    template = _TEMPLATES.get(key)
+    if template and changed - {"device"} <= {field for field, _ in _FIELD.findall(template)}:
+        return _FIELD.sub(
+            lambda m: _spread(arguments[m[1]], write) if m[2] else _operand(arguments[m[1]], write), template
+        )
+    required, options = _call_arguments(schema, arguments, changed, write)
+    first = schema.arguments[0] if schema.arguments else None
+    if first is not None and first.name == "self" and hasattr(Tensor, name) and required:
+        return f"{required[0]}.{name}({', '.join(required[1:] + options)})"
+    home = (
+        "torch"
+        if hasattr(torch, name)
+        else "F"
+        if hasattr(functional, name)
+        else f"torch.ops.{schema.name.split('::')[0]}"
+    )
+    call = f"{home}.{name}" if home in ("torch", "F") else f"{home}.{name}.{overload}"
+    return f"{call}({', '.join(required + options)})"
+
+
+def _call_arguments(
+    schema: Any, arguments: dict[str, Any], changed: set[str], write: Write
+) -> tuple[list[str], list[str]]:
+    """Required arguments by position, changed options by name."""
+    required, options = [], []
+    for a in schema.arguments:
+        if a.name in _IGNORED or (a.has_default_value() and a.name not in changed):
+            continue
+        text = write(arguments[a.name])
+        if a.has_default_value() or a.kwarg_only:
+            if arguments[a.name] is not None:
+                options.append(f"{a.name}={text}")
+        elif not options:
+            required.append(text)
+    return required, options
+
+
+def _is_default(value: Any, argument: Any) -> bool:
+    if isinstance(value, (Value, State, Size, ByMode, Tensor)):
+        return False
+    return value is None or (argument.has_default_value() and bool(value == argument.default_value))
+
+
+def _spread(values: Any, write: Write) -> str:
+    return ", ".join(write(value) for value in values)
+
+
+def _operand(value: Any, write: Write) -> str:
+    text = write(value)
+    return f"({text})" if isinstance(value, (Size, ByMode)) and " " in text else text
+
+
+def _select(arguments: dict[str, Any], write: Write) -> str:
+    return f"{write(arguments['self'])}[{_at(arguments['dim'], write(arguments['index']))}]"
+
+
+def _slice(arguments: dict[str, Any], write: Write) -> str:
+    start, end, step = arguments["start"], arguments["end"], arguments["step"]
+    first = "" if start in (None, 0) else write(start)
+    last = "" if end is None or (isinstance(end, int) and end >= 2**62) else write(end)
+    stride = "" if step == 1 else f":{write(step)}"
+    return f"{write(arguments['self'])}[{_at(arguments['dim'], f'{first}:{last}{stride}')}]"
+
+
+def _at(dim: int, index: str) -> str:
+    """`:, :, 3` for dimension 2, `..., 3, :` for dimension -2."""
+    return ":, " * dim + index if dim >= 0 else "..., " + index + ", :" * (-dim - 1)
+
+
+def _index(arguments: dict[str, Any], write: Write) -> str:
+    places = [":" if i is None else write(i) for i in arguments["indices"]]
+    return f"{write(arguments['self'])}[{', '.join(places)}]"
+
+
+_INDEXING: dict[str, Callable[[dict[str, Any], Write], str]] = {"select": _select, "slice": _slice, "index": _index}
+
+
+def literal(value: Any) -> str:
+    """The Python text of a constant argument."""
+    if isinstance(value, (torch.dtype, torch.memory_format)):
+        return str(value)
+    if isinstance(value, torch.device):
+        return "device"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, str):
+        return '"' + repr(value)[1:-1].replace('"', '\\"') + '"'
+    if isinstance(value, Tensor):
+        return f"torch.tensor({value.tolist()}, dtype={value.dtype}, device=device)"
+    if isinstance(value, Size):
+        return re.sub(r"\s*(//|[*+])\s*", r" \1 ", str(value))
+    if value is None or isinstance(value, (bool, int, float, complex)):
+        return repr(value)
+    raise TypeError(f"no literal for {type(value).__name__}")

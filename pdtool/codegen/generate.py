@@ -1,0 +1,126 @@
+"""Generate a bundle: trace the model, cut it, write each stage, prove the whole, and only then keep the files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pdtool.artifacts.bundle import Bundle, StageModule
+from pdtool.artifacts.envelope import write_atomically
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.codegen.emit import StageWriter
+from pdtool.codegen.verify import verify_shapes, verify_values
+from pdtool.codegen.wiring import Wiring
+from pdtool.errors import PdtoolError
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.operators import Size, Traced, Value
+from pdtool.frontend.trace import trace
+
+_COPIES = 6  # of all parameters while values are compared: model, its copy, the stages, and two sets of gradients
+
+
+def generate(
+    plan: Plan,
+    profile: Profile,
+    model_file: ModelFile,
+    folder: Path,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Bundle:
+    """Write `folder`/stage_K.py and bundle.yaml for `plan`.
+
+    The files are written only when the composed stages are proved equal to the model (law 1); an older bundle in
+    `folder` stays as it was until then.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        ArtifactError: the plan does not fit the profile, or the profile not the model.
+        VerificationError: the stages are not equal to the model.
+    """
+    stages = plan.stage_nodes(profile)
+    progress("tracing the model")
+    traced = trace(model_file.build(), model_file.example_inputs, plan.batch_size, model_file.path)
+    wiring = Wiring.of(traced, stages)
+    progress("writing the stages")
+    writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
+    texts = {f"stage_{writer.stage}.py": writer.text() for writer in writers}
+    values = _fits(traced)
+    bundle = _bundle(plan, wiring, writers, texts, "values" if values else "shapes")
+    progress(
+        "proving the stages equal to the model" if values else "checking shapes (the model is too large to run here)"
+    )
+    if values:
+        size = min(plan.batch_size, 3)
+        batches = [model_file.example_inputs(size), model_file.example_inputs(size + 1)]
+        verify_values(traced.model, texts, bundle, batches)
+    else:
+        inputs = model_file.example_inputs(plan.batch_size)
+        verify_shapes(texts, bundle, inputs, pytree.tree_map(lambda v: _meta(v, plan.batch_size), traced.output))
+    _write(folder, texts | {"bundle.yaml": bundle.dump()})
+    return bundle
+
+
+def _bundle(plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[str, str], proof: str) -> Bundle:
+    inputs = [wiring.names[op.outputs[0]] for op in wiring.traced.operators if op.is_input]
+    return Bundle(
+        name=plan.name,
+        digests={**plan.digests, "plan": plan.plan_sha256},
+        batch_size=plan.batch_size,
+        proof="values" if proof == "values" else "shapes",
+        inputs=tuple(inputs),
+        stages=tuple(
+            StageModule(
+                file=file,
+                class_name=writer.class_name,
+                sha256=hashlib.sha256(texts[file].encode()).hexdigest(),
+                inputs=tuple(wiring.names[v] for v in wiring.inputs(writer.stage)),
+                outputs=tuple(wiring.names[v] for v in wiring.outputs(writer.stage)) if not writer.is_last else (),
+                parameters=tuple(wiring.parameters(writer.stage)),
+                buffers=tuple(wiring.buffers(writer.stage)),
+            )
+            for file, writer in zip(texts, writers, strict=True)
+        ),
+        tensors=tuple(wiring.tensors()),
+        tied=tuple(wiring.tied),
+    )
+
+
+def _fits(traced: Traced) -> bool:
+    needed = _COPIES * sum(p.nbytes for p in traced.model.parameters())
+    return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _meta(value: object, batch: int) -> object:
+    if not isinstance(value, Value):
+        return value
+    shape = [dim.at(batch) if isinstance(dim, Size) else dim for dim in value.shape]
+    return torch.empty(shape, dtype=value.dtype, device="meta")
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """Put the files in place of an older bundle; stage files it no longer has are removed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    except OSError as error:
+        raise PdtoolError(f"{folder} could not be written ({error.strerror})", "free some space") from error
+    try:
+        for name, text in files.items():
+            write_atomically(draft / name, text)
+        folder.mkdir(exist_ok=True)
+        for old in folder.glob("stage_*.py"):
+            if old.name not in files:
+                old.unlink()
+        for name in sorted(files):  # bundle.yaml is written by digest: a half-replaced folder is found out
+            os.replace(draft / name, folder / name)
+    except OSError as error:
+        raise PdtoolError(f"{folder} could not be written ({error.strerror})", "free some space") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

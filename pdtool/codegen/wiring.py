@@ -1,0 +1,155 @@
+"""Which operator and which parameter stands in which stage, and which tensor goes where."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.utils import _pytree as pytree
+
+from pdtool.artifacts.bundle import Tensor, TiedParameter
+from pdtool.errors import ArtifactError, TraceError
+from pdtool.frontend.operators import Operator, Size, Traced, Value
+
+_RESERVED = {"self", "torch", "nn", "F", "batch", "device", "target", "loss", *keyword.kwlist}
+_AFFINE = re.compile(r"([0-9]+\*)?batch([+-][0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A traced model cut into stages.
+
+    Attributes:
+        traced: the model.
+        stages: names of the operators of each stage, constants and model inputs not among them.
+    """
+
+    traced: Traced
+    stages: Sequence[Sequence[str]]
+
+    @classmethod
+    def of(cls, traced: Traced, stages: Sequence[Sequence[str]]) -> Wiring:
+        """Check that `stages` (which may name inputs, loss and target too) hold the operators of this model.
+
+        Raises:
+            ArtifactError: the profile's operators are not those of the model.
+        """
+        known = {op.name for op in traced.operators if not op.constant}
+        named = {name for stage in stages for name in stage} - {"loss", "target"}
+        if known != named:
+            odd = sorted(known ^ named)[:3]
+            raise ArtifactError("plan", f"the model's operators are not the profile's (such as {', '.join(odd)})",
+                                "profile the model again, with this version of torch")  # fmt: skip
+        compute = {op.name for op in traced.operators if not op.is_input}
+        return cls(traced, [[name for name in stage if name in compute] for stage in stages])
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """Operator -> stage; -1 for a model input."""
+        places = {op.name: -1 for op in self.traced.operators if op.is_input}
+        return places | {name: s for s, names in enumerate(self.stages) for name in names}
+
+    def operators(self, stage: int) -> list[Operator]:
+        """What the stage computes, in order, with the constants it needs among them."""
+        needed = set(self.stages[stage])
+        if stage == len(self.stages) - 1:
+            needed |= {v.operator for v in self.output_values if self.traced.by_name[v.operator].constant}
+        for op in reversed(self.traced.operators):
+            if op.name in needed:
+                needed |= {v.operator for v in op.values if self.traced.by_name[v.operator].constant}
+        return [op for op in self.traced.operators if op.name in needed]
+
+    @cached_property
+    def output_values(self) -> list[Value]:
+        """The tensors that the model returns."""
+        return [v for v in pytree.tree_leaves(self.traced.output) if isinstance(v, Value)]
+
+    @cached_property
+    def consumers(self) -> dict[Value, list[int]]:
+        """Tensor -> the later stages that take it; the last stage takes what the model returns."""
+        found: dict[Value, set[int]] = {}
+        for stage in range(len(self.stages)):
+            for op in self.operators(stage):
+                for value in op.values:
+                    found.setdefault(value, set()).add(stage)
+        for value in self.output_values:
+            found.setdefault(value, set()).add(len(self.stages) - 1)
+        order = [v for op in self.traced.operators if not op.constant for v in op.outputs if v in found]
+        return {v: sorted(found[v] - {self.stage_of[v.operator]}) for v in order}
+
+    def inputs(self, stage: int) -> list[Value]:
+        """What the stage's forward takes, in order."""
+        return [value for value, stages in self.consumers.items() if stage in stages]
+
+    def outputs(self, stage: int) -> list[Value]:
+        """What the stage's forward returns, in order; the last stage returns the model's output instead."""
+        return [value for value, stages in self.consumers.items() if stages and self.stage_of[value.operator] == stage]
+
+    @cached_property
+    def names(self) -> dict[Value, str]:
+        """A distinct Python identifier for every tensor."""
+        taken = set(_RESERVED)
+        names = {}
+        for op in self.traced.operators:
+            base = re.sub(r"\W", "_", op.name)
+            base = f"m{base}" if base[0].isdigit() else base
+            for value in op.outputs:
+                name = candidate = f"{base}_{value.index}" if value.index else base
+                count = 1
+                while name in taken:
+                    count += 1
+                    name = f"{candidate}_{count}"
+                taken.add(name)
+                names[value] = name
+        return names
+
+    def parameters(self, stage: int) -> list[str]:
+        """Names of the parameters that the stage uses, tied names included."""
+        return list(dict.fromkeys(name for op in self.operators(stage) for name in op.parameters))
+
+    def buffers(self, stage: int) -> list[str]:
+        """Names of the buffers that the stage uses."""
+        return list(dict.fromkeys(name for op in self.operators(stage) for name in op.buffers))
+
+    @cached_property
+    def tied(self) -> list[TiedParameter]:
+        """Trainable parameters that several stages hold, each under its own name there."""
+        tied = []
+        trainable = {n for n, p in self.traced.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        for first in dict.fromkeys(self.traced.tied.values()):
+            holders = [
+                (stage, next(n for n in self.parameters(stage) if self.traced.tied[n] == first))
+                for stage in range(len(self.stages))
+                if any(self.traced.tied[n] == first for n in self.parameters(stage))
+            ]
+            if len(holders) > 1 and first in trainable:
+                tied.append(TiedParameter(stages=tuple(s for s, _ in holders), names=tuple(n for _, n in holders)))
+        return tied
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that cross a border, or come from the data, for bundle.yaml."""
+        return [
+            Tensor(
+                name=self.names[value],
+                producer=self.stage_of[value.operator],
+                consumers=tuple(stages),
+                shape=tuple(self._dim(dim, value) for dim in value.shape),
+                dtype=str(value.dtype).removeprefix("torch."),
+                gradient=value.differentiable,
+            )
+            for value, stages in self.consumers.items()
+            if stages
+        ]
+
+    def _dim(self, dim: int | Size, value: Value) -> int | str:
+        text = str(dim).replace(" ", "")
+        if isinstance(dim, int) or _AFFINE.fullmatch(text):
+            return dim if isinstance(dim, int) else text
+        raise TraceError(
+            f"a tensor that crosses a stage border has a dimension of {dim}, not linear in the minibatch size",
+            "keep the modules around it together with HINTS no_split",
+            location=self.traced.by_name[value.operator].location,
+        )

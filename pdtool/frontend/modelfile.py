@@ -1,0 +1,289 @@
+"""Load the user's model.py: an ordinary Python file with plain functions (see README, "model.py")."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, default_collate
+
+from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.errors import ModelError, StaleError, UsageError
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A user's model file, imported.
+
+    Attributes:
+        ref: where it came from.
+        path: its source file.
+        module: the imported module.
+    """
+
+    ref: ModelRef
+    path: Path
+    module: ModuleType
+
+    @classmethod
+    def load(cls, ref: ModelRef, *, trusted: bool = False, digests: dict[str, str] | None = None) -> ModelFile:
+        """Import the file.
+
+        Args:
+            ref: names the file, the function and its settings.
+            trusted: the user named it on the command line. A reference found in an artifact is not trusted: only a
+                file under the current folder, or pdtool's own zoo, is then imported.
+            digests: SHA-256 by source that the file must still have.
+
+        Raises:
+            UsageError: no such file or module.
+            StaleError: the file changed since the artifact was made.
+            ModelError: it cannot be imported, or lacks the function.
+        """
+        path = find_source(ref.source)
+        if not trusted and not _is_local(path, ref.source):
+            raise UsageError(
+                f"the artifact names the model {ref.source!r}, outside the current folder",
+                "check that file, then name it yourself with --model",
+            )
+        expected = (digests or {}).get(ref.source)
+        if expected and file_sha256(path) != expected:
+            raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
+        file = cls(ref, path, _import(ref.source, path))
+        file._function(ref.function)
+        return file
+
+    @property
+    def name(self) -> str:
+        """`vgg16` for `models/vgg16.py`, `vgg16-small` for its function `small`; settings make no difference."""
+        return self.path.stem if self.ref.function == "model" else f"{self.path.stem}-{self.ref.function}"
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the source file."""
+        return file_sha256(self.path)
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """The model, in training mode, its random initial weights fixed by `seed`; raises ModelError."""
+        torch.manual_seed(seed)
+        function = self._function(self.ref.function)
+        try:
+            inspect.signature(function).bind(**self.ref.settings)
+        except TypeError as error:
+            known = ", ".join(inspect.signature(function).parameters) or "none"
+            raise ModelError(
+                f"{self.path.name}: {self.ref.function}() does not take these settings ({error})",
+                f"it takes: {known}",
+            ) from error
+        model = self._call(function, **self.ref.settings)
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"{self.path.name}: {self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"
+            )
+        return model.train()
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
+        """Inputs of one minibatch: from `example_inputs`, or the first `batch_size` samples of the training set."""
+        if self.has("example_inputs"):
+            inputs = self._call(self._function("example_inputs"), batch_size)
+        else:
+            inputs = self.example_batch(batch_size)[0]
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        for index, value in enumerate(inputs):
+            if not isinstance(value, Tensor):
+                raise ModelError(
+                    f"{self.path.name}: input {index} of a minibatch is {type(value).__name__}, not a tensor",
+                    "let example_inputs return a tensor or a tuple of tensors",
+                )
+        return inputs
+
+    def example_batch(self, batch_size: int) -> tuple[Any, Any]:
+        """The first `batch_size` samples of the training set, collated: (inputs, target)."""
+        data: Any = self.dataset("train")
+        if len(data) < batch_size:
+            raise ModelError(
+                f"{self.path.name}: the training set has {len(data)} samples, fewer than one minibatch of {batch_size}",
+                "choose a smaller --batch-size",
+            )
+        samples = [data[i] for i in range(batch_size)]
+        if not all(isinstance(sample, (tuple, list)) and len(sample) == 2 for sample in samples):
+            raise ModelError(f"{self.path.name}: a sample of dataset('train') is not a pair (inputs, target)")
+        inputs, target = default_collate(samples)
+        return inputs, target
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        """The samples (inputs, target) of `split`: "train" or "valid"."""
+        data = self._call(self._function("dataset"), split)
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise ModelError(
+                f"{self.path.name}: dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset"
+            )
+        if len(data) == 0:
+            raise ModelError(f"{self.path.name}: dataset({split!r}) is empty")
+        return data  # type: ignore[no-any-return]
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The user's loss: a scalar, the mean over the minibatch."""
+        value = self._function("loss")(output, target)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ModelError(f"{self.path.name}: loss() returned {shape}, not a scalar tensor")
+        return value
+
+    def optimizer(self, named_parameters: Named) -> Optimizer:
+        """The user's optimizer over one stage's parameters, under their original names."""
+        optimizer = self._call(self._function("optimizer"), named_parameters)
+        if not isinstance(optimizer, Optimizer):
+            raise ModelError(f"{self.path.name}: optimizer() returned {type(optimizer).__name__}, not an Optimizer")
+        return optimizer
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """The user's learning-rate schedule, stepped per update; None without one."""
+        return self._call(self.module.scheduler, optimizer) if self.has("scheduler") else None
+
+    def metrics(self, output: Any, target: Any) -> dict[str, tuple[float, float]]:
+        """The user's metrics as {name: (sum, count)}; {} without any."""
+        if not self.has("metrics"):
+            return {}
+        return {
+            name: (float(total), float(number)) for name, (total, number) in self.module.metrics(output, target).items()
+        }
+
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        """`HINTS`: `no_split` (list of module paths) and `pin` (module path -> stage)."""
+        hints = getattr(self.module, "HINTS", {})
+        unknown = set(hints) - {"no_split", "pin"}
+        if unknown:
+            raise ModelError(f"{self.path.name}: HINTS has unknown keys {sorted(unknown)}", "use no_split and pin")
+        return dict(hints)
+
+    def has(self, function: str) -> bool:
+        """Whether the file defines `function`."""
+        return callable(getattr(self.module, function, None))
+
+    def require(self, *functions: str) -> None:
+        """Raises ModelError when one of `functions` is missing."""
+        for function in functions:
+            self._function(function)
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        if not self.has(name):
+            defined = [
+                k
+                for k, v in vars(self.module).items()
+                if inspect.isfunction(v) and v.__module__ == self.module.__name__
+            ]
+            raise ModelError(
+                f"{self.path.name} has no function {name}()",
+                f"it defines: {', '.join(defined) or 'no functions'}",
+            )
+        return getattr(self.module, name)  # type: ignore[no-any-return]
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise ModelError(
+                f"{user_line(error, self.path)}{function.__name__}() raised {type(error).__name__}: {error}"
+            ) from error
+
+
+def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
+    """Read `model.py`, `model.py:vgg16` or `package.module:vgg16` and settings `layers=12`; raises UsageError."""
+    source, _, function = text.rpartition(":") if ":" in text else (text, "", "model")
+    if not function.isidentifier():
+        raise UsageError(f"{function!r} in {text!r} is not the name of a function", "write model.py:function")
+    values: dict[str, str | int | float | bool] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"setting {setting!r} is not NAME=VALUE", "write --set layers=12")
+        values[key] = _literal(value)
+    return ModelRef(source=source, function=function, settings=values)
+
+
+def find_source(source: str) -> Path:
+    """The file behind `model.py` or `package.module`, without importing it; raises UsageError."""
+    if source.endswith(".py") or "/" in source:
+        path = Path(source)
+    else:
+        names = source.split(".")
+        roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
+        found = (root.joinpath(*names).with_suffix(".py") for root in roots)
+        path = next((file for file in found if file.is_file()), Path(*names).with_suffix(".py"))
+    if not path.is_file():
+        raise UsageError(
+            f"model {source!r}: there is no file {path}", "name a Python file, or a module as package.module"
+        )
+    return path
+
+
+def _is_local(path: Path, source: str) -> bool:
+    zoo = Path(__file__).parent.parent / "zoo"
+    resolved = path.resolve()
+    return resolved.is_relative_to(zoo) or (resolved.is_relative_to(Path.cwd()) and not Path(source).is_absolute())
+
+
+def _import(source: str, path: Path) -> ModuleType:
+    try:
+        if not source.endswith(".py") and "/" not in source:
+            sys.path.insert(0, str(Path.cwd()))
+            try:
+                return importlib.import_module(source)
+            finally:
+                sys.path.pop(0)
+        spec = importlib.util.spec_from_file_location(f"pdtool_user_{path.stem}", path.resolve())
+        assert spec
+        assert spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # pickling and dataclasses look the module up by name
+        sys.path.insert(0, str(path.resolve().parent))  # so that it imports its neighbours, as `python model.py` would
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.path.pop(0)
+        return module
+    except SyntaxError as error:
+        raise ModelError(f"{path}:{error.lineno}: {error.msg}") from error
+    except Exception as error:
+        raise ModelError(f"{user_line(error, path)}importing it raised {type(error).__name__}: {error}") from error
+
+
+def user_line(error: BaseException, path: Path) -> str:
+    """`model.py:12: ` — the deepest line of the user's own code in the error's traceback."""
+    line, trace, folder = 0, error.__traceback__, path.resolve().parent
+    name = path.name
+    while trace:
+        file = Path(trace.tb_frame.f_code.co_filename)
+        if file.resolve() == path.resolve() or (
+            file.resolve().is_relative_to(folder) and "site-packages" not in str(file)
+        ):
+            line, name = trace.tb_lineno, file.name
+        trace = trace.tb_next
+    return f"{name}:{line}: " if line else f"{path.name}: "
+
+
+def _literal(text: str) -> str | int | float | bool:
+    if text in ("true", "True", "false", "False"):
+        return text in ("true", "True")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, (int, float, str)) else text

@@ -1,0 +1,133 @@
+"""The operator list that tracing a model gives: what computes which tensor from what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+BATCH = sympy.Symbol("batch", integer=True, positive=True)
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer that depends on the number of samples in the minibatch, as an expression of `batch`."""
+
+    expression: sympy.Expr
+
+    def __str__(self) -> str:
+        return str(self.expression)
+
+    def at(self, batch: int) -> int:
+        """Its value for a minibatch of `batch` samples."""
+        return int(self.expression.subs(BATCH, batch))
+
+
+@dataclass(frozen=True)
+class ByMode:
+    """An argument with one value in training and another in evaluation."""
+
+    training: Any
+    evaluation: Any
+
+
+@dataclass(frozen=True)
+class State:
+    """A parameter or buffer of the model, used directly by an operator."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor in the graph.
+
+    Attributes:
+        operator: name of the operator that computes it.
+        index: which of the operator's outputs it is.
+        shape: each dimension an int or a Size.
+        differentiable: whether a gradient flows back through it.
+    """
+
+    operator: str
+    index: int
+    shape: tuple[int | Size, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    def nbytes(self, batch: int) -> int:
+        """Size in bytes for a minibatch of `batch` samples."""
+        count = 1
+        for dim in self.shape:
+            count *= dim.at(batch) if isinstance(dim, Size) else dim
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One node: a whole call of a leaf module, an ATen operator, or a model input.
+
+    Attributes:
+        name: unique; the module's path for a leaf call, `PATH.OP` elsewhere.
+        op: what a person calls it: `Conv2d`, `add`, `input`.
+        module: path of the leaf module, or of the module whose forward called the operator.
+        target: the ATen overload; None for a leaf call or an input.
+        args, kwargs: nested lists, tuples and dicts of Value, State, Size, ByMode and constants. An ATen operator has
+            all its arguments in kwargs, under the names of its schema, defaults included.
+        outputs: the tensors it returns.
+        structure: how `outputs` fill what it returns: a pytree of indices into `outputs`, None elsewhere.
+        parameters, buffers: names of the model's state that it uses.
+        location: `file.py:12` in the user's code.
+        constant: computed from nothing but constants and unchanging buffers; repeated in each stage that needs it.
+    """
+
+    name: str
+    op: str
+    module: str
+    target: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[Value, ...] = ()
+    structure: Any = 0
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    location: str = ""
+    constant: bool = False
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the model."""
+        return self.op == "input"
+
+    @property
+    def values(self) -> list[Value]:
+        """The tensors it takes, in order."""
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as a list of operators in execution order.
+
+    Attributes:
+        model: the model that was traced.
+        operators: model inputs first.
+        output: what the model returns: nested containers of Value and constants.
+        together: groups of operators that must stand in one stage, since they share changing state.
+        tied: parameter name -> first name of the same parameter, for every parameter.
+    """
+
+    model: nn.Module
+    operators: tuple[Operator, ...]
+    output: Any
+    together: tuple[tuple[str, ...], ...]
+    tied: dict[str, str]
+
+    @property
+    def by_name(self) -> dict[str, Operator]:
+        """Operator name -> operator."""
+        return {operator.name: operator for operator in self.operators}

@@ -1,0 +1,178 @@
+"""Read a model's operator graph with torch.export.
+
+Leaf modules (frontend/leaves.py) are made opaque while torch.export runs, so that each whole call of one is a
+single node; what lies between them arrives as ATen operators. The model is traced twice, in training and in
+evaluation mode: an argument that differs between the two depends on `self.training`.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pdtool.errors import TraceError
+from pdtool.frontend.leaves import is_leaf
+from pdtool.frontend.modelfile import user_line
+from pdtool.frontend.operators import ByMode, Operator, Traced
+from pdtool.frontend.read import LeafCall, Reader
+
+_LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
+
+
+_calls: list[LeafCall] = []
+
+
+def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
+    call = _calls[number]
+    feed = iter(tensors)
+    flat = [next(feed) if isinstance(a, Tensor) else a for a in call.arguments]
+    args, kwargs = pytree.tree_unflatten(flat, call.spec)
+    outputs, spec = pytree.tree_flatten(call.forward(*args, **kwargs))
+    tensors_out = [o for o in outputs if isinstance(o, Tensor)]
+    order = iter(range(len(tensors_out)))
+    call.result = pytree.tree_unflatten([next(order) if isinstance(o, Tensor) else None for o in outputs], spec)
+    return [o.clone() if any(o is t for t in tensors) else o for o in tensors_out]
+
+
+torch.library.impl(_LIBRARY, "leaf", "Meta")(_leaf_meta)
+
+
+@contextmanager
+def _opaque_leaves(model: nn.Module) -> Iterator[None]:
+    """While open, each call of a leaf module is one `pdtool::leaf` operator; its notes go to `_calls`."""
+
+    def opaque(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            flat, spec = pytree.tree_flatten((args, kwargs))
+            _calls.append(LeafCall(path, forward, flat, spec))
+            number = len(_calls) - 1
+            outputs = torch.ops.pdtool.leaf(number, [a for a in flat if isinstance(a, Tensor)])
+            places, result_spec = pytree.tree_flatten(_calls[number].result, is_leaf=lambda x: x is None)
+            return pytree.tree_unflatten([None if i is None else outputs[i] for i in places], result_spec)
+
+        return call
+
+    leaves = [(path, module) for path, module in model.named_modules() if is_leaf(module)]
+    for path, module in leaves:
+        module.forward = opaque(path, module.forward)
+    _calls.clear()
+    try:
+        yield
+    finally:
+        for _, module in leaves:
+            del module.forward
+
+
+def trace(model: nn.Module, example: Callable[[int], tuple[Tensor, ...]], batch_size: int, path: Path) -> Traced:
+    """Trace `model` in training and in evaluation mode.
+
+    Args:
+        example: the inputs of a minibatch of a given size; dimensions that follow the size are the batch.
+        path: the user's file, for the lines named in errors.
+
+    Raises:
+        TraceError: torch.export cannot take the model, it is bound to one batch size, or it does what a stage cannot.
+    """
+    batch_size = max(2, batch_size)
+    inputs, more = example(batch_size), example(batch_size + 1)
+    dynamic = _dynamic_dims(inputs, more, batch_size)
+    was_training = model.training
+    try:
+        training, evaluation = (
+            Reader(model, *_export(model.train(mode), inputs, dynamic, path)).read() for mode in (True, False)
+        )
+    finally:
+        model.train(was_training)
+    return replace(training, operators=tuple(_by_mode(training.operators, evaluation.operators)))
+
+
+def _dynamic_dims(inputs: Sequence[Tensor], more: Sequence[Tensor], size: int) -> tuple[dict[int, Any], ...]:
+    """For each input the dimensions that follow the minibatch size, found by comparing two sizes."""
+    batch = torch.export.Dim("batch", min=2, max=2**20)
+    dynamic: list[dict[int, Any]] = []
+    for a, b in zip(inputs, more, strict=True):
+        grows = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
+        dynamic.append({d: batch if a.shape[d] == size else (a.shape[d] // size) * batch for d in grows})
+    if not any(dynamic):
+        shapes = [tuple(t.shape) for t in inputs]
+        raise TraceError(f"example_inputs gives shapes {shapes} whatever the batch size", "let it use its argument")
+    return tuple(dynamic)
+
+
+def _export(
+    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], path: Path
+) -> tuple[torch.export.ExportedProgram, list[LeafCall]]:
+    try:
+        with _opaque_leaves(model), warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
+        return program, list(_calls)
+    except Exception as error:
+        what = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        if "Constraints violated" in what[0] or "specialized" in str(error):
+            raise TraceError(
+                f"{path.name}: the model works for one minibatch size only ({what[-1].strip()})",
+                "use x.shape[0] or -1 for the batch dimension, and keep no state between minibatches",
+            ) from error
+        raise TraceError(
+            f"{user_line(error, path)}torch.export cannot trace this model: {type(error).__name__}: {what[0].strip()}",
+            "keep Python branches independent of tensor values (torch.where), and packed sequences out of forward",
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch.export's own log out of the terminal: the error that follows says what matters."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.export", "torch.fx")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _by_mode(training: Sequence[Operator], evaluation: Sequence[Operator]) -> Iterator[Operator]:
+    """The operators in training mode, with ByMode where the two traces differ in a constant."""
+    for one, other in zip_longest(training, evaluation):
+        if one is None or other is None or (one.name, one.target) != (other.name, other.target):
+            odd = one or other
+            raise TraceError(
+                f"{odd.op} in module {odd.module!r} runs in training or in evaluation mode only",
+                "make both modes run the same operators; only their arguments may depend on self.training",
+                location=odd.location,
+            )
+        flat, spec = _flatten_all(one)
+        other_flat, other_spec = _flatten_all(other)
+        if spec != other_spec:
+            raise TraceError(
+                f"{one.op} in module {one.module!r} takes other arguments in evaluation than in training mode",
+                "only the values of numbers and flags may depend on self.training",
+                location=one.location,
+            )
+        merged = [a if _same(a, b) else ByMode(a, b) for a, b in zip(flat, other_flat, strict=True)]
+        args, kwargs = pytree.tree_unflatten(merged, spec)
+        yield replace(one, args=args, kwargs=kwargs)
+
+
+def _flatten_all(operator: Operator) -> tuple[list[Any], pytree.TreeSpec]:
+    return pytree.tree_flatten((operator.args, operator.kwargs), is_leaf=lambda x: x is None)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b or a != a)  # NaN equals itself here

@@ -1,0 +1,1 @@
+"""What each operator costs: measured on this machine."""
