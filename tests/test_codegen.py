@@ -1,0 +1,237 @@
+"""Law 1: the stages composed equal the model. Compared here by hand, beside codegen's own proof."""
+
+import ast
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.plan import ClusterSpec, LevelSpec, Plan, Stage
+from pdtool.artifacts.profile import Device, Node, Profile
+from pdtool.codegen import generate as generate_module
+from pdtool.codegen.generate import generate
+from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
+from pdtool.errors import ArtifactError, StaleError
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.trace import trace
+
+MODELS = Path(__file__).parent / "models" / "small.py"
+INPUTS = {
+    "branchy": lambda n: (torch.randn(n, 3, 8, 8),),
+    "unet": lambda n: (torch.randn(n, 3, 16, 16),),
+    "tied": lambda n: (torch.randint(0, 50, (n, 10)),),
+    "encoder": lambda n: (torch.randn(n, 6, 8),),
+}
+
+
+class SmallModel(ModelFile):
+    """A model of tests/models/small.py with inputs of its own kind."""
+
+    def example_inputs(self, batch_size):
+        return INPUTS.get(self.ref.function, lambda n: (torch.randn(n, 8),))(batch_size)
+
+
+def small(function, **settings):
+    return SmallModel.load(ModelRef(source=str(MODELS), function=function, settings=settings), trusted=True)
+
+
+def skeleton(model_file):
+    """A profile without costs: only the graph, as `measure` would write it."""
+    traced = trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
+    constant = {op.name for op in traced.operators if op.constant}
+    nodes = tuple(
+        Node(name=op.name, op=op.op, module=op.module,
+             inputs=tuple(dict.fromkeys(v.operator for v in op.values if v.operator not in constant)))
+        for op in traced.operators if op.name not in constant
+    )  # fmt: skip
+    return Profile(
+        name=model_file.name, model=model_file.ref, batch_size=4, device=Device(name="none", kind="estimated"),
+        step_s=0.0, coverage=0.0, nodes=nodes, together=traced.together,
+    )  # fmt: skip
+
+
+def plan_of(profile, count):
+    """`count` stages of about equal numbers of operators, moved apart only where `together` forbids it."""
+    inputs = [n.name for n in profile.nodes if n.op == "input"]
+    blocks = [b for b in profile.graph.contracted([inputs, *profile.together]) if not set(b) & set(inputs)]
+    cuts = [round(i * len(blocks) / count) for i in range(count + 1)]
+    stages = [[n for b in blocks[cuts[i] : cuts[i + 1]] for n in b] for i in range(count)]
+    stages[0] = inputs + stages[0]
+    return Plan(
+        name=f"{profile.name}-{count}", model=profile.model, profile="none", batch_size=4,
+        cluster=ClusterSpec(levels=(LevelSpec(size=count, bandwidth_bytes_per_s=1e9),)),
+        stages=tuple(
+            Stage(nodes=tuple(profile.graph.compress(nodes)), replicas=1, workers=(s,), in_flight=count - s)
+            for s, nodes in enumerate(stages)
+        ),
+    )  # fmt: skip
+
+
+def tensors(output):
+    plain = dict(output) if isinstance(output, dict) else output
+    return [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
+
+
+def texts_in(folder):
+    return {path.name: path.read_text() for path in sorted(folder.glob("stage_*.py"))}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("function", ["branchy", "tied", "unet", "no_grad", "sequential", "encoder"])
+def test_composed_stages_equal_the_model(function, count, tmp_path):
+    model_file = small(function)
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, count), profile, model_file, tmp_path / "bundle")
+
+    assert bundle.proof == "values"
+    assert Bundle.load(tmp_path / "bundle" / "bundle.yaml") == bundle.model_copy(update={"sha256": bundle.content_sha256})
+    model = model_file.build(seed=7).eval()
+    stages = load_stages(texts_in(tmp_path / "bundle"), bundle)
+    copy_state(model, stages, bundle)
+    for stage in stages:
+        stage.eval()
+    inputs = model_file.example_inputs(6)
+    expected, found = tensors(model(*inputs)), tensors(compose(stages, bundle, inputs))
+    assert expected
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.autograd.backward([t.sum() for t in expected if t.requires_grad])
+    torch.autograd.backward([t.sum() for t in found if t.requires_grad])
+    total = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            original = dict(model.named_parameters(remove_duplicate=False))[name]
+            if parameter.grad is not None:
+                total[id(original)] = total.get(id(original), 0) + parameter.grad
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(total[id(parameter)], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("function", ["branchy", "tied", "unet"])
+def test_stage_files_import_torch_only_and_keep_original_names(function, tmp_path):
+    model_file = small(function)
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 3), profile, model_file, tmp_path / "b")
+    state = set()
+    for text in texts_in(tmp_path / "b").values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                assert [a.name for a in node.names] == ["torch"]
+            if isinstance(node, ast.ImportFrom):
+                assert node.module in ("torch", "torch.nn")
+    for stage in load_stages(texts_in(tmp_path / "b"), bundle):
+        state |= set(stage.state_dict())
+    assert state == set(model_file.build().state_dict())
+
+
+def test_generation_is_deterministic(tmp_path):
+    model_file = small("branchy")
+    profile = skeleton(model_file)
+    for name in ("a", "b"):
+        generate(plan_of(profile, 3), profile, model_file, tmp_path / name)
+    files = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    assert files == {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()}
+    assert len(files) == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.training", "True"),
+        ('float("-inf")', "0.0"),
+        ("x + relu_0", "x - relu_0"),
+        ("nn.MaxPool2d", "nn.AvgPool2d"),
+        ("batch_first=True, dropout=0.1", "batch_first=True"),
+        ("self.steps.add_(1)", "self.steps.add_(2)"),
+        ("reshape(batch, 4, 12)", "reshape(3, 4, 12)"),
+        ("batch_first=True, dropout=0.1", "batch_first=True, dropout=0.2"),
+    ],
+)
+def test_the_proof_finds_a_wrong_stage(old, new, tmp_path):
+    model_file = small("branchy")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    texts = texts_in(tmp_path / "b")
+    assert any(old in text for text in texts.values()), "the fault must be one that the text can have"
+    texts = {name: text.replace(old, new) for name, text in texts.items()}
+    batches = [model_file.example_inputs(3), model_file.example_inputs(4)]
+    with pytest.raises(VerificationError):
+        verify_values(model_file.build(), texts, bundle, batches)
+
+
+def test_a_model_that_keeps_state_between_minibatches_is_found_out(tmp_path):
+    model_file = small("broken", fault="state")
+    profile = skeleton(model_file)
+    with pytest.raises(VerificationError, match="minibatch 1 of 2.*may keep state on self"):
+        generate(plan_of(profile, 1), profile, model_file, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_verification_leaves_the_model_as_it_was(tmp_path):
+    model_file = small("branchy")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    model = model_file.build()
+    before = copy.deepcopy(model.state_dict())
+    verify_values(model, texts_in(tmp_path / "b"), bundle, [model_file.example_inputs(3)])
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_too_large_for_this_machine_is_checked_by_shapes(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_module, "_COPIES", 10**12)
+    model_file = small("unet")
+    profile = skeleton(model_file)
+    said = []
+    bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b", said.append)
+    assert bundle.proof == "shapes"
+    assert any("too large" in line for line in said)
+
+
+def test_tied_weight_is_listed_with_its_name_in_each_stage(tmp_path):
+    model_file = small("tied")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 3), profile, model_file, tmp_path / "b")
+    (tie,) = bundle.tied
+    assert tie.stages == (0, 2)
+    assert tie.names == ("embedding.weight", "decoder.weight")
+
+
+def test_skip_goes_straight_to_every_later_stage(tmp_path):
+    model_file = small("unet")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 5), profile, model_file, tmp_path / "b")
+    skips = [t for t in bundle.tensors if t.producer == 0 and t.consumers and max(t.consumers) > 1]
+    assert skips
+    assert all(t.gradient for t in skips)
+
+
+def test_profile_of_another_model_is_refused(tmp_path):
+    profile = skeleton(small("unet"))
+    with pytest.raises(ArtifactError, match="operators are not the profile's"):
+        generate(plan_of(profile, 2), profile, small("tied"), tmp_path / "b")
+
+
+def test_edited_stage_file_is_found_out(tmp_path):
+    model_file = small("unet")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    bundle.check_files(tmp_path / "b")
+    (tmp_path / "b" / "stage_1.py").write_text("import os\n")
+    with pytest.raises(StaleError, match=r"stage_1.py: was changed since codegen"):
+        bundle.check_files(tmp_path / "b")
+    (tmp_path / "b" / "stage_1.py").unlink()
+    with pytest.raises(StaleError, match=r"stage_1.py: is missing"):
+        bundle.check_files(tmp_path / "b")
+
+
+def test_fewer_stages_leave_no_old_file_behind(tmp_path):
+    model_file = small("unet")
+    profile = skeleton(model_file)
+    generate(plan_of(profile, 3), profile, model_file, tmp_path / "b")
+    generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bundle.yaml", "stage_0.py", "stage_1.py"]

@@ -1,0 +1,186 @@
+"""Loading model.py and tracing it: what is found, and what is said when it cannot be."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.errors import ModelError, StaleError, TraceError, UsageError
+from pdtool.frontend.modelfile import ModelFile, parse_ref
+from pdtool.frontend.trace import trace
+
+MODELS = Path(__file__).parent / "models" / "small.py"
+
+
+def load(function="sequential", **settings):
+    return ModelFile.load(ModelRef(source=str(MODELS), function=function, settings=settings), trusted=True)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    return ModelFile.load(ModelRef(source=str(path)), trusted=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("branch", "cannot trace this model.*data-dependent"),
+        ("batch", "one minibatch size only"),
+        ("slice", "writes into part of a tensor in place"),
+        ("attribute", "the model fails on inputs of shape.*no attribute 'missing'"),
+        ("mode", "sin in module '' runs in training or in evaluation mode only"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused(fault, what):
+    model_file = load("broken", fault=fault)
+    with pytest.raises(TraceError, match=f"(?s){what}"):
+        trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
+
+
+@pytest.mark.parametrize(("fault", "code"), [
+    ("branch", "return y if y.sum() > 0"), ("slice", "y[:, 0] = 0"), ("attribute", "self.missing(y)"), ("mode", "y = y.sin()"),
+])  # fmt: skip
+def test_the_error_names_the_line_of_the_users_code(fault, code):
+    line = next(i for i, text in enumerate(MODELS.read_text().splitlines(), 1) if code in text)
+    model_file = load("broken", fault=fault)
+    with pytest.raises(TraceError, match=rf"small.py:{line}: "):
+        trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
+
+
+def test_inputs_that_ignore_the_batch_size_are_refused():
+    with pytest.raises(TraceError, match="whatever the batch size"):
+        trace(load().build(), lambda n: (torch.randn(4, 8),), 4, MODELS)
+
+
+def test_leaf_modules_stand_whole_under_their_own_names():
+    model_file = load("branchy")
+    traced = trace(model_file.build(), lambda n: (torch.randn(n, 3, 8, 8),), 4, MODELS)
+    operators = traced.by_name
+    assert operators["lstm"].op == "LSTM"
+    assert operators["attention"].op == "MultiheadAttention"
+    assert {"relu@0", "relu@1"} <= set(operators), "a module called twice is two operators"
+    assert operators["triu"].constant
+    assert not operators["cat"].constant
+    assert [str(d) for d in operators["conv"].outputs[0].shape] == ["batch", "8", "8", "8"]
+    line = re.search(r"small.py:(\d+)", operators["cat"].location)
+    assert "torch.cat" in MODELS.read_text().splitlines()[int(line[1]) - 1]
+
+
+def test_operators_that_share_a_changing_buffer_stand_together():
+    model_file = load("no_grad")
+    assert trace(model_file.build(), model_file.example_inputs, 4, MODELS).together == (("norm@0", "norm@1"),)
+
+
+def test_tracing_leaves_the_model_usable():
+    model_file = load("branchy")
+    model = model_file.build()
+    trace(model, lambda n: (torch.randn(n, 3, 8, 8),), 4, MODELS)
+    assert model.training
+    assert "forward" not in vars(model.conv)
+    model(torch.randn(2, 3, 8, 8))["logits"].sum().backward()
+
+
+def test_references_and_settings_are_read():
+    assert parse_ref("model.py") == ModelRef(source="model.py")
+    ref = parse_ref("pkg.mod:vgg", ["layers=12", "rate=0.5", "tied=true", "size=small"])
+    assert ref == ModelRef(source="pkg.mod", function="vgg", settings={"layers": 12, "rate": 0.5, "tied": True, "size": "small"})
+
+
+@pytest.mark.parametrize("text", ["model.py:", "model.py:a b", "model.py:f()"])
+def test_bad_reference_is_refused(text):
+    with pytest.raises(UsageError, match="not the name of a function"):
+        parse_ref(text)
+
+
+def test_bad_setting_is_refused():
+    with pytest.raises(UsageError, match="not NAME=VALUE"):
+        parse_ref("model.py", ["layers"])
+
+
+def test_missing_file_is_named():
+    with pytest.raises(UsageError, match=r"there is no file nowhere.py"):
+        ModelFile.load(ModelRef(source="nowhere.py"), trusted=True)
+
+
+def test_missing_function_lists_what_there_is(tmp_path):
+    with pytest.raises(ModelError, match=r"model.py has no function model\(\); it defines: net, loss"):
+        write(tmp_path, "def net(): pass\ndef loss(o, t): pass\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def model():\n    return 3\n", "returned int, not a torch.nn.Module"),
+        ("def model():\n    x = 1\n    raise ValueError('no')\n", r"model.py:3: model\(\) raised ValueError: no"),
+        ("def model(layers):\n    pass\n", r"does not take these settings .*it takes: layers"),
+    ],
+)
+def test_faulty_model_function_is_explained(text, what, tmp_path):
+    with pytest.raises(ModelError, match=what):
+        write(tmp_path, text).build()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("def model(:\n", r"model.py:1: "), ("import os\n1 / 0\n", r"model.py:2: importing it raised ZeroDivisionError")],
+)
+def test_file_that_cannot_be_imported_is_explained(text, what, tmp_path):
+    with pytest.raises(ModelError, match=what):
+        write(tmp_path, text)
+
+
+DATA = "def model(): pass\ndef dataset(split):\n    return {}\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ("[]", "dataset\\('train'\\) is empty"),
+        ("3", "not a map-style Dataset"),
+        ("[1, 2, 3, 4]", "not a pair"),
+        ("[(1, 2)]", "fewer than one minibatch of 4"),
+    ],
+)
+def test_faulty_dataset_is_explained(data, what, tmp_path):
+    with pytest.raises(ModelError, match=what):
+        write(tmp_path, DATA.format(data)).example_batch(4)
+
+
+def test_inputs_must_be_tensors(tmp_path):
+    with pytest.raises(ModelError, match="input 0 of a minibatch is int"):
+        write(tmp_path, "def model(): pass\ndef example_inputs(n): return 3\n").example_inputs(4)
+
+
+def test_optimizer_and_loss_are_checked(tmp_path):
+    text = "def model(): pass\ndef optimizer(p): return 1\ndef loss(o, t): return o\n"
+    with pytest.raises(ModelError, match="returned int, not an Optimizer"):
+        write(tmp_path, text).optimizer([])
+    with pytest.raises(ModelError, match=r"returned \(2,\), not a scalar"):
+        write(tmp_path, text).loss(torch.zeros(2), None)
+
+
+def test_unknown_hints_are_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"unknown keys \['nosplit'\]"):
+        _ = write(tmp_path, "def model(): pass\nHINTS = {'nosplit': []}\n").hints
+
+
+def test_a_model_named_by_an_artifact_must_lie_here(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text("raise SystemExit('imported')\n")
+    with pytest.raises(UsageError, match="outside the current folder.*--model"):
+        ModelFile.load(ModelRef(source=str(path)))
+
+
+def test_a_changed_model_is_stale_and_not_imported(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text("raise SystemExit('imported')\n")
+    with pytest.raises(StaleError, match="has changed since it was profiled"):
+        ModelFile.load(ModelRef(source=str(path)), trusted=True, digests={str(path): "0" * 64})
+
+
+def test_the_zoo_is_trusted_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ModelFile.load(ModelRef(source="pdtool.zoo.digits")).name == "digits"

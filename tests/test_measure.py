@@ -1,0 +1,135 @@
+"""The profile: what is counted exactly is checked exactly; times are only checked to be there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.profile import Profile
+from pdtool.errors import ModelError
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.profile.execute import Executor
+from pdtool.profile.measure import Clock, measure
+
+TEXT = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.mix = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.out = nn.Linear(8, 20, bias=False)
+        self.out.weight = self.embed.weight
+        self.spare = nn.Parameter(torch.zeros(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        y = self.act(self.mix(x))
+        return self.out(self.norm(x + y) + torch.arange(8))
+
+def model(): return Net()
+def dataset(split): return [(torch.tensor(i % 20), (i + 1) % 20) for i in range(64)]
+def loss(output, target): return F.cross_entropy(output, target)
+def optimizer(named): return torch.optim.Adam([p for _, p in named])
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    return write(tmp_path, TEXT)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "net.py"
+    path.write_text(text)
+    return ModelFile.load(ModelRef(source=str(path)), trusted=True)
+
+
+def test_profile_counts_what_the_model_holds(model_file):
+    seen = []
+    profile = measure(model_file, batch_size=16, progress=lambda done, total: seen.append((done, total)))
+    nodes = profile.by_name
+    assert list(nodes) == ["ids", "embed", "mix", "act", "add", "norm", "add_1", "out", "target", "loss"]
+    assert nodes["add"].inputs == ("embed", "act")
+    assert nodes["loss"].inputs == ("out", "target")
+    assert nodes["ids"].output_bytes == 16 * 8
+    assert nodes["ids"].gradient_bytes == 0
+    assert nodes["mix"].output_bytes == nodes["mix"].gradient_bytes == 16 * 8 * 4
+    assert nodes["mix"].parameter_bytes == (64 + 8) * 4
+    assert nodes["mix"].flops == 2 * 16 * 8 * 8
+    assert nodes["act"].stash_bytes == 16 * 8 * 4
+    (shared,) = profile.shared
+    assert (shared.name, shared.bytes, shared.nodes) == ("embed.weight", 20 * 8 * 4, ("embed", "out"))
+    held = sum(p.nbytes for n, p in model_file.build().named_parameters() if n != "spare")
+    assert profile.parameter_bytes(list(nodes)) == held
+    assert profile.optimizer_state_bytes == pytest.approx(2.0)
+    assert seen[-1][0] == seen[-1][1] == 8
+    assert Profile.parse(profile.dump()).dump() == profile.dump()
+
+
+def test_times_are_measured(model_file):
+    profile = measure(model_file, batch_size=16)
+    for name in ("embed", "mix", "norm", "loss"):
+        assert profile.by_name[name].forward_s > 0
+        assert profile.by_name[name].backward_s > 0
+    assert profile.by_name["mix"].update_s > 0
+    assert profile.step_s > 0
+    total = sum(n.forward_s + n.backward_s + n.update_s for n in profile.nodes)
+    assert profile.coverage == pytest.approx(total / profile.step_s)
+
+
+def test_a_model_without_loss_and_data_is_profiled_without_them(tmp_path):
+    text = TEXT[: TEXT.index("def dataset")] + "def example_inputs(n): return torch.zeros(n, dtype=torch.long)\n"
+    profile = measure(write(tmp_path, text), batch_size=4)
+    assert "loss" not in profile.by_name
+    assert profile.optimizer_state_bytes == 0
+    assert all(node.update_s == 0 for node in profile.nodes)
+
+
+def test_hints_become_constraints(tmp_path):
+    text = TEXT.replace("inplace=True", "") + "HINTS = {'no_split': ['norm', ''], 'pin': {'out': -1}}\n"
+    with pytest.raises(ModelError, match="HINTS names '', which is no module"):
+        measure(write(tmp_path, text), batch_size=4)
+    text = TEXT.replace("self.mix = nn.Linear(8, 8)", "self.mix = nn.Sequential(nn.Linear(8, 8), nn.Tanh())")
+    profile = measure(write(tmp_path, text + "HINTS = {'no_split': ['mix'], 'pin': {'out': -1}}\n"), batch_size=4)
+    assert profile.together == (("mix.0", "mix.1"),)
+    assert profile.pin == {"out": -1}
+
+
+def test_a_minibatch_that_does_not_fit_says_so(model_file, monkeypatch):
+    def exhausted(*args, **kwargs):
+        raise torch.OutOfMemoryError("tried to allocate 9 GB")
+
+    monkeypatch.setattr(Executor, "__call__", exhausted)
+    with pytest.raises(ModelError, match="minibatch of 16 does not fit in memory.*smaller --batch-size"):
+        measure(model_file, batch_size=16)
+
+
+def test_a_batch_larger_than_the_data_says_so(model_file):
+    with pytest.raises(ModelError, match="64 samples, fewer than one minibatch of 100"):
+        measure(model_file, batch_size=100)
+
+
+def test_a_loss_that_fails_names_its_line(tmp_path):
+    text = TEXT.replace("return F.cross_entropy(output, target)", "return F.cross_entropy(output, target.float().nope)")
+    line = next(i for i, t in enumerate(text.splitlines(), 1) if "nope" in t)
+    with pytest.raises(ModelError, match=rf"net.py:{line}: loss\(\) raised AttributeError"):
+        measure(write(tmp_path, text), batch_size=4)
+
+
+def test_short_work_is_timed_in_groups():
+    calls = []
+    Clock(torch.device("cpu")).median(lambda: calls.append(1), repeats=2)
+    assert len(calls) > 10
+
+
+def test_profile_of_this_file_is_where_it_says(model_file):
+    profile = measure(model_file, batch_size=4)
+    assert profile.digests == {model_file.ref.source: model_file.sha256}
+    assert Path(profile.model.source).is_file()
