@@ -1,0 +1,41 @@
+"""Topologies, and which link two workers share."""
+
+import pytest
+
+from pdtool.cluster import make_cluster, parse_topology
+from pdtool.errors import UsageError
+
+SERVERS = make_cluster((2, 2, 2), (1e9, 5e9, 50e9))
+
+
+@pytest.mark.parametrize(("a", "b", "bandwidth"), [(0, 1, 50e9), (1, 2, 5e9), (0, 3, 5e9), (3, 4, 1e9), (0, 7, 1e9)])
+def test_link_is_the_slowest_on_the_way(a, b, bandwidth):
+    assert SERVERS.link(a, b).bandwidth_bytes_per_s == bandwidth
+    assert SERVERS.link(b, a) == SERVERS.link(a, b)
+
+
+def test_a_worker_needs_no_link_to_itself():
+    assert SERVERS.link(3, 3) is None
+    assert SERVERS.span(3, 4) is None
+
+
+def test_a_slow_inner_level_bounds_the_way_out():
+    slow_inside = make_cluster((2, 2), (10e9, 1e9))
+    assert slow_inside.link(0, 3).bandwidth_bytes_per_s == 1e9
+
+
+def test_topology_is_read_outermost_first():
+    assert parse_topology("4x8") == (4, 8)
+    assert make_cluster((4, 8), (1, 2)).topology == "4x8"
+    assert SERVERS.workers == 8
+
+
+@pytest.mark.parametrize("text", ["", "4x", "x4", "4*4", "-1", "0x4", "4x0", "1e3", "99999x99999", "4 x 4"])
+def test_impossible_topologies_are_refused(text):
+    with pytest.raises(UsageError, match="topology"):
+        parse_topology(text)
+
+
+def test_one_bandwidth_per_level():
+    with pytest.raises(UsageError, match=r"1 bandwidth\(s\) for the 2 level\(s\) of topology 4x4"):
+        make_cluster((4, 4), (1e9,))

@@ -1,0 +1,42 @@
+"""Units: what is read, what is refused as ambiguous, what is printed."""
+
+import pytest
+
+from pdtool.errors import UsageError
+from pdtool.units import format_bytes, format_rate, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("10Gbit/s", 1.25e9), ("1.25GB/s", 1.25e9), ("100 Mbit/s", 12.5e6), ("1GiB/s", 2**30), ("1e3B/s", 1e3), ("8kbit/s", 1e3)],
+)
+def test_bandwidths(text, value):
+    assert parse_bandwidth(text) == value
+
+
+@pytest.mark.parametrize("text", ["10", "10G", "10Gb/s", "10Gbps", "10GBps", "0Gbit/s", "-1GB/s", "1.2.3GB/s", "", "ibit/s", "nanB/s"])
+def test_ambiguous_bandwidths_are_refused(text):
+    with pytest.raises(UsageError, match="bandwidth|number"):
+        parse_bandwidth(text)
+
+
+@pytest.mark.parametrize("text", ["3iB/s", "3kiB"])
+def test_unknown_prefixes_are_refused(text):
+    with pytest.raises(UsageError, match="prefix"):
+        parse_bandwidth(text) if "/s" in text else parse_bytes(text)
+
+
+def test_sizes_and_times():
+    assert parse_bytes("16GB") == 16 * 10**9
+    assert parse_bytes("16GiB") == 16 * 2**30
+    assert parse_seconds("50us") == pytest.approx(50e-6)
+    for refuse, text in ((parse_bytes, "16G"), (parse_bytes, "16"), (parse_seconds, "5"), (parse_seconds, "5 min")):
+        with pytest.raises(UsageError, match="write"):
+            refuse(text)
+
+
+def test_printing():
+    assert format_bytes(1_210_000_000) == "1.21 GB"
+    assert format_bytes(999.9) == "1 kB"
+    assert format_rate(1.25e9) == "1.25 GB/s"
+    assert [format_seconds(s) for s in (0, 1.5, 0.0123, 45e-6, 3e-9)] == ["0", "1.5 s", "12.3 ms", "45 µs", "3 ns"]
