@@ -1,0 +1,69 @@
+"""A language model of three LSTM layers whose decoder is tied to its embedding, on real English text."""
+
+import re
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+VOCABULARY = 2000
+LENGTH = 32
+
+
+class LanguageModel(nn.Module):
+    """Words (batch, length) to the scores of each next word (batch, length, VOCABULARY)."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
+        self.dropout = nn.Dropout(0.2)
+        self.decoder = nn.Linear(width, VOCABULARY, bias=False)
+        self.decoder.weight = self.embedding.weight
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words)
+        for layer in self.layers:
+            x = self.dropout(layer(x)[0])
+        return self.decoder(x)
+
+
+def model(width: int = 128, layers: int = 3) -> nn.Module:
+    """The network; every LSTM is a module of its own, so that stages can part them."""
+    return LanguageModel(width, layers)
+
+
+def _tokens() -> torch.Tensor:
+    """Python's own help texts (real English, in every Python) as word numbers; rare words are word 0."""
+    from pydoc_data.topics import topics
+
+    words = re.findall(r"[a-z]+|[.,;:()]", " ".join(topics[key] for key in sorted(topics)).lower())
+    known = {word: i for i, (word, _) in enumerate(Counter(words).most_common(VOCABULARY - 1), start=1)}
+    return torch.tensor([known.get(word, 0) for word in words])
+
+
+def dataset(split: str) -> Dataset[tuple[torch.Tensor, ...]]:
+    """Sequences of LENGTH words and, as the target, the same shifted by one; the last tenth is for validation."""
+    tokens = _tokens()
+    starts = torch.arange(0, len(tokens) - LENGTH - 1, LENGTH)
+    cut = len(starts) * 9 // 10
+    rows = (starts[:cut] if split == "train" else starts[cut:])[:, None] + torch.arange(LENGTH)
+    return TensorDataset(tokens[rows], tokens[rows + 1])
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross entropy per word, in nats; output is (batch, LENGTH, VOCABULARY)."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def optimizer(named_parameters):
+    """Adam."""
+    return torch.optim.Adam([p for _, p in named_parameters], lr=1e-3)
+
+
+def metrics(output: torch.Tensor, target: torch.Tensor) -> dict[str, tuple[float, float]]:
+    """Share of words predicted."""
+    return {"accuracy": ((output.argmax(-1) == target).sum().item(), target.numel())}

@@ -1,0 +1,276 @@
+"""Jobs small enough to run in a second: models with hand-written stages, run by real processes over gloo.
+
+The processes come from a fork server that has torch imported; they skip torch elastic, which has tests of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdtool.artifacts.bundle import Bundle, StageModule, Tensor, TiedParameter
+from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.artifacts.plan import ClusterSpec, LevelSpec, Plan, Stage
+from pdtool.run.spec import RunSpec
+from pdtool.schedule import default_in_flight
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A model.py and its stages: source, inputs and outputs of each, and the tensors between them."""
+
+    model: str
+    stages: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
+    tensors: tuple[Tensor, ...]
+    inputs: tuple[str, ...] = ("x",)
+    tied: tuple[TiedParameter, ...] = ()
+
+
+def tensor(name: str, producer: int, consumers: Sequence[int], *shape: int, dtype: str = "float32") -> Tensor:
+    gradient = producer >= 0 and dtype.startswith("float")
+    return Tensor(name=name, producer=producer, consumers=tuple(consumers), shape=("batch", *shape), dtype=dtype,
+                  gradient=gradient)  # fmt: skip
+
+
+OPTIMIZERS = {
+    "sgd": "torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)",
+    "plain": "torch.optim.SGD([p for _, p in named], lr=0.1)",
+    "adam": "torch.optim.Adam([p for _, p in named], lr=0.01)",
+}
+
+CONTRACT = """
+import torch, torch.nn as nn, torch.nn.functional as F
+SAMPLES = 26
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, n, seed):
+        g = torch.Generator().manual_seed(seed)
+        self.x = {x}
+        self.y = {y}
+    def __len__(self):
+        return len(self.y)
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+def dataset(split):
+    return Data(SAMPLES, 1) if split == "train" else Data(10, 2)
+
+def loss(output, target):
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+def metrics(output, target):
+    return {{"accuracy": ((output.argmax(-1) == target).sum(), target.numel())}}
+
+def optimizer(named):
+    return OPTIMIZER
+"""
+
+IMAGES = CONTRACT.format(x="torch.randn(n, 2, 6, 6, generator=g)", y="torch.randint(0, 4, (n,), generator=g)")
+WORDS = CONTRACT.format(x="torch.randint(0, 11, (n, 5), generator=g)", y="torch.randint(0, 11, (n, 5), generator=g)")
+HEAD = "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n\n"
+
+
+def stage(number: int, init: str, forward: str) -> str:
+    """Source of a stage file; statements are separated by semicolons, `x -> y` names arguments and result."""
+    arguments, body = forward.split(":", 1)
+    lines = [f"class Stage{number}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+    lines += [f"        {line.strip()}" for line in init.split(";") if line.strip()]
+    lines += [f"    def forward(self, {arguments.strip()}):"]
+    lines += [f"        {line.strip()}" for line in body.split(";") if line.strip()]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def model(init: str, forward: str) -> str:
+    return stage(9, init, forward).replace("Stage9", "Net").replace(HEAD, "") + "\ndef model():\n    return Net()\n"
+
+
+_CONV = (
+    "self.conv1 = nn.Conv2d(2, 4, 3, padding=1, bias=False); self.bn = nn.BatchNorm2d(4)",
+    "self.conv2 = nn.Conv2d(4, 4, 3, padding=1)",
+    "self.fc = nn.Linear(16, 4)",
+)
+_CONV_FORWARD = (
+    "a = F.relu(self.bn(self.conv1(x)))",
+    "b = F.avg_pool2d(F.relu(self.conv2(a)), 3)",
+    "z = self.fc(b.flatten(1))",
+)
+
+CONV3 = Toy(
+    model=IMAGES + model("; ".join(_CONV), f"x: {'; '.join(_CONV_FORWARD)}; return z"),
+    stages=(
+        (stage(0, _CONV[0], f"x: {_CONV_FORWARD[0]}; return a"), ("x",), ("a",)),
+        (stage(1, _CONV[1], f"a: {_CONV_FORWARD[1]}; return b"), ("a",), ("b",)),
+        (stage(2, _CONV[2], f"b: {_CONV_FORWARD[2]}; return z"), ("b",), ()),
+    ),
+    tensors=(tensor("x", -1, [0], 2, 6, 6), tensor("a", 0, [1], 4, 6, 6), tensor("b", 1, [2], 4, 2, 2)),
+)
+CONV2 = replace(
+    CONV3,
+    stages=(
+        CONV3.stages[0],
+        (stage(1, f"{_CONV[1]}; {_CONV[2]}", f"a: {_CONV_FORWARD[1]}; {_CONV_FORWARD[2]}; return z"), ("a",), ()),
+    ),
+    tensors=CONV3.tensors[:2],
+)
+CONV1 = replace(
+    CONV3,
+    stages=((stage(0, "; ".join(_CONV), f"x: {'; '.join(_CONV_FORWARD)}; return z"), ("x",), ()),),
+    tensors=CONV3.tensors[:1],
+)
+
+
+def faulty(statement: str) -> Toy:
+    """CONV3 with a statement in the forward of stage 1: `self.n` counts its calls from 0, `a` is its input."""
+    source = stage(
+        1, f"self.n = -1; {_CONV[1]}",
+        f"a: import os, signal, time; self.n += 1; {statement}; {_CONV_FORWARD[1]}; return b",
+    )  # fmt: skip
+    return replace(CONV3, stages=(CONV3.stages[0], (source, ("a",), ("b",)), CONV3.stages[2]))
+
+
+# h skips stage 1, x (a model input) is used again by the last stage, and m carries no gradient
+_SKIP = ("self.a = nn.Linear(6, 5)", "self.b = nn.Linear(5, 5); self.c = nn.Linear(5, 3)", "self.d = nn.Linear(14, 4)")
+_SKIP_FORWARD = (
+    "x: h = torch.tanh(self.a(x)); m = h > 0; g = torch.tanh(self.b(h)); k = self.c(g) * 2; "
+    "return self.d(torch.cat([k, h * m, x], 1))"
+)
+SKIP3 = Toy(
+    model=IMAGES.replace("n, 2, 6, 6", "n, 6") + model("; ".join(_SKIP), _SKIP_FORWARD),
+    stages=(
+        (stage(0, _SKIP[0], "x: h = torch.tanh(self.a(x)); return h, h > 0"), ("x",), ("h", "m")),
+        (stage(1, _SKIP[1], "h: return self.c(torch.tanh(self.b(h))) * 2"), ("h",), ("k",)),
+        (stage(2, _SKIP[2], "k, h, m, x: return self.d(torch.cat([k, h * m, x], 1))"), ("k", "h", "m", "x"), ()),
+    ),
+    tensors=(
+        tensor("x", -1, [0, 2], 6), tensor("h", 0, [1, 2], 5), tensor("m", 0, [2], 5, dtype="bool"),
+        tensor("k", 1, [2], 3),
+    ),
+)  # fmt: skip
+
+SKIP1 = replace(
+    SKIP3,
+    stages=((stage(0, "; ".join(_SKIP), _SKIP_FORWARD), ("x",), ()),),
+    tensors=(tensor("x", -1, [0], 6),),
+)
+
+_LSTM = (
+    "self.embed = nn.Embedding(11, 6)",
+    "self.rnn = nn.LSTM(6, 7, batch_first=True)",
+    "self.out = nn.Linear(7, 11)",
+)
+LSTM3 = Toy(
+    model=WORDS + model("; ".join(_LSTM), "x: return self.out(self.rnn(self.embed(x))[0])"),
+    stages=(
+        (stage(0, f"{_LSTM[0]}", "x: return self.embed(x)"), ("x",), ("e",)),
+        (stage(1, f"{_LSTM[1]}", "e: return self.rnn(e)[0]"), ("e",), ("h",)),
+        (stage(2, f"{_LSTM[2]}", "h: return self.out(h)"), ("h",), ()),
+    ),
+    tensors=(tensor("x", -1, [0], 5, dtype="int64"), tensor("e", 0, [1], 5, 6), tensor("h", 1, [2], 5, 7)),
+)
+
+_TIED = ("self.embed = nn.Embedding(11, 6)", "self.mid = nn.Linear(6, 6)", "self.out = nn.Linear(6, 11)")
+TIED3 = Toy(
+    model=WORDS + model(
+        "; ".join(_TIED) + "; self.out.weight = self.embed.weight",
+        "x: return self.out(torch.tanh(self.mid(self.embed(x))))",
+    ),
+    stages=(
+        (stage(0, _TIED[0], "x: return self.embed(x)"), ("x",), ("e",)),
+        (stage(1, _TIED[1], "e: return torch.tanh(self.mid(e))"), ("e",), ("h",)),
+        (stage(2, _TIED[2], "h: return self.out(h)"), ("h",), ()),
+    ),
+    tensors=(tensor("x", -1, [0], 5, dtype="int64"), tensor("e", 0, [1], 5, 6), tensor("h", 1, [2], 5, 6)),
+    tied=(TiedParameter(stages=(0, 2), names=("embed.weight", "out.weight")),),
+)  # fmt: skip
+
+
+def job(
+    folder: Path, toy: Toy, replicas: Sequence[int] = (), *, schedule: str = "1f1b", microbatches: int = 1,
+    optimizer: str = "sgd", in_flight: Sequence[int] = (), batch_size: int = 4, **settings: Any,
+) -> RunSpec:  # fmt: skip
+    """Write model.py and the bundle into `folder`; a spec that runs them with one worker per replica."""
+    replicas = tuple(replicas) or (1,) * len(toy.stages)
+    in_flight = tuple(in_flight) or default_in_flight(replicas)
+    (folder / "bundle").mkdir(parents=True, exist_ok=True)
+    (folder / "model.py").write_text(toy.model.replace("OPTIMIZER", OPTIMIZERS[optimizer]))
+    modules = []
+    for s, (source, inputs, outputs) in enumerate(toy.stages):
+        path = folder / "bundle" / f"stage_{s}.py"
+        path.write_text(source)
+        space: dict[str, Any] = {}
+        exec(source, space)
+        module = space[f"Stage{s}"]()
+        modules.append(StageModule(
+            file=path.name, class_name=f"Stage{s}", sha256=file_sha256(path), inputs=inputs, outputs=outputs,
+            parameters=tuple(dict(module.named_parameters())), buffers=tuple(dict(module.named_buffers())),
+        ))  # fmt: skip
+    bundle = Bundle(name="toy", batch_size=batch_size, proof="values", inputs=toy.inputs, stages=tuple(modules),
+                    tensors=toy.tensors, tied=toy.tied)  # fmt: skip
+    bundle.check()
+    bundle.save(folder / "bundle" / "bundle.yaml")
+    total = sum(replicas)
+    first = [sum(replicas[:s]) for s in range(len(replicas))]
+    plan = Plan(
+        name="toy", model=None, profile="none", batch_size=batch_size, schedule=schedule,
+        weights="stash" if schedule == "1f1b" else "flush", microbatches=microbatches,
+        cluster=ClusterSpec(levels=(LevelSpec(size=total, bandwidth_bytes_per_s=1e9),)),
+        stages=tuple(
+            Stage(nodes=("n",), replicas=r, workers=tuple(range(f, f + r)), in_flight=w)
+            for r, f, w in zip(replicas, first, in_flight, strict=True)
+        ),
+    )  # fmt: skip
+    plan.check()
+    settings = {"out": folder / "run", "timeout_s": 60.0} | settings
+    return RunSpec(plan=plan, bundle=bundle, bundle_dir=folder / "bundle", trusted=True,
+                   model=ModelRef(source=str(folder / "model.py")), **settings)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker ended with."""
+
+    stage: int
+    replica: int
+    state: dict[str, torch.Tensor]
+    peak_versions: int
+    peak_stashed: int
+
+
+def run(spec: RunSpec) -> list[Outcome]:
+    """Run a job on real processes and collect what they end with, by rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pdtool.run.worker", "pdtool.run.launch", "harness"])
+    spec.out.mkdir(parents=True, exist_ok=True)
+    store = spec.out / f"store-{len(list(spec.out.glob('store-*')))}"
+    world = sum(stage.replicas for stage in spec.plan.stages)
+    processes = [context.Process(target=_work, args=(spec, rank, world, store)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * world, f"exit codes {codes}"
+    return [torch.load(spec.out / f"outcome-{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _work(spec: RunSpec, rank: int, world: int, store: Path) -> None:
+    from pdtool.run.setup import set_up
+    from pdtool.run.worker import Worker
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    setup = set_up(spec, rank, torch.device("cpu"), world)
+    Worker(setup).run()
+    state = {name: value.detach().clone() for name, value in setup.stage.module.state_dict().items()}
+    outcome = Outcome(setup.place.stage, setup.place.replica, state, setup.stage.weights.peak_versions,
+                      setup.stage.peak_stashed)  # fmt: skip
+    torch.save(outcome, spec.out / f"outcome-{rank}.pt")
+    torch.distributed.destroy_process_group()

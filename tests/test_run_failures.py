@@ -1,0 +1,225 @@
+"""Whatever fails, the run ends within seconds with an error that names the place, and no worker is left."""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import harness
+import pytest
+from harness import CONV3, faulty
+
+from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
+from pdtool.run import checkpoint
+from pdtool.run.launch import diagnose, joined, launch, on_this_node
+from pdtool.run.spec import RunSpec, Target
+from pdtool.run.status import Failure, clear, write_failure
+
+
+def workers_left() -> list[int]:
+    """Processes that the fork server has started and that are still there."""
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return [pid for pid, parent, _ in processes() if parent == server]
+
+
+def processes() -> list[tuple[int, int, int]]:
+    """(pid, parent, session) of every process that is not a zombie."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append((int(path.parent.name), int(parent), int(session)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("statement", "error", "message"),
+    [
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL) if self.n == 4 else 0", WorkerDiedError,
+            r"rank 1 \(stage 1, replica 0\) was killed by SIGKILL; it was last at 1F4 of epoch 1", id="sigkill",
+        ),
+        pytest.param(
+            "a = 1 / 0 if self.n == 4 else a", WorkerDiedError,
+            r"rank 1 \(stage 1, replica 0\), at 1F4 of epoch 1: ZeroDivisionError: division by zero", id="exception",
+        ),
+        pytest.param(
+            "a = a * float('nan') if self.n == 4 else a", PdtoolError,
+            r"rank 2 \(stage 2, replica 0\), at 2F4 of epoch 1: the loss is nan in minibatch 4 of epoch 1; try a lower",
+            id="nan",
+        ),
+        pytest.param(
+            "time.sleep(600) if self.n == 4 else 0", WorkerDiedError,
+            r"rank 1 \(stage 1, replica 0\) was lost; it was last at 1F4 of epoch 1\. .*rank 2 .*'b' of minibatch 4",
+            id="hangs",
+        ),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP) if self.n == 9 else 0", WorkerDiedError,
+            r"rank 1 \(stage 1, replica 0\) was lost; it was last at 1F2 of the validation after epoch 1", id="stopped",
+        ),
+    ],
+)  # fmt: skip
+def test_a_failing_worker_is_named_and_takes_all_others_with_it(
+    tmp_path: Path, statement: str, error: type[PdtoolError], message: str
+) -> None:
+    spec = harness.job(
+        tmp_path, faulty(statement), timeout_s=3.0 if "SIGSTOP" in statement or "sleep" in statement else 60.0
+    )
+    start = time.monotonic()
+    with pytest.raises(error, match=message) as caught:
+        launch(spec)
+    assert caught.value.exit_code == error.exit_code
+    assert time.monotonic() - start < 20
+    assert workers_left() == []
+
+
+SCRIPT = """
+import sys, pickle
+from pathlib import Path
+from pdtool.run.launch import launch
+if __name__ == "__main__":
+    launch(pickle.loads(Path(sys.argv[1]).read_bytes()), on_event=lambda line: print(line, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C, `kill` and `kill -9` of the process that launched them, in the middle of an epoch."""
+    spec = harness.job(tmp_path, faulty("time.sleep(0.05)"), epochs=1000)
+    (tmp_path / "spec").write_bytes(pickle.dumps(spec))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "spec")], env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout
+        assert "train" in process.stdout.readline()
+        assert len([session for _, _, session in processes() if session == process.pid]) >= 4
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == (-number if number != signal.SIGTERM else 128 + number), errors
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+    deadline = time.monotonic() + 5
+    while left := [pid for pid, _, session in processes() if session == process.pid]:
+        assert time.monotonic() < deadline, f"{left} are left"
+        time.sleep(0.05)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    """A file stands where the folder of epoch 2 is to be written."""
+    spec = harness.job(tmp_path, CONV3)
+    launch(spec)
+    old = {path.name: path.read_bytes() for path in checkpoint.latest(spec.out).iterdir()}
+    (spec.out / "checkpoints" / ".epoch-2.partial").write_text("in the way")
+    with pytest.raises(
+        PdtoolError, match=r"the checkpoint of epoch 2: the checkpoint could not be written .* older|free"
+    ):
+        launch(replace(spec, epochs=2, resume=spec.out))
+    kept = checkpoint.latest(spec.out)
+    assert kept.name == "epoch-1"
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == old
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(PdtoolError, match=r"run cannot be written"):
+        launch(harness.job(tmp_path, CONV3))
+
+
+def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no complete checkpoint"):
+        launch(harness.job(tmp_path, CONV3, resume=tmp_path))
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "epoch-1").mkdir()
+    (tmp_path / "epoch-1" / "epoch.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"epoch.json: is damaged"):
+        checkpoint.facts(tmp_path / "epoch-1")
+    with pytest.raises(ArtifactError, match=r"epoch-1: cannot be read"):
+        checkpoint.load(tmp_path / "epoch-1", lambda key: True)
+
+
+def test_a_bundle_of_another_plan_or_edited_by_hand_is_stale(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, CONV3)
+    other = harness.job(tmp_path / "other", harness.CONV2)
+    with pytest.raises(StaleError, match="it has 2 stages, the plan 3"):
+        launch(replace(spec, bundle=other.bundle, bundle_dir=other.bundle_dir))
+    with (spec.bundle_dir / "stage_1.py").open("a") as file:
+        file.write("# mine\n")
+    with pytest.raises(StaleError, match=r"stage_1.py: was changed since codegen wrote it"):
+        launch(spec)
+
+
+def test_in_flight_numbers_that_deadlock_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="deadlock"):
+        launch(harness.job(tmp_path, CONV3, in_flight=(1, 3, 1)))
+
+
+def test_inputs_of_another_shape_than_the_stages_take(tmp_path: Path) -> None:
+    toy = replace(CONV3, model=CONV3.model.replace("n, 2, 6, 6", "n, 2, 7, 6"))
+    with pytest.raises(PdtoolError, match=r"gives inputs float32\[4, 2, 7, 6\]; the stages take float32\[4, 2, 6, 6\]"):
+        launch(harness.job(tmp_path, toy))
+
+
+def test_a_target_that_is_not_tensors(tmp_path: Path) -> None:
+    toy = replace(CONV3, model=CONV3.model.replace("self.x[i], self.y[i]", "self.x[i], 'cat'"))
+    with pytest.raises(PdtoolError, match=r"a target of the dataset holds list|str, which cannot be sent"):
+        launch(harness.job(tmp_path, toy))
+
+
+def test_a_stage_whose_parameters_are_not_the_models(tmp_path: Path) -> None:
+    toy = replace(CONV3, model=CONV3.model.replace("nn.Linear(16, 4)", "nn.Linear(16, 5)"))
+    with pytest.raises(PdtoolError, match=r"its fc.weight is float32\[4, 16\], the model's is float32\[5, 16\]"):
+        launch(harness.job(tmp_path, toy))
+
+
+def test_the_target_must_be_a_metric_of_the_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"reports no metric 'bleu'; it reports: loss, accuracy"):
+        launch(harness.job(tmp_path, CONV3, target=Target("bleu", 20.0)))
+
+
+@pytest.mark.parametrize("text", ["accuracy", "accuracy>=0.9", "=1", "loss=low", "loss=nan"])
+def test_a_target_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is not METRIC=NUMBER"):
+        Target.parse(text)
+
+
+def test_workers_are_shared_among_machines_in_order(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, harness.CONV2, (2, 2))
+    halves = [on_this_node(replace(spec, nnodes=2, node_rank=k, rdzv_endpoint="h:1")) for k in (0, 1)]
+    assert [[(p.rank, p.stage) for p in half] for half in halves] == [[(0, 0), (1, 0)], [(2, 1), (3, 1)]]
+    with pytest.raises(UsageError, match="machine 0 of 3 cannot have its share of the 4 workers"):
+        on_this_node(replace(spec, nnodes=3))
+    with pytest.raises(UsageError, match="need a place to meet"):
+        on_this_node(replace(spec, nnodes=2))
+
+
+def test_inside_torchrun_or_srun_the_process_is_a_worker() -> None:
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
+    assert joined(torchrun, "") == {"LOCAL_RANK": "1"}
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    assert joined(slurm, "head:29400").items() >= {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29400",
+    }.items()  # fmt: skip
+    assert joined({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "") == {}  # a batch script, not a task
+
+
+def test_a_chain_of_lost_peers_leads_to_the_one_that_said_nothing(tmp_path: Path) -> None:
+    """Rank 2 lost rank 1, which lost rank 0; torch elastic saw only rank 2 end."""
+    spec: RunSpec = harness.job(tmp_path, CONV3)
+    clear(spec.out, [0, 1, 2], fresh=True)
+    write_failure(spec.out, 2, Failure("no activation", "", 5, peer=1))
+    write_failure(spec.out, 1, Failure("no gradient", "", 5, peer=0))
+    assert "rank 0 (stage 0, replica 0) was lost" in str(diagnose(spec, {2: 5}))
