@@ -1,0 +1,77 @@
+"""The whole road for every model of the zoo: profile, partition, codegen with its proof, and training over Gloo."""
+
+import math
+
+import pytest
+import torch
+from harness import run
+from pydantic import JsonValue
+
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Report
+from pdtool.cluster import make_cluster
+from pdtool.codegen.generate import generate
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.partition.search import Options, make_plan
+from pdtool.profile.measure import measure
+from pdtool.run.spec import RunSpec
+
+MODELS: dict[str, dict[str, JsonValue]] = {
+    "digits:model": {"width": 8},
+    "mini:vgg": {},
+    "mini:alexnet": {},
+    "mini:resnet": {},
+    "lstm_lm:model": {"width": 32},
+    "transformer:model": {"layers": 2, "width": 32},
+    "gpt2:model": {"layers": 2, "width": 32},
+    "hf_resnet:model": {},
+}
+CLUSTERS = {"2": [1e9], "3": [1e9], "2x2": [1e8, 1e9]}
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def profiled():
+    """Each model is profiled once: (ModelFile, Profile) by name."""
+    known: dict[str, tuple[ModelFile, Profile]] = {}
+
+    def get(name):
+        if name not in known:
+            module, _, function = name.partition(":")
+            if module in ("gpt2", "hf_resnet"):
+                pytest.importorskip("transformers")
+            ref = ModelRef(source=f"pdtool.zoo.{module}", function=function, settings=MODELS[name])
+            file = ModelFile.load(ref)
+            known[name] = file, measure(file, batch_size=8, threads=1)
+        return known[name]
+
+    return get
+
+
+@pytest.mark.parametrize("topology", CLUSTERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_whole_road(name, topology, profiled, tmp_path):
+    file, profile = profiled(name)
+    cluster = make_cluster([int(n) for n in topology.split("x")], CLUSTERS[topology])
+    # Straight pipelines have the most borders; on 2x2 the search is free to replicate.
+    options = Options(straight=topology != "2x2", simplest=0.0)
+    plan = make_plan(profile, "profile.json", cluster, options)
+    bundle = generate(plan, profile, file, tmp_path / "bundle")
+    assert bundle.proof == "values"
+    spec = RunSpec(
+        plan=plan, bundle=bundle, bundle_dir=tmp_path / "bundle", model=file.ref, out=tmp_path / "run",
+        steps=STEPS, timeout_s=60.0,
+    )  # fmt: skip
+    outcomes = run(spec)
+
+    report = Report.load(tmp_path / "run" / "report.json")
+    assert report.minibatches == STEPS
+    assert math.isfinite(report.metrics["loss"])
+    before = file.build(spec.seed).state_dict()
+    trained = {name: tensor for outcome in outcomes for name, tensor in outcome.state.items()}
+    assert set(trained) == set(before)
+    assert any(not torch.equal(before[name], trained[name]) for name in before)
+    for outcome in outcomes:
+        assert outcome.peak_versions <= plan.stages[outcome.stage].in_flight
+        assert outcome.peak_stashed <= plan.stages[outcome.stage].in_flight
