@@ -175,10 +175,11 @@ LSTM3 = Toy(
 )
 
 _TIED = ("self.embed = nn.Embedding(11, 6)", "self.mid = nn.Linear(6, 6)", "self.out = nn.Linear(6, 11)")
+_TIED_FORWARD = "x: return self.out(torch.tanh(self.mid(self.embed(x))))"
 TIED3 = Toy(
     model=WORDS + model(
         "; ".join(_TIED) + "; self.out.weight = self.embed.weight",
-        "x: return self.out(torch.tanh(self.mid(self.embed(x))))",
+        _TIED_FORWARD,
     ),
     stages=(
         (stage(0, _TIED[0], "x: return self.embed(x)"), ("x",), ("e",)),
@@ -188,6 +189,12 @@ TIED3 = Toy(
     tensors=(tensor("x", -1, [0], 5, dtype="int64"), tensor("e", 0, [1], 5, 6), tensor("h", 1, [2], 5, 6)),
     tied=(TiedParameter(stages=(0, 2), names=("embed.weight", "out.weight")),),
 )  # fmt: skip
+
+
+# all in one stage; that the two names are one parameter is known to the model only
+TIED1 = replace(
+    TIED3, stages=((stage(0, "; ".join(_TIED), _TIED_FORWARD), ("x",), ()),), tensors=TIED3.tensors[:1], tied=()
+)
 
 
 def job(

@@ -31,17 +31,24 @@ def version(t: int, replicas: int, in_flight: int, every: int) -> int:
     return backwards // (every // replicas)
 
 
+def peak_versions(minibatches: int, in_flight: int) -> int:
+    """Most versions alive at a replica that updates after each backward: those of the minibatches in flight, and the
+    newest, after each number of backwards."""
+    return max(
+        len({max(0, q - in_flight + 1) for q in range(done, min(done + in_flight - 1, minibatches))} | {done})
+        for done in range(1, minibatches + 1)
+    )
+
+
 def asynchronous(
     model: nn.Module, stage_of: Callable[[str], int], epochs: Sequence[Sequence[Batch]],
     loss: Callable[[Any, Any], Tensor], make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    replicas: Sequence[int], in_flight: Sequence[int], every: Sequence[int], tied: Sequence[tuple[int, ...]] = (),
+    replicas: Sequence[int], in_flight: Sequence[int], every: Sequence[int],
 ) -> dict[str, Tensor]:  # fmt: skip
     """Train with 1F1B and weight stashing; the weights after the last epoch, by name.
 
     Args:
         stage_of: parameter name -> its stage.
-        tied: of stages that hold a copy of one parameter: `lag` is derived below. The model then has one parameter
-            per holder (untied in this process), named in `TIED_NAMES` order by `stage_of`.
     """
     named = dict(model.named_parameters())
     stages = range(len(replicas))

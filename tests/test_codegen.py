@@ -88,7 +88,9 @@ def test_composed_stages_equal_the_model(function, count, tmp_path):
     bundle = generate(plan_of(profile, count), profile, model_file, tmp_path / "bundle")
 
     assert bundle.proof == "values"
-    assert Bundle.load(tmp_path / "bundle" / "bundle.yaml") == bundle.model_copy(update={"sha256": bundle.content_sha256})
+    assert Bundle.load(tmp_path / "bundle" / "bundle.yaml") == bundle.model_copy(
+        update={"sha256": bundle.content_sha256}
+    )
     model = model_file.build(seed=7).eval()
     stages = load_stages(texts_in(tmp_path / "bundle"), bundle)
     copy_state(model, stages, bundle)
@@ -167,7 +169,7 @@ def test_the_proof_finds_a_wrong_stage(old, new, tmp_path):
 def test_a_model_that_keeps_state_between_minibatches_is_found_out(tmp_path):
     model_file = small("broken", fault="state")
     profile = skeleton(model_file)
-    with pytest.raises(VerificationError, match="minibatch 1 of 2.*may keep state on self"):
+    with pytest.raises(VerificationError, match=r"minibatch 1 of 2.*may keep state on self"):
         generate(plan_of(profile, 1), profile, model_file, tmp_path / "b")
     assert not (tmp_path / "b").exists()
 

@@ -41,7 +41,8 @@ def test_a_model_that_cannot_be_traced_is_refused(fault, what):
 
 
 @pytest.mark.parametrize(("fault", "code"), [
-    ("branch", "return y if y.sum() > 0"), ("slice", "y[:, 0] = 0"), ("attribute", "self.missing(y)"), ("mode", "y = y.sin()"),
+    ("branch", "return y if y.sum() > 0"), ("slice", "y[:, 0] = 0"), ("attribute", "self.missing(y)"),
+    ("mode", "y = y.sin()"),
 ])  # fmt: skip
 def test_the_error_names_the_line_of_the_users_code(fault, code):
     line = next(i for i, text in enumerate(MODELS.read_text().splitlines(), 1) if code in text)
@@ -86,7 +87,9 @@ def test_tracing_leaves_the_model_usable():
 def test_references_and_settings_are_read():
     assert parse_ref("model.py") == ModelRef(source="model.py")
     ref = parse_ref("pkg.mod:vgg", ["layers=12", "rate=0.5", "tied=true", "size=small"])
-    assert ref == ModelRef(source="pkg.mod", function="vgg", settings={"layers": 12, "rate": 0.5, "tied": True, "size": "small"})
+    assert ref == ModelRef(
+        source="pkg.mod", function="vgg", settings={"layers": 12, "rate": 0.5, "tied": True, "size": "small"}
+    )
 
 
 @pytest.mark.parametrize("text", ["model.py:", "model.py:a b", "model.py:f()"])
@@ -170,7 +173,7 @@ def test_unknown_hints_are_refused(tmp_path):
 def test_a_model_named_by_an_artifact_must_lie_here(tmp_path):
     path = tmp_path / "model.py"
     path.write_text("raise SystemExit('imported')\n")
-    with pytest.raises(UsageError, match="outside the current folder.*--model"):
+    with pytest.raises(UsageError, match=r"outside the current folder.*--model"):
         ModelFile.load(ModelRef(source=str(path)))
 
 

@@ -107,7 +107,7 @@ def test_a_minibatch_that_does_not_fit_says_so(model_file, monkeypatch):
         raise torch.OutOfMemoryError("tried to allocate 9 GB")
 
     monkeypatch.setattr(Executor, "__call__", exhausted)
-    with pytest.raises(ModelError, match="minibatch of 16 does not fit in memory.*smaller --batch-size"):
+    with pytest.raises(ModelError, match=r"minibatch of 16 does not fit in memory.*smaller --batch-size"):
         measure(model_file, batch_size=16)
 
 

@@ -89,7 +89,7 @@ def test_never_worse_than_a_plan_by_hand(seed):
     names = profile.graph.names
     for _ in range(10):
         count = rng.randint(1, min(cluster.workers, len(names) - 1))
-        ends = sorted(rng.sample(range(2, len(names)), count - 1)) + [len(names)]
+        ends = [*sorted(rng.sample(range(2, len(names)), count - 1)), len(names)]
         stages = [names[a:b] for a, b in zip([0, *ends], ends, strict=False)]
         replicas = [1] * count
         for _ in range(rng.randint(0, cluster.workers - count)):
@@ -111,7 +111,7 @@ def test_simplest_takes_fewer_stages_within_its_margin():
 
 
 def test_15_1_is_found_where_it_is_best():
-    """Convolutions with many activations and few weights, then one layer with nearly all the weights (VGG-16's shape)."""
+    """VGG-16's shape: layers with many activations and few weights, then one with nearly all the weights."""
     nodes = [*chain([15e-3 / 15] * 15).nodes]
     nodes.append(Node(name="fc", op="x", module="fc", inputs=("n14",), forward_s=0.3e-3, backward_s=0.7e-3,
                       output_bytes=0, parameter_bytes=500_000_000))  # fmt: skip
@@ -133,13 +133,13 @@ def test_fewer_workers_when_asked():
 
 
 def test_more_stages_than_operators_is_refused():
-    with pytest.raises(NoPlanError, match="needs 4 stages, but the model can be cut into 3.*--workers 3"):
+    with pytest.raises(NoPlanError, match=r"needs 4 stages, but the model can be cut into 3.*--workers 3"):
         make_plan(chain([1e-3] * 3), "p", make_cluster([4], [1e9]), Options(straight=True))
 
 
 def test_too_little_memory_is_explained_with_what_would_fit():
     profile = chain([1e-3] * 4, parameters=1_000_000)
-    with pytest.raises(NoPlanError, match="stage 0.*more than there is; give each worker at least") as raised:
+    with pytest.raises(NoPlanError, match=r"stage 0.*more than there is; give each worker at least") as raised:
         make_plan(profile, "p", make_cluster([2], [1e9], memory_bytes=1_000_000), Options())
     wanted = int(float(raised.value.remedy.split("at least ")[1].split(" MB")[0]) * 1.02e6)
     make_plan(profile, "p", make_cluster([2], [1e9], memory_bytes=wanted), Options())

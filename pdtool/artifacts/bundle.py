@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Count, Digest, FieldError, Label, Name, Part, YamlArtifact, file_sha256
+from pdtool.artifacts.envelope import Count, Digest, FieldError, Name, Part, Title, YamlArtifact, file_sha256
 from pdtool.errors import StaleError
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -81,7 +81,7 @@ class Bundle(YamlArtifact):
     KIND: ClassVar[str] = "bundle"
 
     format: Literal["pdtool/bundle/1"] = "pdtool/bundle/1"
-    name: Label
+    name: Title
     batch_size: Count
     proof: Literal["values", "shapes"]
     inputs: tuple[Identifier, ...]
@@ -92,11 +92,11 @@ class Bundle(YamlArtifact):
     def check(self) -> None:
         known = {tensor.name for tensor in self.tensors}
         for i, tensor in enumerate(self.tensors):
-            if any(s <= tensor.producer or s >= len(self.stages) for s in tensor.consumers) and tensor.producer >= 0:
+            if any(s <= tensor.producer or s >= len(self.stages) for s in tensor.consumers):
                 raise FieldError(f"tensors[{i}].consumers", f"{tensor.name} goes from stage {tensor.producer} to "
                                  f"{list(tensor.consumers)} of {len(self.stages)} stages")  # fmt: skip
         for s, stage in enumerate(self.stages):
-            for name in (*stage.inputs, *stage.outputs):
+            for name in (*self.inputs, *stage.inputs, *stage.outputs):
                 if name not in known:
                     raise FieldError(f"stages[{s}]", f"tensor {name!r} is not described in tensors")
 

@@ -23,6 +23,8 @@ Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 # Node, module and parameter names: dotted words, so that none can carry code into a generated file.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*(@[0-9]+)?$", max_length=500)]
 ModulePath = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?$", max_length=500)]
+# What an artifact calls itself: it stands in the docstring of generated files, so nothing in it may end a string.
+Title = Annotated[str, StringConstraints(pattern=r"""^[^\x00-\x1f"'\\/]*$""", max_length=500)]
 Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
 
 
@@ -57,7 +59,8 @@ class Artifact(Part):
         format: `pdtool/KIND/1`; set by each kind.
         tool_version: the pdtool that wrote it.
         digests: SHA-256 of every input it was made from, by path.
-        sha256: of the artifact itself; None in a plan, which people edit.
+        sha256: of the artifact itself, in its file only, to tell whether that was altered; a plan, which people edit,
+            has none.
     """
 
     KIND: ClassVar[str]
@@ -104,14 +107,11 @@ class Artifact(Part):
                 path, f"has format {found!r}, this pdtool reads {expected!r}", f"write it again with `{cls._maker()}`",
                 field="format",
             )  # fmt: skip
-        if cls.SEALED:
-            seal = content.pop("sha256", None)
-            if seal != _seal(content):
-                raise ArtifactError(
-                    path, "was altered or damaged after it was written", f"write it again with `{cls._maker()}`",
-                    field="sha256",
-                )  # fmt: skip
-            content["sha256"] = seal
+        if cls.SEALED and content.pop("sha256", None) != _seal(content):
+            raise ArtifactError(
+                path, "was altered or damaged after it was written", f"write it again with `{cls._maker()}`",
+                field="sha256",
+            )  # fmt: skip
         try:
             artifact = cls.model_validate_json(json.dumps(content))
         except ValidationError as error:
@@ -153,7 +153,7 @@ class Artifact(Part):
     @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:
         try:
-            return json.loads(text, parse_constant=_refuse_constant)
+            return _plain(json.loads(text, parse_constant=_refuse_constant))
         except (ValueError, RecursionError) as error:
             raise ArtifactError(
                 path, f"is not whole JSON ({error})", f"write it again with `{cls._maker()}`"
@@ -165,17 +165,26 @@ class YamlArtifact(Artifact):
 
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
-        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+        return yaml.safe_dump(
+            content, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None, explicit_end=True
+        )
 
     @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:
         try:
-            return _plain(yaml.load(text, Loader=_Loader))
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            content = _plain(yaml.load(text, Loader=_Loader))
+        except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
             message = " ".join(str(error).split())
             raise ArtifactError(
                 path, f"is not whole YAML ({message})", f"write it again with `{cls._maker()}`"
             ) from error
+        if isinstance(content, dict) and not text.rstrip().endswith("\n..."):  # cut off at a line, YAML is whole again
+            raise ArtifactError(
+                path,
+                "is cut off: its last line is not `...`",
+                f"write it again with `{cls._maker()}`, or add that line",
+            )
+        return content
 
 
 class FieldError(ValueError):
@@ -203,8 +212,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _plain(content: Any) -> Any:
-    """Refuse what JSON cannot hold (dates, sets, NaN): such values never come from pdtool."""
-    json.dumps(content, allow_nan=False)
+    """Refuse what JSON cannot hold (dates, sets, NaN, 1e999, half a character): such values never come from pdtool."""
+    json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
     return content
 
 

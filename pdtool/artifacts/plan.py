@@ -18,6 +18,7 @@ from pdtool.artifacts.envelope import (
     ModelRef,
     Part,
     Seconds,
+    Title,
     YamlArtifact,
 )  # fmt: skip
 from pdtool.artifacts.profile import Profile
@@ -26,6 +27,7 @@ from pdtool.errors import ArtifactError
 from pdtool.schedule import Shape, build, validate
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MOST_IN_FLIGHT = 10_000  # a schedule is a list: a slip of the finger must not fill the memory
 
 
 class LevelSpec(Part):
@@ -72,7 +74,7 @@ class Stage(Part):
     nodes: Annotated[tuple[Label, ...], Field(min_length=1)]
     replicas: Count
     workers: tuple[Annotated[int, Field(ge=0)], ...]
-    in_flight: Count
+    in_flight: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)]
 
 
 class Predicted(Part):
@@ -128,14 +130,14 @@ class Plan(YamlArtifact):
     SEALED: ClassVar[bool] = False
 
     format: Literal["pdtool/plan/1"] = "pdtool/plan/1"
-    name: Label
+    name: Title
     model: ModelRef | None
     profile: Label
     batch_size: Count
     cluster: ClusterSpec
     schedule: Literal["1f1b", "1f1b-flush", "gpipe"] = "1f1b"
     weights: Literal["stash", "flush"] = "stash"
-    microbatches: Count = 1
+    microbatches: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)] = 1
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     predicted: Predicted | None = None
     why: Why | None = None
@@ -199,7 +201,8 @@ class Plan(YamlArtifact):
     def check_schedule(self) -> None:
         """Raises ScheduleError when the numbers in flight make the schedule deadlock."""
         shape = self.shape()
-        minibatches = 2 * max(shape.update_every) * max(shape.in_flight) + 1
+        started = (w * r for w, r in zip(shape.in_flight, shape.replicas, strict=True))
+        minibatches = 2 * max(*shape.update_every, *started) + 1  # fill, steady state and drain
         validate(build(self.schedule, shape, minibatches), shape, minibatches)
 
     @property

@@ -19,6 +19,7 @@ from pdtool.artifacts.envelope import (
     Name,
     Part,
     Seconds,
+    Title,
 )
 from pdtool.graph import Graph, GraphError
 
@@ -34,7 +35,7 @@ class Node(Part):
     """One operator, at the profile's batch size.
 
     Attributes:
-        name: unique; a module's path for a whole call of it (`features.0`, `relu@1` for its second call).
+        name: unique; a module's path for a whole call of it (`features.0`; `relu@0`, `relu@1` where called twice).
         op: `input`, `Conv2d`, `add`, `loss`: what a person calls it.
         module: path of the module it belongs to.
         inputs: nodes whose output it takes.
@@ -83,7 +84,7 @@ class Profile(Artifact):
     KIND: ClassVar[str] = "profile"
 
     format: Literal["pdtool/profile/1"] = "pdtool/profile/1"
-    name: Label
+    name: Title
     model: ModelRef | None
     batch_size: Count
     device: Device

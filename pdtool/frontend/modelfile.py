@@ -139,7 +139,7 @@ class ModelFile:
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """The user's loss: a scalar, the mean over the minibatch."""
-        value = self._function("loss")(output, target)
+        value = self._call(self._function("loss"), output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ModelError(f"{self.path.name}: loss() returned {shape}, not a scalar tensor")

@@ -104,31 +104,60 @@ class Reader:
         elif target is torch.ops.pdtool.leaf.default:
             self._leaf(node)
         elif isinstance(target, torch._ops.HigherOrderOperator):
-            raise TraceError(
-                f"{target} has no place in a pipeline stage",
-                "keep torch.no_grad, autocast and control-flow operators out of forward",
-                location=_location(node),
-            )
+            self._region(node, str(target))
         elif not isinstance(target, torch._ops.OpOverload):
             raise TraceError(f"{target} is no operator of a stage", location=_location(node))
         elif target._schema.name.split("::")[-1].startswith(("_assert", "sym_constrain")):
             return
+        elif target is torch.ops.aten.contiguous.default and len(node.args) == 1 and not node.kwargs:
+            self.env[node] = self._argument(node.args[0])  # whether it copies depends on the mode; `view` is a reshape
         elif target._schema.name.split("::")[-1] in _ALIASES and isinstance(self._argument(node.args[0]), Tensor):
             self.env[node] = self._argument(node.args[0])
         else:
             self._aten(node, target)
 
+    def _region(self, node: fx.Node, kind: str) -> None:
+        """The body of `with torch.no_grad()`, its inputs detached, or of a switched-off autocast, as it is."""
+        place = next((i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"), -1)
+        no_grad = kind == "wrap_with_set_grad_enabled" and node.args[0] is False
+        if place < 0 or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
+            raise TraceError(
+                f"{kind} cannot be cut into stages",
+                "keep autocast, enable_grad and control-flow operators out of forward",
+                location=_location(node),
+            )
+        taken = [self._argument(a) for a in node.args[place + 1 :]]
+        if no_grad:
+            taken = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in taken]
+        body = getattr(self.program.graph_module, str(node.args[place].target))  # type: ignore[union-attr]
+        inner = list(body.graph.nodes)
+        self.env.update(zip((n for n in inner if n.op == "placeholder"), taken, strict=True))
+        for inside in inner:
+            if inside.op == "call_function":
+                self._call(inside)
+        self.env[node] = list(self._argument(inner[-1].args[0]))
+
+    def _detached(self, value: Value) -> Value:
+        name = self._unique("detach")
+        result = replace(value, operator=name, index=0, differentiable=False)
+        target = torch.ops.aten.detach.default
+        self._append(
+            Operator(name=name, op="detach", module="", target=target, kwargs={"self": value}, outputs=(result,))
+        )
+        return result
+
     def _leaf(self, node: fx.Node) -> None:
-        number, tensors = node.args
-        call = self.calls[number]  # type: ignore[index]
+        index, tensors = node.args
+        call = self.calls[index]  # type: ignore[index]
         feed = iter(self._argument(tensors))
         flat = [next(feed) if isinstance(a, Tensor) else a for a in call.arguments]
         if any(isinstance(a, (torch.SymInt, torch.SymFloat)) for a in flat):
             raise TraceError(f"{call.path} takes a size as an argument", location=_location(node))
         args, kwargs = pytree.tree_unflatten(flat, call.spec)
         module = self.modules[call.path]
-        count = self.leaf_calls[call.path] = self.leaf_calls.get(call.path, 0) + 1
-        name = call.path if count == 1 else self._unique(f"{call.path}@{count - 1}")
+        number = self.leaf_calls[call.path] = self.leaf_calls.get(call.path, -1) + 1
+        often = sum(other.path == call.path for other in self.calls) > 1
+        name = f"{call.path}@{number}" if often else call.path
         parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [f"{call.path}.{n}" for n, _ in module.named_buffers(remove_duplicate=False)]
         self.changed |= set(buffers)
@@ -144,6 +173,8 @@ class Reader:
             self._rename(taken[0], outputs[0])
 
     def _aten(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default
         given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs
         arguments = {
             a.name: self._argument(given[a.name]) if a.name in given else a.default_value

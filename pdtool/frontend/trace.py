@@ -119,16 +119,31 @@ def _export(
             program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
         return program, list(_calls)
     except Exception as error:
-        what = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        if "Constraints violated" in what[0] or "specialized" in str(error):
-            raise TraceError(
-                f"{path.name}: the model works for one minibatch size only ({what[-1].strip()})",
-                "use x.shape[0] or -1 for the batch dimension, and keep no state between minibatches",
-            ) from error
-        raise TraceError(
-            f"{user_line(error, path)}torch.export cannot trace this model: {type(error).__name__}: {what[0].strip()}",
-            "keep Python branches independent of tensor values (torch.where), and packed sequences out of forward",
-        ) from error
+        raise _explained(error, model, inputs, path) from error
+
+
+def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], path: Path) -> TraceError:
+    """What torch.export's error means to the user: their model fails, knows one batch size, or cannot be traced."""
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    except Exception as own:
+        shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
+        return TraceError(
+            f"{user_line(own, path)}the model fails on inputs of shape {shapes}: {type(own).__name__}: {own}",
+            "mend the model or example_inputs",
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    specialized = next((line for line in lines if "specialized" in line), "")
+    if specialized or lines[0].startswith("Constraints violated"):
+        return TraceError(
+            f"{path.name}: the model works for one minibatch size only: {specialized or lines[-1]}",
+            "use x.shape[0] or -1 for the batch dimension, and keep no state between minibatches",
+        )
+    return TraceError(
+        f"{user_line(error, path)}torch.export cannot trace this model: {type(error).__name__}: {lines[0]}",
+        "keep Python branches independent of tensor values (torch.where), and packed sequences out of forward",
+    )
 
 
 @contextmanager

@@ -39,7 +39,8 @@ class Branchy(nn.Module):
         p = 0.1 if self.training else 0.0
         out = F.scaled_dot_product_attention(out, out, out, dropout_p=p, is_causal=True)[:, 0]
         out = out.reshape(batch * 2, -1).view(batch, 4, 12)
-        return {"logits": self.head(out[:, -1] + torch.arange(12, device=x.device).float()), "hidden": hidden.mean((0, 2))}
+        logits = self.head(out[:, -1] + torch.arange(12, device=x.device).float())
+        return {"logits": logits, "hidden": hidden.mean((0, 2))}
 
 
 class Tied(nn.Module):

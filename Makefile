@@ -1,0 +1,76 @@
+# make alone lists the targets. GPU users: make TORCH="torch --index-url https://download.pytorch.org/whl/cu130" ...
+PYTHON ?= python3
+VENV ?= .venv
+# One exact version: an open one fetches gigabytes of CUDA packages.
+TORCH ?= torch==2.13.0
+BATCH_SIZE ?= 32
+# How `make plans/...` partitions; the checked-in example is a pipeline although data parallelism would be faster.
+PARTITION ?= --straight
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PDTOOL := $(BIN)/pdtool
+DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SECONDARY:
+.SECONDEXPANSION:
+.PHONY: help venv test check demo bench-road gpu-check examples clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  make plans/NAME-TOPOLOGY.yaml  profile and partition a model of pdtool/zoo, as far as it is stale"
+
+venv: $(STAMP) ## make .venv with everything that the other targets need
+
+$(STAMP): setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+test: $(STAMP) ## run the tests (under ten minutes on two cores)
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## ruff, mypy --strict and the tests
+	$(BIN)/ruff check pdtool tests
+	$(BIN)/ruff format --check pdtool tests
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+demo: $(STAMP) ## the whole road: profile, partition, codegen and train on real digits to 98 % (under five minutes)
+	rm -rf $(DEMO)
+	$(PDTOOL) profile pdtool/zoo/digits.py -o profiles/demo.json
+	$(PDTOOL) partition profiles/demo.json --topology 3 $(PARTITION) -o plans/demo-3.yaml
+	$(PDTOOL) codegen plans/demo-3.yaml
+	cat plans/demo-3/stage_1.py
+	$(PDTOOL) run plans/demo-3.yaml -o runs/demo --epochs 20 --target accuracy=0.98
+
+bench-road: $(STAMP) ## print how long each part of the road takes here
+	$(BIN)/python tests/bench_road.py
+
+gpu-check: $(STAMP) ## the tests that need a CUDA device; elsewhere they skip
+	$(BIN)/python -m pytest -m gpu -rs
+
+examples: $(STAMP) ## write the checked-in examples again
+	rm -rf profiles/digits.json plans/digits-3.yaml plans/digits-3
+	$(MAKE) plans/digits-3/bundle.yaml
+
+clean: ## remove .venv, runs/ and caches
+	rm -rf $(VENV) $(DEMO) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find pdtool tests plans -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The road as a CI pipeline would go it: only what is stale is made again.
+profiles/%.json: pdtool/zoo/%.py | $(STAMP)
+	$(PDTOOL) profile $< --batch-size $(BATCH_SIZE) -o $@
+
+# plans/NAME-TOPOLOGY.yaml: the name may have dashes itself, the topology is what follows the last one
+topology = $(lastword $(subst -, ,$1))
+name = $(patsubst %-$(call topology,$1),%,$1)
+
+plans/%.yaml: profiles/$$(call name,$$*).json | $(STAMP)
+	$(PDTOOL) partition $< --topology $(call topology,$*) $(PARTITION) -o $@
+
+plans/%/bundle.yaml: plans/%.yaml | $(STAMP)
+	$(PDTOOL) codegen $<

@@ -1,0 +1,128 @@
+"""What codegen and run start from: a plan, the profile and the model it was made from, and whether they still fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.cli.console import note
+from pdtool.cli.options import file_name
+from pdtool.errors import ArtifactError, StaleError, UsageError
+
+if TYPE_CHECKING:
+    from pdtool.frontend.modelfile import ModelFile
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A plan and what it was made from, all found unchanged.
+
+    Attributes:
+        path: of the plan; `-` is stdin.
+        model: where the model is now.
+        trusted: the model was named on the command line.
+    """
+
+    path: str
+    plan: Plan
+    profile: Profile
+    model: ModelRef
+    trusted: bool
+
+    @classmethod
+    def load(cls, path: str, model: str | None) -> Inputs:
+        """Read the plan and its profile; a plan edited by hand gets its predictions computed again.
+
+        Raises:
+            StaleError: the profile or the model changed after the plan was made; it says which.
+            ArtifactError: the plan, or an edit of it, does not hold together.
+        """
+        plan = Plan.load(path)
+        profile = Profile.load(plan.profile)
+        if plan.digests.get(plan.profile, profile.content_sha256) != profile.content_sha256:
+            raise StaleError(
+                path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again"
+            )
+        ref = plan.model or profile.model
+        if ref is None and model is None:
+            raise ArtifactError(path, "names no model", "name its file with --model", field="model")
+        found = _named(ref, model) if model else ref
+        assert found  # one of the two was given
+        inputs = cls(path, plan, profile, found, trusted=model is not None)
+        inputs._check_model(ref)
+        return replace(inputs, plan=_checked(plan, profile))
+
+    @property
+    def folder(self) -> Path:
+        """Where the stage files go unless told otherwise: beside the plan."""
+        if self.path == "-":
+            return Path("plans") / file_name(self.plan.name)
+        return Path(self.path).with_suffix("")
+
+    def model_file(self) -> ModelFile:
+        """The user's model, imported (with torch)."""
+        from pdtool.frontend.modelfile import ModelFile
+
+        return ModelFile.load(self.model, trusted=self.trusted, digests=dict(self.plan.digests))
+
+    def bundle(self, folder: Path) -> Bundle | None:
+        """The bundle in `folder` if codegen made it from this very plan and its files are whole; None otherwise."""
+        try:
+            bundle = Bundle.load(folder / "bundle.yaml")
+            bundle.check_files(folder)
+        except ArtifactError:
+            return None
+        return bundle if bundle.digests.get("plan") == self.plan.plan_sha256 else None
+
+    def _check_model(self, recorded: ModelRef | None) -> None:
+        """Raises StaleError when the source file changed since it was profiled; nothing is imported."""
+        from pdtool.frontend.modelfile import find_source
+
+        source = recorded.source if recorded else self.model.source
+        expected = self.plan.digests.get(source)
+        if expected and file_sha256(find_source(self.model.source)) != expected:
+            raise StaleError(
+                self.path, f"{self.model.source} has changed since it was profiled", "profile and partition it again"
+            )
+
+
+def _named(recorded: ModelRef | None, text: str) -> ModelRef:
+    """The model named on the command line, with the recorded function and settings unless it names a function."""
+    source, _, function = text.partition(":")
+    known = recorded or ModelRef(source=source)
+    return ModelRef(source=source, function=function or known.function, settings=known.settings)
+
+
+def _checked(plan: Plan, profile: Profile) -> Plan:
+    """The plan, proved executable; after an edit by hand, with predictions for what it says now."""
+    plan.stage_nodes(profile)
+    plan.check_schedule()
+    if not plan.edited:
+        return plan
+    from pdtool.partition.search import refresh
+
+    note("the plan was edited by hand: its stages are checked, its predictions computed again")
+    return refresh(plan, profile)
+
+
+def rescheduled(plan: Plan, profile: Profile, schedule: str | None, microbatches: int | None) -> Plan:
+    """The same stages under another schedule; raises UsageError."""
+    if schedule is None and microbatches is None:
+        return plan
+    from pdtool.partition.cost import in_flight
+    from pdtool.partition.search import refresh
+
+    name = schedule or plan.schedule
+    if name == "1f1b" and microbatches not in (None, 1):
+        raise UsageError("schedule 1f1b has no microbatches", "leave --microbatches out, or use --schedule 1f1b-flush")
+    count = 1 if name == "1f1b" else microbatches or max(plan.microbatches, 4)
+    flight = in_flight(name, [stage.replicas for stage in plan.stages], count)
+    stages = (stage.model_copy(update={"in_flight": w}) for stage, w in zip(plan.stages, flight, strict=True))
+    weights = "stash" if name == "1f1b" else "flush"
+    update = {"schedule": name, "weights": weights, "microbatches": count, "stages": tuple(stages)}
+    return refresh(plan.model_copy(update=update), profile)

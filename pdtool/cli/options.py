@@ -1,0 +1,64 @@
+"""Arguments and options that several commands share, each defined once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pdtool.errors import UsageError
+from pdtool.schedule import NAMES
+
+_KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
+
+
+def candidate(kind: str, given: str | None) -> str:
+    """The path given, or else the only profile in `profiles/` or plan in `plans/`.
+
+    Raises:
+        UsageError: none, or several, which are listed.
+    """
+    if given:
+        return given
+    folder, pattern, maker = _KINDS[kind]
+    found = sorted(str(path) for path in Path(folder).glob(pattern))
+    if not found:
+        raise UsageError(f"no {kind} is named and {folder}/ holds none", f"name one, or write one with `{maker}`")
+    if len(found) > 1:
+        raise UsageError(f"no {kind} is named and {folder}/ holds {len(found)}", f"name one of {', '.join(found)}")
+    return found[0]
+
+
+def file_name(name: str) -> str:
+    """The name of an artifact as that of a file: what stands in an artifact never leads to another folder."""
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", name).lstrip(".") or "unnamed"
+
+
+def output(help: str) -> Callable[[Any], Any]:
+    """`-o`: where the artifact goes."""
+    return click.option("-o", "--output", metavar="PATH", help=help)
+
+
+device = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Device to compute on."
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifact itself on stdout.")
+
+
+def schedule(default: str | None) -> Callable[[Any], Any]:
+    """`--schedule`; None keeps what the plan says."""
+    return click.option(
+        "--schedule", type=click.Choice(NAMES), default=default, show_default=default or "what the plan says",
+        help="1f1b updates after every minibatch (weight stashing); 1f1b-flush and gpipe drain the pipeline first.",
+    )  # fmt: skip
+
+
+def microbatches(default: str) -> Callable[[Any], Any]:
+    """`--microbatches`: size of an update of a flushing schedule."""
+    return click.option(
+        "--microbatches", type=click.IntRange(min=1), metavar="N", show_default=default, default=None,
+        help="Minibatches in one update of a flushing schedule.",
+    )  # fmt: skip

@@ -1,0 +1,108 @@
+"""`partition`: profiles/NAME.json -> plans/NAME-4x4.yaml."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.console import note, show
+from pdtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from pdtool.cluster import Cluster
+
+_BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
+
+
+@click.command(
+    epilog="\b\nExamples:\n  pdtool partition --topology 3\n"
+    "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB"
+)
+@click.argument("profile", required=False)
+@click.option(
+    "--topology", required=True, metavar="NxM",
+    help="Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
+)  # fmt: skip
+@click.option(
+    "--bandwidth", metavar="RATE,...", show_default=f"{_BETWEEN} outside, {_INSIDE} at inner levels",
+    help="Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
+)  # fmt: skip
+@click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
+@click.option("--memory", metavar="SIZE", show_default="no limit", help="Of each device, as 16GB or 16GiB.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), metavar="N", show_default="all of the topology",
+    help="Number of workers to use.",
+)  # fmt: skip
+@click.option("--straight", is_flag=True, help="Replicate no stage.")
+@options.schedule("1f1b")
+@options.microbatches("4 with --schedule 1f1b-flush or gpipe")
+@click.option(
+    "--simplest", default="3%", show_default=True, metavar="SHARE",
+    help="Prefer fewer stages as long as the plan is at most this much slower than the fastest.",
+)  # fmt: skip
+@options.as_json
+@options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
+def partition(
+    profile: str | None, topology: str, bandwidth: str | None, latency: str | None, memory: str | None,
+    workers: int | None, straight: bool, schedule: str, microbatches: int | None, simplest: str, as_json: bool,
+    output: str | None,
+) -> None:  # fmt: skip
+    """Divide PROFILE's model into stages for the fastest pipeline."""
+    from pdtool.artifacts.profile import Profile
+    from pdtool.cli.render import plan_view
+    from pdtool.partition.search import Options, make_plan
+
+    path = options.candidate("profile", profile)
+    wanted = Options(
+        workers=workers, straight=straight, schedule=schedule, microbatches=_microbatches(schedule, microbatches),
+        simplest=_share(simplest),
+    )  # fmt: skip
+    cluster = _cluster(topology, bandwidth, latency, memory)
+    plan = make_plan(Profile.load(path), path, cluster, wanted)
+    if as_json and output is None:
+        click.echo(plan.model_dump_json(indent=1))
+        return
+    target = output or f"plans/{options.file_name(plan.name)}.yaml"
+    plan.save(target)
+    show(*plan_view(plan))
+    if as_json and target != "-":
+        click.echo(plan.model_dump_json(indent=1))
+    if target != "-":
+        note(f"wrote {target}")
+
+
+def _cluster(topology: str, bandwidth: str | None, latency: str | None, memory: str | None) -> Cluster:
+    from pdtool.cluster import make_cluster, parse_topology
+    from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
+
+    sizes = parse_topology(topology)
+    if bandwidth is None:
+        bandwidth = ",".join([_BETWEEN, *[_INSIDE] * (len(sizes) - 1)])
+        note(f"no --bandwidth given: assuming {bandwidth}")
+    latencies = [parse_seconds(text) for text in latency.split(",")] if latency else None
+    if latencies and len(latencies) != len(sizes):
+        raise UsageError(
+            f"{len(latencies)} latencies for the {len(sizes)} level(s) of topology {topology}",
+            "give one per level, the outermost first",
+        )
+    return make_cluster(
+        sizes, [parse_bandwidth(text) for text in bandwidth.split(",")], latencies=latencies,
+        memory_bytes=parse_bytes(memory) if memory else None,
+    )  # fmt: skip
+
+
+def _microbatches(schedule: str, given: int | None) -> int:
+    return given or (1 if schedule == "1f1b" else 4)
+
+
+def _share(text: str) -> float:
+    """Read `3%` or `0.03`; raises UsageError."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"--simplest {text!r} is not a share below 100%", "write 3% or 0.03")
+    return value

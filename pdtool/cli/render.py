@@ -1,0 +1,183 @@
+"""Artifacts as tables and lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from pdtool import schedule
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Node, Profile
+from pdtool.artifacts.report import Report
+from pdtool.errors import UsageError
+from pdtool.units import format_bytes, format_rate, format_seconds
+
+Parts = Iterable[Table | str]
+_MOST_DRAWN = 32  # workers in a timeline
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, names: int = 1, title: str = "") -> Table:
+    """A table whose first `names` columns are words and whose other columns are figures."""
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < names else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    return table
+
+
+def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
+    """The operators, or only the `largest`, with the totals."""
+    ranked = sorted(profile.nodes, key=_seconds, reverse=True)
+    shown = ranked[:largest] if largest else profile.nodes
+    rows = [_node(node) for node in shown]
+    if len(shown) < len(profile.nodes):
+        rest = ranked[len(shown) :]
+        rows.append([f"({len(rest)} more)", "", *_costs(rest), ""])
+    rows.append(
+        ["total", "", *_costs(profile.nodes)[:-1], format_bytes(profile.parameter_bytes(set(profile.by_name))), ""]
+    )
+    title = f"{profile.name}: minibatch of {profile.batch_size}, {profile.device.kind} for {profile.device.name}"
+    if profile.step_s:
+        title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f}"
+    columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")
+    return _table(columns, rows, names=2, title=title)
+
+
+def _seconds(node: Node) -> float:
+    return node.forward_s + node.backward_s + node.update_s
+
+
+def _costs(nodes: Iterable[Node]) -> list[str]:
+    nodes = list(nodes)
+    seconds = [format_seconds(sum(getattr(n, f) for n in nodes)) for f in ("forward_s", "backward_s", "update_s")]
+    return [*seconds, format_bytes(sum(n.parameter_bytes for n in nodes))]
+
+
+def _node(node: Node) -> list[str]:
+    return [node.name, node.op, *_costs([node]), format_bytes(node.output_bytes)]
+
+
+def plan_view(plan: Plan) -> Parts:
+    """The stages as a table, what bounds the plan, and its rivals."""
+    predicted = None if plan.edited else plan.predicted
+    rows = []
+    for s, stage in enumerate(plan.stages):
+        figures = ["?", "?", "?"]
+        if predicted:
+            transfer = format_seconds(predicted.transfer_s[s]) if s < len(predicted.transfer_s) else ""
+            figures = [format_seconds(predicted.compute_s[s]), transfer, format_bytes(predicted.memory_bytes[s])]
+        allreduce = format_seconds(predicted.allreduce_s[s]) if predicted else "?"
+        rows.append([s, _brief(stage.nodes), _ranges(stage.workers), stage.replicas, stage.in_flight, figures[0],
+                     allreduce, *figures[1:]])  # fmt: skip
+    levels = ", ".join(f"{v.size} at {format_rate(v.bandwidth_bytes_per_s)}" for v in plan.cluster.levels)
+    title = f"{plan.name}: {plan.config} on {levels}, schedule {plan.schedule}"
+    columns = ("stage", "holds", "workers", "replicas", "in flight", "compute", "all-reduce", "to next", "memory")
+    yield _table(columns, rows, names=3, title=title)
+    if plan.edited:
+        yield "edited by hand since its predictions were computed; run and codegen compute them again"
+    if predicted:
+        yield (
+            f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {plan.batch_size} "
+            f"({predicted.throughput_samples_per_s:.4g} samples/s), "
+            f"{predicted.gain_over_data_parallel:.3g} × data parallelism"
+        )
+    if plan.why:
+        yield f"bottleneck: {plan.why.bottleneck}"
+        for rival in plan.why.rivals:
+            yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch ({rival.why})"
+
+
+def timeline(plan: Plan) -> str:
+    """The plan's schedule drawn in slots: forwards take one, backwards two."""
+    shape = plan.shape()
+    if sum(shape.replicas) > _MOST_DRAWN:
+        return f"(the timeline of more than {_MOST_DRAWN} workers is not drawn)"
+    minibatches = 2 * max(max(shape.update_every), sum(shape.replicas)) + 8
+    return schedule.draw(schedule.build(plan.schedule, shape, minibatches))
+
+
+def _brief(names: Sequence[str]) -> str:
+    """`stem, block1`, or the first and the last of a long list."""
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]} … {names[-1]} ({len(names)})"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-14` for contiguous numbers, `0,2,3` for others."""
+    contiguous = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+    return f"{numbers[0]}-{numbers[-1]}" if contiguous else ",".join(map(str, numbers))
+
+
+def places_table(plan: Plan, nnodes: int) -> Table:
+    """Which worker does what, on which host.
+
+    Raises:
+        UsageError: the machines cannot have equal shares of the workers.
+    """
+    cluster = plan.cluster.cluster()
+    if cluster.workers % nnodes:
+        raise UsageError(f"{nnodes} machines cannot share the {cluster.workers} workers of {cluster.topology} evenly",
+                         "give --nnodes that divides them")  # fmt: skip
+    each = cluster.workers // nnodes
+    used = sorted((w, s, k) for s, stage in enumerate(plan.stages) for k, w in enumerate(stage.workers))
+    rows = [
+        (rank, f"machine {worker // each}" if nnodes > 1 else "this machine", f"stage {s}, replica {k}",
+         f"minibatches {k}, {k + r}, {k + 2 * r}, ...", _brief(plan.stages[s].nodes), worker)
+        for rank, (worker, s, k) in enumerate(used)
+        for r in (plan.stages[s].replicas,)
+    ]  # fmt: skip
+    return _table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5)
+
+
+def bundle_view(bundle: Bundle) -> Parts:
+    """The stage files and the tensors between them."""
+    rows = [
+        (stage.file, ", ".join(stage.inputs), ", ".join(stage.outputs) or "the model's output", len(stage.parameters),
+         len(stage.buffers))
+        for stage in bundle.stages
+    ]  # fmt: skip
+    title = f"{bundle.name}: minibatch of {bundle.batch_size}, proved by {bundle.proof}"
+    yield _table(("file", "takes", "returns", "parameters", "buffers"), rows, names=3, title=title)
+    wires = [
+        (tensor.name, "data" if tensor.producer < 0 else f"stage {tensor.producer}",
+         ", ".join(f"stage {s}" for s in tensor.consumers), "×".join(map(str, tensor.shape)), tensor.dtype,
+         "yes" if tensor.gradient else "no")
+        for tensor in bundle.tensors
+    ]  # fmt: skip
+    yield _table(("tensor", "from", "to", "shape", "dtype", "gradient back"), wires, names=6)
+    for tied in bundle.tied:
+        yield f"tied: {', '.join(f'{n} (stage {s})' for s, n in zip(tied.stages, tied.names, strict=True))}"
+
+
+def report_view(report: Report) -> Parts:
+    """Predicted beside measured, per stage and for the whole."""
+    predicted = report.predicted
+    rows = []
+    for s, stage in enumerate(report.stages):
+        rows.append([
+            s, stage.replicas, format_seconds(predicted.compute_s[s]) if predicted else "?",
+            *map(format_seconds, (stage.busy_s, stage.forward_s, stage.backward_s, stage.update_s, stage.wait_s)),
+            stage.peak_versions, stage.peak_stashed, format_bytes(stage.sent_bytes),
+        ])  # fmt: skip
+    columns = ("stage", "replicas", "busy, predicted", "busy, measured", "forward", "backward", "update", "waiting",
+               "versions", "stashed", "sent")  # fmt: skip
+    title = (
+        f"{report.plan}: {report.config}, schedule {report.schedule}, {report.epochs} epoch(s) of {report.minibatches}"
+    )
+    yield _table(columns, rows, title=f"{title} minibatches of {report.batch_size}")
+    if predicted:
+        pace = format_seconds(predicted.bottleneck_s)
+        yield f"per minibatch: predicted {pace}, measured {format_seconds(report.measured.bottleneck_s)}"
+    yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
+    yield "validation: " + ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
+    if report.target:
+        yield f"target {report.target}: {'reached' if report.target_reached else 'not reached'}"
+
+
+def metrics_line(event: dict[str, Any]) -> str:
+    """`epoch 3: loss 0.1234, accuracy 0.9810` for a validation line of metrics.jsonl."""
+    figures = [f"{k} {v:.4f}" for k, v in event.items() if k not in ("split", "epoch", "step")]
+    return f"epoch {event['epoch']}: {', '.join(figures)}"

@@ -1,0 +1,190 @@
+"""`run`: a plan -> trained workers, runs/NAME/."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.codegen import generated
+from pdtool.cli.codegen import model as model_option
+from pdtool.cli.console import note, show
+from pdtool.errors import StaleError, TargetMissedError, UsageError
+
+if TYPE_CHECKING:
+    from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.report import Report
+    from pdtool.cli.inputs import Inputs
+    from pdtool.run.spec import RunSpec
+
+_LAST = "the folder of -o"
+
+
+@click.command(
+    epilog="\b\nExamples:\n  pdtool run plans/digits-3.yaml --epochs 10 --target accuracy=0.98\n"
+    "  pdtool run plans/digits-3.yaml -o runs/digits --epochs 20 --resume"
+)
+@click.argument("plan", required=False)
+@options.output("Folder of the run.  [default: a new one, runs/PLAN]")
+@model_option
+@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Epochs in all.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), metavar="N", show_default="the whole training set",
+    help="Minibatches in an epoch, at most.",
+)  # fmt: skip
+@click.option(
+    "--target", metavar="METRIC=VALUE",
+    help="Stop when the validation reaches it, as accuracy=0.98 or loss=0.1; exit with 6 when it does not.",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Fixes everything drawn.")
+@click.option(
+    "--resume", is_flag=False, flag_value=_LAST, metavar="[RUN_DIR]",
+    help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  [default: -o]",
+)  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Print which worker does what on which host, and stop.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+    help="Device to train on; auto is cuda where there is one.",
+)  # fmt: skip
+@click.option(
+    "--timeout", default="300s", show_default=True, metavar="TIME", help="How long a worker waits for another."
+)
+@options.schedule(None)
+@options.microbatches("what the plan says")
+@click.option("--nnodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Machines.")
+@click.option(
+    "--node-rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="K", help="This machine."
+)
+@click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where the machines meet, on machine 0.")
+@options.as_json
+def run(plan: str | None, schedule: str | None, microbatches: int | None, dry_run: bool, as_json: bool,
+        model: str | None, **settings: Any) -> None:  # fmt: skip
+    """Train PLAN's stages, each on its workers."""
+    from pdtool.cli.inputs import Inputs, rescheduled
+
+    inputs = Inputs.load(options.candidate("plan", plan), model)
+    if dry_run:
+        _print_places(rescheduled(inputs.plan, inputs.profile, schedule, microbatches), settings)
+        return
+    spec = _spec(inputs, _bundle(inputs), settings)
+    spec = replace(spec, plan=rescheduled(spec.plan, inputs.profile, schedule, microbatches))
+    report = _launched(spec)
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        _tell(spec, report, as_json)
+    if report.target_reached is False:
+        raise TargetMissedError(
+            f"target {report.target} was not reached in {report.epochs} epoch(s)", "give more --epochs, with --resume"
+        )
+
+
+def _bundle(inputs: Inputs) -> Bundle:
+    """The plan's bundle, generated when it is missing or was made from something else.
+
+    Raises:
+        StaleError: it is, and this process is one worker of several, started by torchrun or srun.
+    """
+    found = inputs.bundle(inputs.folder)
+    if found:
+        return found
+    if _is_worker():
+        raise StaleError(inputs.folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
+    note(f"{inputs.folder}/ is missing or was made from something else: generating it")
+    return generated(inputs, inputs.folder)
+
+
+def _is_worker() -> bool:
+    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
+    from pdtool.run.spec import RunSpec, Target
+    from pdtool.units import parse_seconds
+
+    out, resume = _folders(inputs, settings["output"], settings["resume"], settings["nnodes"])
+    return RunSpec(
+        plan=inputs.plan, bundle=bundle, bundle_dir=inputs.folder, model=inputs.model, trusted=inputs.trusted,
+        out=out, resume=resume, timeout_s=parse_seconds(settings["timeout"]),
+        target=Target.parse(settings["target"]) if settings["target"] else None,
+        **{name: settings[name] for name in (
+            "epochs", "steps", "seed", "device", "nnodes", "node_rank", "rdzv_endpoint",
+        )},
+    )  # fmt: skip
+
+
+def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:
+    """The run's folder, and the one to resume from: with one of them given, the other is the same."""
+    if resume == _LAST:
+        if output is None:
+            raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
+        resume = output
+    if output is None and (resume is None or not (Path(resume) / "checkpoints").is_dir()):
+        if nnodes > 1 or _is_worker():
+            raise UsageError("workers started one by one need one folder for the run", "name it with -o")
+        output = str(_new_folder(Path("runs") / inputs.folder.name))
+    return Path(output or str(resume)), Path(resume) if resume else None
+
+
+def _new_folder(path: Path) -> Path:
+    """`runs/digits-3`, or the first of `runs/digits-3.2`, `.3`, ... that does not exist."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
+
+
+def _launched(spec: RunSpec) -> Report:
+    from pdtool.run.launch import launch
+
+    note(f"training on {sum(s.replicas for s in spec.plan.stages)} worker(s) ({spec.plan.config}), "
+         f"schedule {spec.plan.schedule}, into {spec.out}/")  # fmt: skip
+    with _following(spec) as on_event:
+        return launch(spec, on_event)
+
+
+@contextmanager
+def _following(spec: RunSpec) -> Iterator[Any]:
+    """A bar of the updates on a terminal, and a line for each epoch everywhere."""
+    from pdtool.cli.render import metrics_line
+
+    if not sys.stderr.isatty():
+        yield lambda event: note(metrics_line(event)) if event["split"] == "valid" else None
+        return
+    from rich.progress import Progress
+
+    from pdtool.cli.console import console
+
+    with Progress(console=console(err=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event["split"] == "valid":
+                bar.console.print(metrics_line(event), markup=False)
+                bar.update(task, total=event["step"] / event["epoch"] * spec.epochs)
+            else:
+                label = f"epoch {event['epoch']}/{spec.epochs}  loss {event['loss']:.4f}"
+                bar.update(task, description=label, completed=event["step"])
+
+        yield on_event
+
+
+def _print_places(plan: Any, settings: dict[str, Any]) -> None:
+    from pdtool.cli.render import places_table
+
+    show(places_table(plan, settings["nnodes"]), err=False)
+
+
+def _tell(spec: RunSpec, report: Report, as_json: bool) -> None:
+    from pdtool.cli.render import report_view
+
+    if as_json:
+        click.echo(report.dump(), nl=False)
+    show(*report_view(report))
+    note(f"wrote {spec.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")

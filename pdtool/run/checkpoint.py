@@ -1,0 +1,146 @@
+"""Checkpoints by original names, so that a run goes on under another plan; a folder that exists is complete.
+
+    checkpoints/epoch-3/   .metadata, __0_0.distcp, ...   torch.distributed.checkpoint: `model.NAME`,
+                                                          `optimizer.PARAMETER.KEY`
+                           epoch.json                     epoch, seed, metrics
+
+Workers write together into `.epoch-3.partial`, which is renamed when all are done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.run.peers import gather
+
+FOLDER = "checkpoints"
+FACTS = "epoch.json"
+
+
+def save(out: Path, epoch: int, state: Mapping[str, Tensor], facts: Mapping[str, Any], group: Any) -> Path:
+    """Write the checkpoint of `epoch` together with all workers of `group`; older ones stay as they are.
+
+    Raises:
+        PdtoolError: on every worker, when one could not write.
+    """
+    folder = out / FOLDER / f"epoch-{epoch}"
+    partial = folder.with_name(f".epoch-{epoch}.partial")
+    leader = dist.get_rank(group) == 0
+    try:
+        _together(group, lambda: _fresh(partial) if leader else None)
+        writer = FileSystemWriter(partial, single_file_per_rank=True)
+        _together(group, lambda: dcp_save(dict(state), storage_writer=writer, process_group=group))
+        _together(group, lambda: _complete(partial, folder, {"epoch": epoch, **facts}) if leader else None)
+    except PdtoolError:
+        if leader:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder
+
+
+def latest(folder: Path) -> Path:
+    """The last complete checkpoint of a run's folder, or the folder itself when it is one; raises UsageError."""
+    if (folder / FACTS).is_file():
+        return folder
+    found = {int(m[1]): path for path in folder.glob(f"{FOLDER}/epoch-*")
+             if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / FACTS).is_file()}  # fmt: skip
+    if not found:
+        raise UsageError(f"{folder} holds no complete checkpoint", "name the folder of a run, or run without --resume")
+    return found[max(found)]
+
+
+def facts(checkpoint: Path) -> dict[str, Any]:
+    """epoch.json: `epoch`, `seed`, `metrics`; raises ArtifactError."""
+    try:
+        content = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+        return {"epoch": int(content["epoch"]), "seed": int(content["seed"]), "metrics": dict(content["metrics"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(checkpoint / FACTS, f"is damaged ({error})", "resume from an older checkpoint") from error
+
+
+def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors whose key is wanted, on the CPU; needs no other worker. Raises ArtifactError."""
+    try:
+        reader = FileSystemReader(checkpoint)
+        described = reader.read_metadata().state_dict_metadata
+        state: dict[str, Any] = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in described.items()
+            if wanted(key) and isinstance(entry, TensorStorageMetadata)
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist says so
+            dcp_load(state, storage_reader=reader, no_dist=True)
+    except Exception as error:
+        raise ArtifactError(checkpoint, f"cannot be read ({error})", "resume from an older checkpoint") from error
+    return state
+
+
+def export(run_dir: Path, out: Path) -> Path:
+    """Write the model of a run's last checkpoint as one ordinary state_dict, for `torch.load`; returns the checkpoint.
+
+    Raises:
+        UsageError: the run has no checkpoint.
+        PdtoolError: the file could not be written; an older one stays.
+    """
+    checkpoint = latest(run_dir)
+    state = load(checkpoint, lambda key: key.startswith("model."))
+    temporary = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save({key.removeprefix("model."): value for key, value in state.items()}, file)
+        os.replace(temporary, out)
+    except (OSError, RuntimeError) as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise PdtoolError(f"{out} could not be written ({error})", "free some space or name another place") from error
+    return checkpoint
+
+
+def _together(group: Any, step: Callable[[], object]) -> None:
+    """Run a step on every worker; when it fails on one it fails on all."""
+    failure = ""
+    try:
+        step()
+    except Exception as error:
+        failure = " ".join(str(error).split())[-300:] or type(error).__name__
+    failures = gather(failure, group, "word of the checkpoint")
+    if any(failures):
+        raise PdtoolError(
+            f"the checkpoint could not be written ({next(f for f in failures if f)})",
+            "free some space or name another folder with -o; the checkpoints before it are whole",
+        )
+
+
+def _fresh(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _complete(partial: Path, folder: Path, facts: Mapping[str, Any]) -> None:
+    with (partial / FACTS).open("w", encoding="utf-8") as file:
+        json.dump(facts, file, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    if folder.exists():
+        shutil.rmtree(folder)  # of an earlier run in this folder that went this far
+    os.replace(partial, folder)

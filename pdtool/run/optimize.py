@@ -1,0 +1,63 @@
+"""The user's optimizer and learning-rate schedule over some of the parameters, with its state by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pdtool.frontend.modelfile import ModelFile
+
+
+class Updater:
+    """Steps some parameters.
+
+    Attributes:
+        updates: steps taken, those of the runs that this one resumed included.
+    """
+
+    def __init__(self, file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.updates = 0
+        self.optimizer = file.optimizer(iter(self.parameters.items())) if self.parameters else None
+        self.scheduler = file.scheduler(self.optimizer) if self.optimizer else None
+
+    def step(self) -> None:
+        """One optimizer step with the gradients that are there, which are then cleared."""
+        self.updates += 1
+        if self.optimizer:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler:
+            self.scheduler.step()
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(parameter, key, value): momentum and the like, and the number of updates; numbers as tensors."""
+        for name, parameter in self.parameters.items():
+            yield name, "updates", torch.tensor(self.updates)
+            state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield name, key, value
+                elif isinstance(value, (int, float)):
+                    yield name, f"{key}:number", torch.tensor(value)
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Inverse of `state`, from {parameter: {key: value}}; the schedule is run on to the number of updates."""
+        assert self.optimizer or not self.parameters
+        for name, parameter in self.parameters.items():
+            for key, value in state.get(name, {}).items():
+                if key == "updates":
+                    self.updates = int(value)
+                elif self.optimizer and key.endswith(":number"):
+                    self.optimizer.state[parameter][key.removesuffix(":number")] = value.item()
+                elif self.optimizer:
+                    # Adam and its kind keep their step counts on the CPU
+                    self.optimizer.state[parameter][key] = value if value.dim() == 0 else value.to(parameter.device)
+        if self.scheduler:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
+                for _ in range(self.updates):
+                    self.scheduler.step()

@@ -1,0 +1,140 @@
+"""One stage: its module, and the minibatches whose graphs are alive."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.errors import ArtifactError
+from pdtool.run.weights import Version, Weights
+
+
+@dataclass(frozen=True)
+class Stashed:
+    """A minibatch between its forward and its backward."""
+
+    version: Version
+    inputs: list[Tensor]
+    outputs: tuple[Tensor, ...]
+
+
+class Stage:
+    """Forward and backward of one stage.
+
+    Attributes:
+        stashed: minibatch -> its live graph.
+        peak_stashed: most graphs ever alive together.
+    """
+
+    def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Tensor] | None) -> None:
+        """`loss` of (output, target): for the last stage."""
+        self.module = module
+        self.weights = Weights(module)
+        self.loss = loss
+        self.stashed: dict[int, Stashed] = {}
+        self.peak_stashed = 0
+
+    def forward(self, minibatch: int, inputs: Sequence[Tensor], target: Any = None) -> tuple[Tensor, ...]:
+        """Compute with the newest weights and keep the graph; the last stage's output is its loss, a scalar."""
+        version = self.weights.acquire()
+        output = self.module(*inputs)
+        outputs = as_tuple(output if self.loss is None else self.loss(output, target))
+        self.stashed[minibatch] = Stashed(version, list(inputs), outputs)
+        self.peak_stashed = max(self.peak_stashed, len(self.stashed))
+        return outputs
+
+    def evaluate(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Outputs without a graph; the last stage's one is the model's own."""
+        output = self.module(*inputs)
+        return as_tuple(output) if self.loss is None else (output,)
+
+    def backward(
+        self, minibatch: int, gradients: Sequence[Tensor | None], weight: float = 1.0,
+        final: Callable[[nn.Parameter], None] | None = None,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Compute with the weights of this minibatch's forward; its parameters' gradients are added, times `weight`.
+
+        Args:
+            gradients: one per output; None for an output without gradient, and for the loss.
+            final: told of each parameter whose gradient is there, while the others are still computed.
+
+        Returns:
+            The gradients of the inputs, None where no path leads to one.
+        """
+        kept = self.stashed.pop(minibatch)
+        roots = [
+            (output, gradient)
+            for output, gradient in zip(kept.outputs, gradients, strict=True)
+            if output.requires_grad and (self.loss is not None or gradient is not None)
+        ]
+        told = self.weights.collecting(kept.version, weight, final) if final else nullcontext()
+        with told:
+            if roots:
+                torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+        self.weights.collect(kept.version, weight)
+        self.weights.release(kept.version)
+        return [value.grad for value in kept.inputs]
+
+
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    """What a stage returned: one tensor as it is, several as a tuple."""
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
+
+
+def load_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module) -> nn.Module:
+    """Import the stage's class and give it the parameters and buffers of the whole `model`, by name, not copied.
+
+    Raises:
+        StaleError: the file is not as codegen wrote it.
+        ArtifactError: its parameters are not the model's.
+    """
+    bundle.check_files(folder)
+    described = bundle.stages[stage]
+    path = folder / described.file
+    spec = importlib.util.spec_from_file_location(f"pdtool_stage_{stage}", path)
+    assert spec
+    assert spec.loader
+    code = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = code
+    spec.loader.exec_module(code)
+    module: nn.Module = getattr(code, described.class_name)()
+    for kind in ("_parameters", "_buffers"):
+        _adopt(module, model, kind, path)
+    return module.train()
+
+
+def _adopt(module: nn.Module, model: nn.Module, kind: str, path: Path) -> None:
+    """Replace every entry of `kind` in `module` by the model's of the same name, so that what is tied stays tied."""
+    for prefix, owner in module.named_modules():
+        for key, own in getattr(owner, kind).items():
+            name = f"{prefix}.{key}" if prefix else key
+            theirs = _state(model, kind, name)
+            if own is None and theirs is None:
+                continue
+            if own is None or theirs is None or own.shape != theirs.shape or own.dtype != theirs.dtype:
+                raise ArtifactError(
+                    path, f"its {name} is {_shape(own)}, the model's is {_shape(theirs)}", "run `pdtool codegen` again"
+                )
+            setattr(owner, key, theirs)  # nn.LSTM makes its list of weights here
+
+
+def _state(model: nn.Module, kind: str, name: str) -> Tensor | None:
+    prefix, _, key = name.rpartition(".")
+    try:
+        found: Tensor | None = getattr(model.get_submodule(prefix), kind).get(key)
+    except AttributeError:
+        found = None
+    return found
+
+
+def _shape(value: Tensor | None) -> str:
+    return "missing" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

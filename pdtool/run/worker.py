@@ -1,0 +1,280 @@
+"""One worker at work: executes its action list, epoch by epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdtool import schedule
+from pdtool.artifacts.envelope import write_atomically
+from pdtool.artifacts.report import Report
+from pdtool.errors import PdtoolError
+from pdtool.run import checkpoint
+from pdtool.run.data import Minibatches, sample_order
+from pdtool.run.log import Log
+from pdtool.run.meter import chrome_trace
+from pdtool.run.peers import gather
+from pdtool.run.report import Share, assemble
+from pdtool.run.setup import Setup
+from pdtool.run.spec import seed_of
+from pdtool.schedule import Action, Kind
+
+
+class Worker:
+    """A replica of a stage at work.
+
+    Attributes:
+        weight, loss: of the round so far: samples (in minibatches) and the sum of their losses.
+        losses: of the minibatches between forward and backward, at the last stage.
+        metrics: of the last validation.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.spec, self.place = setup, setup.spec, setup.place
+        self.stage, self.border, self.meter = setup.stage, setup.border, setup.meter
+        self.weight = self.loss = 0.0
+        self.losses: dict[int, float] = {}
+        self.metrics: dict[str, float] = {}
+        self.log: Log | None = None
+        self.pace = Pace()
+
+    def train(self, epoch: int, minibatches: Minibatches) -> None:
+        """Execute this worker's action list: 1F1B as in PipeDream, figure 8. The pipeline is empty before and after."""
+        actions = self._actions(len(minibatches))
+        self._open("train", epoch, minibatches, actions)
+        for action, after in zip(actions, [*actions[1:], None], strict=True):
+            i, weight = action.minibatch, minibatches.samples(action.minibatch) / minibatches.size
+            with self._doing(epoch, action):
+                match action.kind:
+                    case Kind.FORWARD:
+                        inputs, target = self.border.inputs(i)
+                        self._seed(epoch, i)
+                        outputs = self.stage.forward(i, inputs, target)
+                        self.border.send_outputs(i, outputs)
+                        self._note_loss(epoch, i, outputs)
+                    case Kind.BACKWARD:
+                        gradients = self.border.gradients(i)
+                        gradients = self.stage.backward(i, gradients, weight, self._final(after))
+                        self.border.send_gradients(i, gradients)
+                        self.weight += weight
+                        self.loss += weight * self.losses.pop(i, 0.0)
+                    case Kind.UPDATE:
+                        self._update(epoch)
+        self.border.close()
+        self._settle(len(minibatches))
+
+    def _update(self, epoch: int) -> None:
+        """End a round: average the gradients over the replicas, then step in memory that no live graph has saved."""
+        for tied in self.setup.tied:
+            tied.start(self.weight)
+        updater = self.setup.updater
+        weight, loss = self.setup.replicas.average_gradients(self.weight, self.loss)
+        self.stage.weights.make_room()
+        updater.step()
+        for tied in self.setup.tied:
+            if tied.ready:
+                tied.step()
+        if self.log:
+            self.log.write({"split": "train", "epoch": epoch, "step": updater.updates, "loss": loss / weight})
+        self.weight = self.loss = 0.0
+
+    def _settle(self, minibatches: int) -> None:
+        """The pipeline is empty: take the steps of tied parameters that are still due, make the replicas equal."""
+        for tied in self.setup.tied:
+            while not tied.drained:
+                tied.step()
+        mine = len(range(self.place.replica, minibatches, self.setup.replicas.size))
+        self.setup.replicas.average_buffers(self.stage.module.buffers(), mine)
+
+    def validate(self, epoch: int) -> dict[str, float]:
+        """Forward only, with the current weights, in evaluation mode; every worker gets the means of all samples."""
+        split = self.setup.splits["valid"]
+        minibatches = Minibatches(range(split.samples), self.spec.plan.batch_size)
+        mine = range(self.place.replica, len(minibatches), self.setup.replicas.size)
+        actions = [Action(self.place.stage, Kind.FORWARD, i) for i in mine]
+        self._open("valid", epoch, minibatches, actions)
+        sums: dict[str, tuple[float, float]] = {}
+        self.stage.module.eval()
+        with torch.no_grad():
+            for action in actions:
+                self.setup.status.at(f"{action} of the validation after epoch {epoch}")
+                inputs, target = self.border.inputs(action.minibatch)
+                outputs = self.stage.evaluate(inputs)
+                self.border.send_outputs(action.minibatch, outputs)
+                if self.border.is_last:
+                    self._add_metrics(sums, outputs[0], target, minibatches.samples(action.minibatch))
+        self.border.close()
+        self.stage.module.train()
+        means = self._means(sums)
+        for name, value in means.items():
+            if not math.isfinite(value):
+                raise PdtoolError(
+                    f"the validation after epoch {epoch} gives {name} {value}", "try a lower learning rate"
+                )
+        return means
+
+    def run(self) -> Report:
+        """All epochs that are left, then the report; each epoch ends with a validation and a checkpoint."""
+        done = self._resume()
+        if self.place.stage == self.border.last and self.setup.leads:
+            self.log = Log(self.spec.out, done=done)
+        samples = self.setup.splits["train"].samples
+        size = self.spec.plan.batch_size
+        count = min(samples, self.spec.steps * size) if self.spec.steps else samples
+        reached = self._reached() if done else None
+        for epoch in range(done + 1, done + 1 if reached else self.spec.epochs + 1):
+            minibatches = Minibatches(sample_order(self.spec.seed, epoch, samples)[:count], size)
+            start = time.perf_counter()
+            self.train(epoch, minibatches)
+            self.pace.add(len(minibatches), count, time.perf_counter() - start)
+            with self.meter.paused():
+                self.metrics = self.validate(epoch)
+            self._save(epoch)
+            done = epoch
+            reached = self._reached()
+            if reached:
+                break
+            if epoch < self.spec.epochs and self.pace.epochs == 1:  # the first epoch was for warming up
+                self.pace.restart()
+                self.meter.restart()
+        return self._report(done, -(-count // size), reached)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _actions(self, minibatches: int) -> list[Action]:
+        """This worker's list: the one of its stage and replica."""
+        lists = schedule.build(self.spec.plan.schedule, self.setup.shape, minibatches)
+        return lists[list(self.setup.shape.slots()).index((self.place.stage, self.place.replica))]
+
+    def _open(self, split: str, epoch: int, minibatches: Minibatches, actions: Sequence[Action]) -> None:
+        self.border.open(
+            self.setup.splits[split], self.setup.loaders.get(split), minibatches, (self.spec.seed, split, epoch),
+            [a.minibatch for a in actions if a.kind is Kind.FORWARD],
+            [a.minibatch for a in actions if a.kind is Kind.BACKWARD],
+        )  # fmt: skip
+
+    @contextmanager
+    def _doing(self, epoch: int, action: Action) -> Iterator[None]:
+        self.setup.status.at(f"{action} of epoch {epoch}")
+        with self.meter.doing(action):
+            yield
+
+    def _final(self, after: Action | None) -> Callable[[nn.Parameter], None] | None:
+        """In the last backward of a round, gradients go to the other replicas as they come."""
+        ends = after is not None and after.kind is Kind.UPDATE
+        return self.setup.replicas.final if ends and self.setup.replicas.group else None
+
+    def _seed(self, epoch: int, minibatch: int) -> None:
+        """Fix the random numbers (dropout) of one forward: resuming and other workers make no difference."""
+        torch.manual_seed(seed_of(self.spec.seed, epoch, self.place.stage, minibatch))
+
+    def _note_loss(self, epoch: int, minibatch: int, outputs: Sequence[Tensor]) -> None:
+        """Keep the loss for the log; raises PdtoolError when it is not a number."""
+        if not self.border.is_last:
+            return
+        loss = self.losses[minibatch] = outputs[0].item()
+        self.pace.note(minibatch)
+        if not math.isfinite(loss):
+            raise PdtoolError(
+                f"the loss is {loss} in minibatch {minibatch} of epoch {epoch}",
+                "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
+            )
+
+    def _add_metrics(self, sums: dict[str, tuple[float, float]], output: Any, target: Any, samples: int) -> None:
+        found = {"loss": (float(self.setup.file.loss(output, target)) * samples, float(samples))}
+        found |= self.setup.file.metrics(output, target)
+        for name, (total, count) in found.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + total, before[1] + count)
+
+    def _means(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+        """Over the workers of the last stage, in order, so that everyone computes the same numbers."""
+        gathered = gather(sums, self.setup.groups.world, "the validation metrics")
+        names = dict.fromkeys(name for part in gathered for name in part)
+        totals = {n: [sum(part[n][k] for part in gathered if n in part) for k in (0, 1)] for n in names}
+        return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+
+    def _reached(self) -> bool | None:
+        """Whether the last validation reached the target; None without one."""
+        return self.spec.target.reached(self.metrics) if self.spec.target else None
+
+    def _resume(self) -> int:
+        """Take over the checkpoint to resume from; returns the epochs done."""
+        if self.spec.resume is None:
+            return 0
+        folder = checkpoint.latest(self.spec.resume)
+        known = checkpoint.facts(folder)
+        self.setup.load(folder)
+        self.metrics = {name: float(value) for name, value in known["metrics"].items()}
+        return int(known["epoch"])
+
+    def _save(self, epoch: int) -> None:
+        self.setup.status.at(f"the checkpoint of epoch {epoch}")
+        facts = {"seed": self.spec.seed, "metrics": self.metrics}
+        checkpoint.save(self.spec.out, epoch, self.setup.state(), facts, self.setup.groups.world)
+        if self.log:
+            line = {"split": "valid", "epoch": epoch, "step": self.setup.updater.updates}
+            self.log.write(line | self.metrics)
+
+    def _report(self, epochs: int, minibatches: int, reached: bool | None) -> Report:
+        """Gather everyone's measurements; rank 0 writes report.json and trace.json."""
+        pace = self.pace
+        share = Share(
+            stage=self.place.stage, totals=self.meter.totals, minibatches=pace.minibatches, samples=pace.samples,
+            train_s=pace.train_s, pace_s=pace.pace_s,
+            peak_versions=self.stage.weights.peak_versions, peak_stashed=self.stage.peak_stashed,
+        )  # fmt: skip
+        gathered = gather((str(self.place), share, self.meter.events), self.setup.groups.world, "measurements")
+        report = assemble(
+            self.spec, [share for _, share, _ in gathered],
+            epochs=epochs, minibatches=minibatches, metrics=self.metrics, reached=reached,
+        )  # fmt: skip
+        if self.place.rank == 0:
+            trace = chrome_trace({name: events for name, _, events in gathered})
+            write_atomically(self.spec.out / "trace.json", json.dumps(trace))
+            report.save(self.spec.out / "report.json")
+        if self.log:
+            self.log.close()
+        return report
+
+
+class Pace:
+    """How long epochs take, and at the last stage how long from loss to loss."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all epochs so far."""
+        self.epochs = self.minibatches = self.samples = self._steps = 0
+        self.train_s = self._span_s = 0.0
+        self._first: tuple[int, float] | None = None
+
+    def note(self, minibatch: int) -> None:
+        """The loss of a minibatch is there."""
+        now = time.perf_counter()
+        self._first = self._first or (minibatch, now)
+        self._latest = (minibatch, now)
+
+    def add(self, minibatches: int, samples: int, train_s: float) -> None:
+        """An epoch of training ended."""
+        self.epochs += 1
+        self.minibatches += minibatches
+        self.samples += samples
+        self.train_s += train_s
+        if self._first:
+            self._steps += self._latest[0] - self._first[0]
+            self._span_s += self._latest[1] - self._first[1]
+        self._first = None
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds per minibatch between the first and the last loss of an epoch; 0 when not known."""
+        return self._span_s / self._steps if self._steps else 0.0

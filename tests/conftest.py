@@ -1,0 +1,72 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pdtool.cli import main
+
+NET = """
+from collections import OrderedDict
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def model(width=8):
+    layers = dict(first=nn.Linear(4, width), relu=nn.ReLU(), middle=nn.Linear(width, width), last=nn.Linear(width, 2))
+    return nn.Sequential(OrderedDict(layers))
+
+def dataset(split):
+    x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+
+def metrics(output, target):
+    return {"accuracy": ((output.argmax(1) == target).sum(), len(target))}
+"""
+
+
+class Folder:
+    """An empty folder to work in, and the command `pdtool` in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, name: str, text: str) -> Path:
+        """A file in it."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def pdtool(self, *arguments: str, code: int = 0, stdin: str | None = None) -> Result:
+        """Run a command; it must exit with `code`, and never with a traceback."""
+        result = CliRunner().invoke(main, list(arguments), input=stdin, prog_name="pdtool")
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == code, f"exit code {result.exit_code}, not {code}:\n{result.output}"
+        return result
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def road(folder: Folder) -> Folder:
+    """A current folder with a small model.py that has been profiled and partitioned."""
+    folder.write("model.py", NET)
+    folder.pdtool("profile", "model.py", "--batch-size", "8")
+    folder.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    return folder

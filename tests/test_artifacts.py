@@ -1,0 +1,401 @@
+"""Law 6: load(dump(x)) == x for every artifact; every truncated or altered one is refused with exit code 3."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import samples
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdtool.artifacts import envelope
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Report
+from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError
+
+each = pytest.mark.parametrize("artifact", samples.ALL, ids=lambda a: a.KIND)
+SEALED = [a for a in samples.ALL if a.SEALED]
+
+
+def altered(artifact, **changes):
+    """The text of a stranger's artifact: right format and digest, other content."""
+    content = json.loads(artifact.model_dump_json(exclude={"sha256"})) | changes
+    return samples.sealed(content) if artifact.KIND in ("profile", "report") else yaml.safe_dump(
+        json.loads(samples.sealed(content)) if artifact.SEALED else content, explicit_end=True
+    )  # fmt: skip
+
+
+def node(index, **changes):
+    """The nodes of the sample profile, one of them changed."""
+    nodes = json.loads(samples.profile().model_dump_json())["nodes"]
+    nodes[index] |= changes
+    return nodes
+
+
+def stages(index, **changes):
+    """The stages of the sample plan, one of them changed."""
+    content = json.loads(samples.plan().model_dump_json())["stages"]
+    content[index] |= changes
+    return content
+
+
+# --- round trips ------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.one_of(samples.profiles(), samples.plans(), samples.bundles(), samples.reports()))
+def test_what_is_dumped_loads_as_it_was(artifact):
+    artifact.check()
+    text = artifact.dump()
+    again = type(artifact).parse(text)
+    assert again == artifact
+    assert again.dump() == text
+    assert again.content_sha256 == artifact.content_sha256
+
+
+@each
+def test_files_keep_it_too(artifact, tmp_path):
+    artifact.save(tmp_path / "deep" / "file")
+    assert type(artifact).load(tmp_path / "deep" / "file") == artifact
+
+
+@each
+def test_one_changed_field_is_another_digest(artifact):
+    assert artifact.model_copy(update={"tool_version": "9"}).content_sha256 != artifact.content_sha256
+
+
+@each
+def test_the_published_schema_accepts_what_is_written(artifact):
+    schema = type(artifact).model_json_schema()
+    content = artifact.dump()
+    keys = set(json.loads(content) if content.startswith("{") else yaml.safe_load(content))
+    assert keys <= set(schema["properties"])
+    assert set(schema["required"]) <= keys
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@each
+def test_every_truncation_is_refused(artifact):
+    text = artifact.dump().rstrip()
+    for end in {*range(0, len(text), 7), *range(len(text) - 40, len(text))}:
+        with pytest.raises(ArtifactError) as caught:
+            type(artifact).parse(text[:end], "file")
+        assert caught.value.exit_code == 3
+        assert str(caught.value).startswith("file")
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(SEALED), st.data())
+def test_an_altered_character_is_refused_or_means_the_same(artifact, data):
+    text = artifact.dump()
+    at = data.draw(st.integers(0, len(text) - 1))
+    new = data.draw(st.one_of(st.characters(), st.sampled_from('0123456789",:{}[]- \n\\&*!#')))
+    try:
+        assert type(artifact).parse(text[:at] + new + text[at + 1 :]) == artifact
+    except ArtifactError as error:
+        assert error.exit_code == 3
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_an_altered_plan_is_refused_or_known_as_edited(data):
+    plan = samples.plan()
+    text = plan.dump()
+    at = data.draw(st.integers(0, len(text) - 1))
+    new = data.draw(st.one_of(st.characters(), st.sampled_from('0123456789",:{}[]- \n\\&*!#')))
+    try:
+        found = Plan.parse(text[:at] + new + text[at + 1 :])
+    except ArtifactError as error:
+        assert error.exit_code == 3
+    else:
+        executed = ("stages", "cluster", "schedule", "weights", "microbatches", "batch_size")
+        assert found.edited or all(getattr(found, field) == getattr(plan, field) for field in executed)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(), st.sampled_from([Profile, Plan, Bundle, Report]))
+def test_any_text_is_an_artifact_or_an_artifact_error(text, kind):
+    with pytest.raises(ArtifactError):
+        kind.parse(text)
+
+
+@each
+def test_digits_changed_one_by_one_are_noticed(artifact):
+    if not artifact.SEALED:
+        pytest.skip("people edit plans")
+    text = artifact.dump()
+    for at in [i for i, c in enumerate(text) if c in "12345678"][::3]:
+        with pytest.raises(ArtifactError):
+            type(artifact).parse(text[:at] + str(int(text[at]) + 1) + text[at + 1 :])
+
+
+@each
+@pytest.mark.parametrize("found", ["pdtool/KIND/2", "pdtool/other/1", "", None, 7, ["x"]])
+def test_unknown_formats_are_refused(artifact, found):
+    found = found.replace("KIND", artifact.KIND) if isinstance(found, str) else found
+    with pytest.raises(ArtifactError, match=r"this pdtool reads|no format field") as caught:
+        type(artifact).parse(altered(artifact, format=found))
+    assert caught.value.exit_code == 3
+
+
+def test_a_missing_file_says_what_writes_it(tmp_path):
+    with pytest.raises(ArtifactError, match=r"gone\.json: cannot be read .*pdtool profile"):
+        Profile.load(tmp_path / "gone.json")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "file").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ArtifactError, match="not UTF-8 text"):
+        Profile.load(tmp_path / "file")
+
+
+@each
+def test_unknown_fields_are_refused(artifact):
+    with pytest.raises(ArtifactError, match="color: Extra inputs"):
+        type(artifact).parse(altered(artifact, color="red"))
+
+
+# --- a stranger's profile, with the right digest ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"nodes": node(1, forward_s=-1.0)}, r"nodes\.1\.forward_s"),
+        ({"nodes": node(1, forward_s="1")}, r"nodes\.1\.forward_s"),
+        ({"nodes": node(1, parameter_bytes=-1)}, r"nodes\.1\.parameter_bytes"),
+        ({"nodes": node(1, inputs=["loss"])}, r"nodes\[1\]\.inputs: node 'a' takes 'loss', which comes after it"),
+        ({"nodes": node(1, inputs=["a"])}, r"nodes\[1\]\.inputs: node 'a' takes 'a', which comes after it"),
+        ({"nodes": node(1, inputs=["nowhere"])}, r"nodes\[1\]\.inputs: .*which is no node"),
+        ({"nodes": node(2, name="a")}, r"nodes\[2\]\.name: 'a' stands twice"),
+        ({"nodes": []}, "at least one node"),
+        ({"together": [["a", "gone"]]}, r"together\[0\]: 'gone' is no node"),
+        ({"pin": {"gone": 0}}, "pin: 'gone' is no node"),
+        ({"shared": [{"name": "w", "bytes": 1, "nodes": ["gone"]}]}, r"shared\[0\]\.nodes: 'gone' is no node"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"device": {"name": "cpu", "kind": "guessed"}}, r"device\.kind"),
+    ],
+)
+def test_profiles_that_do_not_hold_together_are_refused(changes, match):
+    with pytest.raises(ArtifactError, match=match) as caught:
+        Profile.parse(altered(samples.profile(), **changes))
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", '"\\ud800"'])
+def test_what_is_no_number_or_no_text_is_refused(value):
+    text = samples.profile().dump().replace('"step_s": 0.01', f'"step_s": {value}')
+    with pytest.raises(ArtifactError, match="is not whole JSON"):
+        Profile.parse(text)
+
+
+CODE = ["x; import os", "a.b\nimport os", "__import__('os')", 'a"""', "a b", "a-b", "ä", "", "a..b", "x" * 501, "a\\"]
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_node_names_that_hold_code_are_refused(name):
+    with pytest.raises(ArtifactError, match=r"nodes\.1\.name"):
+        Profile.parse(altered(samples.profile(), nodes=node(1, name=name)))
+
+
+@pytest.mark.parametrize("name", [n for n in CODE if n])
+def test_module_paths_that_hold_code_are_refused(name):
+    with pytest.raises(ArtifactError, match=r"nodes\.1\.module"):
+        Profile.parse(altered(samples.profile(), nodes=node(1, module=name)))
+
+
+@pytest.mark.parametrize("name", ['"""; import os', "a\nb", "'", "\\", "../../etc/passwd"])
+@pytest.mark.parametrize("artifact", [samples.profile(), samples.plan(), samples.bundle()], ids=lambda a: a.KIND)
+def test_titles_that_could_end_a_string_or_leave_a_folder_are_refused(artifact, name):
+    with pytest.raises(ArtifactError, match="name"):
+        type(artifact).parse(altered(artifact, name=name))
+
+
+@pytest.mark.parametrize("function", ["os.system", "a()", "1a", "", "a b"])
+def test_a_model_function_that_is_no_name_is_refused(function):
+    model = {"source": "model.py", "function": function, "settings": {}}
+    with pytest.raises(ArtifactError, match=r"model\.function"):
+        Profile.parse(altered(samples.profile(), model=model))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"file": "../stage_0.py"}, r"stages\.0\.file"),
+        ({"file": "/etc/passwd"}, r"stages\.0\.file"),
+        ({"class_name": "os.system"}, r"stages\.0\.class_name"),
+        ({"inputs": ["y"]}, r"stages\[0\]: tensor 'y' is not described"),
+    ],
+)
+def test_stages_of_a_bundle_stay_in_their_folder(change, match):
+    content = json.loads(samples.bundle().model_dump_json())["stages"]
+    content[0] |= change
+    with pytest.raises(ArtifactError, match=match):
+        Bundle.parse(altered(samples.bundle(), stages=content))
+
+
+@pytest.mark.parametrize("consumers", [[0], [2], [-1]])
+def test_tensors_of_a_bundle_only_go_to_later_stages(consumers):
+    content = json.loads(samples.bundle().model_dump_json())["tensors"]
+    content[1] |= {"consumers": consumers}
+    with pytest.raises(ArtifactError, match="consumers"):
+        Bundle.parse(altered(samples.bundle(), tensors=content))
+
+
+def test_a_changed_or_missing_stage_file_is_stale(tmp_path):
+    bundle = samples.bundle()
+    with pytest.raises(StaleError, match=r"stage_0\.py: is missing"):
+        bundle.check_files(tmp_path)
+    (tmp_path / "stage_0.py").write_text("changed")
+    with pytest.raises(StaleError, match=r"stage_0\.py: was changed since codegen wrote it"):
+        bundle.check_files(tmp_path)
+
+
+def test_sizes_follow_the_minibatch():
+    assert samples.bundle().by_name["h"].sizes(5) == (11, 4)
+
+
+# --- plans edited by hand ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"stages": stages(0, replicas=3)}, r"stages\[0\]\.workers: 3 replicas but 2 workers"),
+        ({"stages": stages(1, workers=[4])}, r"stages\[1\]\.workers: worker 4: the cluster has 0\.\.3"),
+        ({"stages": stages(1, workers=[1])}, r"stages\[1\]\.workers: worker 1 is already used by stage 0"),
+        ({"stages": stages(0, workers=[1, 1])}, r"worker 1 is already used by stage 0"),
+        ({"stages": stages(0, workers=[-1, 1])}, r"stages\.0\.workers\.0"),
+        ({"stages": stages(0, in_flight=0)}, r"stages\.0\.in_flight"),
+        ({"stages": stages(0, in_flight=10**9)}, r"stages\.0\.in_flight"),
+        ({"stages": stages(0, nodes=[])}, r"stages\.0\.nodes"),
+        ({"stages": []}, "stages"),
+        ({"schedule": "zigzag"}, "schedule"),
+        ({"schedule": "gpipe"}, "weights: 'stash': schedule gpipe goes with 'flush'"),
+        ({"weights": "flush"}, "weights: 'flush': schedule 1f1b goes with 'stash'"),
+        ({"microbatches": 4}, "only flushing schedules have microbatches"),
+        ({"cluster": {"levels": []}}, r"cluster\.levels"),
+    ],
+)
+def test_plans_that_do_not_hold_together_are_refused(changes, match):
+    with pytest.raises(ArtifactError, match=match):
+        Plan.parse(altered(samples.plan(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("a: &x [1]\nb: *x\nformat: pdtool/plan/1\n...\n", "aliases are not used"),
+        ("format: pdtool/plan/1\nname: a\nname: b\n...\n", "key 'name' stands twice"),
+        ("format: pdtool/plan/1\nname: !!python/object/apply:os.system [ls]\n...\n", "is not whole YAML"),
+        ("format: pdtool/plan/1\nname: 2020-01-01\n...\n", "is not whole YAML"),
+        ("format: pdtool/plan/1\nbatch_size: .nan\n...\n", "is not whole YAML"),
+        ("? [a]\n: b\n...\n", "is not whole YAML"),
+        ("[" * 3000, "is not whole YAML"),
+        ("format: pdtool/plan/1\nname: net\n", "is cut off"),
+        ("- 1\n- 2\n...\n", "no format field"),
+    ],
+)
+def test_yaml_that_no_artifact_needs_is_refused(text, match):
+    with pytest.raises(ArtifactError, match=match):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"nodes": ["x"]}, "'a' stands in no stage"),
+        ({"nodes": ["x", "a", "loss"]}, "'loss' stands in stage 0 and in stage 1"),
+        ({"nodes": ["x", "a", "zzz"]}, "stage 0 names 'zzz', which the profile does not have"),
+    ],
+)
+def test_edited_stages_are_checked_against_the_profile(change, match):
+    plan = Plan.parse(altered(samples.plan(), stages=stages(0, **change)))
+    assert plan.edited
+    with pytest.raises(ArtifactError, match=match):
+        plan.stage_nodes(samples.profile())
+
+
+def test_edited_stages_keep_groups_and_pins():
+    def moved(first, second):
+        halves = zip(samples.plan().stages, (first, second), strict=True)
+        return samples.plan().model_copy(
+            update={"stages": tuple(stage.model_copy(update={"nodes": nodes}) for stage, nodes in halves)}
+        )
+
+    with pytest.raises(ArtifactError, match=r"block\.b, block\.relu@1 must stand in one stage"):
+        moved(("x", "a", "block.b"), ("block.relu@1", "loss")).stage_nodes(samples.profile())
+    with pytest.raises(ArtifactError, match="'block.b' in stage 0 takes 'a' from the later stage 1"):
+        moved(("x", "block"), ("a", "loss")).stage_nodes(samples.profile())
+    pinned = samples.profile().model_copy(update={"pin": {"a": -1}})
+    with pytest.raises(ArtifactError, match="a is pinned to stage 1, not 0"):
+        samples.plan().stage_nodes(pinned)
+
+
+def test_numbers_in_flight_that_deadlock_are_refused():
+    fine = samples.plan()
+    fine.check_schedule()
+    thrice = tuple(stage.model_copy(update={"replicas": 1, "workers": (s,), "in_flight": 1 + s})
+                   for s, stage in enumerate(fine.stages))  # fmt: skip
+    with pytest.raises(ScheduleError, match="deadlock"):
+        fine.model_copy(update={"stages": thrice}).check_schedule()
+
+
+def test_an_edit_is_noticed_and_a_comment_is_not():
+    text = samples.plan().dump()
+    assert not Plan.parse("# mine\n" + text).edited
+    assert Plan.parse(text.replace("in_flight: 2", "in_flight: 3")).edited
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(function, tmp_path, monkeypatch):
+    path = tmp_path / "profile.json"
+    samples.profile().save(path)
+    before = path.read_bytes()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, function, full)
+    with pytest.raises(PdtoolError, match="could not be written .No space left on device.; free some space") as caught:
+        samples.profile().model_copy(update={"name": "other"}).save(path)
+    assert caught.value.exit_code == 1
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_writing_where_a_file_stands_in_the_way_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PdtoolError, match="could not be written"):
+        samples.profile().save(tmp_path / "file" / "profile.json")
+
+
+def test_written_files_have_the_usual_permissions(tmp_path):
+    samples.profile().save(tmp_path / "a")
+    Path(tmp_path / "b").touch()
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+def test_a_dash_is_the_standard_stream(capsys, monkeypatch):
+    samples.profile().save("-")
+    text = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert Profile.load("-") == samples.profile()
+
+
+def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path):
+    (tmp_path / "f").write_bytes(b"abc")
+    assert envelope.file_sha256(tmp_path / "f").startswith("ba7816bf")

@@ -1,0 +1,299 @@
+"""The conventions of the commands: what goes where, exit codes, what is taken when nothing is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+
+import click
+import pytest
+import samples
+from pydantic import TypeAdapter
+
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.cli import main
+from pdtool.cli.options import file_name
+from pdtool.errors import (
+    ArtifactError,
+    ModelError,
+    NoPlanError,
+    PdtoolError,
+    ScheduleError,
+    StaleError,
+    TargetMissedError,
+    TraceError,
+    UsageError,
+    WorkerDiedError,
+)
+
+COMMANDS = ("profile", "partition", "codegen", "run", "show", "export", "schema", "completion")
+
+
+@pytest.fixture
+def planned(folder):
+    """profiles/net.json and plans/net-2x2.yaml of samples."""
+    samples.profile().save("profiles/net.json")
+    plan = samples.plan()
+    plan.save("plans/net-2x2.yaml")
+    return folder
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_stand_in_the_order_of_the_road(folder):
+    assert tuple(main.commands) == COMMANDS
+    text = folder.pdtool("--help").output
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[0] in COMMANDS] == [
+        *COMMANDS
+    ]
+    assert "..." not in text.split("Commands:")[1].split("Exit codes")[0], "a sentence is too long to be listed whole"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_an_imperative_sentence_with_two_examples(folder, name):
+    command = main.commands[name]
+    sentence = command.help.split("\n\n")[0]
+    assert sentence.endswith(".")
+    assert sentence.split()[0] in ("Measure", "Divide", "Write", "Train", "Print")
+    text = folder.pdtool(name, "--help").output
+    assert len(re.findall(rf"^ +pdtool {name}\b", text, re.MULTILINE)) == 2
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help, f"{name} {option.opts}"
+            assert option.help[0].isupper()
+            assert option.help.rstrip("]").endswith((".", "]", "-o", "yaml", "json", "PLAN"))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_are_accepted(name):
+    lines = [line.split() for line in main.commands[name].epilog.splitlines() if line.startswith("  pdtool ")]
+    for words in lines:
+        arguments = words[2 : next((i for i, w in enumerate(words) if w.startswith(">")), len(words))]
+        main.commands[name].make_context(name, arguments, resilient_parsing=False)
+
+
+def test_version(folder):
+    from pdtool import __version__
+
+    assert folder.pdtool("--version").output == f"pdtool {__version__}\n"
+
+
+# --- exit codes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PdtoolError("x", "y"), 1),
+        (ModelError("x", "y"), 1),
+        (TraceError("x", "y", location="model.py:3"), 1),
+        (UsageError("x", "y"), 2),
+        (ArtifactError("x", "", "y"), 3),
+        (StaleError("x", "", "y"), 3),
+        (ScheduleError("x", "y"), 3),
+        (NoPlanError("x", "y"), 4),
+        (WorkerDiedError("x", "y"), 5),
+        (TargetMissedError("x", "y"), 6),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_every_error_has_its_exit_code_and_one_line(planned, monkeypatch, error, code):
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(Profile, "load", fail)
+    result = planned.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", code=code)
+    assert result.stdout == ""
+    assert result.stderr == ("interrupted\n" if code == 130 else f"error: {error}\n")
+    assert code == 130 or result.stderr.rstrip().endswith("; y")
+
+
+def test_an_unexpected_error_keeps_its_traceback(planned, monkeypatch):
+    monkeypatch.setattr(Profile, "load", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        planned.pdtool("partition", "--topology", "2")
+
+
+def test_a_closed_pipe_is_no_noise(planned, monkeypatch):
+    def closed(*args, **kwargs):
+        raise OSError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(click, "echo", closed)
+    assert planned.pdtool("schema", "plan", code=1).output == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fly"], ["profile"], ["partition", "--topology"], ["schema", "nothing"], ["run", "--epochs", "0"],
+        ["run", "--schedule", "zigzag"], ["profile", "m.py", "--batch-size", "x"], ["completion", "dos"],
+    ],
+)  # fmt: skip
+def test_usage_errors_exit_with_2(folder, arguments):
+    assert "Error: " in folder.pdtool(*arguments, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--topology", "4y4"], "topology '4y4' is not sizes joined by x"),
+        (["--topology", "0"], "topology '0' has 0 workers"),
+        (["--topology", "2x2", "--bandwidth", "10Gbit/s"], "1 bandwidth(s) for the 2 level(s) of topology 2x2"),
+        (["--topology", "2", "--bandwidth", "10G"], "bandwidth '10G' is not a positive rate"),
+        (["--topology", "2", "--bandwidth", "10Gb/s"], "bandwidth '10Gb/s' is not a positive rate"),
+        (["--topology", "2", "--memory", "16G"], "size '16G' is not a positive number of bytes"),
+        (["--topology", "2", "--latency", "5"], "time '5' is not a number with a unit"),
+        (["--topology", "2x2", "--latency", "5us"], "1 latencies for the 2 level(s)"),
+        (["--topology", "2", "--simplest", "many"], "--simplest 'many' is not a share"),
+        (["--topology", "2", "--simplest", "200%"], "--simplest '200%' is not a share"),
+        (["--topology", "2", "--workers", "3"], "--workers 3: the cluster has 2"),
+        (["--topology", "2", "--microbatches", "3"], "--microbatches 3 with schedule 1f1b"),
+    ],
+)
+def test_impossible_options_of_partition_exit_with_2_and_say_what_to_write(planned, options, match):
+    stderr = planned.pdtool("partition", *options, code=2).stderr
+    assert match in stderr
+    assert ";" in stderr, "no remedy"
+
+
+def test_no_feasible_plan_exits_with_4(planned):
+    stderr = planned.pdtool("partition", "--topology", "2", "--memory", "1B", code=4).stderr
+    assert "give each worker at least" in stderr
+
+
+def test_more_stages_than_operators_exit_with_4(planned):
+    stderr = planned.pdtool("partition", "--topology", "50", "--straight", code=4).stderr
+    assert "needs 50 stages, but the model can be cut into" in stderr
+
+
+# --- what is taken, where it goes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "place"),
+    [(("partition", "--topology", "2"), "profile", "profiles/"), (("codegen",), "plan", "plans/"),
+     (("run",), "plan", "plans/")],
+)  # fmt: skip
+def test_without_a_path_the_only_candidate_is_taken_or_all_are_listed(folder, command, kind, place):
+    assert f"no {kind} is named and {place} holds none" in folder.pdtool(*command, code=2).stderr
+    names = [f"{place}{name}.{'json' if kind == 'profile' else 'yaml'}" for name in ("a", "b")]
+    folder.write(names[0], "damaged")
+    assert f"error: {names[0]}: is not" in folder.pdtool(*command, code=3).stderr
+    folder.write(names[1], "damaged")
+    stderr = folder.pdtool(*command, code=2).stderr
+    assert f"holds 2; name one of {names[0]}, {names[1]}" in stderr
+
+
+def test_partition_writes_the_conventional_file_and_prints_nothing_on_stdout(planned):
+    result = planned.pdtool("partition", "--topology", "2x2")
+    assert result.stdout == ""
+    assert "no --bandwidth given: assuming 10Gbit/s,12GB/s" in result.stderr
+    assert "wrote plans/net-2x2.yaml" in result.stderr
+    assert "× data parallelism" in result.stderr
+    plan = Plan.load("plans/net-2x2.yaml")
+    assert [level.bandwidth_bytes_per_s for level in plan.cluster.levels] == [1.25e9, 1.2e10]
+    assert not plan.edited
+
+
+def test_the_same_inputs_give_the_same_bytes(planned):
+    first = planned.pdtool("partition", "--topology", "2", "-o", "-").stdout
+    assert planned.pdtool("partition", "--topology", "2", "-o", "-").stdout == first
+    assert Plan.parse(first).name == "net-2"
+
+
+def test_dashes_are_the_standard_streams(planned):
+    text = samples.profile().dump()
+    result = planned.pdtool("partition", "-", "--topology", "2", "-o", "-", stdin=text)
+    assert Plan.parse(result.stdout).batch_size == 8
+    assert "net-2" in planned.pdtool("show", "-", stdin=result.stdout).stdout
+
+
+def test_json_prints_the_artifact_itself(planned):
+    result = planned.pdtool("partition", "--topology", "2", "--json")
+    content = json.loads(result.stdout)
+    assert content["stages"][0]["replicas"] >= 1
+    assert {"bottleneck_s", "gain_over_data_parallel", "memory_bytes"} <= set(content["predicted"])
+    assert not (planned.path / "plans/net-2.yaml").exists()
+    planned.pdtool("partition", "--topology", "2", "--json", "-o", "mine.yaml")
+    assert json.loads(planned.pdtool("show", "mine.yaml", "--json").stdout) == content
+
+
+def test_names_of_files_stay_in_their_folder():
+    assert file_name("../../a b") == "_.._a_b"
+    assert file_name("...") == "unnamed"
+    assert file_name("vgg16-4x4") == "vgg16-4x4"
+
+
+# --- show and schema --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("artifact", "words"),
+    [
+        (samples.profile(), ["block.relu@1", "total", "coverage 0.99", "minibatch of 8"]),
+        (samples.plan(), ["2-1 on 2 at 1.25 GB/s, 2 at 12 GB/s", "compute of stage 1", "1.3 × data parallelism", "F0",
+                          "stage 1 worker 2 |", "rejected: 4"]),
+        (samples.bundle(), ["stage_0.py", "2*batch+1×4", "tied: a.weight (stage 0), block.b.weight (stage 1)"]),
+        (samples.report(), ["2-1", "predicted 3 ms, measured 4 ms", "accuracy 0.5", "accuracy=0.98: not reached"]),
+    ],
+    ids=lambda x: getattr(x, "KIND", None),
+)  # fmt: skip
+def test_show_prints_any_artifact(folder, artifact, words):
+    artifact.save("file")
+    result = folder.pdtool("show", "file")
+    for word in words:
+        assert word in result.stdout
+    assert result.stderr == ""
+    assert json.loads(folder.pdtool("show", "file", "--json").stdout)["format"] == artifact.format
+
+
+def test_show_finds_what_a_folder_holds(folder):
+    samples.report().save("runs/a/report.json")
+    samples.bundle().save("plans/a/bundle.yaml")
+    assert "measured" in folder.pdtool("show", "runs/a").stdout
+    assert "stage_0.py" in folder.pdtool("show", "plans/a").stdout
+    assert "holds neither report.json nor bundle.yaml" in folder.pdtool("show", ".", code=3).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("hello", "is no artifact of pdtool"), ("format: pdtool/pizza/1\n", "unknown kind 'pizza'"),
+     ("format: pdtool/plan/9\n...\n", "has format 'pdtool/plan/9'"), ('{"format": "pdtool/report/1"', "not whole JSON")],
+)  # fmt: skip
+def test_show_refuses_what_is_no_artifact(folder, text, match):
+    folder.write("file", text)
+    assert match in folder.pdtool("show", "file", code=3).stderr
+    assert "cannot be read" in folder.pdtool("show", "gone", code=3).stderr
+
+
+def test_an_edited_plan_shows_no_stale_figures(folder):
+    folder.write("plan.yaml", samples.plan().dump().replace("in_flight: 2", "in_flight: 3"))
+    text = folder.pdtool("show", "plan.yaml").stdout
+    assert "edited by hand" in text
+    assert "× data parallelism" not in text
+
+
+def test_a_timeline_of_many_workers_is_left_out(folder):
+    plan = samples.plan()
+    level = plan.cluster.levels[0].model_copy(update={"size": 40})
+    stage = plan.stages[0].model_copy(update={"replicas": 40, "workers": tuple(range(40))})
+    cluster = plan.cluster.model_copy(update={"levels": (level,)})
+    plan.model_copy(update={"cluster": cluster, "stages": (stage,), "predicted": None}).save("plan.yaml")
+    text = folder.pdtool("show", "plan.yaml").stdout
+    assert "0-39" in text
+    assert "not drawn" in text
+
+
+@pytest.mark.parametrize("artifact", samples.ALL, ids=lambda a: a.KIND)
+def test_the_schema_is_that_of_the_class(folder, artifact):
+    schema = json.loads(folder.pdtool("schema", artifact.KIND).stdout)
+    assert schema["properties"]["format"]["const"] == artifact.format
+    assert schema["properties"] == TypeAdapter(type(artifact)).json_schema()["properties"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(folder, shell):
+    assert "_PDTOOL_COMPLETE" in folder.pdtool("completion", shell).stdout

@@ -1,0 +1,143 @@
+"""A small model goes the whole road through the commands; what changed on the way is noticed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import NET
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Report
+
+PLAN = "plans/model-2.yaml"
+
+
+def test_profile_to_export(road):
+    profile = Profile.load("profiles/model.json")
+    assert profile.digests.keys() == {"model.py"}
+    assert Plan.load(PLAN).digests.keys() == {"model.py", "profiles/model.json"}
+
+    result = road.pdtool("codegen")
+    assert "wrote plans/model-2/ (stage_0.py, stage_1.py, bundle.yaml)" in result.stderr
+    assert "proved: outputs, gradients and buffers equal the model's" in result.stderr
+
+    result = road.pdtool("run", "--epochs", "3", "--json", "--target", "accuracy=0.1")
+    report = Report.parse(result.stdout)
+    assert report.epochs == 1, "the target was reached after the first epoch"
+    assert report.target_reached
+    assert report == Report.load("runs/model-2/report.json")
+    assert "epoch 1: loss" in result.stderr
+    assert "busy, predicted" in result.stderr
+
+    line = json.loads((road.path / "runs/model-2/metrics.jsonl").read_text().splitlines()[-1])
+    assert {"split", "epoch", "step", "loss", "accuracy"} <= line.keys()
+    assert "model-2: 1-1" in road.pdtool("show", "runs/model-2").stdout
+
+    road.pdtool("export", "runs/model-2", "-o", "model.pt")
+    names = {f"{layer}.{kind}" for layer in ("first", "middle", "last") for kind in ("weight", "bias")}
+    assert torch.load("model.pt").keys() == names
+
+    result = road.pdtool("run", "--epochs", "2", "--resume", "runs/model-2", "--target", "accuracy=1.5", code=6)
+    assert "error: target accuracy=1.5 was not reached in 2 epoch(s)" in result.stderr
+    assert "epoch 2" in result.stderr
+    assert "epoch 1:" not in result.stderr
+    assert not (road.path / "runs/model-2.2").exists(), "a resumed run goes on in its own folder"
+
+
+def test_profile_on_stdout(folder):
+    folder.write("model.py", NET)
+    result = folder.pdtool("profile", "model.py", "--batch-size", "4", "--set", "width=6", "-o", "-")
+    profile = Profile.parse(result.stdout)
+    assert profile.batch_size == 4
+    assert profile.model.settings == {"width": 6}
+    assert not (folder.path / "profiles").exists()
+
+
+def test_run_generates_a_missing_or_stale_bundle(road):
+    assert "is missing or was made from something else" in road.pdtool("run", "--steps", "2").stderr
+    assert "is missing" not in road.pdtool("run", "--steps", "2").stderr
+    assert (road.path / "runs/model-2.2/report.json").is_file(), "a second run has a folder of its own"
+    stage = road.path / "plans/model-2/stage_0.py"
+    stage.write_text(stage.read_text() + "# edited\n")
+    assert "is missing or was made from something else" in road.pdtool("run", "--steps", "2").stderr
+    assert "# edited" not in stage.read_text()
+
+
+def test_another_schedule_for_the_same_stages(road):
+    result = road.pdtool("run", "--schedule", "1f1b-flush", "--microbatches", "2", "--steps", "4", "--json")
+    report = Report.parse(result.stdout)
+    assert report.schedule == "1f1b-flush"
+    assert [stage.peak_versions for stage in report.stages] == [1, 1]
+    assert "has no microbatches" in road.pdtool("run", "--microbatches", "2", code=2).stderr
+
+
+def test_a_dry_run_says_who_does_what_where_and_does_nothing(road):
+    result = road.pdtool("run", "--dry-run", "--nnodes", "2")
+    assert "machine 0" in result.stdout
+    assert "machine 1" in result.stdout
+    assert "stage 1, replica 0" in result.stdout
+    assert not (road.path / "runs").exists()
+    assert not (road.path / "plans/model-2").exists()
+    assert "cannot share" in road.pdtool("run", "--dry-run", "--nnodes", "3", code=2).stderr
+
+
+def test_a_changed_model_is_stale_by_name(road):
+    road.write("model.py", NET + "\n# changed\n")
+    for command in ("codegen", "run"):
+        stderr = road.pdtool(command, code=3).stderr
+        assert "model.py has changed since it was profiled" in stderr
+
+
+def test_a_changed_profile_is_stale_by_name(road):
+    road.pdtool("profile", "model.py", "--batch-size", "4")
+    stderr = road.pdtool("codegen", code=3).stderr
+    assert "profiles/model.json has changed since the plan was made; run `pdtool partition` again" in stderr
+
+
+def test_a_model_that_moved_is_named_and_must_be_the_same(road):
+    road.write("elsewhere/net.py", NET)
+    (road.path / "model.py").unlink()
+    assert "there is no file model.py" in road.pdtool("codegen", code=2).stderr
+    road.pdtool("codegen", "--model", "elsewhere/net.py")
+    road.write("elsewhere/net.py", NET + "\n# changed\n")
+    assert "elsewhere/net.py has changed" in road.pdtool("codegen", "--model", "elsewhere/net.py", code=3).stderr
+
+
+def test_an_edited_plan_is_checked_predicted_again_and_runs(road):
+    text = (road.path / PLAN).read_text()
+    plan = Plan.load(PLAN)
+    nodes = [", ".join(stage.nodes) for stage in plan.stages]
+    whole = text.replace(f"[{nodes[0]}]", f"[{nodes[0]}, {plan.stages[1].nodes[0]}]")
+    assert "stands in stage 0 and in stage 1" in edited(road, whole, code=3).stderr
+    moved = whole.replace(f"[{nodes[1]}]", f"[{', '.join(plan.stages[1].nodes[1:])}]")
+    result = edited(road, moved)
+    assert "edited by hand" in result.stderr
+    assert Bundle.load("plans/model-2/bundle.yaml").stages[1].parameters != ()
+    road.pdtool("run", "--steps", "2")
+
+
+def edited(folder, text, code=0):
+    """codegen after the plan's text was replaced."""
+    folder.write(PLAN, text)
+    return folder.pdtool("codegen", code=code)
+
+
+def test_resume_needs_a_folder(road):
+    assert "--resume names no run" in road.pdtool("run", "--resume", code=2).stderr
+    assert "holds no complete checkpoint" in road.pdtool("run", "--resume", "-o", "runs/x", code=2).stderr
+
+
+def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert "run `pdtool codegen` before torchrun" in road.pdtool("run", code=3).stderr
+    road.pdtool("codegen")
+    assert "need one folder for the run; name it with -o" in road.pdtool("run", code=2).stderr
+
+
+@pytest.mark.parametrize("options", [["--timeout", "5"], ["--target", "accuracy"], ["--nnodes", "2", "-o", "x"]])
+def test_impossible_options_of_run_exit_with_2(road, options):
+    assert road.pdtool("run", *options, code=2).stderr.count("error: ") == 1

@@ -1,0 +1,89 @@
+"""Checkpoints: resuming makes no difference, whatever the plan; export is an ordinary state_dict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import harness
+import pytest
+import replay
+import torch
+from harness import CONV1, CONV2, CONV3, TIED1, TIED3
+from test_laws_training import assert_same, batches, weights
+
+from pdtool.errors import PdtoolError, UsageError
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.run import checkpoint
+from pdtool.run.log import read
+
+DROPOUT = replace(
+    CONV3,
+    stages=(CONV3.stages[0], (CONV3.stages[1][0].replace("return b", "return F.dropout(b, 0.5, self.training)"),
+                              ("a",), ("b",)), CONV3.stages[2]),
+    model=CONV3.model + """
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+""",
+)  # fmt: skip
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Bit for bit, with dropout, momentum and a learning-rate schedule; metrics.jsonl included, although the
+    interrupted run had begun the epoch that is done again."""
+    whole = harness.job(tmp_path / "a", DROPOUT, epochs=3)
+    expected = weights(harness.run(whole))
+    part = harness.job(tmp_path / "b", DROPOUT, epochs=2)
+    harness.run(part)
+    with (part.out / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "train", "epoch": 3, "step": 15, "loss": 1.0}\n{"split": "tra')
+    found = weights(harness.run(replace(part, epochs=3, resume=part.out)))
+    assert_same(found, expected, rtol=0, atol=0)
+    assert read(part.out / "metrics.jsonl") == read(whole.out / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("toy", [CONV1, TIED3], ids=["conv", "tied"])
+def test_a_run_goes_on_under_another_plan(tmp_path: Path, toy: harness.Toy) -> None:
+    """Parameters, buffers and Adam's state by name: an epoch under each of two flushing plans, as if unsplit."""
+    plans = [(CONV3, (1, 1, 1)), (CONV2, (1, 1))] if toy is CONV1 else [(TIED3, (1, 1, 1)), (TIED1, (1,))]
+    settings = {"schedule": "1f1b-flush", "microbatches": 3, "optimizer": "adam"}
+    out = tmp_path / "run"
+    first = harness.job(tmp_path / "first", *plans[0], out=out, epochs=1, **settings)
+    harness.run(first)
+    second = harness.job(tmp_path / "second", *plans[1], out=out, epochs=2, resume=out, **settings)
+    found = weights(harness.run(second))
+    file = ModelFile.load(first.model, trusted=True)
+    expected = replay.synchronous(
+        file.build(first.seed), batches(replace(first, epochs=2)), file.loss, file.optimizer, 3
+    )
+    assert_same(found, expected)
+
+
+def test_export_is_the_models_own_state_dict(tmp_path: Path) -> None:
+    """Names that share a tensor both stand in it, and the model loads it strictly."""
+    spec = harness.job(tmp_path, TIED3, epochs=1)
+    trained = weights(harness.run(spec))
+    assert checkpoint.export(spec.out, tmp_path / "model.pt") == spec.out / "checkpoints" / "epoch-1"
+    model = ModelFile.load(spec.model, trusted=True).build(1)
+    assert model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True)).missing_keys == []
+    assert_same(dict(model.state_dict()), trained, rtol=0, atol=0)
+
+
+def test_an_export_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PdtoolError, match=r"model.pt could not be written"):
+        checkpoint.export(spec.out, tmp_path / "file" / "model.pt")
+
+
+def test_only_a_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    """Epoch 10 comes after 9; what is being written, or has lost its last file, is not there."""
+    for name in ("epoch-9", "epoch-10", ".epoch-11.partial", "epoch-12"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if name != "epoch-12":
+            (tmp_path / "checkpoints" / name / "epoch.json").write_text("{}")
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "epoch-10"
+    assert checkpoint.latest(tmp_path / "checkpoints" / "epoch-9").name == "epoch-9"
+    with pytest.raises(UsageError, match="holds no complete checkpoint"):
+        checkpoint.latest(tmp_path / "checkpoints" / "epoch-12")

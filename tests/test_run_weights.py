@@ -1,0 +1,104 @@
+"""Weight versions: what a live graph has saved is never written, and nothing is copied without need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pdtool.run.stage import Stage
+from pdtool.run.tied import lag_of
+from pdtool.run.weights import Weights
+from pdtool.schedule import Shape, default_in_flight
+
+
+def modules() -> list[tuple[str, nn.Module, torch.Tensor]]:
+    """A module of each kind that keeps its weights in another way."""
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    return [
+        ("conv", nn.Conv2d(2, 3, 3), torch.randn(2, 2, 5, 5)),
+        ("linear", nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.randn(2, 3)),
+        ("lstm", nn.LSTM(3, 4, 2), torch.randn(5, 2, 3)),
+        ("attention", nn.TransformerEncoderLayer(4, 2, 8, 0.0), torch.randn(5, 2, 4)),
+        ("tied", tied, torch.randn(2, 3)),
+    ]
+
+
+@pytest.mark.parametrize("kind", [name for name, _, _ in modules()])
+def test_a_backward_after_updates_sees_the_weights_of_its_forward(kind: str) -> None:
+    """Two updates lie between forward and backward; the gradients equal those computed at once."""
+    torch.manual_seed(0)
+    [(module, x)] = [(m, x) for name, m, x in modules() if name == kind]
+
+    def loss(output: object, _: object) -> torch.Tensor:
+        return (output[0] if isinstance(output, tuple) else output).square().mean()  # type: ignore[union-attr]
+
+    expected = torch.autograd.grad(loss(module(x), None), list(module.parameters()))
+    stage = Stage(module, loss)
+    stage.forward(0, [x])
+    for minibatch in (1, 2):
+        stage.forward(minibatch, [x])
+        stage.weights.make_room()
+        with torch.no_grad():
+            for parameter in stage.weights.parameters.values():
+                parameter.add_(1.0)
+    assert stage.weights.peak_versions == 3
+    stage.backward(0, [None])
+    for parameter, gradient in zip(stage.weights.parameters.values(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    newest = dict(module.named_parameters())  # and the module computes with the newest weights now
+    for name, parameter in stage.weights.parameters.items():
+        assert newest[name].data_ptr() == parameter.data_ptr()
+
+
+def test_with_nothing_in_flight_a_step_is_done_in_place() -> None:
+    """No copy at the last stage of a pipeline, nor ever with a flush; one kept buffer serves the steady state."""
+    stage = Stage(nn.Linear(2, 2), lambda output, _: output.sum())
+    weight = stage.weights.parameters["weight"]
+    memory = [weight.data_ptr()]
+    for minibatch in range(6):
+        stage.forward(minibatch, [torch.ones(1, 2)])
+        if minibatch < 3:
+            stage.backward(minibatch, [None])
+        elif minibatch > 3:
+            stage.backward(minibatch - 1, [None])
+        stage.weights.make_room()
+        memory.append(weight.data_ptr())
+    assert memory[:4] == memory[:1] * 4
+    assert memory[4:] == [memory[4], memory[0], memory[4]]
+    assert memory[4] != memory[0]
+    assert stage.weights.peak_versions == 2
+
+
+def test_gradients_are_added_by_samples_and_tied_parameters_once() -> None:
+    tied = next(module for name, module, _ in modules() if name == "tied")
+    assert list(Weights(tied).parameters) == ["0.weight", "0.bias", "1.bias"]
+    stage = Stage(nn.Linear(1, 1, bias=False), lambda output, _: output.mean())
+    for minibatch, (value, weight) in enumerate(((2.0, 1.0), (8.0, 0.25))):
+        stage.forward(minibatch, [torch.full((1, 1), value)])
+        stage.backward(minibatch, [None], weight)
+    assert stage.weights.parameters["weight"].grad.item() == 4.0  # type: ignore[union-attr]
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    stage = Stage(module, lambda output, _: output.sum())
+    stage.forward(0, [torch.ones(1, 2)])
+    stage.backward(0, [None])
+    assert stage.weights.parameters["bias"].grad is None
+    assert stage.weights.parameters["weight"].grad is not None
+
+
+@pytest.mark.parametrize(
+    ("replicas", "together", "stage", "lag"),
+    [((1, 1, 1), (0, 2), 0, 0), ((1, 1, 1), (0, 2), 2, 2), ((2, 1, 1), (0, 2), 2, 2), ((2, 1, 2), (0, 2), 2, 2)],
+)
+def test_a_later_holder_of_a_tied_parameter_lags(
+    replicas: tuple[int, ...], together: tuple[int, ...], stage: int, lag: int
+) -> None:
+    """By the rounds in which the first holder cannot have finished: never more, or copies would drift for nothing."""
+    every = tuple(2 if s in together and max(replicas) > 1 else r for s, r in enumerate(replicas))
+    shape = Shape(replicas=replicas, in_flight=default_in_flight(replicas), update_every=every)
+    assert lag_of(shape, together, stage) == lag
