@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pdtool.artifacts.plan import ClusterSpec, Plan, Predicted, Rival, Stage, Why
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
+from pdtool.cluster import Cluster, Level
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition import cost
 from pdtool.partition.space import Space
@@ -77,6 +77,7 @@ class Search:
         self.space = space
         self.options = options
         self.total = options.workers or cluster.workers
+        self._paces: dict[tuple[int, Level | None], cost.Array] = {}
 
     def run(self, limit: float | None = None) -> Choice | None:
         """The fastest plan; with `limit`, the fewest stages (then the fastest) among those not slower than it.
@@ -87,7 +88,7 @@ class Search:
         for m in range(1, self.total + 1):
             for r in (1,) if self.options.straight else range(1, m + 1):
                 rest = self._rest(table, m, r, limit)
-                pace = np.maximum(self._stage(m, r, limit), rest.pace[None, :])
+                pace = _within(np.maximum(self._stage(m, r), rest.pace[None, :]), limit)
                 to = np.argmin(_key(pace, rest.count[None, :], limit), axis=1)
                 rows = np.arange(len(to))
                 table[m, r] = _Row(pace[rows, to], rest.count[to] + 1, to, rest.replicas[to])
@@ -102,22 +103,28 @@ class Search:
         _, m, r = min((m, m, r) for key, m, r in ends if key <= fastest * (1 + _TIES))
         return self._read(table, m, r)
 
-    def _stage(self, m: int, r: int, limit: float | None) -> cost.Array:
+    def _stage(self, m: int, r: int) -> cost.Array:
         """(cuts, cuts) pace of a stage on workers [W − m, W − m + r); infinite where it may not be."""
-        space, first = self.space, self.total - m
-        flight = self._in_flight(m, r)
+        first = self.total - m
+        pace = self._pace(r, self.cluster.span(first, first + r))
+        if self.cluster.memory_bytes is None:
+            return pace
         memory = cost.memory_bytes(
-            space.parameters, space.stash, space.received, flight, self.profile.optimizer_state_bytes
-        )
-        compute = cost.compute_s(space.seconds, r)
-        link, widest = self.cluster.span(first, first + r), self.cluster.span(0, self.cluster.workers)
-        allreduce = cost.allreduce_s(space.parameters, r, link) + np.where(
-            space.tied > 0, cost.tied_s(space.tied, r, widest), 0.0
-        )
-        pace = np.where(space.inside, cost.stage_s(compute, allreduce), np.inf)
-        if self.cluster.memory_bytes is not None:
-            pace[memory > self.cluster.memory_bytes] = np.inf
-        return _within(pace, limit)
+            self.space.parameters, self.space.stash, self.space.received, self._in_flight(m, r),
+            self.profile.optimizer_state_bytes,
+        )  # fmt: skip
+        return np.where(memory <= self.cluster.memory_bytes, pace, np.inf)
+
+    def _pace(self, r: int, link: Level | None) -> cost.Array:
+        """(cuts, cuts) pace of a stage of r replicas joined by `link`; the same wherever such a link is."""
+        if (r, link) not in self._paces:
+            space, widest = self.space, self.cluster.span(0, self.cluster.workers)
+            allreduce = cost.allreduce_s(space.parameters, r, link) + np.where(
+                space.tied > 0, cost.tied_s(space.tied, r, widest), 0.0
+            )
+            pace = cost.stage_s(cost.compute_s(space.seconds, r), allreduce)
+            self._paces[r, link] = np.where(space.inside, pace, np.inf)
+        return self._paces[r, link]
 
     def _in_flight(self, m: int, r: int) -> int:
         """Of a stage with r replicas where it and the later stages have m workers."""

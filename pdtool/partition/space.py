@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
 
-_MOST_CUTS = 3000
+_MOST_CUTS = 2000
 
 
 @dataclass(frozen=True)

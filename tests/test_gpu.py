@@ -1,0 +1,73 @@
+"""On a CUDA device: profile, two workers sharing it with tensors staged through gloo, and one beside NCCL.
+
+`make gpu-check` runs these; where there is no device they skip and say so.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.cluster import make_cluster
+from pdtool.codegen.generate import generate
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.partition.search import Options, make_plan
+from pdtool.profile.measure import measure
+from pdtool.run.launch import launch
+from pdtool.run.spec import RunSpec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+MODELS = ["digits", "lstm_lm", "transformer"]
+
+
+def trained(name, workers, tmp_path, device, *, schedule="1f1b", microbatches=1, epochs=1):
+    """The report of a few steps, on `workers` workers of this machine."""
+    file = ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}"))
+    profile = measure(file, batch_size=16)
+    options = Options(straight=True, schedule=schedule, microbatches=microbatches)
+    plan = make_plan(profile, "p.json", make_cluster([workers], [1e9]), options)
+    bundle = generate(plan, profile, file, tmp_path / "bundle")
+    return launch(RunSpec(
+        plan=plan, bundle=bundle, bundle_dir=tmp_path / "bundle", model=file.ref, out=tmp_path / device,
+        epochs=epochs, steps=20, device=device, timeout_s=120.0,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_profile_on_the_device(name):
+    profile = measure(ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}")), batch_size=16, device="cuda")
+    assert profile.device.name == torch.cuda.get_device_name()
+    assert all(n.forward_s > 0 for n in profile.nodes if n.op in ("Conv2d", "LSTM", "Linear"))
+    assert 0.3 < profile.coverage < 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_workers_share_one_device_through_gloo(name, tmp_path):
+    report = trained(name, 2, tmp_path, "cuda")
+    assert report.minibatches == 20
+    assert [stage.peak_versions for stage in report.stages] == [2, 1]
+
+
+def test_the_device_trains_as_the_processor_does(tmp_path):
+    """A synchronous schedule, so that only rounding differs; digits has dropout, so a few epochs must agree roughly."""
+    on = {
+        d: trained("digits", 2, tmp_path / d, d, schedule="1f1b-flush", microbatches=4, epochs=3)
+        for d in ("cuda", "cpu")
+    }
+    assert on["cuda"].metrics["loss"] == pytest.approx(on["cpu"].metrics["loss"], rel=0.5)
+
+
+def test_one_worker_runs_with_nccl_beside_gloo(tmp_path):
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    report = trained("digits", 1, tmp_path, "cuda")
+    assert report.minibatches == 20
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        nccl = dist.new_group([0], backend="nccl")
+        on_device, on_host = torch.ones(3, device="cuda"), torch.ones(3)
+        dist.all_reduce(on_device, group=nccl)
+        dist.all_reduce(on_host)
+        assert torch.equal(on_device.cpu(), on_host)
+    finally:
+        dist.destroy_process_group()
