@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # One exact version: an open one fetches gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
-BATCH_SIZE ?= 32
+# How `make profiles/...` profiles: workers on one machine share its cores, so each will have about one.
+PROFILE ?= --threads 1
 # How `make plans/...` partitions; the checked-in example is a pipeline although data parallelism would be faster.
 PARTITION ?= --straight
 
@@ -41,7 +42,7 @@ check: $(STAMP) ## ruff, mypy --strict and the tests
 
 demo: $(STAMP) ## the whole road: profile, partition, codegen and train on real digits to 98 % (under five minutes)
 	rm -rf $(DEMO)
-	$(PDTOOL) profile pdtool/zoo/digits.py -o profiles/demo.json
+	$(PDTOOL) profile pdtool/zoo/digits.py $(PROFILE) -o profiles/demo.json
 	$(PDTOOL) partition profiles/demo.json --topology 3 $(PARTITION) -o plans/demo-3.yaml
 	$(PDTOOL) codegen plans/demo-3.yaml
 	cat plans/demo-3/stage_1.py
@@ -63,7 +64,7 @@ clean: ## remove .venv, runs/ and caches
 
 # The road as a CI pipeline would go it: only what is stale is made again.
 profiles/%.json: pdtool/zoo/%.py | $(STAMP)
-	$(PDTOOL) profile $< --batch-size $(BATCH_SIZE) -o $@
+	$(PDTOOL) profile $< $(PROFILE) -o $@
 
 # plans/NAME-TOPOLOGY.yaml: the name may have dashes itself, the topology is what follows the last one
 topology = $(lastword $(subst -, ,$1))

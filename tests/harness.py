@@ -41,6 +41,7 @@ def tensor(name: str, producer: int, consumers: Sequence[int], *shape: int, dtyp
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)",
     "plain": "torch.optim.SGD([p for _, p in named], lr=0.1)",
+    "decay": "torch.optim.SGD([p for _, p in named], lr=0.05, weight_decay=0.1)",
     "adam": "torch.optim.Adam([p for _, p in named], lr=0.01)",
 }
 
@@ -190,6 +191,13 @@ TIED3 = Toy(
     tied=(TiedParameter(stages=(0, 2), names=("embed.weight", "out.weight")),),
 )  # fmt: skip
 
+
+# has parameters that nothing uses: they get no gradient, and the optimizer must leave them alone
+UNUSED1 = replace(
+    CONV1,
+    model=CONV1.model.replace("self.fc =", "self.unused = nn.Linear(2, 2); self.fc ="),
+    stages=((CONV1.stages[0][0].replace("self.fc =", "self.unused = nn.Linear(2, 2); self.fc ="), ("x",), ()),),
+)
 
 # all in one stage; that the two names are one parameter is known to the model only
 TIED1 = replace(

@@ -216,9 +216,13 @@ def test_json_prints_the_artifact_itself(planned):
     content = json.loads(result.stdout)
     assert content["stages"][0]["replicas"] >= 1
     assert {"bottleneck_s", "gain_over_data_parallel", "memory_bytes"} <= set(content["predicted"])
-    assert not (planned.path / "plans/net-2.yaml").exists()
-    planned.pdtool("partition", "--topology", "2", "--json", "-o", "mine.yaml")
-    assert json.loads(planned.pdtool("show", "mine.yaml", "--json").stdout) == content
+    assert json.loads(planned.pdtool("show", "plans/net-2.yaml", "--json").stdout) == content
+    planned.write("plan.json", result.stdout)
+    assert Plan.load("plan.json") == Plan.load("plans/net-2.yaml")
+    alone = planned.pdtool("partition", "--topology", "2", "--json", "-o", "-")
+    assert alone.stdout == result.stdout
+    profile = planned.pdtool("show", "profiles/net.json", "--json").stdout
+    assert profile == samples.profile().dump()
 
 
 def test_names_of_files_stay_in_their_folder():
@@ -261,7 +265,8 @@ def test_show_finds_what_a_folder_holds(folder):
 @pytest.mark.parametrize(
     ("text", "match"),
     [("hello", "is no artifact of pdtool"), ("format: pdtool/pizza/1\n", "unknown kind 'pizza'"),
-     ("format: pdtool/plan/9\n...\n", "has format 'pdtool/plan/9'"), ('{"format": "pdtool/report/1"', "not whole JSON")],
+     ("format: pdtool/plan/9\n...\n", "has format 'pdtool/plan/9'"),
+     ('{"format": "pdtool/report/1"', "not whole JSON")],
 )  # fmt: skip
 def test_show_refuses_what_is_no_artifact(folder, text, match):
     folder.write("file", text)

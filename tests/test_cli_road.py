@@ -107,23 +107,28 @@ def test_a_model_that_moved_is_named_and_must_be_the_same(road):
     assert "elsewhere/net.py has changed" in road.pdtool("codegen", "--model", "elsewhere/net.py", code=3).stderr
 
 
-def test_an_edited_plan_is_checked_predicted_again_and_runs(road):
-    text = (road.path / PLAN).read_text()
+def edited(folder, *stages, code=0):
+    """codegen after the nodes of the two stages were replaced by hand."""
     plan = Plan.load(PLAN)
-    nodes = [", ".join(stage.nodes) for stage in plan.stages]
-    whole = text.replace(f"[{nodes[0]}]", f"[{nodes[0]}, {plan.stages[1].nodes[0]}]")
-    assert "stands in stage 0 and in stage 1" in edited(road, whole, code=3).stderr
-    moved = whole.replace(f"[{nodes[1]}]", f"[{', '.join(plan.stages[1].nodes[1:])}]")
-    result = edited(road, moved)
-    assert "edited by hand" in result.stderr
-    assert Bundle.load("plans/model-2/bundle.yaml").stages[1].parameters != ()
-    road.pdtool("run", "--steps", "2")
-
-
-def edited(folder, text, code=0):
-    """codegen after the plan's text was replaced."""
-    folder.write(PLAN, text)
+    changed = (stage.model_copy(update={"nodes": nodes}) for stage, nodes in zip(plan.stages, stages, strict=True))
+    folder.write(PLAN, plan.model_copy(update={"stages": tuple(changed)}).dump())
     return folder.pdtool("codegen", code=code)
+
+
+def test_an_edited_plan_is_checked_predicted_again_and_runs(road):
+    twice = edited(road, ("input", "target", "first", "relu"), ("relu", "middle", "last", "loss"), code=3)
+    assert "'relu' stands in stage 0 and in stage 1" in twice.stderr
+    missing = edited(road, ("input", "target", "first"), ("middle", "last", "loss"), code=3)
+    assert "'relu' stands in no stage" in missing.stderr
+    backwards = edited(road, ("input", "target", "relu"), ("first", "middle", "last", "loss"), code=3)
+    assert "'relu' in stage 0 takes 'first' from the later stage 1" in backwards.stderr
+    for first in (("input", "target", "first"), ("input", "target", "first", "relu", "middle")):
+        rest = [name for name in ("first", "relu", "middle", "last", "loss") if name not in first]
+        assert "edited by hand" in edited(road, first, tuple(rest)).stderr
+        parameters = Bundle.load("plans/model-2/bundle.yaml").stages[0].parameters
+        assert {name.split(".")[0] for name in parameters} == {"first", "middle"} & set(first)
+    report = Report.parse(road.pdtool("run", "--steps", "2", "--json").stdout)
+    assert not Plan.load(PLAN).model_copy(update={"predicted": report.predicted}).edited
 
 
 def test_resume_needs_a_folder(road):

@@ -9,12 +9,13 @@ import harness
 import pytest
 import replay
 import torch
-from harness import CONV1, CONV2, CONV3, TIED1, TIED3
+from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3
 from test_laws_training import assert_same, batches, weights
 
 from pdtool.errors import PdtoolError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
+from pdtool.run.launch import launch
 from pdtool.run.log import read
 
 DROPOUT = replace(
@@ -87,3 +88,17 @@ def test_only_a_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "checkpoints" / "epoch-9").name == "epoch-9"
     with pytest.raises(UsageError, match="holds no complete checkpoint"):
         checkpoint.latest(tmp_path / "checkpoints" / "epoch-12")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    launch(spec)
+    with pytest.raises(UsageError, match=r"the model has a.weight of shape .*, the checkpoint .*epoch-1 none; resume"):
+        launch(harness.job(tmp_path / "other", SKIP1, epochs=2, resume=spec.out))
+    wider = replace(CONV1, model=CONV1.model.replace("Linear(16, 4)", "Linear(16, 5)"), stages=(
+        (CONV1.stages[0][0].replace("Linear(16, 4)", "Linear(16, 5)"), ("x",), ()),
+    ))  # fmt: skip
+    with pytest.raises(
+        UsageError, match=r"fc.weight of shape \[5, 16\], the checkpoint .*epoch-1 one of shape \[4, 16\]"
+    ):
+        launch(harness.job(tmp_path / "wider", wider, epochs=2, resume=spec.out))

@@ -81,6 +81,23 @@ def test_gradients_are_added_by_samples_and_tied_parameters_once() -> None:
     assert stage.weights.parameters["weight"].grad.item() == 4.0  # type: ignore[union-attr]
 
 
+def test_gradients_are_told_of_while_the_backward_goes_on() -> None:
+    """Each parameter once, the last layer first, its gradient collected: what starts the all-reduce of a bucket."""
+    stage = Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda output, _: output.sum())
+    names = {id(p): name for name, p in stage.weights.parameters.items()}
+    told: list[tuple[str, int]] = []
+
+    def final(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        told.append((names[id(parameter)], sum(p.grad is not None for p in stage.weights.parameters.values())))
+
+    stage.forward(0, [torch.ones(1, 2)])
+    stage.backward(0, [None], 0.5, final)
+    assert [count for _, count in told] == [1, 2, 3, 4]
+    assert sorted(name for name, _ in told[:2]) == ["1.bias", "1.weight"]
+    assert stage.weights.parameters["1.bias"].grad.tolist() == [0.5, 0.5]  # type: ignore[union-attr]
+
+
 def test_frozen_parameters_stay_frozen() -> None:
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)

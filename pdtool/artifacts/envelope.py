@@ -161,7 +161,7 @@ class Artifact(Part):
 
 
 class YamlArtifact(Artifact):
-    """An artifact kept as YAML, read with the safe loader only."""
+    """An artifact kept as YAML, read with the safe loader only; its JSON is read too."""
 
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
@@ -171,6 +171,8 @@ class YamlArtifact(Artifact):
 
     @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:
+        if text.startswith("{"):  # what --json printed
+            return super()._decode(text, path)
         try:
             content = _plain(yaml.load(text, Loader=_Loader))
         except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ import click
 
 from pdtool.cli import options
 from pdtool.cli.console import note, status
+from pdtool.cli.deliver import print_json
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle
@@ -34,7 +35,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
     inputs = Inputs.load(options.candidate("plan", plan), model)
     bundle = generated(inputs, Path(output) if output else inputs.folder)
     if as_json:
-        click.echo(bundle.model_dump_json(indent=1))
+        print_json(bundle)
 
 
 def generated(inputs: Inputs, folder: Path) -> Bundle:

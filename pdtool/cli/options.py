@@ -52,7 +52,7 @@ def schedule(default: str | None) -> Callable[[Any], Any]:
     """`--schedule`; None keeps what the plan says."""
     return click.option(
         "--schedule", type=click.Choice(NAMES), default=default, show_default=default or "what the plan says",
-        help="1f1b updates after every minibatch (weight stashing); 1f1b-flush and gpipe drain the pipeline first.",
+        help="Order of work: 1f1b never stops (weight stashing); 1f1b-flush and gpipe empty the pipeline to update.",
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import click
 
 from pdtool.cli import options
 from pdtool.cli.console import note, show
+from pdtool.cli.deliver import deliver
 from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,16 +62,8 @@ def partition(
     )  # fmt: skip
     cluster = _cluster(topology, bandwidth, latency, memory)
     plan = make_plan(Profile.load(path), path, cluster, wanted)
-    if as_json and output is None:
-        click.echo(plan.model_dump_json(indent=1))
-        return
-    target = output or f"plans/{options.file_name(plan.name)}.yaml"
-    plan.save(target)
     show(*plan_view(plan))
-    if as_json and target != "-":
-        click.echo(plan.model_dump_json(indent=1))
-    if target != "-":
-        note(f"wrote {target}")
+    deliver(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
 
 
 def _cluster(topology: str, bandwidth: str | None, latency: str | None, memory: str | None) -> Cluster:

@@ -8,6 +8,7 @@ import click
 
 from pdtool.cli import options
 from pdtool.cli.console import note, progress, show
+from pdtool.cli.deliver import deliver
 
 if TYPE_CHECKING:
     from pdtool.artifacts.profile import Profile
@@ -25,10 +26,15 @@ if TYPE_CHECKING:
     help="Samples in one minibatch, the size that will run.",
 )  # fmt: skip
 @options.device
+@click.option(
+    "--threads", type=click.IntRange(min=1), metavar="N", show_default="all cores",
+    help="CPU threads to compute with, as many as each worker will have.",
+)  # fmt: skip
 @options.as_json
 def profile(
-    model: str, output: str | None, settings: tuple[str, ...], batch_size: int, device: str, as_json: bool
-) -> None:
+    model: str, output: str | None, settings: tuple[str, ...], batch_size: int, device: str, threads: int | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Measure what each operator of MODEL costs on this machine.
 
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
@@ -39,16 +45,10 @@ def profile(
 
     file = ModelFile.load(parse_ref(model, settings), trusted=True)
     with progress("measuring operators") as tick:
-        result = measure(file, batch_size=batch_size, device=device, progress=tick)
-    path = output or f"profiles/{options.file_name(result.name)}.json"
-    if not (as_json and output is None):
-        result.save(path)
-    if as_json and path != "-":
-        click.echo(result.dump(), nl=False)
+        result = measure(file, batch_size=batch_size, device=device, threads=threads, progress=tick)
     show(profile_table(result, largest=12))
     _warn_of_coverage(result)
-    if not (as_json and output is None) and path != "-":
-        note(f"wrote {path}")
+    deliver(result, output or f"profiles/{options.file_name(result.name)}.json", as_json=as_json)
 
 
 def _warn_of_coverage(result: Profile) -> None:

@@ -16,6 +16,7 @@ from pdtool.cli import options
 from pdtool.cli.codegen import generated
 from pdtool.cli.codegen import model as model_option
 from pdtool.cli.console import note, show
+from pdtool.cli.deliver import print_json
 from pdtool.errors import StaleError, TargetMissedError, UsageError
 
 if TYPE_CHECKING:
@@ -185,6 +186,6 @@ def _tell(spec: RunSpec, report: Report, as_json: bool) -> None:
     from pdtool.cli.render import report_view
 
     if as_json:
-        click.echo(report.dump(), nl=False)
+        print_json(report)
     show(*report_view(report))
     note(f"wrote {spec.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import console, options
+from pdtool.cli.deliver import print_json
 from pdtool.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def show(file: str, as_json: bool) -> None:
     """Print FILE, any artifact or the folder of one, for people."""
     artifact = load(file)
     if as_json:
-        click.echo(artifact.model_dump_json(indent=1))
+        print_json(artifact)
         return
     from pdtool.artifacts.bundle import Bundle
     from pdtool.artifacts.plan import Plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -127,7 +128,7 @@ class Traced:
     together: tuple[tuple[str, ...], ...]
     tied: dict[str, str]
 
-    @property
+    @cached_property
     def by_name(self) -> dict[str, Operator]:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}

@@ -1,1 +1,1 @@
-"""From a profile and a cluster to a plan: cost says what one takes, space which there are, search finds the best."""
+"""From a profile and a cluster to a plan: space (where to cut), cost (what it takes), search (which is best)."""

@@ -1,59 +1,76 @@
-"""The oracle: every plan of a small graph on a small cluster, one by one. For tests; exponential."""
+"""The oracle of the tests: the best pace by looking at every plan. Shares only `cost.evaluate` with the search."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
-from pdtool.partition import cost
+from pdtool.partition.cost import Costs, evaluate
+
+Placed = tuple[list[list[str]], list[int]]  # nodes and replicas of each stage
+
+
+def plans(profile: Profile, workers: int, straight: bool = False) -> Iterator[Placed]:
+    """Every plan on exactly `workers` workers that keeps the rules of `space.build_space`; exponentially many."""
+    for stages in _divisions(profile, []):
+        if _lawful(profile, stages):
+            for ends in combinations(range(1, workers), len(stages) - 1):
+                replicas = [b - a for a, b in zip([0, *ends], [*ends, workers], strict=True)]
+                if not straight or max(replicas) == 1:
+                    yield stages, replicas
 
 
 def best(
-    profile: Profile, cluster: Cluster, workers: int, schedule: str = "1f1b", microbatches: int = 1
-) -> float | None:
-    """The least bottleneck over all partitions and replications, by enumeration; None when nothing fits in memory.
-
-    Stages are ordered sets of nodes that never send backwards, inputs in the first; a plan uses the last m workers.
-    """
-    paces = []
-    for stages in _partitions(profile):
-        for replicas in _compositions(workers, len(stages)):
-            first = workers - sum(replicas)
-            places = [range(first + sum(replicas[:s]), first + sum(replicas[: s + 1])) for s in range(len(stages))]
-            flight = cost.in_flight(schedule, replicas, microbatches)
-            costs = cost.evaluate(profile, cluster, stages, places, flight=flight)
-            if cluster.memory_bytes is None or max(costs.memory_bytes) <= cluster.memory_bytes:
-                paces.append(costs.bottleneck_s)
-    return min(paces, default=None)
-
-
-def _partitions(profile: Profile) -> Iterator[list[list[str]]]:
-    """All lists of non-empty stages that hold every node once and send only forwards."""
-    inputs = {node.name for node in profile.nodes if node.op == "input"}
-    names = [name for name in profile.graph.names if name not in inputs]
-
-    def extend(done: set[str], stages: list[list[str]]) -> Iterator[list[list[str]]]:
-        rest = [name for name in names if name not in done]
-        if not rest:
-            yield stages
-            return
-        for bits in range(1, 1 << len(rest)):
-            stage = [name for b, name in enumerate(rest) if bits >> b & 1]
-            held = done | set(stage) | inputs
-            if all(source in held for name in stage for source in profile.graph.inputs[name]):
-                own = [*sorted(inputs), *stage] if not stages else stage
-                if all(not set(group) & set(stage) or set(group) <= set(own) for group in profile.together):
-                    yield from extend(done | set(stage), [*stages, own])
-
-    yield from extend(set(), [])
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    schedule: str = "1f1b",
+    microbatches: int = 1,
+    straight: bool = False,
+    max_stages: int | None = None,
+) -> tuple[float, Placed | None]:
+    """(bottleneck in seconds, plan) of the fastest that fits in memory, on any number of the first workers."""
+    found: tuple[float, Placed | None] = (float("inf"), None)
+    for workers in [cluster.workers] if straight else range(1, cluster.workers + 1):
+        for stages, replicas in plans(profile, workers, straight):
+            costs = cost_of(profile, cluster, stages, replicas, schedule, microbatches)
+            fits = cluster.memory_bytes is None or max(costs.memory_bytes) <= cluster.memory_bytes
+            if fits and costs.bottleneck_s < found[0] and len(stages) <= (max_stages or len(stages)):
+                found = costs.bottleneck_s, (stages, replicas)
+    return found
 
 
-def _compositions(workers: int, parts: int) -> Iterator[Sequence[int]]:
-    """All tuples of `parts` positive numbers whose sum is at most `workers`."""
-    if not parts:
-        yield ()
-        return
-    for first in range(1, workers - parts + 2):
-        for rest in _compositions(workers - first, parts - 1):
-            yield (first, *rest)
+def cost_of(
+    profile: Profile, cluster: Cluster, stages: Sequence[Sequence[str]], replicas: Sequence[int], schedule: str,
+    microbatches: int,
+) -> Costs:  # fmt: skip
+    """Cost of stages on contiguous workers from 0 on."""
+    placed = [range(sum(replicas[:s]), sum(replicas[: s + 1])) for s in range(len(replicas))]
+    return evaluate(profile, cluster, stages, placed, schedule=schedule, microbatches=microbatches)
+
+
+def _divisions(profile: Profile, done: list[list[str]]) -> Iterator[list[list[str]]]:
+    """Every way to go on from the stages already made: any set of nodes that needs nothing outside comes next."""
+    inside = {name for nodes in done for name in nodes}
+    left = [name for name in profile.graph.names if name not in inside]
+    if not left:
+        yield done
+    for size in range(1, len(left) + 1):
+        for nodes in combinations(left, size):
+            if all(source in inside or source in nodes for name in nodes for source in profile.graph.inputs[name]):
+                yield from _divisions(profile, [*done, list(nodes)])
+
+
+def _lawful(profile: Profile, stages: Sequence[Sequence[str]]) -> bool:
+    """Groups unbroken, pins kept, inputs in the first stage, the loss in the last, an operator in each."""
+    stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
+    places = {node.name: 0 for node in profile.nodes if node.op == "input"}
+    places |= {node.name: -1 for node in profile.nodes if node.op == "loss"}
+    computing = {stage_of[node.name] for node in profile.nodes if node.op not in ("input", "loss")}
+    return (
+        (len(stages) == 1 or len(computing) == len(stages))
+        and all(stage_of[name] == pin % len(stages) for name, pin in (places | profile.pin).items())
+        and all(len({stage_of[name] for name in group}) == 1 for group in profile.together if group)
+    )

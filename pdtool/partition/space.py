@@ -1,161 +1,188 @@
-"""The space of plans: where the graph may be cut, and what lies between two cuts, as arrays for the search."""
+"""The space of plans: where a profile's graph may be cut into stages.
+
+A cut is a downset of the graph (graph.py). Nodes that must stay together are one *block*; cuts are enumerated over
+blocks. Where a graph has more cuts than can be searched it is coarsened first, and the space says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import UsageError
 
-_MOST_CUTS = 2000
+MAX_CUTS = 1200
+NOT_OPERATORS = {"input": 0, "loss": -1}  # the first stage loads the data; only the last can have the loss
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Space:
-    """All cuts of a profile's graph: first the empty one, then those that hold all inputs, smaller ones first.
-
-    Row i, column j of a matrix is for the stage of the nodes in cut j that are not in cut i.
+    """The cuts of a profile, and which of them may border which stage.
 
     Attributes:
-        blocks: groups of nodes that no cut separates, in topological order; block 0 holds the inputs.
-        cuts: (cuts, blocks) whether the cut holds the block; the last cut holds all.
-        inside: (cuts, cuts) whether a stage may begin at cut i and end at cut j.
-        seconds: (cuts, cuts) F + B + U of the stage.
-        parameters, stash, received, tied: (cuts, cuts) bytes: distinct parameters, stash, activations that come from
-            earlier stages, and parameters that other stages hold too.
-        activations, gradients: (cuts,) bytes alive across the cut, forwards and backwards.
-        coarsened: what was merged to keep the number of cuts in bounds, in words; "" when nothing was.
+        blocks: nodes that no cut separates, in topological order of the blocks.
+        inside: [cuts, blocks] whether a cut holds a block; from the empty cut to the whole, by size.
+        pins: for each block the stage indices it is pinned to, negative from the end.
+        coarsened: what was merged so that the cuts could be searched; "" when nothing was.
     """
 
     blocks: Sequence[Sequence[str]]
-    cuts: NDArray[np.bool_]
     inside: NDArray[np.bool_]
-    seconds: NDArray[np.float64]
-    parameters: NDArray[np.float64]
-    stash: NDArray[np.float64]
-    received: NDArray[np.float64]
-    tied: NDArray[np.float64]
-    activations: NDArray[np.float64]
-    gradients: NDArray[np.float64]
-    coarsened: str
+    pins: Sequence[Collection[int]]
+    coarsened: str = ""
 
-    @classmethod
-    def of(cls, profile: Profile, most_cuts: int = _MOST_CUTS) -> Space:
-        """Enumerate the cuts; beyond `most_cuts` the cheapest operators are merged with their neighbours first."""
-        inputs = [node.name for node in profile.nodes if node.op == "input"]
-        groups = [list(group) for group in profile.together] + ([inputs] if inputs else [])
-        blocks = profile.graph.contracted(groups)
-        before = len(blocks)
-        masks = _downsets(profile, blocks, inputs, most_cuts)
-        while masks is None:
-            blocks = _merged(profile, blocks, groups)
-            masks = _downsets(profile, blocks, inputs, most_cuts)
-        note = "" if len(blocks) == before else f"{before} groups of operators were merged into {len(blocks)}"
-        return cls._of_masks(profile, blocks, masks, note)
+    @cached_property
+    def contains(self) -> NDArray[np.bool_]:
+        """[cuts, cuts] whether the second cut is a proper superset of the first."""
+        within = self.inside.astype(np.float32)
+        supersets: NDArray[np.bool_] = within @ (1 - within).T == 0
+        np.fill_diagonal(supersets, False)
+        return supersets
 
-    @classmethod
-    def _of_masks(cls, profile: Profile, blocks: Sequence[Sequence[str]], masks: Sequence[int], note: str) -> Space:
-        cuts = np.array([[mask >> b & 1 for b in range(len(blocks))] for mask in masks], dtype=bool)
-        held = cuts.astype(np.float64)
-        inside = ((held @ (1 - held).T) == 0) & ~np.eye(len(masks), dtype=bool)
-        nodes = [[profile.by_name[name] for name in block] for block in blocks]
+    @property
+    def most_stages(self) -> int:
+        """Length of the longest chain of cuts; every maximal chain of downsets grows by one block at a time."""
+        return len(np.unique(self.inside.sum(axis=1))) - 1
 
-        def between(per_block: Sequence[float]) -> NDArray[np.float64]:
-            values = np.array(per_block, dtype=np.float64)
-            return (held @ values)[None, :] - (held @ values)[:, None]
+    @property
+    def positional(self) -> bool:
+        """Whether a block is pinned to a stage in the middle, so that it matters how many stages there are."""
+        return any(pin not in (0, -1) for pins in self.pins for pin in pins)
 
-        block_of = {name: b for b, block in enumerate(blocks) for name in block}
-        parameters = between([sum(n.parameter_bytes for n in block) for block in nodes])
-        tied = np.zeros_like(parameters)
-        for shared in profile.shared:
-            count = between(list(np.bincount([block_of[n] for n in shared.nodes], minlength=len(blocks))))
-            parameters -= shared.bytes * np.maximum(count - 1, 0)
-            tied += shared.bytes * ((count > 0) & (count < len(shared.nodes)))
-        received = np.zeros_like(parameters)
-        alive, alive_back = np.zeros(len(masks)), np.zeros(len(masks))
-        for node in profile.nodes:
-            takers = sorted({block_of[c] for c in profile.graph.consumers[node.name]} - {block_of[node.name]})
-            if takers:
-                has = cuts[:, block_of[node.name]]
-                taken = held[:, takers].sum(1)
-                received += node.output_bytes * (has[:, None] & (taken[None, :] > taken[:, None]))
-                alive += node.output_bytes * (has & (taken < len(takers)))
-                alive_back += node.gradient_bytes * (has & (taken < len(takers)))
-        return cls(
-            blocks=blocks,
-            cuts=cuts,
-            inside=inside & _pins(profile, block_of, cuts),
-            seconds=between([sum(n.forward_s + n.backward_s + n.update_s for n in block) for block in nodes]),
-            parameters=parameters,
-            stash=between([sum(n.stash_bytes for n in block) for block in nodes]),
-            received=received,
-            tied=tied,
-            activations=alive,
-            gradients=alive_back,
-            coarsened=note,
+    def allowed(self, border: int, stages: int) -> NDArray[np.bool_]:
+        """[cuts] which cuts can stand before stage `border` of `stages`: all that is pinned before it lies inside.
+
+        An index beyond the stages counts round, as Plan.stage_nodes has it.
+        """
+        keep = np.ones(len(self.inside), dtype=bool)
+        for block, pins in enumerate(self.pins):
+            for pin in pins:
+                keep &= self.inside[:, block] == (pin % stages < border)
+        return keep
+
+    def nodes(self, before: int, after: int) -> list[str]:
+        """The nodes of the stage between two cuts."""
+        chosen = np.flatnonzero(self.inside[after] & ~self.inside[before]).tolist()
+        return [name for block in chosen for name in self.blocks[block]]
+
+
+def build_space(profile: Profile, max_cuts: int = MAX_CUTS) -> Space:
+    """The cuts of `profile`: groups unbroken, pins kept, an operator in every stage; about `max_cuts` at most."""
+    pins = {node.name: NOT_OPERATORS[node.op] for node in profile.nodes if node.op in NOT_OPERATORS} | profile.pin
+    same_pin = ([name for name, pin in pins.items() if pin == index] for index in sorted(set(pins.values())))
+    blocks = _Blocks(profile, pins, [*(group for group in profile.together if group), *same_pin])
+    original = len(blocks.members)
+    while (cuts := blocks.cuts(max_cuts)) is None:
+        blocks = blocks.coarser()
+    count = len(blocks.members)
+    coarsened = ""
+    if count < original:
+        coarsened = (f"{original} groups of operators were merged into {count} so as to have no more than {max_cuts} "
+                     "cuts to search; a better plan may exist")  # fmt: skip
+    packed = b"".join(cut.to_bytes(count // 8 + 1, "little") for cut in cuts)
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(cuts), -1), axis=1, bitorder="little")
+    return Space(blocks=blocks.members, inside=bits[:, :count].astype(bool), pins=blocks.pins, coarsened=coarsened)
+
+
+class _Blocks:
+    """A graph of blocks, on its way to a number of cuts that can be searched. Cuts are ints, one bit per block."""
+
+    def __init__(self, profile: Profile, pin: Mapping[str, int], groups: Sequence[Sequence[str]]) -> None:
+        self.profile, self.pin = profile, pin
+        self.members = profile.graph.contracted(groups)
+        self.pins = [{pin[name] for name in block if name in pin} for block in self.members]
+        block_of = {name: b for b, block in enumerate(self.members) for name in block}
+        self.edges: dict[tuple[int, int], int] = {}  # bytes between two blocks
+        for name, takers in profile.graph.consumers.items():
+            for end in {block_of[taker] for taker in takers} - {block_of[name]}:
+                edge = (block_of[name], end)
+                self.edges[edge] = self.edges.get(edge, 0) + profile.by_name[name].output_bytes
+        self.before: list[list[int]] = [[] for _ in self.members]
+        self.after: list[list[int]] = [[] for _ in self.members]
+        for a, b in sorted(self.edges):
+            self.before[b].append(a)
+            self.after[a].append(b)
+
+    def cuts(self, limit: int) -> list[int] | None:
+        """All cuts, by size; None when there are more than `limit` (found out in about `limit` steps).
+
+        All that is pinned to the first stage is in every cut but the empty one, all that is pinned to the last in none
+        but the whole. A cut with no operator on one side is left out: that stage would compute nothing.
+        """
+        needs = [sum(1 << a for a in sources) for sources in self.before]
+        start = self._closure({b for b, pins in enumerate(self.pins) if 0 in pins})
+        last = sum(1 << b for b, pins in enumerate(self.pins) if -1 in pins)
+        ready = [b for b, need in enumerate(needs) if not start >> b & 1 and need & ~start == 0]
+        queue = [] if start & last else [(start, ready)]
+        found = {cut for cut, _ in queue}
+        for cut, ready in queue:
+            for b in ready:
+                larger = cut | 1 << b
+                if not last >> b & 1 and larger not in found:
+                    found.add(larger)
+                    freed = [c for c in self.after[b] if needs[c] & ~larger == 0]
+                    queue.append((larger, [c for c in ready if c != b] + freed))  # the loop comes to it too
+            if len(found) > limit:
+                return None
+        computing = sum(1 << b for b, block in enumerate(self.members) if self._computes(block))
+        inner = [cut for cut in found if cut & computing and ~cut & computing]
+        return [0, *sorted(inner, key=lambda cut: (cut.bit_count(), cut)), (1 << len(self.members)) - 1]
+
+    def _closure(self, blocks: Collection[int]) -> int:
+        """The smallest cut that holds `blocks`."""
+        cut = 0
+        for b in reversed(range(len(self.members))):
+            if b in blocks or any(cut >> after & 1 for after in self.after[b]):
+                cut |= 1 << b
+        return cut
+
+    def _computes(self, block: Sequence[str]) -> bool:
+        return any(self.profile.by_name[name].op not in NOT_OPERATORS for name in block)
+
+    def coarser(self) -> _Blocks:
+        """Merge up to a twelfth of the blocks, each with a neighbour; at least two blocks become one.
+
+        Only blocks that stand beside others multiply the cuts, so those go first, the cheapest of them before all.
+        """
+        nodes = self.profile.by_name
+        weight = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in self.members]
+        beside = self._beside()
+        taken: set[int] = set()
+        merged: list[tuple[int, int]] = []
+        for b in sorted(range(len(self.members)), key=lambda b: (not beside[b], weight[b], b)):
+            if len(merged) > len(self.members) // 12 or (merged and bool(beside[merged[0][0]]) != bool(beside[b])):
+                break
+            partner = next((c for c in self._partners(b, beside) if c not in taken), None)
+            if b not in taken and partner is not None:
+                taken |= {b, partner}
+                merged.append((b, partner))
+        pairs = [self.members[b] + self.members[c] for b, c in merged or [(0, 1)]]
+        return _Blocks(self.profile, self.pin, [*self.members, *pairs])
+
+    def _partners(self, b: int, beside: Sequence[int]) -> list[int]:
+        """What `b` may be merged with, the best first: along a branch, a sibling, then where most bytes flow."""
+        branch = [a for a in self.before[b] if beside[a] and len(self.after[a]) == len(self.before[b]) == 1]
+        branch += [c for c in self.after[b] if beside[c] and len(self.before[c]) == len(self.after[b]) == 1]
+        siblings = [c for a in self.before[b] for c in self.after[a] if self.before[c] == self.before[b]]
+        others = sorted(
+            [*self.before[b], *self.after[b]],
+            key=lambda c: -max(self.edges.get((b, c), 0), self.edges.get((c, b), 0)),
         )
+        ranked = dict.fromkeys([*branch, *siblings, *others])
+        return [c for c in ranked if c != b and not (self.pins[b] and self.pins[c])]
 
-    def nodes(self, i: int, j: int) -> list[str]:
-        """The nodes of the stage from cut i to cut j."""
-        return [name for b in np.flatnonzero(self.cuts[j] & ~self.cuts[i]).tolist() for name in self.blocks[b]]
-
-
-def _pins(profile: Profile, block_of: dict[str, int], cuts: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which stages (i, j) keep every pinned node in the first or the last stage."""
-    allowed = np.ones((len(cuts), len(cuts)), dtype=bool)
-    for name, stage in profile.pin.items():
-        if stage not in (0, -1):
-            raise UsageError(
-                f"{name} is pinned to stage {stage}, but the search places pins in the first and last stage only",
-                "pin it to 0 or -1, or move it in the plan by hand",
-            )
-        holds = cuts[:, block_of[name]][None, :] & ~cuts[:, block_of[name]][:, None]
-        outside = np.ones_like(allowed)
-        if stage == 0:
-            outside[0, :] = False
-        else:
-            outside[:, -1] = False
-        allowed &= ~(holds & outside)
-    return allowed
-
-
-def _downsets(profile: Profile, blocks: Sequence[Sequence[str]], inputs: Sequence[str], most: int) -> list[int] | None:
-    """The empty set and all sets of blocks that hold the inputs and every predecessor of their members, as bits.
-
-    None when there are more than `most`.
-    """
-    block_of = {name: b for b, block in enumerate(blocks) for name in block}
-    needs = [0] * len(blocks)
-    for name, sources in profile.graph.inputs.items():
-        for source in sources:
-            if block_of[source] != block_of[name]:
-                needs[block_of[name]] |= 1 << block_of[source]
-    inputs_only = sum(1 << b for b in {block_of[name] for name in inputs})
-    for b in reversed(range(len(blocks))):
-        inputs_only |= needs[b] if inputs_only >> b & 1 else 0
-    level, found = {inputs_only}, [inputs_only]
-    while level and len(found) <= most:
-        level = {
-            mask | 1 << b for mask in level for b in range(len(blocks)) if not mask >> b & 1 and not needs[b] & ~mask
-        }
-        found += sorted(level)
-    # A stage of inputs alone would compute nothing; the empty cut is where the first stage begins.
-    return None if len(found) > most else [0, *(found[1:] or found)]
-
-
-def _merged(profile: Profile, blocks: Sequence[Sequence[str]], groups: list[list[str]]) -> list[list[str]]:
-    """Fewer blocks: the cheapest tenth, each joined with the block that takes its output."""
-    seconds = [sum(profile.by_name[n].forward_s + profile.by_name[n].backward_s for n in block) for block in blocks]
-    block_of = {name: b for b, block in enumerate(blocks) for name in block}
-    cheapest = sorted(range(1, len(blocks)), key=lambda b: (seconds[b], b))[: max(1, len(blocks) // 10)]
-    joined = []
-    for b in cheapest:
-        after = sorted({block_of[c] for name in blocks[b] for c in profile.graph.consumers[name]} - {b})
-        before = sorted({block_of[s] for name in blocks[b] for s in profile.graph.inputs[name]} - {b})
-        neighbour = (after or before or [b - 1])[0]
-        joined.append([blocks[b][0], blocks[neighbour][0]])
-    return profile.graph.contracted([*groups, *blocks, *joined])
+    def _beside(self) -> list[int]:
+        """For each block, how many others are neither before nor after it."""
+        upwards, downwards = [0] * len(self.members), [0] * len(self.members)
+        for b, sources in enumerate(self.before):
+            for a in sources:
+                upwards[b] |= upwards[a] | 1 << a
+        for b, takers in reversed(list(enumerate(self.after))):
+            for c in takers:
+                downwards[b] |= downwards[c] | 1 << c
+        pairs = zip(upwards, downwards, strict=True)
+        return [len(self.members) - 1 - up.bit_count() - down.bit_count() for up, down in pairs]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from pdtool.frontend.operators import Operator, Traced, Value
 from pdtool.frontend.trace import trace
 from pdtool.profile.execute import Environment, Executor, differentiable, inplace_modules_off
 
-_REPEATS = 5
-_SHORTEST_S = 200e-6  # a shorter operator is run several times in a row and timed as a group
+_FEWEST, _MOST = 3, 15  # timed rounds
+_BUDGET_S = 6.0  # for all rounds, as far as _FEWEST allows
 Progress = Callable[[int, int], None]
+Times = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -34,30 +36,23 @@ class Clock:
 
     device: torch.device
 
-    def time(self, work: Callable[[], Any]) -> float:
-        """Seconds of one call of `work`."""
+    def time(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
+        """Result of `work`, and a function for its seconds, to be called when the device has come to rest."""
         if self.device.type != "cuda":
             start = time.perf_counter()
-            work()
-            return time.perf_counter() - start
+            result = work()
+            seconds = time.perf_counter() - start
+            return result, lambda: seconds
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        work()
+        result = work()
         end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return result, lambda: float(begin.elapsed_time(end)) / 1e3
 
-    def median(self, work: Callable[[], Any], repeats: int = _REPEATS) -> float:
-        """Median seconds of one call after a warm-up; short work is timed in groups."""
-        work()
-        once = self.time(work)
-        group = 1 if once >= _SHORTEST_S else min(50, int(_SHORTEST_S / max(once, 1e-6)) + 1)
-
-        def many() -> None:
-            for _ in range(group):
-                work()
-
-        return statistics.median(self.time(many) / group for _ in range(repeats))
+    def rest(self) -> None:
+        """Wait until the device has done all its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def measure(
@@ -75,7 +70,7 @@ def measure(
 
     Args:
         threads: CPU threads to compute with; None: PyTorch's default.
-        progress: called with (operators done, operators in all).
+        progress: called with (rounds done, rounds in all).
 
     Raises:
         TraceError: the model cannot be traced.
@@ -116,10 +111,10 @@ class _Measurement:
 
     def profile(self) -> Profile:
         """All of it."""
-        step_s = self._whole_step()
-        update_s, state_bytes = self._optimizer()
         stash, flops = self._survey()
-        nodes = self._nodes(stash, flops, update_s)
+        steps, forwards, backwards = self._rounds()
+        update_s, state_bytes = self._optimizer()
+        nodes = self._nodes(stash, flops, forwards, backwards, update_s)
         spent = sum(n.forward_s + n.backward_s + n.update_s for n in nodes)
         profile = Profile(
             name=self.model_file.name,
@@ -127,13 +122,59 @@ class _Measurement:
             digests={self.model_file.ref.source: self.model_file.sha256},
             batch_size=self.batch,
             device=Device(name=_device_name(self.device), kind="measured"),
-            step_s=step_s + update_s,
-            coverage=spent / (step_s + update_s),
+            step_s=steps + update_s,
+            coverage=spent / (steps + update_s),
             optimizer_state_bytes=state_bytes,
             nodes=tuple(nodes),
             shared=tuple(self._shared()),
         )
         return profile.model_copy(update=self._hints(profile))
+
+    def _rounds(self) -> tuple[float, Times, Times]:
+        """Medians of (whole step, forward of each node, backward of each node).
+
+        Whole steps and passes through the nodes take turns, so that both meet the same machine. A pass runs every node
+        once, in order, so that caches are as in training; the first round is for warming up.
+        """
+        start = time.perf_counter()
+        self._pass(), self._whole_step()
+        count = max(_FEWEST, min(_MOST, int(_BUDGET_S / (time.perf_counter() - start))))
+        steps, passes = [], []
+        for done in range(count):
+            self.progress(done, count)
+            steps.append(self._whole_step())
+            passes.append(self._pass())
+        self.progress(count, count)
+        forwards, backwards = (
+            {name: statistics.median(times[kind][name] for times in passes) for name in passes[0][kind]}
+            for kind in (0, 1)
+        )
+        return statistics.median(steps), forwards, backwards
+
+    def _pass(self) -> tuple[Times, Times]:
+        """Seconds of every node's forward, in order, and then of every node's backward, in reverse order."""
+        environment = self._environment()
+        replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []
+        forwards: dict[str, Callable[[], float]] = {}
+        for op in self._computed():
+            inputs = self.run.fresh(op, environment)
+            outputs, forwards[op.name] = self.clock.time(partial(self.run, op, inputs))
+            environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
+            replayed.append((op.name, outputs, self.run.sources(op, inputs)))
+        if self.with_loss:
+            leaves, output = self._loss_inputs(environment)
+            loss, forwards["loss"] = self.clock.time(lambda: self.model_file.loss(output, self.target))
+            replayed.append(("loss", [loss], leaves))
+        backwards: dict[str, Callable[[], float]] = {}
+        while replayed:
+            name, outputs, sources = replayed.pop()
+            ends = differentiable(outputs)
+            if ends and sources:
+                gradients = [torch.ones_like(t) for t in ends]
+                backward = partial(torch.autograd.grad, ends, sources, gradients, allow_unused=True)
+                _, backwards[name] = self.clock.time(backward)
+        self.clock.rest()
+        return ({name: t() for name, t in forwards.items()}, {name: t() for name, t in backwards.items()})
 
     def _environment(self) -> Environment:
         """The model's inputs and the constants."""
@@ -165,23 +206,27 @@ class _Measurement:
                 scalars = [t.sum() for t in leaves if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.grad(scalars, parameters, allow_unused=True)
 
-        return self.clock.median(step, repeats=3)
+        return self._seconds(step)
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        _, seconds = self.clock.time(work)
+        self.clock.rest()
+        return seconds()
 
     def _optimizer(self) -> tuple[float, float]:
         """(seconds of one step over all parameters, bytes of state for each byte of parameters)."""
         if not self.model_file.has("optimizer"):
             return 0.0, 0.0
-        parameters = [p for p in self.traced.model.parameters() if p.requires_grad]
-        optimizer = self.model_file.optimizer(
-            [(n, p) for n, p in self.traced.model.named_parameters() if p.requires_grad]
-        )
-        for parameter in parameters:
+        named = [(name, p) for name, p in self.traced.model.named_parameters() if p.requires_grad]
+        optimizer = self.model_file.optimizer(named)
+        for _, parameter in named:
             parameter.grad = torch.zeros_like(parameter)
-        seconds = self.clock.median(optimizer.step, repeats=3)
+        optimizer.step()
+        seconds = statistics.median(self._seconds(optimizer.step) for _ in range(_FEWEST))
         state = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim())
-        for parameter in parameters:
+        for _, parameter in named:
             parameter.grad = None
-        return seconds, state / max(1, sum(p.nbytes for p in parameters))
+        return seconds, state / max(1, sum(p.nbytes for _, p in named))
 
     def _survey(self) -> tuple[dict[str, int], dict[str, int]]:
         """(stash bytes, flops) of each operator, from one forward of the whole graph with autograd.
@@ -214,17 +259,16 @@ class _Measurement:
                 self.model_file.loss(self._output(environment), self.target)
         return stash, flops
 
-    def _nodes(self, stash: dict[str, int], flops: dict[str, int], update_s: float) -> list[Node]:
-        operators = [op for op in self.traced.operators if not op.constant]
-        taken = {v for op in self.traced.operators for v in op.values}
-        taken |= {v for v in pytree.tree_leaves(self.traced.output) if isinstance(v, Value)}
+    def _nodes(
+        self, stash: dict[str, int], flops: dict[str, int], forwards: Times, backwards: Times, update_s: float
+    ) -> list[Node]:
+        taken = {v for op in self.traced.operators for v in op.values} | set(self._outputs)
         all_bytes = max(1, sum(p.nbytes for p in self.traced.model.parameters()))
         charged: set[str] = set()
-        environment = self._environment()
         nodes = []
-        for done, op in enumerate(operators):
-            self.progress(done, len(operators))
-            forward_s, backward_s = (0.0, 0.0) if op.is_input else self._time(op, environment)
+        for op in self.traced.operators:
+            if op.constant:
+                continue
             names = {self.traced.tied[name] for name in op.parameters}
             share = sum(self.run.state[name].nbytes for name in names - charged) / all_bytes
             charged |= names
@@ -234,8 +278,8 @@ class _Measurement:
                 op=op.op,
                 module=op.module,
                 inputs=tuple(dict.fromkeys(v.operator for v in op.values if not self._is_constant(v))),
-                forward_s=forward_s,
-                backward_s=backward_s,
+                forward_s=forwards.get(op.name, 0.0),
+                backward_s=backwards.get(op.name, 0.0),
                 update_s=update_s * share,
                 output_bytes=sum(v.nbytes(self.batch) for v in outputs),
                 gradient_bytes=sum(v.nbytes(self.batch) for v in outputs if v.differentiable),
@@ -243,44 +287,29 @@ class _Measurement:
                 stash_bytes=stash.get(op.name, 0),
                 flops=flops.get(op.name, 0),
             ))  # fmt: skip
-        self.progress(len(operators), len(operators))
-        return nodes + (self._loss_nodes(environment, stash) if self.with_loss else [])
+        if self.with_loss:
+            targets = [t for t in pytree.tree_leaves(self.target) if isinstance(t, Tensor)]
+            sources = (*dict.fromkeys(v.operator for v in self._outputs if not self._is_constant(v)), "target")
+            nodes += [
+                Node(name="target", op="input", module="", output_bytes=sum(t.nbytes for t in targets)),
+                Node(name="loss", op="loss", module="", inputs=sources, forward_s=forwards["loss"],
+                     backward_s=backwards.get("loss", 0.0), stash_bytes=stash.get("loss", 0)),
+            ]  # fmt: skip
+        return nodes
+
+    @cached_property
+    def _outputs(self) -> list[Value]:
+        """The tensors that the model returns."""
+        return [v for v in pytree.tree_leaves(self.traced.output) if isinstance(v, Value)]
 
     def _is_constant(self, value: Value) -> bool:
         return self.traced.by_name[value.operator].constant
 
-    def _time(self, op: Operator, environment: Environment) -> tuple[float, float]:
-        """(forward, backward) seconds; leaves the operator's outputs in `environment`."""
-        inputs = self.run.fresh(op, environment)
-        outputs = self.run(op, inputs)
-        environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
-        forward_s = self.clock.median(lambda: self.run(op, inputs))
-        return forward_s, self._time_backward(outputs, self.run.sources(op, inputs))
-
-    def _time_backward(self, outputs: list[Tensor], sources: list[Tensor]) -> float:
-        ends = differentiable(outputs)
-        if not (ends and sources):
-            return 0.0
-        gradients = [torch.ones_like(t) for t in ends]
-        return self.clock.median(
-            lambda: torch.autograd.grad(ends, sources, gradients, retain_graph=True, allow_unused=True)
-        )
-
-    def _loss_nodes(self, environment: Environment, stash: dict[str, int]) -> list[Node]:
-        """The target, which the first stage loads, and the loss."""
-        values = [v for v in pytree.tree_leaves(self.traced.output) if isinstance(v, Value)]
-        leaves = {v: environment[v].detach().requires_grad_(v.differentiable) for v in values}
+    def _loss_inputs(self, environment: Environment) -> tuple[list[Tensor], Any]:
+        """(leaves that a gradient comes back for, the model's output made of them)."""
+        leaves = {v: environment[v].detach().requires_grad_(v.differentiable) for v in self._outputs}
         output = pytree.tree_map(lambda v: leaves[v] if isinstance(v, Value) else v, self.traced.output)
-        loss = self.model_file.loss(output, self.target)
-        forward_s = self.clock.median(lambda: self.model_file.loss(output, self.target))
-        backward_s = self._time_backward([loss], [t for t in leaves.values() if t.requires_grad])
-        targets = [t for t in pytree.tree_leaves(self.target) if isinstance(t, Tensor)]
-        sources = (*dict.fromkeys(v.operator for v in values if not self._is_constant(v)), "target")
-        return [
-            Node(name="target", op="input", module="", output_bytes=sum(t.nbytes for t in targets)),
-            Node(name="loss", op="loss", module="", inputs=sources, forward_s=forward_s, backward_s=backward_s,
-                 stash_bytes=stash.get("loss", 0)),
-        ]  # fmt: skip
+        return [t for t in leaves.values() if t.requires_grad], output
 
     def _shared(self) -> Iterator[SharedParameter]:
         for first in dict.fromkeys(self.traced.tied.values()):

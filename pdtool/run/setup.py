@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pdtool.errors import UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.border import Border
@@ -76,8 +77,12 @@ class Setup:
             state |= {f"optimizer.{self.canonical[name]}.{key}": value for name, key, value in updater.state()}
         return state
 
-    def load(self, folder: Any) -> None:
-        """Take over parameters, buffers and optimizer state from a checkpoint of any plan of the same model."""
+    def load(self, folder: Path) -> None:
+        """Take over parameters, buffers and optimizer state from a checkpoint of any plan of the same model.
+
+        Raises:
+            UsageError: the checkpoint is of another model.
+        """
         updaters = [self.updater, *(tied.updater for tied in self.tied)]
         keys = {self.canonical[name]: name for updater in updaters for name in updater.parameters}
         own = {f"model.{name}" for name in self.names}
@@ -85,7 +90,14 @@ class Setup:
         current = self.stage.module.state_dict()
         with torch.no_grad():
             for name in self.names:
-                current[name].copy_(state[f"model.{name}"])
+                saved = state.get(f"model.{name}")
+                if saved is None or saved.shape != current[name].shape:
+                    found = "none" if saved is None else f"one of shape {list(saved.shape)}"
+                    raise UsageError(
+                        f"the model has {name} of shape {list(current[name].shape)}, the checkpoint {folder} {found}",
+                        "resume from a run of the same model",
+                    )
+                current[name].copy_(saved)
         by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             if key not in own:

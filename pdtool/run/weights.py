@@ -85,7 +85,7 @@ class Weights:
             final(parameter)
 
         handles = [
-            leaf.register_post_accumulate_grad_hook(partial(hook, parameter))
+            leaf.register_post_accumulate_grad_hook(partial(hook, parameter))  # type: ignore[no-untyped-call]
             for parameter, leaf in zip(self.parameters.values(), version.leaves, strict=True)
             if leaf.requires_grad
         ]

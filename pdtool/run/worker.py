@@ -20,6 +20,7 @@ from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches, sample_order
 from pdtool.run.log import Log
 from pdtool.run.meter import chrome_trace
+from pdtool.run.pace import Pace
 from pdtool.run.peers import gather
 from pdtool.run.report import Share, assemble
 from pdtool.run.setup import Setup
@@ -146,8 +147,6 @@ class Worker:
                 self.meter.restart()
         return self._report(done, -(-count // size), reached)
 
-    # ------------------------------------------------------------------------------------------------------------------
-
     def _actions(self, minibatches: int) -> list[Action]:
         """This worker's list: the one of its stage and replica."""
         lists = schedule.build(self.spec.plan.schedule, self.setup.shape, minibatches)
@@ -216,12 +215,12 @@ class Worker:
         return int(known["epoch"])
 
     def _save(self, epoch: int) -> None:
+        if self.log:  # first: should the run end in between, the epoch is done again and its lines are dropped
+            line = {"split": "valid", "epoch": epoch, "step": self.setup.updater.updates}
+            self.log.write(line | self.metrics)
         self.setup.status.at(f"the checkpoint of epoch {epoch}")
         facts = {"seed": self.spec.seed, "metrics": self.metrics}
         checkpoint.save(self.spec.out, epoch, self.setup.state(), facts, self.setup.groups.world)
-        if self.log:
-            line = {"split": "valid", "epoch": epoch, "step": self.setup.updater.updates}
-            self.log.write(line | self.metrics)
 
     def _report(self, epochs: int, minibatches: int, reached: bool | None) -> Report:
         """Gather everyone's measurements; rank 0 writes report.json and trace.json."""
@@ -243,38 +242,3 @@ class Worker:
         if self.log:
             self.log.close()
         return report
-
-
-class Pace:
-    """How long epochs take, and at the last stage how long from loss to loss."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget all epochs so far."""
-        self.epochs = self.minibatches = self.samples = self._steps = 0
-        self.train_s = self._span_s = 0.0
-        self._first: tuple[int, float] | None = None
-
-    def note(self, minibatch: int) -> None:
-        """The loss of a minibatch is there."""
-        now = time.perf_counter()
-        self._first = self._first or (minibatch, now)
-        self._latest = (minibatch, now)
-
-    def add(self, minibatches: int, samples: int, train_s: float) -> None:
-        """An epoch of training ended."""
-        self.epochs += 1
-        self.minibatches += minibatches
-        self.samples += samples
-        self.train_s += train_s
-        if self._first:
-            self._steps += self._latest[0] - self._first[0]
-            self._span_s += self._latest[1] - self._first[1]
-        self._first = None
-
-    @property
-    def pace_s(self) -> float:
-        """Seconds per minibatch between the first and the last loss of an epoch; 0 when not known."""
-        return self._span_s / self._steps if self._steps else 0.0

@@ -1,0 +1,94 @@
+"""Costs that can be worked out on paper."""
+
+import pytest
+from graphs import chain, profile_of
+
+from pdtool.artifacts.profile import Node, SharedParameter
+from pdtool.cluster import make_cluster
+from pdtool.partition.cost import evaluate, in_flight
+from pdtool.schedule import NAMES, default_in_flight
+
+#   x -> a -> b -> c      a's output goes to b, c and d: a skip
+#        \----\--> d
+SKIP = profile_of([
+    Node(name="x", op="input", module="", output_bytes=7),
+    Node(name="a", op="op", module="", inputs=("x",), forward_s=1, backward_s=2, output_bytes=100, gradient_bytes=50,
+         parameter_bytes=40, stash_bytes=9),
+    Node(name="b", op="op", module="", inputs=("a",), forward_s=2, output_bytes=10, gradient_bytes=10),
+    Node(name="c", op="op", module="", inputs=("a", "b"), forward_s=3, update_s=1, parameter_bytes=60),
+    Node(name="d", op="op", module="", inputs=("a",), forward_s=1),
+], optimizer_state_bytes=2.0)  # fmt: skip
+STAGES = [["x", "a"], ["b"], ["c", "d"]]
+
+
+def test_a_straight_pipeline():
+    costs = evaluate(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]])
+    assert costs.compute_s == (3, 2, 5)
+    assert costs.allreduce_s == (0, 0, 0)
+    assert costs.transfer_s == (15, 17), "a goes once to each stage that takes it: 100 + 50, and 10 + 10 from b"
+    assert costs.memory_bytes == (40 * (3 + 1 + 2) + 9 * 3, 100 * 2, 60 * (1 + 1 + 2) + 110)
+    assert costs.traffic_bytes == 150 + 170
+    assert (costs.bottleneck_s, costs.bottleneck) == (17, "border 1|2 transfer 17 s")
+
+
+def test_data_parallelism():
+    costs = evaluate(SKIP, make_cluster((4,), (10.0,), latencies=[0.5]), [SKIP.graph.names], [range(4)])
+    assert costs.compute_s == (10 / 4,)
+    assert costs.allreduce_s == ((2 * 3 / 4 * 100 / 10 + 2 * 3 * 0.5) / 4,), "one ring in a round of four minibatches"
+    assert costs.memory_bytes == (100 * (1 + 1 + 2) + 9,)
+    assert costs.traffic_bytes == 2 * 3 * 100 / 4
+
+
+def test_a_flush_updates_once_for_all_its_microbatches_and_drains():
+    costs = evaluate(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]], schedule="gpipe", microbatches=4)
+    assert costs.compute_s == (3, 2, 4 + 1 / 4)
+    assert costs.bottleneck_s == 17 * (4 + 3 - 1) / 4
+    assert costs.memory_bytes[0] == 40 * (1 + 1 + 2) + 9 * 4, "one weight version, four stashes"
+    uneven = evaluate(
+        SKIP, make_cluster((3,), (10.0,)), [SKIP.graph.names], [range(3)], schedule="1f1b-flush", microbatches=4
+    )
+    assert uneven.compute_s == ((2 * 9 + 1) / 4,), "one of three replicas does two of four microbatches"
+
+
+@pytest.mark.parametrize(
+    ("workers", "seconds"),
+    [
+        (([0], [1]), 150 / 100),  # inside a server
+        (([0], [2]), 150 / 10),  # between two
+        (([0, 1], [2, 3]), 150 / 10),  # both share the one link of their server
+        (([0, 1], [2]), 150 / 10),
+        (([0, 1, 2], [3]), 150 / 10),  # most of it comes from the other server
+        (([0, 1, 2, 3], [4, 5, 6, 7]), 150 / 20),  # two servers on each side: two links
+    ],
+)
+def test_a_border_uses_the_links_its_workers_share(workers, seconds):
+    cluster = make_cluster((4, 2), (10.0, 100.0))
+    costs = evaluate(SKIP, cluster, [["x", "a"], ["b", "c", "d"]], workers)
+    assert costs.transfer_s == (pytest.approx(seconds),)
+
+
+def test_a_ring_goes_at_the_pace_of_its_slowest_link():
+    cluster = make_cluster((2, 2), (10.0, 100.0))
+    inside, across = (evaluate(SKIP, cluster, [SKIP.graph.names], [w]).allreduce_s[0] for w in ([2, 3], [1, 2]))
+    assert (inside, across) == (pytest.approx(100 / 100 / 2), pytest.approx(100 / 10 / 2))
+
+
+def test_tied_parameters_count_once_in_a_stage_and_are_summed_between_stages():
+    nodes = chain([1.0] * 3, parameters=40).nodes
+    profile = profile_of(nodes, shared=(SharedParameter(name="w", bytes=40, nodes=("a0", "a2")),))
+    cluster = make_cluster((2,), (10.0,))
+    apart = evaluate(profile, cluster, [["x", "a0"], ["a1", "a2"]], [[0], [1]])
+    assert apart.allreduce_s == (40 / 10, 40 / 10)
+    assert apart.traffic_bytes == 2 * 2 * 40
+    whole = evaluate(profile, cluster, [["x", "a0", "a1", "a2"]], [[0]])
+    assert whole.allreduce_s == (0,)
+    assert whole.memory_bytes == (80 * 2,)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_in_flight_is_that_of_the_schedule(schedule):
+    replicas = (3, 2, 1)
+    found = in_flight(schedule, replicas, 4)
+    usual = default_in_flight(replicas)
+    flush = tuple(min(w, -(-4 // r)) for w, r in zip(usual, replicas, strict=True))
+    assert found == {"1f1b": usual, "1f1b-flush": flush, "gpipe": (2, 2, 4)}[schedule]

@@ -1,0 +1,54 @@
+"""The same laws on a GPU: two workers that share it (gloo through CPU memory), and NCCL where each has its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import harness
+import pytest
+import replay
+import torch
+from harness import CONV2, CONV3, LSTM3
+from test_laws_training import batches, stage_of
+
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.run import checkpoint
+from pdtool.run.launch import launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize(
+    ("toy", "replicas"), [(CONV2, (1, 1)), (CONV3, (1, 1, 1)), (LSTM3, (1, 1, 1)), (CONV2, (2, 1))],
+    ids=["conv-two-stages", "conv-three-stages", "lstm", "conv-2-1"],
+)  # fmt: skip
+def test_1f1b_equals_its_replay_on_the_cpu(tmp_path: Path, toy: harness.Toy, replicas: tuple[int, ...]) -> None:
+    """Law 3, to the tolerance of other kernels. With as many devices as workers NCCL carries the tensors."""
+    spec = harness.job(tmp_path, toy, replicas, optimizer="plain", device="cuda")
+    launch(spec)
+    checkpoint.export(spec.out, tmp_path / "model.pt")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    file = ModelFile.load(spec.model, trusted=True)
+    shape = spec.plan.shape()
+    expected = replay.asynchronous(
+        file.build(spec.seed), stage_of(spec).__getitem__, batches(spec), file.loss, file.optimizer, replicas,
+        shape.in_flight, replicas,
+    )  # fmt: skip
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_data_parallelism_with_nccl(tmp_path: Path) -> None:
+    """One stage on all devices: with one device, a world of one."""
+    replicas = torch.cuda.device_count()
+    spec = harness.job(tmp_path, harness.CONV1, (replicas,), optimizer="plain", device="cuda")
+    launch(spec)
+    checkpoint.export(spec.out, tmp_path / "model.pt")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    file = ModelFile.load(spec.model, trusted=True)
+    expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, replicas)
+    for name in ("conv1.weight", "conv2.weight", "fc.weight"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-3)
