@@ -46,6 +46,11 @@ def model(width: int = 32) -> nn.Module:
     return Digits(width)
 
 
+def example_inputs(batch_size: int) -> torch.Tensor:
+    """Noise."""
+    return torch.rand(batch_size, 1, 8, 8)
+
+
 def dataset(split: str) -> Dataset[tuple[torch.Tensor, ...]]:
     """1437 images to train on and 360 to validate with, always the same."""
     digits = load_digits()

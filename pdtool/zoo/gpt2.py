@@ -28,9 +28,21 @@ def model(layers: int = 4, width: int = 128, heads: int = 4) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, n_positions=LENGTH, vocab_size=VOCABULARY, use_cache=False
+        n_layer=layers,
+        n_embd=width,
+        n_head=heads,
+        n_positions=LENGTH,
+        vocab_size=VOCABULARY,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
     )
     return Logits(GPT2LMHeadModel(config))
+
+
+def example_inputs(batch_size: int) -> torch.Tensor:
+    """Random words."""
+    return torch.randint(VOCABULARY, (batch_size, LENGTH))
 
 
 def _tokens() -> torch.Tensor:
@@ -62,5 +74,7 @@ def optimizer(named_parameters):
 
 
 def metrics(output: torch.Tensor, target: torch.Tensor) -> dict[str, tuple[float, float]]:
-    """Share of words predicted."""
-    return {"accuracy": ((output.argmax(-1) == target).sum().item(), target.numel())}
+    """Nats per word (its exponential is the perplexity) and the share of words predicted."""
+    nll = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum").item()
+    right = (output.argmax(-1) == target).sum().item()
+    return {"nll": (nll, target.numel()), "accuracy": (right, target.numel())}

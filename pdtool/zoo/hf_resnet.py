@@ -18,14 +18,23 @@ class Logits(nn.Module):
         return self.classifier(x).logits
 
 
-def model() -> nn.Module:
-    """The network; needs `pip install transformers`."""
+def model(width: int = 8) -> nn.Module:
+    """The network, its first blocks `width` channels wide; needs `pip install transformers`."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16, 32], depths=[1, 2, 1], layer_type="basic", num_labels=10
+        embedding_size=width,
+        hidden_sizes=[width, 2 * width, 4 * width],
+        depths=[1, 2, 1],
+        layer_type="basic",
+        num_labels=10,
     )
     return Logits(ResNetForImageClassification(config))
+
+
+def example_inputs(batch_size: int) -> torch.Tensor:
+    """Noise."""
+    return torch.rand(batch_size, 3, 32, 32)
 
 
 def dataset(split: str) -> Dataset[tuple[torch.Tensor, ...]]:

@@ -36,6 +36,11 @@ def model(width: int = 128, layers: int = 3) -> nn.Module:
     return LanguageModel(width, layers)
 
 
+def example_inputs(batch_size: int) -> torch.Tensor:
+    """Random words."""
+    return torch.randint(VOCABULARY, (batch_size, LENGTH))
+
+
 def _tokens() -> torch.Tensor:
     """Python's own help texts (real English, in every Python) as word numbers; rare words are word 0."""
     from pydoc_data.topics import topics
@@ -65,5 +70,7 @@ def optimizer(named_parameters):
 
 
 def metrics(output: torch.Tensor, target: torch.Tensor) -> dict[str, tuple[float, float]]:
-    """Share of words predicted."""
-    return {"accuracy": ((output.argmax(-1) == target).sum().item(), target.numel())}
+    """Nats per word (its exponential is the perplexity) and the share of words predicted."""
+    nll = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum").item()
+    right = (output.argmax(-1) == target).sum().item()
+    return {"nll": (nll, target.numel()), "accuracy": (right, target.numel())}

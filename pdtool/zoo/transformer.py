@@ -47,22 +47,30 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Words (batch, length) to the scores of each next word (batch, length, VOCABULARY)."""
 
-    def __init__(self, layers: int, width: int, heads: int) -> None:
+    def __init__(self, layers: int, width: int, heads: int, tied: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(0.02 * torch.randn(LENGTH, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.decoder = nn.Linear(width, VOCABULARY)
+        self.decoder = nn.Linear(width, VOCABULARY, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        if tied:
+            self.decoder.weight = self.embedding.weight
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.embedding(words) + self.position[: words.shape[1]]
         return self.decoder(self.norm(self.blocks(x)))
 
 
-def model(layers: int = 4, width: int = 128, heads: int = 4) -> nn.Module:
-    """The network."""
-    return Transformer(layers, width, heads)
+def model(layers: int = 4, width: int = 128, heads: int = 4, tied: bool = False) -> nn.Module:
+    """The network; `tied`: the decoder's weight is the embedding's."""
+    return Transformer(layers, width, heads, tied)
+
+
+def example_inputs(batch_size: int) -> torch.Tensor:
+    """Random words."""
+    return torch.randint(VOCABULARY, (batch_size, LENGTH))
 
 
 def _tokens() -> torch.Tensor:
@@ -94,5 +102,7 @@ def optimizer(named_parameters):
 
 
 def metrics(output: torch.Tensor, target: torch.Tensor) -> dict[str, tuple[float, float]]:
-    """Share of words predicted."""
-    return {"accuracy": ((output.argmax(-1) == target).sum().item(), target.numel())}
+    """Nats per word (its exponential is the perplexity) and the share of words predicted."""
+    nll = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum").item()
+    right = (output.argmax(-1) == target).sum().item()
+    return {"nll": (nll, target.numel()), "accuracy": (right, target.numel())}

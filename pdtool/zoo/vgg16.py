@@ -1,9 +1,10 @@
-"""VGG-16 (Simonyan and Zisserman, 2015), 138,357,544 parameters, on synthetic images of ImageNet's shape."""
+"""VGG-16 (Simonyan and Zisserman, 2015), 138,357,544 parameters, on real digits enlarged to ImageNet's shape."""
 
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 # Output channels of the 3×3 convolutions; M is a 2×2 max-pooling.
 LAYERS = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
@@ -12,8 +13,11 @@ LAYERS = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 51
 class VGG16(nn.Module):
     """Images (batch, 3, height, width) to scores (batch, classes)."""
 
-    def __init__(self, classes: int = 1000, width: float = 1.0, hidden: int = 4096, pooled: int = 7) -> None:
+    def __init__(
+        self, classes: int = 1000, width: float = 1.0, hidden: int = 4096, pooled: int = 7, shrink: int = 1
+    ) -> None:
         super().__init__()
+        self.shrink = shrink
         features: list[nn.Module] = []
         channels = 3
         for layer in LAYERS:
@@ -36,26 +40,47 @@ class VGG16(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shrink > 1:
+            x = F.avg_pool2d(x, self.shrink)
         x = self.avgpool(self.features(x))
         return self.classifier(torch.flatten(x, 1))
 
 
-def model() -> nn.Module:
-    """The paper's network."""
-    return VGG16()
+def model(size: str = "paper") -> nn.Module:
+    """The paper's network, or "mini": an eighth as wide, on 32 pixels."""
+    if size == "paper":
+        return VGG16()
+    if size == "mini":
+        return VGG16(classes=10, width=1 / 8, hidden=64, pooled=1, shrink=7)
+    raise ValueError(f"size {size!r} is neither paper nor mini")
 
 
 def example_inputs(batch_size: int) -> torch.Tensor:
-    """Noise."""
+    """Noise of ImageNet's shape, at both sizes."""
     return torch.randn(batch_size, 3, 224, 224)
 
 
-def dataset(split: str) -> Dataset[tuple[torch.Tensor, ...]]:
-    """64 (train) or 16 (valid) images of noise: for speed, not for accuracy."""
-    generator = torch.Generator().manual_seed(len(split))
-    count = 64 if split == "train" else 16
-    images = torch.randn(count, 3, 224, 224, generator=generator)
-    return TensorDataset(images, torch.randint(0, 1000, (count,), generator=generator))
+class EnlargedDigits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Real images (3, 224, 224), each made when it is asked for, with the digit it shows."""
+
+    def __init__(self, images: torch.Tensor, digits: torch.Tensor) -> None:
+        self.images, self.digits = images, digits
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image = self.images[index].expand(1, 3, -1, -1)
+        return F.interpolate(image, size=224, mode="bilinear", align_corners=False)[0], self.digits[index]
+
+
+def dataset(split: str) -> EnlargedDigits:
+    """scikit-learn's handwritten digits for want of ImageNet: 1437 to train on and 360 to validate with."""
+    digits = load_digits()
+    order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
+    chosen = order[360:] if split == "train" else order[:360]
+    images = torch.tensor(digits.images, dtype=torch.float32)[chosen].unsqueeze(1) / 16
+    return EnlargedDigits(images, torch.tensor(digits.target)[chosen])
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
