@@ -25,7 +25,7 @@ PDTOOL = [line[re.search(r"\bpdtool ", line).end() :] for line in LINES if not l
 
 @pytest.mark.parametrize("line", PDTOOL)
 def test_commands_in_the_readme_are_accepted(line):
-    words = [word for word in shlex.split(line.split(">")[0])]
+    words = shlex.split(line.split(">")[0])
     name, command, arguments = main.resolve_command(click.Context(main), words)
     command.make_context(name, arguments)
 

@@ -1,0 +1,161 @@
+"""Bad input on the road: a clear line on stderr, the right exit code, nothing lost, nobody left running."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import NET
+
+
+def changed(old: str, new: str) -> str:
+    """NET with one piece replaced."""
+    assert old in NET
+    return NET.replace(old, new)
+
+
+BRANCH = """
+    class Net(nn.Module):
+        def forward(self, x): return x if x.sum() > 0 else -x
+    return Net()"""
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "code", "match"),
+    [
+        ("def net(): pass\n", [], 1, r"model.py has no function model\(\); it defines: net"),
+        ("def model(:\n", [], 1, r"model.py:1: invalid syntax"),
+        ("import nothing_at_all\n", [], 1, r"model.py:1: importing it raised ModuleNotFoundError"),
+        (NET, ["--set", "depth=3"], 1, r"model\(\) does not take these settings .*it takes: width"),
+        (NET, ["--set", "depth"], 2, r"setting 'depth' is not NAME=VALUE"),
+        (NET, ["--batch-size", "49"], 1, r"the training set has 48 samples, fewer than one minibatch of 49"),
+        (changed("torch.randn(48, 4,", "torch.randn(48, 5,"), [], 1, r"error: .*(shape|mat|size)"),
+        (changed("    return nn.Sequential(OrderedDict(layers))", BRANCH), [], 1, r"model.py:11: torch.export cannot"),
+    ],
+    ids=["model", "syntax", "import", "settings", "setting", "batch", "shape", "trace"],
+)  # fmt: skip
+def test_models_that_profile_cannot_use(folder, text, options, code, match):
+    folder.write("model.py", text)
+    result = folder.pdtool("profile", "model.py", "--batch-size", "8", *options, code=code)
+    assert re.search(match, result.stderr.splitlines()[-1]), result.stderr
+    assert not (folder.path / "profiles").exists()
+
+
+def test_a_model_that_is_not_there(folder):
+    assert "there is no file gone.py" in folder.pdtool("profile", "gone.py", code=2).stderr
+    assert "'a b' in 'gone.py:a b' is not the name" in folder.pdtool("profile", "gone.py:a b", code=2).stderr
+
+
+def test_a_full_disk_keeps_the_old_profile(road, monkeypatch):
+    before = Path("profiles/model.json").read_bytes()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    stderr = road.pdtool("profile", "model.py", "--batch-size", "4", code=1).stderr
+    assert "profiles/model.json could not be written (No space left on device)" in stderr
+    assert Path("profiles/model.json").read_bytes() == before
+    assert os.listdir("profiles") == ["model.json"]
+
+
+def test_a_full_disk_keeps_the_old_bundle(road, monkeypatch):
+    road.pdtool("codegen")
+    before = {path.name: path.read_bytes() for path in Path("plans/model-2").glob("*.*")}
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "No space left on device" in road.pdtool("codegen", code=1).stderr
+    assert {path.name: path.read_bytes() for path in Path("plans/model-2").glob("*.*")} == before
+    assert sorted(os.listdir("plans")) == ["model-2", "model-2.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [("profiles/model.json", ("partition", "--topology", "2")), ("profiles/model.json", ("codegen",)),
+     ("plans/model-2.yaml", ("codegen",)), ("plans/model-2.yaml", ("run",)), ("plans/model-2.yaml", ("show",))],
+)  # fmt: skip
+def test_truncated_artifacts_stop_every_command(road, file, command):
+    text = Path(file).read_text()
+    road.write(file, text[: len(text) // 2])
+    arguments = (*command, file) if command == ("show",) else command
+    assert f"error: {file}" in road.pdtool(*arguments, code=3).stderr
+
+
+def test_an_altered_profile_is_refused(road):
+    text = Path("profiles/model.json").read_text()
+    road.write("profiles/model.json", text.replace('"batch_size": 8', '"batch_size": 9'))
+    assert "was altered or damaged" in road.pdtool("partition", "--topology", "2", code=3).stderr
+
+
+def test_what_only_training_needs_is_missed_by_name(folder):
+    folder.write("model.py", NET.replace("def optimizer", "def optimiser"))
+    folder.pdtool("profile", "model.py", "--batch-size", "8")
+    folder.pdtool("partition", "--topology", "2", "--straight")
+    stderr = folder.pdtool("run", "--steps", "2", code=1).stderr
+    assert "model.py has no function optimizer(); it defines: model, dataset, loss, optimiser, metrics" in stderr
+
+
+def test_a_loss_that_is_no_number_ends_the_run_by_name(folder):
+    folder.write("model.py", changed("cross_entropy(output, target)", "cross_entropy(output / 0, target)"))
+    folder.pdtool("profile", "model.py", "--batch-size", "8")
+    folder.pdtool("partition", "--topology", "2", "--straight")
+    stderr = folder.pdtool("run", "--steps", "2", code=1).stderr
+    assert "the loss is nan in minibatch 0 of epoch 1; try a lower learning rate" in stderr
+
+
+def test_a_worker_that_dies_is_named_and_its_checkpoints_stay(road):
+    kill = "import os, signal\n    if os.path.exists('die'):\n        os.kill(os.getpid(), signal.SIGKILL)\n    "
+    road.write("model.py", changed("return nn.functional", f"{kill}return nn.functional"))
+    road.pdtool("profile", "model.py", "--batch-size", "8")
+    road.pdtool("partition", "--topology", "2", "--straight")
+    road.pdtool("run", "-o", "runs/a", "--steps", "3")
+    road.write("die", "")
+    stderr = road.pdtool("run", "-o", "runs/a", "--steps", "3", "--epochs", "2", "--resume", code=5).stderr
+    assert "rank 1 (stage 1, replica 0) was killed by SIGKILL; it was last at 1F0 of epoch 2" in stderr
+    (road.path / "die").unlink()
+    assert "epoch 2:" in road.pdtool("run", "-o", "runs/a", "--steps", "3", "--epochs", "2", "--resume").stderr
+
+
+def alive(session: int) -> list[str]:
+    """Processes of a session that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(of) == session and state != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+def test_ctrl_c_ends_the_run_with_130_and_leaves_no_worker(road):
+    road.pdtool("codegen")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdtool", "run", "-o", "runs/a", "--epochs", "100000"],
+        env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    metrics = Path("runs/a/metrics.jsonl")
+    deadline = time.monotonic() + 60
+    while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stderr
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+    deadline = time.monotonic() + 5
+    while left := alive(process.pid):
+        assert time.monotonic() < deadline, f"{left} are left"
+        time.sleep(0.05)
