@@ -18,14 +18,14 @@ from pdtool.profile.measure import measure
 from pdtool.run.spec import RunSpec
 
 MODELS: dict[str, dict[str, JsonValue]] = {
-    "digits:model": {"width": 8},
-    "mini:vgg": {},
-    "mini:alexnet": {},
-    "mini:resnet": {},
-    "lstm_lm:model": {"width": 32},
-    "transformer:model": {"layers": 2, "width": 32},
-    "gpt2:model": {"layers": 2, "width": 32},
-    "hf_resnet:model": {},
+    "digits": {"width": 8},
+    "vgg16": {"size": "mini"},
+    "alexnet": {"size": "mini"},
+    "resnet50": {"size": "mini"},
+    "lstm_lm": {"width": 32},
+    "transformer": {"layers": 2, "width": 32},
+    "gpt2": {"layers": 2, "width": 32},
+    "hf_resnet": {},
 }
 CLUSTERS = {"2": [1e9], "3": [1e9], "2x2": [1e8, 1e9]}
 STEPS = 20
@@ -38,11 +38,7 @@ def profiled():
 
     def get(name):
         if name not in known:
-            module, _, function = name.partition(":")
-            if module in ("gpt2", "hf_resnet"):
-                pytest.importorskip("transformers")
-            ref = ModelRef(source=f"pdtool.zoo.{module}", function=function, settings=MODELS[name])
-            file = ModelFile.load(ref)
+            file = ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}", settings=MODELS[name]))
             known[name] = file, measure(file, batch_size=8, threads=1)
         return known[name]
 

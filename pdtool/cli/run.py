@@ -77,7 +77,7 @@ def run(plan: str | None, schedule: str | None, microbatches: int | None, dry_ru
     spec = _spec(inputs, _bundle(inputs), settings)
     spec = replace(spec, plan=rescheduled(spec.plan, inputs.profile, schedule, microbatches))
     report = _launched(spec)
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if _speaks():
         _tell(spec, report, as_json)
     if report.target_reached is False:
         raise TargetMissedError(
@@ -98,6 +98,11 @@ def _bundle(inputs: Inputs) -> Bundle:
         raise StaleError(inputs.folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
     note(f"{inputs.folder}/ is missing or was made from something else: generating it")
     return generated(inputs, inputs.folder)
+
+
+def _speaks() -> bool:
+    """Whether this process tells the user what happens: of the workers that torchrun or srun started, one does."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _is_worker() -> bool:
@@ -144,8 +149,9 @@ def _new_folder(path: Path) -> Path:
 def _launched(spec: RunSpec) -> Report:
     from pdtool.run.launch import launch
 
-    note(f"training on {sum(s.replicas for s in spec.plan.stages)} worker(s) ({spec.plan.config}), "
-         f"schedule {spec.plan.schedule}, into {spec.out}/")  # fmt: skip
+    if _speaks():
+        count = sum(stage.replicas for stage in spec.plan.stages)
+        note(f"training on {count} worker(s) ({spec.plan.config}), schedule {spec.plan.schedule}, into {spec.out}/")
     with _following(spec) as on_event:
         return launch(spec, on_event)
 
