@@ -31,7 +31,7 @@ def test_profile_to_export(road):
     assert report.target_reached
     assert report == Report.load("runs/model-2/report.json")
     assert "epoch 1: loss" in result.stderr
-    assert "busy, predicted" in result.stderr
+    assert "predicted  measured" in result.stderr
 
     line = json.loads((road.path / "runs/model-2/metrics.jsonl").read_text().splitlines()[-1])
     assert {"split", "epoch", "step", "loss", "accuracy"} <= line.keys()

@@ -23,7 +23,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, names: i
     """A table whose first `names` columns are words and whose other columns are figures."""
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < names else "right", overflow="fold")
+        table.add_column(column, justify="left" if index < names else "right", overflow="fold", no_wrap=index >= names)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     return table
@@ -66,16 +66,15 @@ def plan_view(plan: Plan) -> Parts:
     predicted = None if plan.edited else plan.predicted
     rows = []
     for s, stage in enumerate(plan.stages):
-        figures = ["?", "?", "?"]
+        figures = ["?"] * 4
         if predicted:
-            transfer = format_seconds(predicted.transfer_s[s]) if s < len(predicted.transfer_s) else ""
-            figures = [format_seconds(predicted.compute_s[s]), transfer, format_bytes(predicted.memory_bytes[s])]
-        allreduce = format_seconds(predicted.allreduce_s[s]) if predicted else "?"
-        rows.append([s, _brief(stage.nodes), _ranges(stage.workers), stage.replicas, stage.in_flight, figures[0],
-                     allreduce, *figures[1:]])  # fmt: skip
+            to_next = format_seconds(predicted.transfer_s[s]) if s < len(predicted.transfer_s) else ""
+            seconds = map(format_seconds, (predicted.compute_s[s], predicted.allreduce_s[s]))
+            figures = [*seconds, to_next, format_bytes(predicted.memory_bytes[s])]
+        rows.append([s, _brief(stage.nodes), _ranges(stage.workers), stage.in_flight, *figures])
     levels = ", ".join(f"{v.size} at {format_rate(v.bandwidth_bytes_per_s)}" for v in plan.cluster.levels)
     title = f"{plan.name}: {plan.config} on {levels}, schedule {plan.schedule}"
-    columns = ("stage", "holds", "workers", "replicas", "in flight", "compute", "all-reduce", "to next", "memory")
+    columns = ("stage", "holds", "workers", "in flight", "compute", "all-reduce", "to next", "memory")
     yield _table(columns, rows, names=3, title=title)
     if plan.edited:
         yield "edited by hand since its predictions were computed; run and codegen compute them again"
@@ -159,15 +158,16 @@ def report_view(report: Report) -> Parts:
     for s, stage in enumerate(report.stages):
         rows.append([
             s, stage.replicas, format_seconds(predicted.compute_s[s]) if predicted else "?",
-            *map(format_seconds, (stage.busy_s, stage.forward_s, stage.backward_s, stage.update_s, stage.wait_s)),
+            *map(format_seconds, (stage.busy_s, stage.wait_s)),
             stage.peak_versions, stage.peak_stashed, format_bytes(stage.sent_bytes),
         ])  # fmt: skip
-    columns = ("stage", "replicas", "busy, predicted", "busy, measured", "forward", "backward", "update", "waiting",
-               "versions", "stashed", "sent")  # fmt: skip
+    columns = ("stage", "replicas", "predicted", "measured", "waiting", "versions", "stashed", "sent")
     title = (
         f"{report.plan}: {report.config}, schedule {report.schedule}, {report.epochs} epoch(s) of {report.minibatches}"
     )
-    yield _table(columns, rows, title=f"{title} minibatches of {report.batch_size}")
+    yield _table(
+        columns, rows, title=f"{title} minibatches of {report.batch_size}\nbusy per minibatch, and what it held:"
+    )
     if predicted:
         pace = format_seconds(predicted.bottleneck_s)
         yield f"per minibatch: predicted {pace}, measured {format_seconds(report.measured.bottleneck_s)}"

@@ -7,10 +7,11 @@ evaluation mode: an argument that differs between the two depends on `self.train
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -148,13 +149,14 @@ def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], pat
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch.export's own log out of the terminal: the error that follows says what matters."""
+    """Keep torch.export's own log and graph dumps out of the terminal: the error that follows says what matters."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.export", "torch.fx")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
