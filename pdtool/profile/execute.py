@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ class Executor:
 
     def __call__(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
         """The operator's output tensors."""
+        return tensors(self.prepared(op, environment)())
+
+    def prepared(self, op: Operator, environment: Mapping[Value, Tensor]) -> Callable[[], Any]:
+        """The operator's own call, its arguments in place, so that nothing else is timed with it."""
 
         def resolve(argument: Any) -> Any:
             if isinstance(argument, Value):
@@ -55,8 +60,7 @@ class Executor:
 
         args, kwargs = pytree.tree_map(resolve, (op.args, op.kwargs))
         call: Any = op.target or self.traced.model.get_submodule(op.module)
-        result = call(*args, **kwargs)
-        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        return partial(call, *args, **kwargs)
 
     def fresh(self, op: Operator, environment: Mapping[Value, Tensor]) -> Environment:
         """The operator's inputs alone, cut off from what made them, so that a backward stops here."""
@@ -67,6 +71,11 @@ class Executor:
         parameters = [self.state[name] for name in op.parameters]
         unique = {id(t): t for t in (*inputs.values(), *parameters) if t.requires_grad}
         return list(unique.values())
+
+
+def tensors(result: Any) -> list[Tensor]:
+    """Those in what an operator returned, in order."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -22,7 +22,7 @@ from pdtool.errors import ModelError, PdtoolError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Operator, Traced, Value
 from pdtool.frontend.trace import trace
-from pdtool.profile.execute import Environment, Executor, differentiable, inplace_modules_off
+from pdtool.profile.execute import Environment, Executor, differentiable, inplace_modules_off, tensors
 
 _FEWEST, _MOST = 3, 15  # timed rounds
 _BUDGET_S = 6.0  # for all rounds, as far as _FEWEST allows
@@ -149,7 +149,16 @@ class _Measurement:
             {name: statistics.median(times[kind][name] for times in passes) for name in passes[0][kind]}
             for kind in (0, 1)
         )
-        return statistics.median(steps), forwards, backwards
+        engine_s = self._engine_s()
+        return statistics.median(steps), forwards, {name: max(0.0, s - engine_s) for name, s in backwards.items()}
+
+    def _engine_s(self) -> float:
+        """Seconds that a call of autograd.grad takes by itself: a whole step pays it once, a pass at every node."""
+        if self.device.type == "cuda":
+            return 0.0  # events time the device's work only
+        x = torch.zeros(1, requires_grad=True)
+        call = partial(torch.autograd.grad, x.view(1), x, torch.ones(1), retain_graph=True)
+        return statistics.median(self._seconds(call) for _ in range(100))
 
     def _pass(self) -> tuple[Times, Times]:
         """Seconds of every node's forward, in order, and then of every node's backward, in reverse order."""
@@ -158,7 +167,8 @@ class _Measurement:
         forwards: dict[str, Callable[[], float]] = {}
         for op in self._computed():
             inputs = self.run.fresh(op, environment)
-            outputs, forwards[op.name] = self.clock.time(partial(self.run, op, inputs))
+            result, forwards[op.name] = self.clock.time(self.run.prepared(op, inputs))
+            outputs = tensors(result)
             environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
             replayed.append((op.name, outputs, self.run.sources(op, inputs)))
         if self.with_loss:
