@@ -146,3 +146,38 @@ def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch
 @pytest.mark.parametrize("options", [["--timeout", "5"], ["--target", "accuracy"], ["--nnodes", "2", "-o", "x"]])
 def test_impossible_options_of_run_exit_with_2(road, options):
     assert road.pdtool("run", *options, code=2).stderr.count("error: ") == 1
+
+
+IDLE = NET.replace(
+    "    return nn.Sequential(OrderedDict(layers))\n",
+    """    net = nn.Sequential(OrderedDict(layers))
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+            self.also = net.middle
+            self.idle = nn.Linear(3, 3)
+        def forward(self, x):
+            return self.net(x)
+    return Net()
+""",
+)
+
+
+def test_an_export_holds_what_no_operator_uses_and_every_name_of_what_one_does(folder):
+    folder.write("model.py", IDLE)
+    folder.pdtool("profile", "model.py", "--batch-size", "8")
+    folder.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    folder.pdtool("run")
+    folder.pdtool("export", "runs/model-2", "-o", "model.pt")
+    scope: dict = {}
+    exec(IDLE, scope)
+    torch.manual_seed(0)
+    before = scope["model"]()
+    state = torch.load("model.pt")
+    before.load_state_dict(state, strict=True)
+    torch.manual_seed(0)
+    before = scope["model"]().state_dict()
+    assert torch.equal(state["idle.weight"], before["idle.weight"])
+    assert torch.equal(state["also.weight"], state["net.middle.weight"])
+    assert not torch.equal(state["also.weight"], before["also.weight"])

@@ -81,7 +81,7 @@ def texts_in(folder):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("function", ["branchy", "tied", "unet", "no_grad", "sequential", "encoder"])
+@pytest.mark.parametrize("function", ["branchy", "tied", "unet", "no_grad", "sequential", "encoder", "named"])
 def test_composed_stages_equal_the_model(function, count, tmp_path):
     model_file = small(function)
     profile = skeleton(model_file)

@@ -51,6 +51,13 @@ def test_the_error_names_the_line_of_the_users_code(fault, code):
         trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
 
 
+def test_a_name_that_no_file_can_hold_is_refused():
+    model = torch.nn.Sequential()
+    model.add_module("a-b", torch.nn.Linear(8, 8))
+    with pytest.raises(TraceError, match="a part named 'a-b'"):
+        trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS)
+
+
 def test_inputs_that_ignore_the_batch_size_are_refused():
     with pytest.raises(TraceError, match="whatever the batch size"):
         trace(load().build(), lambda n: (torch.randn(4, 8),), 4, MODELS)

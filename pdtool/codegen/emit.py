@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -272,13 +273,16 @@ def _access(path: str) -> str:
     """`layer1.0.conv1` -> `self.layer1["0"].conv1`."""
     text = "self"
     for index, part in enumerate(part for part in path.split(".") if part):
-        if part.isidentifier() and not hasattr(nn.ModuleDict, part):
+        if part.isidentifier() and not keyword.iskeyword(part):
             text += f".{part}"
-        elif index:
-            text += f'["{part}"]' if part not in vars(nn.ModuleDict) else f'.get_submodule("{part}")'
         else:
-            text = f'self.get_submodule("{part}")'
+            text += f'["{part}"]' if index else f'.get_submodule("{part}")'
     return text
+
+
+def _is_dict(children: dict[str, Any]) -> bool:
+    """Whether a ModuleDict can hold these names: one such as `keys` would hide a method of its own."""
+    return not any(hasattr(nn.ModuleDict, name) for name in children)
 
 
 def _insert(tree: dict[str, Any], parts: list[str], leaf: str | None) -> None:
@@ -289,32 +293,46 @@ def _insert(tree: dict[str, Any], parts: list[str], leaf: str | None) -> None:
 
 
 def _assign(name: str, child: Any) -> Iterator[str]:
+    """Statements that make one child of the stage, and all that is below it."""
     lines = list(_nested(child))
-    if name.isidentifier() and not hasattr(nn.Module, name):
-        yield f"self.{name} = {lines[0]}"
-        yield from lines[1:]
+    if name.isidentifier() and not keyword.iskeyword(name):
+        lines[0] = f"self.{name} = {lines[0]}"
     else:
-        yield f'self.add_module("{name}", {lines[0]}'
-        yield from lines[1:-1]
-        last = lines[-1] if len(lines) > 1 else ""
-        yield f"{last})"
+        lines[0] = f'self.add_module("{name}", {lines[0]}'
+        lines[-1] += ")"
+    yield from lines
+    yield from _later(name, child)
 
 
 def _nested(child: Any) -> Iterator[str]:
-    """A leaf's constructor call, or a ModuleDict of children, over several lines."""
+    """A leaf's constructor call, or a container of children, over several lines."""
     if isinstance(child, str):
         yield child
-        return
-    if not child:
+    elif not child:
         yield "nn.ModuleDict()"
+    elif not _is_dict(child):
+        yield "nn.Module()"
+    else:
+        yield "nn.ModuleDict({"
+        for name, grandchild in child.items():
+            first, *rest = _nested(grandchild)
+            lines = [f'"{name}": {first}', *rest]
+            yield from (f"    {line}" for line in lines[:-1])
+            yield f"    {lines[-1]},"
+        yield "})"
+
+
+def _later(path: str, child: Any) -> Iterator[str]:
+    """Statements that fill the containers which are no ModuleDict."""
+    if isinstance(child, str):
         return
-    yield "nn.ModuleDict({"
     for name, grandchild in child.items():
-        first, *rest = _nested(grandchild)
-        lines = [f'"{name}": {first}', *rest]
-        yield from (f"    {line}" for line in lines[:-1])
-        yield f"    {lines[-1]},"
-    yield "})"
+        if not _is_dict(child):
+            lines = list(_nested(grandchild))
+            lines[0] = f'{_access(path)}.add_module("{name}", {lines[0]}'
+            lines[-1] += ")"
+            yield from lines
+        yield from _later(f"{path}.{name}", grandchild)
 
 
 def _construct(module: nn.Module) -> str:

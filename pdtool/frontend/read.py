@@ -20,6 +20,7 @@ from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Valu
 
 _TORCH = str(Path(torch.__file__).parent)
 _SMALL = 64  # elements of a constant tensor that may stand in a stage file as a literal
+_NAME = re.compile(r"[A-Za-z0-9_.]*")
 _ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
 
 
@@ -53,6 +54,11 @@ class Reader:
 
     def read(self) -> Traced:
         """All operators, model inputs first; raises TraceError."""
+        for name in (*self.modules, *self.parameters, *self.buffers):
+            if not _NAME.fullmatch(name):
+                raise TraceError(
+                    f"the model has a part named {name!r}", "name modules with letters, digits and underscores only"
+                )
         for node, spec in zip(self._placeholders(), self.program.graph_signature.input_specs, strict=True):
             self.env[node] = self._input(node, spec)
         for node in self.program.graph.nodes:

@@ -39,6 +39,8 @@ class Setup:
         shape: what the schedule is built for; stages that share a parameter update together.
         names: parameters and persistent buffers of the stage that a checkpoint holds.
         canonical: parameter name -> its first name in the whole model, under which its optimizer state is kept.
+        idle: what else of the model's state a checkpoint holds: second names of this stage's own parameters and, at
+            the first stage, what no operator uses.
         loaders: at the first stage, by split.
     """
 
@@ -57,6 +59,7 @@ class Setup:
     tied: list[Tied]
     names: list[str]
     canonical: dict[str, str]
+    idle: dict[str, Tensor]
     splits: dict[str, Split]
     loaders: dict[str, Loader] = field(default_factory=dict)
 
@@ -72,6 +75,7 @@ class Setup:
             return {}
         own = self.stage.module.state_dict()
         state = {f"model.{name}": own[name] for name in self.names}
+        state |= {f"model.{name}": value for name, value in self.idle.items()}
         owned = [tied.updater for tied in self.tied if tied.first]
         for updater in (self.updater, *owned):
             state |= {f"optimizer.{self.canonical[name]}.{key}": value for name, key, value in updater.state()}
@@ -120,7 +124,7 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
     file = ModelFile.load(spec.model, trusted=spec.trusted, digests=dict(spec.bundle.digests))
     s, last = place.stage, len(spec.plan.stages) - 1
     shape = spec.plan.shape(tuple(tied.stages for tied in spec.bundle.tied))
-    stage, names, canonical = _load_stage(spec, file, s, device, is_last=s == last)
+    stage, names, canonical, idle = _load_stage(spec, file, s, device, is_last=s == last)
     splits, loaders = _describe_data(spec, file, s, leader=ranks_of(everyone, 0)[0])
     described = describe_targets(splits["train"].leaves)
     all_wires = wires(spec.bundle, described)
@@ -137,21 +141,33 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
     return Setup(
         spec=spec, place=place, device=device, shape=shape, file=file, status=status, meter=meter, stage=stage,
         groups=groups, replicas=replicas, border=border,
-        updater=Updater(file, own), tied=tied, names=names, canonical=canonical, splits=splits, loaders=loaders,
+        updater=Updater(file, own), tied=tied, names=names, canonical=canonical, idle=idle, splits=splits,
+        loaders=loaders,
     )  # fmt: skip
 
 
 def _load_stage(
     spec: RunSpec, file: ModelFile, s: int, device: torch.device, *, is_last: bool
-) -> tuple[Stage, list[str], dict[str, str]]:
-    """The stage, the names of its state that a checkpoint holds, and every parameter's first name in the model."""
+) -> tuple[Stage, list[str], dict[str, str], dict[str, Tensor]]:
+    """The stage, the names of its state that a checkpoint holds, every parameter's first name, and Setup.idle."""
     model = file.build(spec.seed)
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    kept = set(model.state_dict())
+    kept = model.state_dict(keep_vars=True)
     module = load_module(spec.bundle, spec.bundle_dir, s, model).to(device)
     names = [name for name in module.state_dict() if name in kept]
-    return Stage(module, file.loss if is_last else None), names, canonical
+    used = {name for described in spec.bundle.stages for name in (*described.parameters, *described.buffers)}
+    home = {canonical.get(name, name): name for name in names}
+    elsewhere = {canonical.get(name, name) for name in used}
+    stage = Stage(module, file.loss if is_last else None)
+    idle: dict[str, Tensor] = {}
+    for name in kept.keys() - used:
+        first_name = canonical.get(name, name)
+        if first_name in home:
+            idle[name] = stage.weights.by_name[home[first_name]]
+        elif s == 0 and first_name not in elsewhere:
+            idle[name] = kept[name].detach()
+    return stage, names, canonical, idle
 
 
 def _describe_data(

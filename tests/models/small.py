@@ -67,6 +67,31 @@ class Tied(nn.Module):
         return self.decoder(x).permute(0, 2, 1)
 
 
+class Named(nn.Module):
+    """Names that generated code might trip over."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = nn.Linear(8, 8)
+        self.torch = nn.ReLU()
+        self.batch = nn.Module()
+        for name in ("x", "keys", "items"):
+            self.batch.add_module(name, nn.Linear(8, 8))
+        self.batch.values = nn.ModuleDict({"a": nn.Linear(8, 8), "lambda": nn.Linear(8, 8)})
+        self.batch.scale = nn.Parameter(torch.ones(8))
+        self.device = nn.ModuleList([nn.Linear(8, 8), nn.PReLU()])
+        self.F = nn.Dropout(0.1)
+        self.nn = nn.Linear(8, 8).double()
+
+    def forward(self, self_):
+        x = self.torch(self.x(self_)) + torch.arange(8.0)
+        x = self.batch.items(self.batch.keys(self.batch.x(x))) * self.batch.scale
+        x = self.batch.values["a"](x) + self.batch.values["lambda"](x)
+        for layer in self.device:
+            x = layer(x)
+        return self.nn(self.F(x.view(x.shape[0], -1)).double())
+
+
 class UNet(nn.Module):
     """Down, up, and a long skip; functional layers; two outputs, one of them from the first stage."""
 
@@ -117,6 +142,10 @@ def tied():
 
 def unet():
     return UNet()
+
+
+def named():
+    return Named()
 
 
 def no_grad():
