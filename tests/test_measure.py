@@ -40,6 +40,17 @@ def optimizer(named): return torch.optim.Adam([p for _, p in named])
 """
 
 
+NAMED = """
+from dataclasses import dataclass
+from transformers.utils import ModelOutput
+
+@dataclass
+class Named(ModelOutput):
+    logits: torch.Tensor = None
+
+"""
+
+
 @pytest.fixture
 def model_file(tmp_path):
     return write(tmp_path, TEXT)
@@ -90,6 +101,18 @@ def test_a_model_without_loss_and_data_is_profiled_without_them(tmp_path):
     assert "loss" not in profile.by_name
     assert profile.optimizer_state_bytes == 0
     assert all(node.update_s == 0 for node in profile.nodes)
+
+
+def test_a_loss_may_take_named_outputs_as_attributes(tmp_path):
+    """As of a model from `transformers`, whose output is a mapping with attributes."""
+    text = TEXT.replace("return self.out(", "return Named(logits=self.out(").replace(
+        "torch.arange(8))", "torch.arange(8)))"
+    )
+    text = text.replace("cross_entropy(output,", "cross_entropy(output.logits,").replace(
+        "class Net", NAMED + "class Net"
+    )
+    profile = measure(write(tmp_path, text), batch_size=4)
+    assert profile.by_name["loss"].inputs == ("out", "target")
 
 
 def test_hints_become_constraints(tmp_path):

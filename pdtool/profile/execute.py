@@ -73,6 +73,18 @@ class Executor:
         return list(unique.values())
 
 
+class Output(dict[str, Any]):
+    """What a model returns by name, as the generated last stage returns it: output["logits"] or output.logits."""
+
+    __getattr__ = dict.__getitem__
+
+
+def filled(output: Any, environment: Mapping[Value, Tensor]) -> Any:
+    """The model's output with its tensors in place, as the user's loss takes it."""
+    result = pytree.tree_map(lambda v: environment[v] if isinstance(v, Value) else v, output)
+    return Output(result) if isinstance(result, dict) else result
+
+
 def tensors(result: Any) -> list[Tensor]:
     """Those in what an operator returned, in order."""
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]

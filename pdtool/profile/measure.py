@@ -22,7 +22,7 @@ from pdtool.errors import ModelError, PdtoolError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Operator, Traced, Value
 from pdtool.frontend.trace import trace
-from pdtool.profile.execute import Environment, Executor, differentiable, inplace_modules_off, tensors
+from pdtool.profile.execute import Environment, Executor, differentiable, filled, inplace_modules_off, tensors
 
 _FEWEST, _MOST = 3, 15  # timed rounds
 _BUDGET_S = 6.0  # for all rounds, as far as _FEWEST allows
@@ -200,9 +200,6 @@ class _Measurement:
     def _computed(self) -> list[Operator]:
         return [op for op in self.traced.operators if not (op.is_input or op.constant)]
 
-    def _output(self, environment: Environment) -> Any:
-        return pytree.tree_map(lambda v: environment[v] if isinstance(v, Value) else v, self.traced.output)
-
     def _whole_step(self) -> float:
         """Seconds of forward, loss and backward of the model itself."""
         parameters = [p for p in self.traced.model.parameters() if p.requires_grad]
@@ -266,7 +263,7 @@ class _Measurement:
                 flops[op.name] = counter.get_total_flops() - before
             if self.with_loss:
                 current = "loss"
-                self.model_file.loss(self._output(environment), self.target)
+                self.model_file.loss(filled(self.traced.output, environment), self.target)
         return stash, flops
 
     def _nodes(
@@ -318,8 +315,7 @@ class _Measurement:
     def _loss_inputs(self, environment: Environment) -> tuple[list[Tensor], Any]:
         """(leaves that a gradient comes back for, the model's output made of them)."""
         leaves = {v: environment[v].detach().requires_grad_(v.differentiable) for v in self._outputs}
-        output = pytree.tree_map(lambda v: leaves[v] if isinstance(v, Value) else v, self.traced.output)
-        return [t for t in leaves.values() if t.requires_grad], output
+        return [t for t in leaves.values() if t.requires_grad], filled(self.traced.output, leaves)
 
     def _shared(self) -> Iterator[SharedParameter]:
         for first in dict.fromkeys(self.traced.tied.values()):
