@@ -181,3 +181,47 @@ def test_an_export_holds_what_no_operator_uses_and_every_name_of_what_one_does(f
     assert torch.equal(state["idle.weight"], before["idle.weight"])
     assert torch.equal(state["also.weight"], state["net.middle.weight"])
     assert not torch.equal(state["also.weight"], before["also.weight"])
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(road):
+    road.pdtool("run", "-o", "runs/a", "--epochs", "2")
+    before = (road.path / "runs/a/metrics.jsonl").read_text()
+    assert "holds a run already" in road.pdtool("run", "-o", "runs/a", code=2).stderr
+    assert "has its 2 epoch(s) already" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
+    assert (road.path / "runs/a/metrics.jsonl").read_text() == before
+
+
+FROZEN = NET.replace(
+    "    return nn.Sequential(OrderedDict(layers))\n",
+    """    net = nn.Sequential(OrderedDict(layers))
+    net.first.requires_grad_(False)
+    return net
+""",
+).replace(
+    "torch.optim.SGD([p for _, p in named_parameters], lr=0.1)",
+    """torch.optim.SGD([
+        {"params": [p for n, p in named_parameters if p.requires_grad and "bias" not in n], "weight_decay": 0.1},
+        {"params": [p for n, p in named_parameters if p.requires_grad and "bias" in n]},
+    ], lr=0.1)""",
+)
+
+
+def test_a_stage_of_frozen_layers_and_groups_picked_by_name(folder):
+    folder.write("model.py", FROZEN)
+    folder.pdtool("profile", "model.py", "--batch-size", "8")
+    folder.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    plan = Plan.load(PLAN)
+    stages = [
+        s.model_copy(update={"nodes": n}) for s, n in zip(plan.stages, (("input", "first", "target"), ()), strict=True)
+    ]
+    rest = [node.name for node in Profile.load("profiles/model.json").nodes if node.name not in stages[0].nodes]
+    stages[1] = stages[1].model_copy(update={"nodes": tuple(rest)})
+    plan.model_copy(update={"stages": tuple(stages)}).save(PLAN)
+    folder.pdtool("run")
+    folder.pdtool("export", "runs/model-2", "-o", "model.pt")
+    scope: dict = {}
+    exec(FROZEN, scope)
+    torch.manual_seed(0)
+    before, after = scope["model"]().state_dict(), torch.load("model.pt")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"middle.weight", "middle.bias", "last.weight", "last.bias"}

@@ -167,7 +167,7 @@ def test_the_proof_finds_a_wrong_stage(old, new, tmp_path):
 def test_a_model_that_keeps_state_between_minibatches_is_found_out(tmp_path):
     model_file = small("broken", fault="state")
     profile = skeleton(model_file)
-    with pytest.raises(VerificationError, match=r"minibatch 1 of 2.*may keep state on self"):
+    with pytest.raises(VerificationError, match=r"minibatch 1 of 2.*keep state on self"):
         generate(plan_of(profile, 1), profile, model_file, tmp_path / "b")
     assert not (tmp_path / "b").exists()
 

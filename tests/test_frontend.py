@@ -194,3 +194,30 @@ def test_a_changed_model_is_stale_and_not_imported(tmp_path):
 def test_the_zoo_is_trusted_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ModelFile.load(ModelRef(source="pdtool.zoo.digits")).name == "digits"
+
+
+@pytest.mark.parametrize("name", ["loss", "target"])
+def test_names_of_pdtools_own_nodes_are_refused(name):
+    model = torch.nn.Sequential()
+    model.add_module(name, torch.nn.Linear(8, 8))
+    with pytest.raises(TraceError, match=f"a part named '{name}'"):
+        trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS)
+
+
+def test_a_model_that_is_one_leaf_is_traced():
+    traced = trace(torch.nn.Linear(8, 3), lambda n: (torch.randn(n, 8),), 4, MODELS)
+    assert [op.op for op in traced.operators] == ["input", "linear"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        ("3", r"metrics\(\) returned 3"),
+        ("{'a': 1}", r"return \{name: \(sum, count\)\}"),
+        ("{'loss': (1, 1)}", "names 'loss'"),
+    ],
+)
+def test_faulty_metrics_are_explained(returned, what, tmp_path):
+    text = f"def model(): pass\ndef metrics(o, t): return {returned}\n"
+    with pytest.raises(ModelError, match=what):
+        write(tmp_path, text).metrics(None, None)

@@ -43,6 +43,11 @@ class Commands(click.Group):
         except PdtoolError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            click.echo(f"error: {error.filename or 'the output'} failed: {error.strerror}", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)

@@ -134,7 +134,10 @@ def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int
         if nnodes > 1 or _is_worker():
             raise UsageError("workers started one by one need one folder for the run", "name it with -o")
         output = str(_new_folder(Path("runs") / inputs.folder.name))
-    return Path(output or str(resume)), Path(resume) if resume else None
+    out = Path(output or str(resume))
+    if (out / "metrics.jsonl").exists() and (resume is None or Path(resume).resolve() != out.resolve()):
+        raise UsageError(f"{out} holds a run already", "go on with it by --resume, or name another folder with -o")
+    return out, Path(resume) if resume else None
 
 
 def _new_folder(path: Path) -> Path:

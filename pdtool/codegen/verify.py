@@ -173,7 +173,7 @@ def _compare(expected: Tensor, found: Tensor, what: str) -> None:
         worst = (expected.double() - found.double()).abs().max().item()
         raise VerificationError(
             f"{what} differs between the stages and the model by up to {worst:.3g}",
-            "the model may keep state on self between calls; report this if it does not",
+            "it may keep state on self between calls, override train(), or use an autograd.Function of its own",
         )
 
 

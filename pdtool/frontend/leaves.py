@@ -89,7 +89,8 @@ def constructor(module: nn.Module) -> list[tuple[str, Any, bool]]:
         default = defaults[name]
         if default is inspect.Parameter.empty or value != default:
             arguments.append((name, value, default is inspect.Parameter.empty))
-    dtypes = {p.dtype for p in module.parameters()} - {torch.float32}
+    state = (*module.parameters(), *module.buffers())
+    dtypes = {t.dtype for t in state if t.is_floating_point()} - {torch.float32}
     if dtypes:
         arguments.append(("dtype", dtypes.pop(), False))
     return arguments

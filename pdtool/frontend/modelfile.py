@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, default_collate
 from pdtool.artifacts.envelope import ModelRef, file_sha256
 from pdtool.errors import ModelError, StaleError, UsageError
 
+RESERVED = {"split", "epoch", "step", "loss"}  # what a line of metrics.jsonl holds besides the user's metrics
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -56,7 +57,7 @@ class ModelFile:
             ModelError: it cannot be imported, or lacks the function.
         """
         path = find_source(ref.source)
-        if not trusted and not _is_local(path, ref.source):
+        if not trusted and not _is_local(path):
             raise UsageError(
                 f"the artifact names the model {ref.source!r}, outside the current folder",
                 "check that file, then name it yourself with --model",
@@ -103,14 +104,18 @@ class ModelFile:
             inputs = self._call(self._function("example_inputs"), batch_size)
         else:
             inputs = self.example_batch(batch_size)[0]
-        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        for index, value in enumerate(inputs):
+        return self.as_inputs(inputs)
+
+    def as_inputs(self, inputs: Any) -> tuple[Tensor, ...]:
+        """The inputs of a minibatch as the model's arguments; raises ModelError when one is no tensor."""
+        values: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        for index, value in enumerate(values):
             if not isinstance(value, Tensor):
                 raise ModelError(
                     f"{self.path.name}: input {index} of a minibatch is {type(value).__name__}, not a tensor",
-                    "let example_inputs return a tensor or a tuple of tensors",
+                    "let inputs be a tensor or a tuple of tensors, in example_inputs and in dataset",
                 )
-        return inputs
+        return values
 
     def example_batch(self, batch_size: int) -> tuple[Any, Any]:
         """The first `batch_size` samples of the training set, collated: (inputs, target)."""
@@ -160,9 +165,17 @@ class ModelFile:
         """The user's metrics as {name: (sum, count)}; {} without any."""
         if not self.has("metrics"):
             return {}
-        return {
-            name: (float(total), float(number)) for name, (total, number) in self.module.metrics(output, target).items()
-        }
+        found = self._call(self.module.metrics, output, target)
+        try:
+            metrics = {str(name): (float(total), float(number)) for name, (total, number) in found.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{self.path.name}: metrics() returned {found!r}", "return {name: (sum, count)}"
+            ) from error
+        taken = sorted(metrics.keys() & RESERVED)
+        if taken:
+            raise ModelError(f"{self.path.name}: metrics() names {taken[0]!r}, which pdtool logs itself", "rename it")
+        return metrics
 
     @cached_property
     def hints(self) -> dict[str, Any]:
@@ -234,10 +247,10 @@ def find_source(source: str) -> Path:
     return path
 
 
-def _is_local(path: Path, source: str) -> bool:
+def _is_local(path: Path) -> bool:
     zoo = Path(__file__).parent.parent / "zoo"
     resolved = path.resolve()
-    return resolved.is_relative_to(zoo) or (resolved.is_relative_to(Path.cwd()) and not Path(source).is_absolute())
+    return resolved.is_relative_to(zoo) or resolved.is_relative_to(Path.cwd())
 
 
 def _import(source: str, path: Path) -> ModuleType:

@@ -59,6 +59,8 @@ class Reader:
                 raise TraceError(
                     f"the model has a part named {name!r}", "name modules with letters, digits and underscores only"
                 )
+            if name in ("loss", "target"):
+                raise TraceError(f"the model has a part named {name!r}, as pdtool calls a node of its own", "rename it")
         for node, spec in zip(self._placeholders(), self.program.graph_signature.input_specs, strict=True):
             self.env[node] = self._input(node, spec)
         for node in self.program.graph.nodes:

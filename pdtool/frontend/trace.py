@@ -64,7 +64,7 @@ def _opaque_leaves(model: nn.Module) -> Iterator[None]:
 
         return call
 
-    leaves = [(path, module) for path, module in model.named_modules() if is_leaf(module)]
+    leaves = [(path, module) for path, module in model.named_modules() if path and is_leaf(module)]
     for path, module in leaves:
         module.forward = opaque(path, module.forward)
     _calls.clear()

@@ -106,7 +106,7 @@ class _Measurement:
         self.target: Any = None
         if self.with_loss:
             data, target = model_file.example_batch(batch_size)
-            self.inputs = [t.to(device) for t in (data if isinstance(data, (tuple, list)) else (data,))]
+            self.inputs = [t.to(device) for t in model_file.as_inputs(data)]
             self.target = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, target)
 
     def profile(self) -> Profile:
@@ -228,7 +228,13 @@ class _Measurement:
         optimizer = self.model_file.optimizer(named)
         for _, parameter in named:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except TypeError as error:
+            raise ModelError(
+                f"{self.model_file.path.name}: {type(optimizer).__name__}.step() cannot be called alone ({error})",
+                "use an optimizer that needs no closure",
+            ) from error
         seconds = statistics.median(self._seconds(optimizer.step) for _ in range(_FEWEST))
         state = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim())
         for _, parameter in named:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
@@ -14,7 +15,7 @@ from torch.utils.data import default_collate
 
 from pdtool.artifacts.bundle import Tensor as Described
 from pdtool.errors import ModelError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.modelfile import ModelFile, user_line
 from pdtool.run.spec import seed_of
 from pdtool.run.wiring import dtype_of
 
@@ -64,6 +65,7 @@ class Loader:
     """One split of the user's data, at a worker of the first stage."""
 
     def __init__(self, file: ModelFile, split: str, inputs: Sequence[Described]) -> None:
+        self.file = file
         self.where = f"{file.path.name}: dataset({split!r})"
         self.data: Any = file.dataset(split)
         self.inputs = inputs
@@ -81,8 +83,9 @@ class Loader:
         """
         torch.manual_seed(seed)
         random.seed(seed)
+        np.random.seed(seed % 2**32)
         inputs, target = self._collate(indices)
-        inputs = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
+        inputs = list(self.file.as_inputs(inputs))
         found = [(tuple(value.shape), value.dtype) for value in inputs]
         expected = [(tensor.sizes(len(indices)), dtype_of(tensor)) for tensor in self.inputs]
         if found != expected:
@@ -93,7 +96,11 @@ class Loader:
         return inputs, tree_leaves(target)
 
     def _collate(self, indices: Sequence[int]) -> tuple[Any, Any]:
-        samples = [self.data[i] for i in indices]
+        try:
+            samples = [self.data[i] for i in indices]
+        except Exception as error:
+            line = user_line(error, self.file.path)
+            raise ModelError(f"{line}{self.where} raised {type(error).__name__}: {error}") from error
         if not all(isinstance(sample, (tuple, list)) and len(sample) == 2 for sample in samples):
             raise ModelError(f"{self.where}: a sample is not a pair (inputs, target)")
         inputs, target = default_collate(samples)

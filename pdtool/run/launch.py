@@ -50,6 +50,8 @@ def launch(spec: RunSpec, on_event: Callable[[dict[str, Any]], None] | None = No
     """
     check(spec)
     start = checkpoint.facts(checkpoint.latest(spec.resume))["epoch"] if spec.resume else 0
+    if spec.resume and start >= spec.epochs:
+        raise UsageError(f"{spec.resume} has its {start} epoch(s) already", "give more --epochs than that")
     environment = joined(os.environ, spec.rdzv_endpoint)
     if environment:
         os.environ.update(environment)
@@ -143,7 +145,8 @@ def diagnose(spec: RunSpec, exit_codes: Mapping[int, int]) -> PdtoolError:
             return _failed(spec, everyone[rank], failure)
     silent = [rank for rank in exit_codes if rank not in said]
     pointing = [rank for rank, failure in said.items() if failure.peer in everyone]
-    rank = [*silent, *pointing, *exit_codes][0]
+    unheard = [place.rank for place in on_this_node(spec) if place.rank not in said]
+    rank = [*silent, *pointing, *unheard, *exit_codes][0]
     followed = {rank}
     while rank in said and (peer := said[rank].peer) in everyone and peer not in followed:
         followed.add(rank := peer)

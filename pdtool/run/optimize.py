@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 
 
@@ -21,7 +23,7 @@ class Updater:
     def __init__(self, file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
         self.updates = 0
-        self.optimizer = file.optimizer(iter(self.parameters.items())) if self.parameters else None
+        self.optimizer = _optimizer(file, self.parameters)
         self.scheduler = file.scheduler(self.optimizer) if self.optimizer else None
 
     def step(self) -> None:
@@ -31,7 +33,13 @@ class Updater:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler:
-            self.scheduler.step()
+            try:
+                self.scheduler.step()
+            except TypeError as error:
+                raise ModelError(
+                    f"the learning-rate schedule {type(self.scheduler).__name__} cannot be stepped ({error})",
+                    "use one that is stepped after each update, without a metric",
+                ) from error
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """(parameter, key, value): momentum and the like, and the number of updates; numbers as tensors."""
@@ -46,7 +54,6 @@ class Updater:
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Inverse of `state`, from {parameter: {key: value}}; the schedule is run on to the number of updates."""
-        assert self.optimizer or not self.parameters
         for name, parameter in self.parameters.items():
             for key, value in state.get(name, {}).items():
                 if key == "updates":
@@ -61,3 +68,15 @@ class Updater:
                 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
                 for _ in range(self.updates):
                     self.scheduler.step()
+
+
+def _optimizer(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> Optimizer | None:
+    """The user's, or none where nothing is to be trained: all is frozen, or the user picks none of these."""
+    if not any(p.requires_grad for p in parameters.values()):
+        return None
+    try:
+        return file.optimizer(list(parameters.items()))
+    except ModelError as error:
+        if "empty parameter list" in str(error.__cause__):
+            return None
+        raise
