@@ -26,7 +26,7 @@ HOMES = {
     "yaml": {"artifacts"},
     "pydantic": {"artifacts"},
     "networkx": {"graph"},
-    "numpy": {"partition"},
+    "numpy": {"partition", "run"},
     "torch": {"frontend", "profile", "codegen", "run", "zoo"},
     "sympy": {"frontend", "codegen"},  # a dependency of torch, whose sizes are its expressions
     "sklearn": {"zoo"},

@@ -41,6 +41,10 @@ class AlexNet(nn.Module):
             nn.ReLU(inplace=True),
             nn.Linear(hidden, classes),
         )
+        for layer in self.modules():  # He et al., 2015: by PyTorch's default the signal fades and nothing is learned
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
+                nn.init.zeros_(layer.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.shrink > 1:

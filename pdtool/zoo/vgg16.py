@@ -38,6 +38,10 @@ class VGG16(nn.Module):
             nn.Dropout(),
             nn.Linear(hidden, classes),
         )
+        for layer in self.modules():  # He et al., 2015: by PyTorch's default the signal fades and nothing is learned
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
+                nn.init.zeros_(layer.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.shrink > 1:
