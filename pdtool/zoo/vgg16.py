@@ -38,10 +38,11 @@ class VGG16(nn.Module):
             nn.Dropout(),
             nn.Linear(hidden, classes),
         )
-        for layer in self.modules():  # He et al., 2015: by PyTorch's default the signal fades and nothing is learned
-            if isinstance(layer, nn.Conv2d | nn.Linear):
-                nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
-                nn.init.zeros_(layer.bias)
+        for module in self.modules():  # He et al., 2015: by PyTorch's default the signal fades and nothing is learned
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.shrink > 1:
