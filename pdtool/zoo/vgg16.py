@@ -14,7 +14,13 @@ class VGG16(nn.Module):
     """Images (batch, 3, height, width) to scores (batch, classes)."""
 
     def __init__(
-        self, classes: int = 1000, width: float = 1.0, hidden: int = 4096, pooled: int = 7, shrink: int = 1
+        self,
+        classes: int = 1000,
+        width: float = 1.0,
+        hidden: int = 4096,
+        pooled: int = 7,
+        shrink: int = 1,
+        dropout: float = 0.5,
     ) -> None:
         super().__init__()
         self.shrink = shrink
@@ -32,13 +38,13 @@ class VGG16(nn.Module):
         self.classifier = nn.Sequential(
             nn.Linear(channels * pooled * pooled, hidden),
             nn.ReLU(inplace=True),
-            nn.Dropout(),
+            nn.Dropout(dropout),
             nn.Linear(hidden, hidden),
             nn.ReLU(inplace=True),
-            nn.Dropout(),
+            nn.Dropout(dropout),
             nn.Linear(hidden, classes),
         )
-        for module in self.modules():  # He et al., 2015: by PyTorch's default the signal fades and nothing is learned
+        for module in self.modules():  # He et al., 2015: with PyTorch's default mini never leaves chance
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
                 if module.bias is not None:
@@ -56,7 +62,7 @@ def model(size: str = "paper") -> nn.Module:
     if size == "paper":
         return VGG16()
     if size == "mini":
-        return VGG16(classes=10, width=1 / 8, hidden=64, pooled=1, shrink=7)
+        return VGG16(classes=10, width=1 / 8, hidden=64, pooled=1, shrink=7, dropout=0.1)
     raise ValueError(f"size {size!r} is neither paper nor mini")
 
 
