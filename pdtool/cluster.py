@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from pdtool.errors import UsageError
 
+MOST_WORKERS = 100_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
@@ -37,6 +39,12 @@ class Cluster:
     def workers(self) -> int:
         """Number of workers: the product of the level sizes."""
         return math.prod(level.size for level in self.levels)
+
+    @property
+    def below(self) -> tuple[int, ...]:
+        """Workers in one member of each level."""
+        sizes = [level.size for level in self.levels]
+        return tuple(math.prod(sizes[depth + 1 :]) for depth in range(len(sizes)))
 
     @property
     def topology(self) -> str:
@@ -64,8 +72,8 @@ def parse_topology(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[0-9]{1,6}(x[0-9]{1,6})*", text):
         raise UsageError(f"topology {text!r} is not sizes joined by x", "write 4 or 2x8, the outermost level first")
     sizes = tuple(int(part) for part in text.split("x"))
-    if 0 in sizes or math.prod(sizes) > 100_000:
-        raise UsageError(f"topology {text!r} has {math.prod(sizes)} workers", "give between 1 and 100000")
+    if 0 in sizes or math.prod(sizes) > MOST_WORKERS:
+        raise UsageError(f"topology {text!r} has {math.prod(sizes)} workers", f"give between 1 and {MOST_WORKERS}")
     return sizes
 
 

@@ -68,7 +68,7 @@ def format_seconds(seconds: float) -> str:
     if seconds == 0:
         return "0"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= scale:
+        if abs(seconds) >= scale * 0.9995:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
 

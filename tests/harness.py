@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from pdtool.artifacts.bundle import Bundle, StageModule, Tensor, TiedParameter
+from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
 from pdtool.artifacts.envelope import ModelRef, file_sha256
-from pdtool.artifacts.plan import ClusterSpec, LevelSpec, Plan, Stage
+from pdtool.artifacts.plan import Plan, Stage
 from pdtool.run.spec import RunSpec
 from pdtool.schedule import default_in_flight
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import string
 from typing import Any
 
 from hypothesis import strategies as st
 
 from pdtool.artifacts.bundle import Bundle, StageModule, Tensor, TiedParameter
+from pdtool.artifacts.cluster import ClusterFile, ClusterSpec, LevelMeasured, LevelSpec, NetworkMeasured
 from pdtool.artifacts.envelope import Artifact, ModelRef
-from pdtool.artifacts.plan import ClusterSpec, LevelSpec, Plan, Predicted, Rival, Stage, Why
+from pdtool.artifacts.plan import Plan, Predicted, Rival, Stage, Why
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
 from pdtool.artifacts.report import Measured, Report, StageReport
 
@@ -85,7 +87,19 @@ def report() -> Report:
     )  # fmt: skip
 
 
-ALL: tuple[Artifact, ...] = (profile(), plan(), bundle(), report())
+def cluster() -> ClusterFile:
+    """Two servers of two devices, probed."""
+    return ClusterFile(
+        name="lab", memory_bytes=16 * 10**9,
+        levels=(LevelSpec(size=2, bandwidth_bytes_per_s=1.25e9, latency_s=5e-5),
+                LevelSpec(size=2, bandwidth_bytes_per_s=1.2e10, latency_s=5e-6)),
+        measured=NetworkMeasured(workers=4, backend="gloo", torch="2.13.0", levels=(
+            LevelMeasured(pair_bytes_per_s=1.2e9, allreduce_bytes_per_s=1e9),
+            LevelMeasured(pair_bytes_per_s=1.1e10, allreduce_bytes_per_s=6e9))),
+    )  # fmt: skip
+
+
+ALL: tuple[Artifact, ...] = (profile(), cluster(), plan(), bundle(), report())
 
 
 def sealed(content: dict[str, Any]) -> str:
@@ -186,3 +200,20 @@ def bundles(draw: st.DrawFn) -> Bundle:
         stage.model_copy(update={"parameters": tuple(draw(st.lists(_names, max_size=4)))}) for stage in sample.stages
     )
     return sample.model_copy(update={"tensors": tensors, "stages": stages, "name": draw(_words)})
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterFile:
+    """Any levels, written by hand or probed."""
+    rates = st.floats(1e-3, 1e15)
+    level = st.builds(LevelSpec, size=st.integers(1, 9), bandwidth_bytes_per_s=rates, latency_s=_seconds)
+    levels = tuple(draw(st.lists(level, min_size=1, max_size=4)))
+    found = st.builds(LevelMeasured, pair_bytes_per_s=rates, allreduce_bytes_per_s=rates)
+    measured = NetworkMeasured(
+        workers=math.prod(v.size for v in levels), backend=draw(st.sampled_from(["gloo", "nccl"])), torch=draw(_labels),
+        levels=tuple(draw(found) for _ in levels),
+    )  # fmt: skip
+    return ClusterFile(
+        name=draw(_words), levels=levels, memory_bytes=draw(st.one_of(st.none(), st.integers(1, 2**40))),
+        measured=draw(st.sampled_from([None, measured])),
+    )  # fmt: skip

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from pdtool.artifacts import envelope
 from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.cluster import ClusterFile
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
@@ -52,7 +53,7 @@ def stages(index, **changes):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.one_of(samples.profiles(), samples.plans(), samples.bundles(), samples.reports()))
+@given(st.one_of(samples.profiles(), samples.clusters(), samples.plans(), samples.bundles(), samples.reports()))
 def test_what_is_dumped_loads_as_it_was(artifact):
     artifact.check()
     text = artifact.dump()
@@ -122,7 +123,7 @@ def test_an_altered_plan_is_refused_or_known_as_edited(data):
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.text(), st.sampled_from([Profile, Plan, Bundle, Report]))
+@given(st.text(), st.sampled_from([Profile, ClusterFile, Plan, Bundle, Report]))
 def test_any_text_is_an_artifact_or_an_artifact_error(text, kind):
     with pytest.raises(ArtifactError):
         kind.parse(text)
@@ -131,7 +132,7 @@ def test_any_text_is_an_artifact_or_an_artifact_error(text, kind):
 @each
 def test_digits_changed_one_by_one_are_noticed(artifact):
     if not artifact.SEALED:
-        pytest.skip("people edit plans")
+        pytest.skip("people edit plans and clusters")
     text = artifact.dump()
     for at in [i for i, c in enumerate(text) if c in "12345678"][::3]:
         with pytest.raises(ArtifactError):
@@ -354,6 +355,51 @@ def test_an_edit_is_noticed_and_a_comment_is_not():
     text = samples.plan().dump()
     assert not Plan.parse("# mine\n" + text).edited
     assert Plan.parse(text.replace("in_flight: 2", "in_flight: 3")).edited
+
+
+# --- clusters written by hand -----------------------------------------------------------------------------------------
+
+BY_HAND = """\
+format: pdtool/cluster/1
+name: lab
+levels:  # outermost first
+- {size: 4, bandwidth_bytes_per_s: 1.25e+9, latency_s: 5.0e-5}
+- size: 4
+  bandwidth_bytes_per_s: 12000000000
+...
+"""
+
+
+def test_a_cluster_written_by_hand_is_the_cluster_of_planning():
+    cluster = ClusterFile.parse(BY_HAND).cluster()
+    assert cluster.topology == "4x4"
+    assert [level.bandwidth_bytes_per_s for level in cluster.levels] == [1.25e9, 1.2e10]
+    assert [level.latency_s for level in cluster.levels] == [5e-5, 0.0]
+    assert cluster.memory_bytes is None
+
+
+def measured(**changes):
+    """The measured part of the sample cluster, changed."""
+    return json.loads(samples.cluster().model_dump_json())["measured"] | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"levels": []}, "levels"),
+        ({"levels": [{"size": 0, "bandwidth_bytes_per_s": 1.0}]}, r"levels\.0\.size"),
+        ({"levels": [{"size": 2, "bandwidth_bytes_per_s": 0.0}]}, r"levels\.0\.bandwidth_bytes_per_s"),
+        ({"levels": [{"size": 2, "bandwidth_bytes_per_s": 1.0, "latency_s": -1.0}]}, r"levels\.0\.latency_s"),
+        ({"levels": [{"size": 10**6, "bandwidth_bytes_per_s": 1.0}]}, "levels: 1000000 workers: at most 100000"),
+        ({"memory_bytes": 0}, "memory_bytes"),
+        ({"measured": measured(workers=3)}, r"measured\.workers: 3, but the levels have 4"),
+        ({"measured": measured(levels=[])}, r"measured\.levels: 0 of them for 2 level\(s\)"),
+        ({"measured": measured(backend="pigeon")}, r"measured\.backend"),
+    ],
+)
+def test_clusters_that_do_not_hold_together_are_refused(changes, match):
+    with pytest.raises(ArtifactError, match=match):
+        ClusterFile.parse(altered(samples.cluster(), **changes))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

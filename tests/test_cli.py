@@ -28,7 +28,7 @@ from pdtool.errors import (
     WorkerDiedError,
 )
 
-COMMANDS = ("profile", "partition", "codegen", "run", "show", "export", "schema", "completion")
+COMMANDS = ("profile", "import", "probe", "partition", "codegen", "run", "show", "export", "schema", "completion")
 
 
 @pytest.fixture
@@ -238,6 +238,7 @@ def test_names_of_files_stay_in_their_folder():
     ("artifact", "words"),
     [
         (samples.profile(), ["block.relu@1", "total", "coverage 0.99", "minibatch of 8"]),
+        (samples.cluster(), ["lab: 4 workers of 16 GB, measured over gloo", "1.25 GB/s", "50 µs", "80%"]),
         (samples.plan(), ["2-1 on 2 at 1.25 GB/s, 2 at 12 GB/s", "compute of stage 1", "1.3 × data parallelism", "F0",
                           "stage 1 worker 2 |", "rejected: 4"]),
         (samples.bundle(), ["stage_0.py", "2*batch+1×4", "tied: a.weight (stage 0), block.b.weight (stage 1)"]),

@@ -9,8 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
 from pdtool.artifacts.envelope import ModelRef
-from pdtool.artifacts.plan import ClusterSpec, LevelSpec, Plan, Stage
+from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Device, Node, Profile
 from pdtool.codegen import generate as generate_module
 from pdtool.codegen.generate import generate

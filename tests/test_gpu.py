@@ -8,7 +8,8 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.cluster import make_cluster
 from pdtool.codegen.generate import generate
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.partition.search import Options, make_plan
+from pdtool.partition.planning import make_plan
+from pdtool.partition.search import Options
 from pdtool.profile.measure import measure
 from pdtool.run.launch import launch
 from pdtool.run.spec import RunSpec

@@ -90,7 +90,7 @@ def test_each_library_has_its_home(path):
 def test_the_rules_are_about_what_is_there():
     assert {part_of(path) for path in FILES} == {*LAYER, "__init__", "__main__", "zoo"}
     assert outside(ROOT / "graph.py") == {"networkx"}
-    assert "errors" in inside(ROOT / "schedule.py")
+    assert "errors" in inside(ROOT / "schedule" / "validate.py")
 
 
 def test_stage_files_of_the_examples_import_torch_only():
@@ -104,13 +104,22 @@ WITHOUT_TORCH = [
     ["schema", "plan"],
     ["show", "profile.json"],
     ["show", "plan.yaml"],
+    ["show", "cluster.yaml"],
+    ["import", "graph.txt", "-o", "imported.json"],
     ["partition", "profile.json", "--topology", "2x2", "-o", "out.yaml"],
 ]
+
+
+GRAPH = (
+    "node1 -- Add -- forward_compute_time=1.0, backward_compute_time=1.0, activation_size=4.0, parameter_size=0.000\n"
+)
 
 
 def test_planning_never_loads_torch(tmp_path):
     samples.profile().save(tmp_path / "profile.json")
     samples.plan().save(tmp_path / "plan.yaml")
+    samples.cluster().save(tmp_path / "cluster.yaml")
+    (tmp_path / "graph.txt").write_text(GRAPH)
     code = (
         "import sys\nfrom pdtool.cli import main\n"
         f"for arguments in {WITHOUT_TORCH!r}:\n"

@@ -5,7 +5,7 @@ from graphs import chain, profile_of
 
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.cluster import make_cluster
-from pdtool.partition.cost import evaluate, in_flight
+from pdtool.partition.evaluate import Way, evaluate
 from pdtool.schedule import NAMES, default_in_flight
 
 #   x -> a -> b -> c      a's output goes to b, c and d: a skip
@@ -25,40 +25,43 @@ def test_a_straight_pipeline():
     costs = evaluate(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]])
     assert costs.compute_s == (3, 2, 5)
     assert costs.allreduce_s == (0, 0, 0)
-    assert costs.transfer_s == (15, 17), "a goes once to each stage that takes it: 100 + 50, and 10 + 10 from b"
-    assert costs.memory_bytes == (40 * (3 + 1 + 2) + 9 * 3, 100 * 2, 60 * (1 + 1 + 2) + 110)
+    assert costs.transfer_s == (10, 11), "a goes once to each stage that takes it, b's output to the last; full duplex"
+    working = (100, 10 + 50, 0 + 50 + 10)  # an operator's output, and the gradients of its inputs
+    assert costs.memory_bytes == (
+        40 * (3 + 1 + 2) + 9 * 3 + working[0], 100 * 2 + working[1], 60 * (1 + 1 + 2) + 110 + working[2]
+    )  # fmt: skip
     assert costs.traffic_bytes == 150 + 170
-    assert (costs.bottleneck_s, costs.bottleneck) == (17, "border 1|2 transfer 17 s")
+    assert (costs.bottleneck_s, costs.bottleneck) == (11, "border 1|2 transfer 11 s")
 
 
 def test_data_parallelism():
     costs = evaluate(SKIP, make_cluster((4,), (10.0,), latencies=[0.5]), [SKIP.graph.names], [range(4)])
     assert costs.compute_s == (10 / 4,)
     assert costs.allreduce_s == ((2 * 3 / 4 * 100 / 10 + 2 * 3 * 0.5) / 4,), "one ring in a round of four minibatches"
-    assert costs.memory_bytes == (100 * (1 + 1 + 2) + 9,)
+    assert costs.memory_bytes == (100 * (1 + 1 + 2) + 9 + 100,)
     assert costs.traffic_bytes == 2 * 3 * 100 / 4
 
 
 def test_a_flush_updates_once_for_all_its_microbatches_and_drains():
-    costs = evaluate(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]], schedule="gpipe", microbatches=4)
+    gpipe, flush = (Way(schedule=name, microbatches=4) for name in ("gpipe", "1f1b-flush"))
+    costs = evaluate(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]], gpipe)
     assert costs.compute_s == (3, 2, 4 + 1 / 4)
-    assert costs.bottleneck_s == 17 * (4 + 3 - 1) / 4
-    assert costs.memory_bytes[0] == 40 * (1 + 1 + 2) + 9 * 4, "one weight version, four stashes"
-    uneven = evaluate(
-        SKIP, make_cluster((3,), (10.0,)), [SKIP.graph.names], [range(3)], schedule="1f1b-flush", microbatches=4
-    )
+    assert costs.bottleneck_s == 11 * (4 + 3 - 1) / 4
+    assert costs.memory_bytes[0] == 40 * (1 + 1 + 2) + 9 * 4 + 100, "one weight version, four stashes"
+    uneven = evaluate(SKIP, make_cluster((3,), (10.0,)), [SKIP.graph.names], [range(3)], flush)
     assert uneven.compute_s == ((2 * 9 + 1) / 4,), "one of three replicas does two of four microbatches"
 
 
 @pytest.mark.parametrize(
     ("workers", "seconds"),
     [
-        (([0], [1]), 150 / 100),  # inside a server
-        (([0], [2]), 150 / 10),  # between two
-        (([0, 1], [2, 3]), 150 / 10),  # both share the one link of their server
-        (([0, 1], [2]), 150 / 10),
-        (([0, 1, 2], [3]), 150 / 10),  # most of it comes from the other server
-        (([0, 1, 2, 3], [4, 5, 6, 7]), 150 / 20),  # two servers on each side: two links
+        (([0], [1]), 100 / 100),  # inside a server
+        (([0], [2]), 100 / 10),  # between two
+        (([0, 1], [2, 3]), 100 / 10),  # both share the one link of their server
+        (([0, 1], [2]), 100 / 10),
+        (([0, 1, 2], [3]), 2 / 3 * 100 / 10),  # two of three minibatches come from the other server
+        (([0, 1, 2, 3], [4, 5, 6, 7]), 100 / 20),  # two servers on each side: two links
+        (([0, 1, 2], [3, 4, 5]), max(2 / 3, 2 / 3) * 100 / 10),  # one server has some of both
     ],
 )
 def test_a_border_uses_the_links_its_workers_share(workers, seconds):
@@ -87,8 +90,38 @@ def test_tied_parameters_count_once_in_a_stage_and_are_summed_between_stages():
 
 @pytest.mark.parametrize("schedule", NAMES)
 def test_in_flight_is_that_of_the_schedule(schedule):
-    replicas = (3, 2, 1)
-    found = in_flight(schedule, replicas, 4)
+    replicas, workers = (3, 2, 1), [[0, 1, 2], [3, 4], [5]]
+    way = Way(schedule=schedule, microbatches=1 if schedule == "1f1b" else 4)
+    found = evaluate(SKIP, make_cluster((6,), (10.0,)), STAGES, workers, way).in_flight
     usual = default_in_flight(replicas)
     flush = tuple(min(w, -(-4 // r)) for w, r in zip(usual, replicas, strict=True))
     assert found == {"1f1b": usual, "1f1b-flush": flush, "gpipe": (2, 2, 4)}[schedule]
+
+
+def test_copies_side_by_side_share_the_work_and_average_over_the_servers():
+    cluster = make_cluster((2, 3), (10.0, 100.0))
+    copies = evaluate(SKIP, cluster, STAGES, [[0, 3], [1, 4], [2, 5]], Way(copies=2))
+    one = evaluate(SKIP, cluster, STAGES, [[0], [1], [2]])
+    assert copies.compute_s == tuple(time / 2 for time in one.compute_s)
+    assert copies.transfer_s == tuple(time / 2 for time in one.transfer_s), "no tensor leaves its copy"
+    assert copies.copies_s == 2 * 1 / 2 * 100 / 10 / 2, "all stages' rings share the one link of a server"
+    assert copies.in_flight == one.in_flight
+    assert copies.traffic_bytes == one.traffic_bytes + 2 * 100 / 2
+
+
+def test_a_stage_that_lacks_memory_recomputes_or_has_fewer_in_flight():
+    """Three stages of 3 s; the first wants three in flight, each 100 bytes of stash, and has no parameters."""
+    profile = chain([3.0, 3.0, 3.0], stash=100)
+    stages, workers = [["x", "a0"], ["a1"], ["a2"]], [[0], [1], [2]]
+
+    def costs(memory, **way):
+        cluster = make_cluster((3,), (10.0,), memory_bytes=memory)
+        return evaluate(profile, cluster, stages, workers, Way(**way))
+
+    assert (costs(300).in_flight, costs(300).recompute) == ((3, 2, 1), (False,) * 3)
+    assert (costs(299).in_flight, costs(299).recompute) == ((3, 2, 1), (True, False, False))
+    assert costs(299).compute_s[0] == pytest.approx(4.0), "one more forward"
+    fewer = costs(299, may_recompute=False)
+    assert fewer.in_flight == (2, 2, 1)
+    assert fewer.bottleneck_s == pytest.approx(9 / 2), "two minibatches in a round trip of nine seconds"
+    assert max(costs(50).memory_bytes) > 50, "what does not fit says what it would need"

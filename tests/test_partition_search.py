@@ -12,32 +12,39 @@ from pdtool.artifacts.profile import Node
 from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition import brute
-from pdtool.partition.search import Options, make_plan, refresh
+from pdtool.partition.evaluate import COSTS, Way, evaluate
+from pdtool.partition.planning import make_plan, refresh
+from pdtool.partition.search import Options
 
 FAST = 1e12
 
 
 @pytest.mark.parametrize("block", range(10))
 def test_search_equals_brute_force(block):
-    """40 random graphs x clusters x memory limits x schedules in each block; a third of them has no plan."""
+    """40 random graphs x clusters x memory limits x schedules x cost models in each block; a third has no plan."""
     outcomes = set()
     for seed in range(40 * block, 40 * block + 40):
         rng = random.Random(seed)
         profile, cluster = random_profile(rng, rng.randint(1, 6)), random_cluster(rng)
         schedule = rng.choice(["1f1b", "1f1b", "1f1b-flush", "gpipe"])
-        microbatches = 1 if schedule == "1f1b" else rng.choice([1, 2, 3, 8])
+        way = Way(
+            schedule=schedule, microbatches=1 if schedule == "1f1b" else rng.choice([1, 2, 3, 8]),
+            cost=rng.choice(["ours", "ours", *COSTS]) if schedule == "1f1b" else "ours",
+            may_recompute=rng.random() < 0.6,
+        )  # fmt: skip
         straight = rng.random() < 0.2
         most = None if straight or rng.random() < 0.7 else rng.randint(1, 3)
-        wanted, _ = brute.best(profile, cluster, schedule=schedule, microbatches=microbatches, straight=straight,
-                               max_stages=most)  # fmt: skip
-        options = Options(schedule=schedule, microbatches=microbatches, straight=straight, max_stages=most, simplest=0)
+        wanted, _ = brute.best(profile, cluster, way, straight=straight, max_stages=most)
+        options = Options(schedule=schedule, microbatches=way.microbatches, straight=straight, max_stages=most,
+                          simplest=0, cost=way.cost, recompute=way.may_recompute)  # fmt: skip
         outcomes.add(wanted == float("inf"))
         if wanted == float("inf"):
             with pytest.raises(NoPlanError):
                 make_plan(profile, "p.json", cluster, options)
             continue
         plan = make_plan(profile, "p.json", cluster, options)
-        assert plan.predicted.bottleneck_s == pytest.approx(wanted, rel=1e-9), f"seed {seed}"
+        assert plan.why.lower_bound_s == pytest.approx(wanted, rel=1e-9), f"seed {seed}"
+        assert plan.predicted.bottleneck_s >= wanted * (1 - 1e-9)
         plan.check()
         plan.check_schedule()
         assert refresh(plan, profile).predicted == plan.predicted
@@ -52,8 +59,10 @@ def test_no_plan_by_hand_is_better(seed, data):
     profile = random_profile(rng, 4)
     cluster = make_cluster((2, 2), (rng.choice([500.0, 1e6]), 1e4))
     stages, replicas = data.draw(st.sampled_from(list(brute.plans(profile, data.draw(st.integers(1, 4))))))
-    found = make_plan(profile, "p.json", cluster, Options(simplest=0)).predicted.bottleneck_s
-    assert found <= brute.cost_of(profile, cluster, stages, replicas, "1f1b", 1).bottleneck_s * (1 + 1e-9)
+    idle = data.draw(st.integers(0, 4 - sum(replicas)))
+    placed = [range(idle + sum(replicas[:s]), idle + sum(replicas[: s + 1])) for s in range(len(replicas))]
+    found = make_plan(profile, "p.json", cluster, Options(simplest=0)).why.lower_bound_s
+    assert found <= evaluate(profile, cluster, stages, placed).bottleneck_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("simplest", "stages"), [(0.0, 2), (0.019, 2), (0.021, 1)])
@@ -122,10 +131,11 @@ def test_an_edited_plan_is_predicted_anew():
 def test_too_little_memory_says_what_lacks_and_what_would_do():
     profile = chain([1.0, 1.0], parameters=1000)
     with pytest.raises(
-        NoPlanError, match=r"lacks .* in stage 0, which needs 3 kB on a worker that has 2.5 kB"
+        NoPlanError, match=r"lacks .* in stage 0, which needs 2 kB on a worker that has 1.5 kB"
     ) as error:
-        make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=2500))
+        make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=1500))
     enough = int(error.value.remedy.split(" bytes")[0].split()[-1])
+    assert enough == 2000
     make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=enough))
     with pytest.raises(NoPlanError):
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=enough - 1))

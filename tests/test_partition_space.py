@@ -7,7 +7,7 @@ import pytest
 from graphs import chain, profile_of, random_profile
 
 from pdtool.artifacts.profile import Node
-from pdtool.partition.cost import loads
+from pdtool.partition.evaluate import loads
 from pdtool.partition.space import build_space
 from pdtool.partition.tables import Tables
 

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from pdtool.run.stage import Stage
-from pdtool.run.tied import lag_of
 from pdtool.run.weights import Weights
-from pdtool.schedule import Shape, default_in_flight
+from pdtool.schedule import Shape, default_in_flight, lag_of
 
 
 def modules() -> list[tuple[str, nn.Module, torch.Tensor]]:

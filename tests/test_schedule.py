@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 
 from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import (
-    NAMES,
+    SCHEDULES,
     Action,
+    Held,
     Kind,
     Shape,
     build,
@@ -21,75 +24,200 @@ from pdtool.schedule import (
     draw,
     grid,
     timeline,
+    usual_shape,
     validate,
 )
 
 
-def shape_of(name: str, replicas: tuple[int, ...], microbatches: int, more: int = 0) -> Shape:
-    """The shape a plan gives: an update per round of replicas, or per `microbatches` with a flush."""
-    in_flight = default_in_flight(replicas)
-    if name == "gpipe":
-        in_flight = (microbatches,) * len(replicas)
-    every = replicas if name == "1f1b" else (microbatches,) * len(replicas)
-    return Shape(replicas=replicas, in_flight=(in_flight[0] + more, *in_flight[1:]), update_every=every)
+def more_in_flight(shape: Shape, more: int) -> Shape:
+    """What a hand-edited plan may ask for at its first stage."""
+    return replace(shape, in_flight=(shape.in_flight[0] + more, *shape.in_flight[1:]))
 
 
 replicas_lists = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
-names = st.sampled_from(NAMES)
 
 
-@settings(max_examples=150, deadline=None)
-@given(names, replicas_lists, st.integers(1, 6), st.integers(1, 20))
-def test_every_schedule_validates(name: str, replicas: tuple[int, ...], microbatches: int, n: int) -> None:
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[str, Shape]:
+    """Any schedule, and a shape that it is defined for."""
+    name = draw(st.sampled_from(SCHEDULES))
+    replicas = draw(replicas_lists)
+    if name in ("interleaved", "zb-h1"):
+        replicas = (1,) * draw(st.integers(1, 6))
+    chunks = draw(st.integers(1, 3)) if name == "interleaved" else 1
+    return name, usual_shape(name, replicas, draw(st.integers(1, 12)), chunks)
+
+
+@settings(max_examples=300, deadline=None)
+@given(shapes(), st.integers(1, 30))
+def test_every_schedule_validates(made: tuple[str, Shape], n: int) -> None:
     """Complete, in bounds, free of deadlock, whatever the replicas and however n divides."""
-    shape = shape_of(name, replicas, microbatches)
+    name, shape = made
     lists = build(name, shape, n)
     validate(lists, shape, n)
-    for s in range(len(replicas)):  # round-robin: minibatch i is computed by replica i mod r
-        mine = [lists[w] for w, slot in enumerate(shape.slots()) if slot[0] == s]
-        for replica, actions in enumerate(mine):
-            for kind in (Kind.FORWARD, Kind.BACKWARD):
-                assert [a.minibatch for a in actions if a.kind is kind] == list(range(replica, n, replicas[s]))
-            rounds = [a.minibatch for a in actions if a.kind is Kind.UPDATE]
+    for actions, (first, replica) in zip(lists, shape.slots(), strict=True):
+        for s in shape.stages_at(first):  # round-robin: minibatch i is computed by replica i mod r
+            mine = [a for a in actions if a.stage == s]
+            for kind in "BFIW":
+                found = [a.minibatch for a in mine if a.kind == kind]
+                assert found == (list(range(replica, n, shape.replicas[s])) if kind in kinds_of(name) else [])
+            rounds = [a.minibatch for a in mine if a.kind is Kind.UPDATE]
             assert rounds == list(range(math.ceil(n / shape.update_every[s])))
 
 
-@settings(max_examples=80, deadline=None)
+def kinds_of(name: str) -> str:
+    """What a schedule is made of, besides updates."""
+    return "FIW" if name == "zb-h1" else "FB"
+
+
+@settings(max_examples=100, deadline=None)
 @given(replicas_lists, st.integers(0, 3), st.integers(1, 20))
 def test_more_in_flight_at_the_first_stage_never_deadlocks(replicas: tuple[int, ...], more: int, n: int) -> None:
     """A hand-edited plan may hold more than the default there; later stages take what comes."""
-    shape = shape_of("1f1b", replicas, 1, more)
+    shape = more_in_flight(usual_shape("1f1b", replicas), more)
     validate(build("1f1b", shape, n), shape, n)
 
 
-def stashed(actions: list[Action]) -> int:
-    """Most minibatches between their forward and their backward."""
-    live = most = 0
+@settings(max_examples=150, deadline=None)
+@given(shapes(), st.integers(2, 12), st.data())
+def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
+    made: tuple[str, Shape], n: int, data: st.DataObject
+) -> None:
+    """Moving an action before those that it needs is found; what is still accepted runs to its end."""
+    name, shape = made
+    lists = build(name, shape, n)
+    worker = data.draw(st.sampled_from([w for w, actions in enumerate(lists) if len(actions) > 1]))
+    start = data.draw(st.integers(1, len(lists[worker]) - 1))
+    end = data.draw(st.integers(0, start - 1))
+    changed = list(lists[worker])
+    action = changed.pop(start)
+    changed.insert(end, action)
+    broken = [*lists[:worker], changed, *lists[worker + 1 :]]
+    jumped = lists[worker][end:start]
+    own = {
+        a for a in jumped if (a.stage, a.minibatch) == (action.stage, action.minibatch) and a.kind is not Kind.UPDATE
+    }
+    same_round = {a for a in jumped if a.stage == action.stage and (a.kind.ends or a.kind is Kind.UPDATE)}
+    if (own and action.kind is not Kind.UPDATE) or (action.kind is Kind.UPDATE and same_round):
+        with pytest.raises(ScheduleError, match=r">\w+<"):
+            validate(broken, shape, n)
+        return
+    refusal = ""
+    try:
+        validate(broken, shape, n)
+    except ScheduleError as error:
+        refusal = str(error)
+    assert ">" in refusal or len(timeline(broken)) == len(lists)
+
+
+def test_a_third_version_of_2bw_is_refused() -> None:
+    """FACTS: accumulation over at least p - 1 minibatches; with one less the oldest version is still in use."""
+    enough, too_few = (replace(usual_shape("2bw", (1,) * 4), update_every=(k,) * 4) for k in (3, 2))
+    validate(build("2bw", enough, 20), enough, 20)
+    with pytest.raises(ScheduleError, match=r"0U1 makes 3 weight versions; the plan allows 2\nworker  0.*>0U1<"):
+        validate(build("2bw", too_few, 20), too_few, 20)
+
+
+def test_a_flush_that_is_none_is_refused() -> None:
+    """One version of the weights: nothing may be in flight when they are updated."""
+    shape = usual_shape("1f1b-flush", (1, 1), 4)
+    running = build("1f1b", shape, 8)
+    with pytest.raises(ScheduleError, match=r"0U0 makes 2 weight versions; the plan allows 1\n.*>0U0<"):
+        validate(running, shape, 8)
+
+
+def held(actions: list[Action]) -> Held:
+    """A worker at the end of its list."""
+    made = Held()
     for action in actions:
-        live += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.UPDATE: 0}[action.kind]
-        most = max(most, live)
-    return most
+        made.take(action)
+    return made
 
 
-@given(st.integers(1, 6), st.integers(1, 12))
-def test_peak_stash_of_straight_pipelines(p: int, m: int) -> None:
-    """FACTS: 1F1B with or without flush holds p - r minibatches at stage r, GPipe all m."""
-    one = (1,) * p
-    for name in ("1f1b", "1f1b-flush"):
-        assert [stashed(a) for a in build(name, shape_of(name, one, m), m)] == [min(p - r, m) for r in range(p)]
-    assert [stashed(a) for a in build("gpipe", shape_of("gpipe", one, m), m)] == [m] * p
+@given(st.integers(1, 8), st.integers(1, 32), st.integers(1, 3))
+def test_peak_stash_of_straight_pipelines(p: int, m: int, v: int) -> None:
+    """FACTS.md, the table of schedules."""
+
+    def peaks(name: str, chunks: int = 1) -> list[int]:
+        return [held(actions).peak for actions in build(name, usual_shape(name, (1,) * p, m, chunks), m)]
+
+    assert peaks("1f1b") == peaks("1f1b-flush") == [min(p - r, m) for r in range(p)]
+    assert peaks("gpipe") == [m] * p
+    assert peaks("zb-h1") == [min(p, m)] * p
+    if m % p == 0:
+        assert peaks("interleaved", v) == [min(2 * (p - r - 1) + (v - 1) * p + 1, m * v) for r in range(p)]
+
+
+@given(st.integers(1, 8), st.integers(0, 20))
+def test_versions_and_delays(p: int, more: int) -> None:
+    """FACTS.md: PipeDream has p - r versions, p - 1 - r updates late; 2BW two, one update late; a flush has one."""
+    n = 3 * p + more
+
+    def found(name: str, m: int) -> list[tuple[int, int]]:
+        return [versions_and_delay(actions) for actions in build(name, usual_shape(name, (1,) * p, m), n)]
+
+    assert found("1f1b", 1) == [(p - r, p - 1 - r) for r in range(p)]
+    assert found("2bw", 1) == [(min(2, p - r), min(1, p - 1 - r)) for r in range(p)]
+    for name in ("gpipe", "1f1b-flush", "zb-h1"):
+        assert found(name, p) == [(1, 0)] * p
+
+
+def versions_and_delay(actions: list[Action]) -> tuple[int, int]:
+    """Counted the slow way: the versions that live minibatches were begun with, and the latest."""
+    begun: dict[int, int] = {}
+    updates = versions = delay = 0
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            begun[action.minibatch] = updates
+        elif action.kind.ends:
+            delay = max(delay, updates - begun.pop(action.minibatch))
+        elif action.kind is Kind.UPDATE:
+            updates += 1
+        versions = max(versions, len({*begun.values(), updates}))
+    made = held(actions)
+    assert made.delay == delay
+    return versions, delay
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes(), st.integers(1, 30))
+def test_versions_are_counted_as_they_live(made: tuple[str, Shape], n: int) -> None:
+    """At every action: the latest version, and those that minibatches in flight were begun with."""
+    for actions in build(*made, n):
+        counted = Held()
+        for action in actions:
+            counted.take(action)
+            live = {version for (stage, _), version in counted.begun.items() if stage == action.stage}
+            assert counted.versions(action.stage) == len(live | {counted.updates[action.stage]})
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-h1"])
+def test_torch_has_the_same_order(name: str) -> None:
+    """torch.distributed.pipelining generates the same lists, where it has the schedule."""
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    made = torch.ScheduleInterleaved1F1B if name == "interleaved" else torch.ScheduleInterleavedZeroBubble
+    for p, m, v in [(2, 4, 2), (4, 8, 2), (3, 6, 3), (4, 16, 3), (8, 16, 2), (4, 10, 2)]:
+        chunks = v if name == "interleaved" else 1
+        peer = SimpleNamespace(n_local_stages=chunks, pp_group_size=p, _n_microbatches=m)
+        peer.number_of_rounds = max(1, m // p)
+        peer.microbatches_per_round = m // peer.number_of_rounds
+        lists = build(name, usual_shape(name, (1,) * p, m, chunks), m)
+        for rank, actions in enumerate(lists):
+            theirs = made._calculate_single_rank_operations(peer, rank)
+            texts = [f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}" for a in theirs if a]
+            assert texts == [str(a) for a in actions if a.kind is not Kind.UPDATE]
 
 
 @given(st.integers(2, 6), st.integers(10, 20))
 def test_1f1b_has_no_idle_time_in_steady_state(p: int, n: int) -> None:
     """From its first backward to its last forward the last stage never waits; with a flush, (p-1)(F+B) idle a round."""
     one = (1,) * p
-    lists = build("1f1b", shape_of("1f1b", one, 1), n)
+    lists = build("1f1b", usual_shape("1f1b", one), n)
     starts = timeline(lists, 1, 2)
     forwards = [t for a, t in zip(lists[-1], starts[-1], strict=True) if a.kind is Kind.FORWARD]
     assert [b - a for a, b in pairwise(forwards)] == [3.0] * (n - 1)
     for name in ("1f1b-flush", "gpipe"):
-        lists = build(name, shape_of(name, one, n), n)
+        lists = build(name, usual_shape(name, one, n), n)
         assert max(max(t) for t in timeline(lists, 1, 2)) == (p - 1) * 3 + 3 * n
 
 
@@ -102,13 +230,28 @@ def test_noam_of_the_paper() -> None:
 
 def test_the_picture_of_1f1b() -> None:
     """Figure 4 of the paper, for three stages; the backward takes twice the forward."""
-    lists = build("1f1b", shape_of("1f1b", (1, 1, 1), 1), 5)
+    lists = build("1f1b", usual_shape("1f1b", (1, 1, 1)), 5)
     assert draw(lists) == (
         "stage 0 worker 0 | F0 F1 F2 .  .  .  .  B0 == F3 B1 == F4 B2 == .  B3 == .  B4 ==\n"
         "stage 1 worker 1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == F4 B3 == .  B4 ==\n"
         "stage 2 worker 2 | .  .  F0 B0 == F1 B1 == F2 B2 == F3 B3 == F4 B4 =="
     )
     assert all(len(line) <= 40 for line in draw(lists, width=40).splitlines())
+
+
+def test_the_pictures_of_the_others() -> None:
+    """The drawings of Megatron-LM (figure 4) and zero bubble (figure 3), small."""
+    interleaved = build("interleaved", usual_shape("interleaved", (1, 1), 2, 2), 2)
+    assert draw(interleaved, 1, 1) == (
+        "stage 0 worker 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1\n"
+        "stage 1 worker 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
+    )
+    zero_bubble = build("zb-h1", usual_shape("zb-h1", (1, 1, 1), 4), 4)
+    assert draw(zero_bubble) == (
+        "stage 0 worker 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3\n"
+        "stage 1 worker 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3\n"
+        "stage 2 worker 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"
+    )
 
 
 @given(st.integers(0, 99), st.sampled_from(Kind), st.integers(0, 999))
@@ -124,8 +267,10 @@ def test_text_that_is_no_action(text: str) -> None:
 
 
 def test_an_unknown_schedule_lists_the_known() -> None:
-    with pytest.raises(UsageError, match="'2bw' is unknown; choose one of 1f1b, 1f1b-flush, gpipe"):
-        build("2bw", shape_of("1f1b", (1,), 1), 1)
+    with pytest.raises(
+        UsageError, match="'3bw' is unknown; choose one of 1f1b, 1f1b-flush, gpipe, 2bw, interleaved, zb-h1"
+    ):
+        build("3bw", usual_shape("1f1b", (1,)), 1)
 
 
 def swap(actions: list[Action], a: str, b: str) -> list[Action]:
@@ -140,13 +285,13 @@ def swap(actions: list[Action], a: str, b: str) -> list[Action]:
 def refused(lists: list[list[Action]], match: str, mark: str, n: int = 3) -> None:
     """`validate` refuses the lists of a 1-1 plan: what it says, and the action it marks in the grid."""
     with pytest.raises(ScheduleError, match=match) as caught:
-        validate(lists, shape_of("1f1b", (1, 1), 1), n)
+        validate(lists, usual_shape("1f1b", (1, 1)), n)
     assert re.findall(r">(\w+)<", str(caught.value)) == ([mark] if mark else [])
     assert caught.value.exit_code == 3
 
 
 def test_broken_lists_are_refused_and_the_fault_is_marked() -> None:
-    first, second = build("1f1b", shape_of("1f1b", (1, 1), 1), 3)
+    first, second = build("1f1b", usual_shape("1f1b", (1, 1)), 3)
     refused([swap(first, "0F0", "0B0"), second], "0B0 comes before its forward", "0B0")
     refused([swap(first, "0B0", "0U0"), second], "0U0 comes before a backward of its round", "0U0")
     refused([swap(first, "0U0", "0U1"), second], "0U1 comes before a backward of its round", "0U1")
@@ -157,11 +302,32 @@ def test_broken_lists_are_refused_and_the_fault_is_marked() -> None:
     refused([swap(first, "0B0", "0F2"), second], "0F2 makes 3 minibatches in flight; the plan allows 2", "0F2")
 
 
+def test_a_schedule_that_does_not_go_with_the_shape() -> None:
+    with pytest.raises(UsageError, match="schedule zb-h1 has no replicas, but the plan is 2-1"):
+        build("zb-h1", usual_shape("1f1b", (2, 1)), 4)
+    with pytest.raises(UsageError, match="schedule gpipe has one chunk a worker, not 2; use interleaved"):
+        build("gpipe", usual_shape("interleaved", (1, 1), 4, 2), 4)
+
+
+def test_broken_zero_bubble_lists_are_refused() -> None:
+    """The parts of a backward have their order, and the update comes after the last of them."""
+    shape = usual_shape("zb-h1", (1,), 2)
+    texts = "0F0 0I0 0W0 0F1 0I1 0W1 0U0"
+    for broken, match, mark in [
+        (("0I0", "0W0"), "0W0 comes before the gradient of its inputs", "0W0"),
+        (("0F1", "0W1"), "0W1 comes before its forward", "0W1"),
+        (("0W1", "0U0"), "0U0 comes before a backward of its round", "0U0"),
+    ]:
+        with pytest.raises(ScheduleError, match=match) as caught:
+            validate([swap([Action.parse(text) for text in texts.split()], *broken)], shape, 2)
+        assert re.findall(r">(\w+)<", str(caught.value)) == [mark]
+
+
 def test_updates_out_of_turn_are_refused() -> None:
     """Both rounds' backwards are done, but round 1 is closed first."""
     order = [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1", "0U1", "0U0")]
     with pytest.raises(ScheduleError, match="0U1 comes when update 0 is due"):
-        validate([order], shape_of("1f1b", (1,), 1), 2)
+        validate([order], usual_shape("1f1b", (1,)), 2)
 
 
 def test_a_deadlock_names_everyone_who_waits_and_for_what() -> None:
@@ -174,7 +340,7 @@ def test_a_deadlock_names_everyone_who_waits_and_for_what() -> None:
 
 
 def test_the_grid_shows_the_surroundings_of_the_mark() -> None:
-    lists = build("1f1b", shape_of("1f1b", (1, 1), 1), 50)
+    lists = build("1f1b", usual_shape("1f1b", (1, 1)), 50)
     text = grid(lists, mark=(1, 90), around=2)
     assert text.splitlines()[1] == "worker  1 | ... " + " ".join(
         f">{a}<" if i == 90 else str(a) for i, a in enumerate(lists[1][88:92], start=88)

@@ -16,6 +16,7 @@ SMALL = {
     "lstm_lm": {"width": 32},
     "transformer": {"width": 32, "layers": 2},
     "gpt2": {"width": 32, "layers": 2},
+    "llm": {"layers": 1, "width": 16, "heads": 2, "hidden": 32, "vocabulary": 256},
     "hf_resnet": {},
 }
 TIED = {
@@ -49,6 +50,11 @@ def file(request):
 def test_paper_size_is_the_default_and_has_the_papers_parameters(name):
     with torch.device("meta"):
         assert sum(p.numel() for p in load(name).build().parameters()) == PAPER[name]
+
+
+def test_the_language_model_has_the_parameters_of_llama_7b():
+    with torch.device("meta"):
+        assert sum(p.numel() for p in load("llm").build().parameters()) == 6_738_415_616
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -134,13 +140,13 @@ def test_the_transformer_is_untied_by_default():
     assert model.decoder.weight is not model.embedding.weight
 
 
-@pytest.mark.parametrize("name", ["lstm_lm", "transformer"])
+@pytest.mark.parametrize("name", ["lstm_lm", "transformer", "llm"])
 def test_a_word_does_not_see_what_follows(name):
     file = load(name, **SMALL[name])
     model = file.build().eval()
     (words,) = file.example_inputs(2)
     changed = words.clone()
-    changed[:, 10:] = (changed[:, 10:] + 1) % 2000
+    changed[:, 10:] = (changed[:, 10:] + 1) % 256
     torch.testing.assert_close(model(words)[:, :10], model(changed)[:, :10])
     assert not torch.allclose(model(words)[:, 10:], model(changed)[:, 10:])
 

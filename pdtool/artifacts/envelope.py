@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from pdtool import __version__
-from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.errors import ArtifactError, PdtoolError, UsageError
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -53,14 +53,14 @@ class ModelRef(Part):
 
 
 class Artifact(Part):
-    """Base of the four kinds.
+    """Base of all kinds.
 
     Attributes:
         format: `pdtool/KIND/1`; set by each kind.
         tool_version: the pdtool that wrote it.
         digests: SHA-256 of every input it was made from, by path.
-        sha256: of the artifact itself, in its file only, to tell whether that was altered; a plan, which people edit,
-            has none.
+        sha256: of the artifact itself, in its file only, to tell whether that was altered; plans and clusters, which
+            people edit, have none.
     """
 
     KIND: ClassVar[str]
@@ -142,9 +142,8 @@ class Artifact(Part):
 
     @classmethod
     def _maker(cls) -> str:
-        return {"profile": "pdtool profile", "plan": "pdtool partition", "bundle": "pdtool codegen"}.get(
-            cls.KIND, "pdtool run"
-        )
+        makers = {"profile": "profile", "plan": "partition", "bundle": "codegen", "cluster": "probe"}
+        return f"pdtool {makers.get(cls.KIND, 'run')}"
 
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
@@ -226,6 +225,16 @@ def _refuse_constant(name: str) -> Any:
 def _seal(content: Any) -> str:
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def title(text: str) -> str:
+    """The text, if an artifact can have it as its name; raises UsageError."""
+    try:
+        return TypeAdapter[str](Title).validate_python(text)
+    except ValidationError:
+        raise UsageError(
+            f"name {text!r} holds a quote, a slash or a control character", "give another with --name"
+        ) from None
 
 
 def file_sha256(path: Path | str) -> str:

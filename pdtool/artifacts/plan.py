@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from pdtool.artifacts.cluster import ClusterSpec
 from pdtool.artifacts.envelope import (
     Bytes,
     Count,
@@ -22,43 +23,10 @@ from pdtool.artifacts.envelope import (
     YamlArtifact,
 )  # fmt: skip
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster, Level
 from pdtool.errors import ArtifactError
 from pdtool.schedule import Shape, build, validate
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 MOST_IN_FLIGHT = 10_000  # a schedule is a list: a slip of the finger must not fill the memory
-
-
-class LevelSpec(Part):
-    """One level of the cluster: members, bytes per second each way, seconds of latency."""
-
-    size: Count
-    bandwidth_bytes_per_s: Rate
-    latency_s: Seconds = 0.0
-
-
-class ClusterSpec(Part):
-    """The cluster the plan is for; levels outermost first."""
-
-    levels: Annotated[tuple[LevelSpec, ...], Field(min_length=1)]
-    memory_bytes: Count | None = None
-
-    def cluster(self) -> Cluster:
-        """The same as the value that planning computes with."""
-        levels = tuple(Level(**level.model_dump()) for level in self.levels)
-        return Cluster(levels=levels, memory_bytes=self.memory_bytes)
-
-    @classmethod
-    def of(cls, value: Cluster) -> ClusterSpec:
-        """Inverse of `cluster`."""
-        return cls(
-            levels=tuple(
-                LevelSpec(size=v.size, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s, latency_s=v.latency_s)
-                for v in value.levels
-            ),
-            memory_bytes=value.memory_bytes,
-        )
 
 
 class Stage(Part):
@@ -69,12 +37,14 @@ class Stage(Part):
         replicas: how many workers share its minibatches, round-robin.
         workers: their numbers in the cluster.
         in_flight: minibatches in flight at each replica (forward done, backward not yet): also its weight versions.
+        recompute: keep only what the stage receives, and run its forward again before its backward.
     """
 
     nodes: Annotated[tuple[Label, ...], Field(min_length=1)]
     replicas: Count
     workers: tuple[Annotated[int, Field(ge=0)], ...]
     in_flight: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)]
+    recompute: bool = False
 
 
 class Predicted(Part):
@@ -87,6 +57,7 @@ class Predicted(Part):
         transfer_s: per border between stage s and s + 1, activations and gradients.
         memory_bytes: per stage, on one worker.
         traffic_bytes: sent by all workers together for one minibatch.
+        cost: whose formulas: `ours`, or those of PipeDream's optimizer, for comparison only.
         plan_sha256: of the part of the plan that these figures are for; another value means the plan was edited since.
     """
 
@@ -98,6 +69,7 @@ class Predicted(Part):
     transfer_s: tuple[Seconds, ...]
     memory_bytes: tuple[Bytes, ...]
     traffic_bytes: Bytes
+    cost: Literal["ours", "pipedream", "pipedream-free"] = "ours"
     plan_sha256: Digest
 
 
@@ -110,9 +82,19 @@ class Rival(Part):
 
 
 class Why(Part):
-    """What bounds the plan, and the best plans that were rejected."""
+    """What bounds the plan, how good any plan could be at most, and the best plans that were rejected.
+
+    Attributes:
+        bottleneck: the slowest part.
+        lower_bound_s: seconds per minibatch that no plan on this cluster beats, under the same cost; None: unknown.
+        gap: by how much the plan is slower than that, as a fraction.
+        proof: why no plan beats it.
+    """
 
     bottleneck: Label
+    lower_bound_s: Seconds | None = None
+    gap: Seconds | None = None
+    proof: Label = ""
     rivals: tuple[Rival, ...] = ()
 
 
@@ -124,6 +106,8 @@ class Plan(YamlArtifact):
         schedule: `1f1b` (PipeDream; no flush), `1f1b-flush` or `gpipe`.
         weights: `stash` (each minibatch's backward uses the weights its forward used) or `flush` (exact).
         microbatches: of a flushing schedule, in one update; each has `batch_size` samples.
+        copies: d copies of one pipeline side by side, with the same weights: replica k of every stage belongs to copy
+            k mod d and never meets another copy but to average gradients.
     """
 
     KIND: ClassVar[str] = "plan"
@@ -138,6 +122,7 @@ class Plan(YamlArtifact):
     schedule: Literal["1f1b", "1f1b-flush", "gpipe"] = "1f1b"
     weights: Literal["stash", "flush"] = "stash"
     microbatches: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)] = 1
+    copies: Count = 1
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     predicted: Predicted | None = None
     why: Why | None = None
@@ -149,6 +134,8 @@ class Plan(YamlArtifact):
             where = f"stages[{s}]"
             if len(stage.workers) != stage.replicas:
                 raise FieldError(f"{where}.workers", f"{stage.replicas} replicas but {len(stage.workers)} workers")
+            if stage.replicas % self.copies:
+                raise FieldError(f"{where}.replicas", f"{stage.replicas} do not divide into {self.copies} copies")
             for worker in stage.workers:
                 if worker >= workers:
                     raise FieldError(f"{where}.workers", f"worker {worker}: the cluster has 0..{workers - 1}")
@@ -209,7 +196,7 @@ class Plan(YamlArtifact):
     def plan_sha256(self) -> str:
         """Digest of what the predictions depend on."""
         content = self.model_dump(mode="json", include={
-            "batch_size", "cluster", "schedule", "weights", "microbatches", "stages", "digests",
+            "batch_size", "cluster", "schedule", "weights", "microbatches", "copies", "stages", "digests",
         })  # fmt: skip
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -220,5 +207,5 @@ class Plan(YamlArtifact):
 
     @property
     def config(self) -> str:
-        """`15-1`: the replicas of each stage."""
-        return "-".join(str(stage.replicas) for stage in self.stages)
+        """`15-1`: the replicas of each stage in one copy."""
+        return "-".join(str(stage.replicas // self.copies) for stage in self.stages)

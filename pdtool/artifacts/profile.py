@@ -76,7 +76,7 @@ class Profile(Artifact):
     Attributes:
         together: groups of nodes that must stand in one stage (shared state, HINTS no_split).
         pin: node -> index of its stage; negative counts from the end.
-        step_s: seconds of one whole training step, measured end to end; 0 when estimated.
+        step_s: seconds of one whole training step, measured end to end; 0 when that was not.
         coverage: sum of all nodes' forward, backward and update over step_s.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
     """
@@ -127,6 +127,15 @@ class Profile(Artifact):
     def by_name(self) -> dict[str, Node]:
         """Node name -> node."""
         return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def working_bytes(self) -> dict[str, int]:
+        """Node name -> bytes it needs while it computes, besides what is kept: its output or that one's gradient, and
+        the gradients of its inputs."""
+        return {
+            node.name: node.output_bytes + sum(self.by_name[source].gradient_bytes for source in node.inputs)
+            for node in self.nodes
+        }
 
     def parameter_bytes(self, nodes: Collection[str]) -> int:
         """Bytes of the distinct parameters that `nodes` use."""

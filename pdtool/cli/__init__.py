@@ -13,7 +13,9 @@ import click
 from pdtool import __version__
 from pdtool.cli.codegen import codegen
 from pdtool.cli.export import export
+from pdtool.cli.import_ import import_
 from pdtool.cli.partition import partition
+from pdtool.cli.probe import probe
 from pdtool.cli.profile import profile
 from pdtool.cli.run import run
 from pdtool.cli.shell import completion, schema
@@ -65,5 +67,5 @@ def main() -> None:
     """
 
 
-for _command in (profile, partition, codegen, run, show, export, schema, completion):
+for _command in (profile, import_, probe, partition, codegen, run, show, export, schema, completion):
     main.add_command(_command)

@@ -49,11 +49,12 @@ class Inputs:
                 path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again"
             )
         ref = plan.model or profile.model
-        if ref is None and model is None:
-            raise ArtifactError(path, "names no model", "name its file with --model", field="model")
-        found = _named(ref, model) if model else ref
-        assert found  # one of the two was given
-        inputs = cls(path, plan, profile, found, trusted=model is not None)
+        if ref is None:  # not even with --model: the operators of such a plan are those of no model that we can read
+            raise ArtifactError(
+                path, f"there is no model behind {plan.profile}", "plan from a profile that `pdtool profile` wrote",
+                field="model",
+            )  # fmt: skip
+        inputs = cls(path, plan, profile, _named(ref, model) if model else ref, trusted=model is not None)
         inputs._check_model(ref)
         return replace(inputs, plan=_checked(plan, profile))
 
@@ -79,23 +80,21 @@ class Inputs:
             return None
         return bundle if bundle.digests.get("plan") == self.plan.plan_sha256 else None
 
-    def _check_model(self, recorded: ModelRef | None) -> None:
+    def _check_model(self, recorded: ModelRef) -> None:
         """Raises StaleError when the source file changed since it was profiled; nothing is imported."""
         from pdtool.frontend.modelfile import find_source
 
-        source = recorded.source if recorded else self.model.source
-        expected = self.plan.digests.get(source)
+        expected = self.plan.digests.get(recorded.source)
         if expected and file_sha256(find_source(self.model.source)) != expected:
             raise StaleError(
                 self.path, f"{self.model.source} has changed since it was profiled", "profile and partition it again"
             )
 
 
-def _named(recorded: ModelRef | None, text: str) -> ModelRef:
+def _named(recorded: ModelRef, text: str) -> ModelRef:
     """The model named on the command line, with the recorded function and settings unless it names a function."""
     source, _, function = text.partition(":")
-    known = recorded or ModelRef(source=source)
-    return ModelRef(source=source, function=function or known.function, settings=known.settings)
+    return ModelRef(source=source, function=function or recorded.function, settings=recorded.settings)
 
 
 def _checked(plan: Plan, profile: Profile) -> Plan:
@@ -104,7 +103,7 @@ def _checked(plan: Plan, profile: Profile) -> Plan:
     plan.check_schedule()
     if not plan.edited:
         return plan
-    from pdtool.partition.search import refresh
+    from pdtool.partition.planning import refresh
 
     note("the plan was edited by hand: its stages are checked, its predictions computed again")
     return refresh(plan, profile)
@@ -114,15 +113,9 @@ def rescheduled(plan: Plan, profile: Profile, schedule: str | None, microbatches
     """The same stages under another schedule; raises UsageError."""
     if schedule is None and microbatches is None:
         return plan
-    from pdtool.partition.cost import in_flight
-    from pdtool.partition.search import refresh
+    from pdtool.partition.planning import under
 
     name = schedule or plan.schedule
     if name == "1f1b" and microbatches not in (None, 1):
         raise UsageError("schedule 1f1b has no microbatches", "leave --microbatches out, or use --schedule 1f1b-flush")
-    count = 1 if name == "1f1b" else microbatches or max(plan.microbatches, 4)
-    flight = in_flight(name, [stage.replicas for stage in plan.stages], count)
-    stages = (stage.model_copy(update={"in_flight": w}) for stage, w in zip(plan.stages, flight, strict=True))
-    weights = "stash" if name == "1f1b" else "flush"
-    update = {"schedule": name, "weights": weights, "microbatches": count, "stages": tuple(stages)}
-    return refresh(plan.model_copy(update=update), profile)
+    return under(plan, profile, name, 1 if name == "1f1b" else microbatches or max(plan.microbatches, 4))

@@ -48,11 +48,14 @@ device = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifact itself on stdout.")
 
 
-def schedule(default: str | None) -> Callable[[Any], Any]:
+def schedule(default: str | None, *more: str) -> Callable[[Any], Any]:
     """`--schedule`; None keeps what the plan says."""
+    auto = "; auto takes the fastest, flushing ones only with --microbatches" if "auto" in more else ""
     return click.option(
-        "--schedule", type=click.Choice(NAMES), default=default, show_default=default or "what the plan says",
-        help="Order of work: 1f1b never stops (weight stashing); 1f1b-flush and gpipe empty the pipeline to update.",
+        "--schedule", type=click.Choice([*NAMES, *more]), default=default,
+        show_default=default or "what the plan says",
+        help="Order of work: 1f1b never stops (weight stashing); 1f1b-flush and gpipe empty the pipeline to update"
+        f"{auto}.",
     )  # fmt: skip
 
 
@@ -62,3 +65,18 @@ def microbatches(default: str) -> Callable[[Any], Any]:
         "--microbatches", type=click.IntRange(min=1), metavar="N", show_default=default, default=None,
         help="Minibatches in one update of a flushing schedule.",
     )  # fmt: skip
+
+
+def machines(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--nnodes`, `--node-rank`, `--rdzv-endpoint`: of a launch over several machines."""
+    for option in (
+        click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where the machines meet, on machine 0."),
+        click.option(
+            "--node-rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="K", help="This machine."
+        ),
+        click.option(
+            "--nnodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Machines."
+        ),
+    ):
+        command = option(command)
+    return command

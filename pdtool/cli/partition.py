@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +14,7 @@ from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
     from pdtool.cluster import Cluster
+    from pdtool.partition.evaluate import Cost
 
 _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 
@@ -23,9 +25,10 @@ _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3
 )
 @click.argument("profile", required=False)
 @click.option(
-    "--topology", required=True, metavar="NxM",
+    "--topology", metavar="NxM",
     help="Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
 )  # fmt: skip
+@click.option("--cluster", "file", metavar="FILE", help="The same and all bandwidths, as `pdtool probe` writes them.")
 @click.option(
     "--bandwidth", metavar="RATE,...", show_default=f"{_BETWEEN} outside, {_INSIDE} at inner levels",
     help="Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
@@ -37,8 +40,16 @@ _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3
     help="Number of workers to use.",
 )  # fmt: skip
 @click.option("--straight", is_flag=True, help="Replicate no stage.")
-@options.schedule("1f1b")
+@options.schedule("1f1b", "auto")
 @options.microbatches("4 with --schedule 1f1b-flush or gpipe")
+@click.option(
+    "--recompute/--no-recompute", default=True, show_default=True,
+    help="Let stages that lack memory run their forward twice.",
+)  # fmt: skip
+@click.option(
+    "--cost", type=click.Choice(["ours", "pipedream", "pipedream-free"]), default="ours", show_default=True,
+    help="Whose formulas; those of PipeDream's optimizer, with or without the traffic of activations, to compare.",
+)  # fmt: skip
 @click.option(
     "--simplest", default="3%", show_default=True, metavar="SHARE",
     help="Prefer fewer stages as long as the plan is at most this much slower than the fastest.",
@@ -46,30 +57,47 @@ _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(
-    profile: str | None, topology: str, bandwidth: str | None, latency: str | None, memory: str | None,
-    workers: int | None, straight: bool, schedule: str, microbatches: int | None, simplest: str, as_json: bool,
-    output: str | None,
+    profile: str | None, topology: str | None, file: str | None, bandwidth: str | None, latency: str | None,
+    memory: str | None, workers: int | None, straight: bool, schedule: str, microbatches: int | None, recompute: bool,
+    cost: Cost, simplest: str, as_json: bool, output: str | None,
 ) -> None:  # fmt: skip
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.render import plan_view
-    from pdtool.partition.search import Options, make_plan
+    from pdtool.partition.planning import make_plan
+    from pdtool.partition.search import Options
 
     path = options.candidate("profile", profile)
     wanted = Options(
         workers=workers, straight=straight, schedule=schedule, microbatches=_microbatches(schedule, microbatches),
-        simplest=_share(simplest),
+        simplest=_share(simplest), recompute=recompute, cost=cost,
     )  # fmt: skip
-    cluster = _cluster(topology, bandwidth, latency, memory)
+    cluster = (
+        _from_file(file, topology or bandwidth or latency, memory)
+        if file
+        else (_cluster(topology, bandwidth, latency, memory))
+    )
     plan = make_plan(Profile.load(path), path, cluster, wanted)
     show(*plan_view(plan))
     deliver(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
 
 
-def _cluster(topology: str, bandwidth: str | None, latency: str | None, memory: str | None) -> Cluster:
+def _from_file(file: str, besides: str | None, memory: str | None) -> Cluster:
+    from pdtool.artifacts.cluster import ClusterFile
+    from pdtool.units import parse_bytes
+
+    if besides:
+        raise UsageError(f"--cluster {file} together with {besides!r}", "give the file or the figures, not both")
+    cluster = ClusterFile.load(file).cluster()
+    return replace(cluster, memory_bytes=parse_bytes(memory)) if memory else cluster
+
+
+def _cluster(topology: str | None, bandwidth: str | None, latency: str | None, memory: str | None) -> Cluster:
     from pdtool.cluster import make_cluster, parse_topology
     from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
+    if topology is None:
+        raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
     sizes = parse_topology(topology)
     if bandwidth is None:
         bandwidth = ",".join([_BETWEEN, *[_INSIDE] * (len(sizes) - 1)])
@@ -87,7 +115,7 @@ def _cluster(topology: str, bandwidth: str | None, latency: str | None, memory: 
 
 
 def _microbatches(schedule: str, given: int | None) -> int:
-    return given or (1 if schedule == "1f1b" else 4)
+    return given or (4 if schedule in ("1f1b-flush", "gpipe") else 1)
 
 
 def _share(text: str) -> float:

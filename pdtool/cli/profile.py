@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -9,14 +10,18 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console import note, progress, show
 from pdtool.cli.deliver import deliver
+from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
+    from pdtool.artifacts.device import Precision
     from pdtool.artifacts.profile import Profile
 
 
 @click.command(
     epilog="\b\nExamples:\n  pdtool profile pdtool/zoo/digits.py --batch-size 64\n"
-    "  pdtool profile pdtool.zoo.digits --set width=64 -o profiles/wide.json"
+    "  pdtool profile pdtool.zoo.digits --set width=64 -o profiles/wide.json\n"
+    "  pdtool profile pdtool.zoo.llm --device a100-80gb --precision bf16 --batch-size 4\n"
+    "  pdtool profile pdtool.zoo.vgg16 --device v100 --calibrate profiles/resnet50.json"
 )
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
@@ -25,30 +30,82 @@ if TYPE_CHECKING:
     "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, metavar="N",
     help="Samples in one minibatch, the size that will run.",
 )  # fmt: skip
-@options.device
+@click.option(
+    "--device", default="cpu", show_default=True, metavar="NAME",
+    help="cpu or cuda: measure on this machine. Any other name (v100, a100, ...; an unknown one lists them) or a YAML "
+    "file of your own: estimate for that device, without running the model.",
+)  # fmt: skip
 @click.option(
     "--threads", type=click.IntRange(min=1), metavar="N", show_default="all cores",
-    help="CPU threads to compute with, as many as each worker will have.",
+    help="CPU threads to measure with, as many as each worker will have.",
+)  # fmt: skip
+@click.option(
+    "--precision", type=click.Choice(["fp32", "tf32", "bf16", "fp16"]), show_default="the model's own",
+    help="Estimate as if the model were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
+)  # fmt: skip
+@click.option(
+    "--calibrate", metavar="PROFILE",
+    help="Estimate with factors fitted to a profile of any model that was measured on that device.",
 )  # fmt: skip
 @options.as_json
 def profile(
     model: str, output: str | None, settings: tuple[str, ...], batch_size: int, device: str, threads: int | None,
-    as_json: bool,
+    precision: Precision | None, calibrate: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure what each operator of MODEL costs on this machine.
+    """Measure what each operator of MODEL costs on this machine, or estimate it for another device.
 
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """
     from pdtool.cli.render import profile_table
+
+    here = device in ("cpu", "cuda")
+    if here and (precision or calibrate):
+        raise UsageError(f"--device {device} measures; --precision and --calibrate are for estimates", "leave them out")
+    if threads and not here:
+        raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
+    result = (
+        _measured(model, settings, batch_size, device, threads)
+        if here
+        else _estimated(model, settings, batch_size, device, precision, calibrate)
+    )
+    show(profile_table(result, largest=12))
+    _warn_of_coverage(result)
+    deliver(result, output or f"profiles/{options.file_name(result.name)}.json", as_json=as_json)
+
+
+def _measured(model: str, settings: tuple[str, ...], batch_size: int, device: str, threads: int | None) -> Profile:
     from pdtool.frontend.modelfile import ModelFile, parse_ref
     from pdtool.profile.measure import measure
 
     file = ModelFile.load(parse_ref(model, settings), trusted=True)
     with progress("measuring operators") as tick:
-        result = measure(file, batch_size=batch_size, device=device, threads=threads, progress=tick)
-    show(profile_table(result, largest=12))
-    _warn_of_coverage(result)
-    deliver(result, output or f"profiles/{options.file_name(result.name)}.json", as_json=as_json)
+        return measure(file, batch_size=batch_size, device=device, threads=threads, progress=tick)
+
+
+def _estimated(
+    model: str, settings: tuple[str, ...], batch_size: int, device: str, precision: Precision | None,
+    calibrate: str | None,
+) -> Profile:  # fmt: skip
+    from pdtool.artifacts.envelope import file_sha256
+    from pdtool.artifacts.profile import Profile
+    from pdtool.profile.devices import find_device
+
+    spec = find_device(device)
+    reference = Profile.load(calibrate) if calibrate else None
+    from pdtool.frontend.modelfile import ModelFile, parse_ref
+    from pdtool.profile.estimate import calibrated, estimate
+
+    file = ModelFile.load(parse_ref(model, settings), trusted=True)
+    with progress("estimating operators") as tick:
+        if calibrate and reference:
+            spec = calibrated(spec, reference, calibrate, tf32=precision == "tf32")
+            factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
+            note(f"measured over estimated in {calibrate}: {factors}")
+        result = estimate(file, batch_size=batch_size, device=spec, precision=precision, progress=tick)
+    note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
+    note(f"source: {spec.source}")
+    inputs = [path for path in (device, calibrate) if path and path != "-" and Path(path).is_file()]
+    return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in inputs}}})
 
 
 def _warn_of_coverage(result: Profile) -> None:

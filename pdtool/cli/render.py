@@ -9,6 +9,8 @@ from rich.table import Table
 
 from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.cluster import ClusterFile
+from pdtool.artifacts.device import Devices
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.artifacts.report import Report
@@ -61,6 +63,41 @@ def _node(node: Node) -> list[str]:
     return [node.name, node.op, *_costs([node]), format_bytes(node.output_bytes)]
 
 
+def devices_view(table: Devices) -> Parts:
+    """Each device's figures, and where they come from."""
+    rows = [
+        [
+            key, d.name, ", ".join(f"{name} {peak / 1e12:g}" for name, peak in d.peak_flops_per_s.items()),
+            format_rate(d.bandwidth_bytes_per_s), format_bytes(d.memory_bytes),
+        ]
+        for key, d in table.devices.items()
+    ]  # fmt: skip
+    yield _table(("--device", "device", "Tflop/s", "bandwidth", "memory"), rows, names=3)
+    yield from dict.fromkeys(f"source: {d.source}" for d in table.devices.values())
+
+
+def cluster_view(cluster: ClusterFile) -> Parts:
+    """The levels, and what was measured at them."""
+    columns = ["level", "size", "bandwidth", "latency"]
+    rows: list[list[object]] = [
+        [depth, level.size, format_rate(level.bandwidth_bytes_per_s), format_seconds(level.latency_s)]
+        for depth, level in enumerate(cluster.levels)
+    ]
+    title = f"{cluster.name}: {cluster.cluster().workers} workers"
+    if cluster.memory_bytes:
+        title += f" of {format_bytes(cluster.memory_bytes)}"
+    if found := cluster.measured:
+        title += f", measured over {found.backend} (torch {found.torch})"
+        columns += ["one pair alone", "all-reduce", "of the ring formula"]
+        for row, level, measured in zip(rows, cluster.levels, found.levels, strict=True):
+            share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
+            row += [
+                *map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}",
+            ]  # fmt: skip
+    yield _table(columns, rows, title=title)
+    yield "bandwidth: of one member's link to the others of its level, each way at once, shared by its workers"
+
+
 def plan_view(plan: Plan) -> Parts:
     """The stages as a table, what bounds the plan, and its rivals."""
     predicted = None if plan.edited else plan.predicted
@@ -71,9 +108,11 @@ def plan_view(plan: Plan) -> Parts:
             to_next = format_seconds(predicted.transfer_s[s]) if s < len(predicted.transfer_s) else ""
             seconds = map(format_seconds, (predicted.compute_s[s], predicted.allreduce_s[s]))
             figures = [*seconds, to_next, format_bytes(predicted.memory_bytes[s])]
-        rows.append([s, _brief(stage.nodes), _ranges(stage.workers), stage.in_flight, *figures])
+        flight = f"{stage.in_flight}, recomputed" if stage.recompute else stage.in_flight
+        rows.append([s, _brief(stage.nodes), _ranges(stage.workers), flight, *figures])
     levels = ", ".join(f"{v.size} at {format_rate(v.bandwidth_bytes_per_s)}" for v in plan.cluster.levels)
-    title = f"{plan.name}: {plan.config} on {levels}, schedule {plan.schedule}"
+    copies = f"{plan.copies} copies of " if plan.copies > 1 else ""
+    title = f"{plan.name}: {copies}{plan.config} on {levels}, schedule {plan.schedule}"
     columns = ("stage", "holds", "workers", "in flight", "compute", "all-reduce", "to next", "memory")
     yield _table(columns, rows, names=3, title=title)
     if plan.edited:
@@ -86,6 +125,11 @@ def plan_view(plan: Plan) -> Parts:
         )
     if plan.why:
         yield f"bottleneck: {plan.why.bottleneck}"
+        if plan.why.lower_bound_s is not None:
+            yield (
+                f"certificate: no plan beats {format_seconds(plan.why.lower_bound_s)} per minibatch; this one is within "
+                f"{plan.why.gap or 0:.1%} of it ({plan.why.proof})"
+            )
         for rival in plan.why.rivals:
             yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch ({rival.why})"
 

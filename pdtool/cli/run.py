@@ -59,11 +59,7 @@ _LAST = "the folder of -o"
 )
 @options.schedule(None)
 @options.microbatches("what the plan says")
-@click.option("--nnodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Machines.")
-@click.option(
-    "--node-rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="K", help="This machine."
-)
-@click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where the machines meet, on machine 0.")
+@options.machines
 @options.as_json
 def run(plan: str | None, schedule: str | None, microbatches: int | None, dry_run: bool, as_json: bool,
         model: str | None, **settings: Any) -> None:  # fmt: skip

@@ -29,6 +29,8 @@ def show(file: str, as_json: bool) -> None:
         print_json(artifact)
         return
     from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.cluster import ClusterFile
+    from pdtool.artifacts.device import Devices
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Report
@@ -37,6 +39,10 @@ def show(file: str, as_json: bool) -> None:
     match artifact:
         case Profile():
             console.show(render.profile_table(artifact), err=False)
+        case Devices():
+            console.show(*render.devices_view(artifact), err=False)
+        case ClusterFile():
+            console.show(*render.cluster_view(artifact), err=False)
         case Plan():
             console.show(*render.plan_view(artifact), "", render.timeline(artifact), err=False)
         case Bundle():
@@ -64,7 +70,7 @@ def load(file: str) -> Artifact:
     kind = _FORMAT.search(text)
     if not kind:
         raise ArtifactError(
-            path, "is no artifact of pdtool (no format field)", "name a profile, plan, bundle or report"
+            path, "is no artifact of pdtool (no format field)", "name a profile, cluster, plan, bundle or report"
         )
     return artifact_class(kind[1], path).parse(text, path)
 
@@ -72,11 +78,13 @@ def load(file: str) -> Artifact:
 def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
     """The class of a kind; raises ArtifactError for an unknown one in `path`."""
     from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.cluster import ClusterFile
+    from pdtool.artifacts.device import Devices
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Report
 
-    classes: dict[str, type[Artifact]] = {c.KIND: c for c in (Profile, Plan, Bundle, Report)}
+    classes: dict[str, type[Artifact]] = {c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report)}
     if kind not in classes:
         raise ArtifactError(path, f"is of the unknown kind {kind!r}", f"known are {', '.join(classes)}", field="format")
     return classes[kind]

@@ -1,13 +1,18 @@
-"""The oracle of the tests: the best pace by looking at every plan. Shares only `cost.evaluate` with the search."""
+"""The oracle of the tests: the best pace by looking at every plan.
+
+Shares with the search what a plan costs (`evaluate`) and where pipelines may lie (`layouts`), not how it is found.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
-from pdtool.partition.cost import Costs, evaluate
+from pdtool.partition.evaluate import Costs, Way, evaluate
+from pdtool.partition.layout import Layout, layouts
 
 Placed = tuple[list[list[str]], list[int]]  # nodes and replicas of each stage
 
@@ -23,32 +28,33 @@ def plans(profile: Profile, workers: int, straight: bool = False) -> Iterator[Pl
 
 
 def best(
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    schedule: str = "1f1b",
-    microbatches: int = 1,
-    straight: bool = False,
-    max_stages: int | None = None,
+    profile: Profile, cluster: Cluster, way: Way, *, straight: bool = False, max_stages: int | None = None
 ) -> tuple[float, Placed | None]:
-    """(bottleneck in seconds, plan) of the fastest that fits in memory, on any number of the first workers."""
+    """(bottleneck in seconds, plan) of the fastest that fits in memory."""
     found: tuple[float, Placed | None] = (float("inf"), None)
-    for workers in [cluster.workers] if straight else range(1, cluster.workers + 1):
-        for stages, replicas in plans(profile, workers, straight):
-            costs = cost_of(profile, cluster, stages, replicas, schedule, microbatches)
-            fits = cluster.memory_bytes is None or max(costs.memory_bytes) <= cluster.memory_bytes
-            if fits and costs.bottleneck_s < found[0] and len(stages) <= (max_stages or len(stages)):
-                found = costs.bottleneck_s, (stages, replicas)
+    for layout in [Layout.of(cluster)] if straight else layouts(cluster, cluster.workers):
+        fewest = layout.workers if straight or way.cost != "ours" else 1
+        for workers in range(fewest, layout.workers + 1):
+            for stages, replicas in plans(profile, workers, straight):
+                costs = cost_of(profile, layout, stages, replicas, way)
+                fits = cluster.memory_bytes is None or max(costs.memory_bytes) <= cluster.memory_bytes
+                if fits and costs.bottleneck_s < found[0] and len(stages) <= (max_stages or len(stages)):
+                    found = costs.bottleneck_s, (stages, replicas)
     return found
 
 
 def cost_of(
-    profile: Profile, cluster: Cluster, stages: Sequence[Sequence[str]], replicas: Sequence[int], schedule: str,
-    microbatches: int,
-) -> Costs:  # fmt: skip
-    """Cost of stages on contiguous workers from 0 on."""
-    placed = [range(sum(replicas[:s]), sum(replicas[: s + 1])) for s in range(len(replicas))]
-    return evaluate(profile, cluster, stages, placed, schedule=schedule, microbatches=microbatches)
+    profile: Profile, layout: Layout, stages: Sequence[Sequence[str]], replicas: Sequence[int], way: Way
+) -> Costs:
+    """Cost of stages on contiguous workers of each copy, the last ones."""
+    idle = layout.workers - sum(replicas)
+    first = [idle + sum(replicas[:s]) for s in range(len(replicas))]
+    copies = 1 if len(stages) == 1 else layout.copies
+    placed = [
+        [layout.place(copy, worker) for worker in range(a, a + r) for copy in range(layout.copies)]
+        for a, r in zip(first, replicas, strict=True)
+    ]
+    return evaluate(profile, layout.cluster, stages, placed, replace(way, copies=copies))
 
 
 def _divisions(profile: Profile, done: list[list[str]]) -> Iterator[list[list[str]]]:

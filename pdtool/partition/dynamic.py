@@ -6,8 +6,10 @@ minibatches in flight and its memory. Stages take contiguous workers in order, s
 
     i, j: cuts before and after a stage    a: its first worker    r: its replicas    q: those of the stage before it
     V[i, a, q]: best pace of all stages from cut i on, on workers a .. U-1, with the border before them
+    V[0, a, 0]: of a whole plan that leaves the first a workers idle
 
-Complexity: O(c² U³) for c cuts and U workers, less what the bound prunes; all but the loop over i is numpy.
+Complexity: O(c² U²) stages for c cuts and U workers, less what the bound prunes, and U times that where a border may be
+the slowest part; all but the loop over i is numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtool.partition.cost import Rules, units_between
+from pdtool.partition.cost import Rules, shares, units_between
 from pdtool.partition.tables import Tables
 
 Array = NDArray[Any]
@@ -49,41 +51,52 @@ class _Entries:
 
 @dataclass
 class Dynamic:
-    """The recurrence on workers 0 .. U-1, all of them used.
+    """The recurrence on workers 0 .. U-1 of one copy of the pipeline.
 
     Args:
-        rules: costs; U is the number of its workers.
+        workers: U.
         straight: one replica per stage.
         bound: paces above it are not looked for.
         least_memory: minimise the largest memory of a stage instead, whatever the limit, and no pace.
+        entries: for each cut but the last, from the last to the first, the stages that may begin there.
         layers: V for at most 0, 1, ... stages, as far as they were asked for.
     """
 
     tables: Tables
     rules: Rules
+    workers: int
     straight: bool = False
     bound: float = np.inf
     least_memory: bool = False
+    entries: dict[int, _Entries] = field(default_factory=dict)
     layers: list[Array] = field(default_factory=list)
-
-    @property
-    def workers(self) -> int:
-        """U."""
-        return len(self.rules.workers)
-
-    def factor(self, stages: int) -> float:
-        """What turns a pace into the time per minibatch."""
-        return 1.0 if self.least_memory else self.rules.bubble(stages)
 
     @cached_property
     def free(self) -> Array:
         """V for any number of stages."""
         values = self._base()
-        self._sweep(values, values)
+        alive = np.zeros(len(values), dtype=bool)  # cuts after which there is something within the bound
+        alive[-1] = True
+        for i in reversed(range(len(values) - 1)):
+            self.entries[i] = self._entries(i, values, alive)
+            self._put_before(i, values, values)
+            alive[i] = len(self.entries[i].end) > 0
+        self._forget_unreached()
         return values
+
+    def _forget_unreached(self) -> None:
+        """Leave out the stages that nothing within the bound comes before; the layers then go faster."""
+        reached = np.zeros((len(self.tables.space.inside), self.workers + 1), dtype=bool)
+        reached[0] = True
+        for i in sorted(self.entries):
+            entries = self.entries[i]
+            kept = reached[i, entries.first]
+            self.entries[i] = _Entries(*(column[kept] for column in vars(entries).values()))
+            reached[entries.end[kept], (entries.first + entries.replicas)[kept]] = True
 
     def layer(self, stages: int) -> Array:
         """V for at most `stages` stages."""
+        _ = self.free
         if not self.layers:
             self.layers.append(self._base())
         while len(self.layers) <= stages:
@@ -94,6 +107,7 @@ class Dynamic:
 
     def exactly(self, stages: int) -> list[Array]:
         """V for exactly 0, 1, ... `stages` stages, each cut allowed where it would stand."""
+        _ = self.free
         layers = [self._base()]
         for left in range(1, stages + 1):
             values = np.full_like(layers[0], np.inf)
@@ -103,17 +117,30 @@ class Dynamic:
             layers.append(values)
         return layers
 
+    def start(self, values: Array) -> int:
+        """The first worker of the best whole plan; ties: the fewest workers."""
+        whole = values[0, : self.workers, 0]
+        if self.straight or self.rules.all_workers:
+            return 0
+        return int(np.flatnonzero(whole <= whole.min())[-1])
+
+    def pace(self, values: Array) -> float:
+        """Of the best whole plan."""
+        return max(float(values[0, self.start(values), 0]), 0.0 if self.least_memory else self.rules.copies_s())
+
     def trace(self, layers: list[Array]) -> list[Piece]:
-        """The stages whose pace is layers[-1][0, 0, 0]; layers[-2] was its source, and so on; one layer: its own."""
+        """The stages of the best whole plan of layers[-1]; layers[-2] was its source, and so on; one layer: its own."""
         pieces: list[Piece] = []
-        cut = first = before = 0
+        cut = before = 0
+        first = self.start(layers[-1])
         while first < self.workers:
             source = layers[max(0, len(layers) - 2 - len(pieces))]
             entries = self.entries[cut]
             paces = self._paces(entries, source)
             if before:
-                pace = self._border[entries.first, entries.replicas, before]
-                paces = np.maximum(paces, self.rules.transfer_s(entries.crossing, pace))
+                paces = np.maximum(
+                    paces, entries.crossing * self._border[self._place(entries.first), entries.replicas, before]
+                )
             paces = np.where(entries.first == first, paces, np.inf)
             best = np.flatnonzero(paces <= paces.min())
             chosen = max(best, key=lambda e: (entries.end[e], entries.replicas[e]))  # ties: the fewest stages
@@ -129,84 +156,119 @@ class Dynamic:
         return values
 
     def _sweep(self, source: Array, target: Array, rows: Array | None = None) -> None:
-        """Put one stage before each of `source`; source and target may be the same array."""
-        for i in reversed(range(len(target) - 1)):
-            entries = self.entries[i]
-            if not len(entries.end) or (rows is not None and not rows[i]):
-                continue
-            paces = self._paces(entries, source)
-            if i == 0:
-                target[0, 0, 0] = paces.min()
-                continue
-            keep = paces <= self.bound
-            first, replicas = entries.first[keep], entries.replicas[keep]
-            if not len(first):
-                continue
-            transfers = self.rules.transfer_s(entries.crossing[keep, None], self._border[first, replicas, 1:])
-            bordered = np.maximum(paces[keep, None], transfers)
+        """Put one stage before each of `source`, to begin at the cuts `rows`."""
+        for i in self.entries:
+            if len(self.entries[i].end) and (rows is None or rows[i]):
+                self._put_before(i, source, target)
+
+    def _put_before(self, i: int, source: Array, target: Array) -> None:
+        """The stages that begin at cut i; source and target may be the same array."""
+        entries = self.entries[i]
+        paces = self._paces(entries, source)
+        keep = np.flatnonzero(paces <= self.bound)
+        if i == 0:
+            np.minimum.at(target[0, :, 0], entries.first[keep], paces[keep])
+            return
+        first, replicas, crossing = (x[keep] for x in (entries.first, entries.replicas, entries.crossing))
+        slow = crossing > 0
+        if slow.any():
+            slow = crossing * self._slowest_border[self._place(first), replicas] > paces[keep]
+        free = keep[~slow]  # whatever stands before them, the border is not what holds them up
+        np.minimum.at(target[i, :, 1], entries.first[free], paces[free])
+        target[i, :, 2:] = target[i, :, 1:2]
+        if slow.any():
+            first, replicas, crossing = first[slow], replicas[slow], crossing[slow, None]
+            bordered = np.maximum(paces[keep[slow], None], crossing * self._border[self._place(first), replicas, 1:])
             starts = np.flatnonzero(np.diff(first, prepend=-1))
-            target[i, first[starts], 1:] = np.minimum.reduceat(bordered, starts, axis=0)
+            best = np.minimum.reduceat(bordered, starts, axis=0)
+            target[i, first[starts], 1:] = np.minimum(target[i, first[starts], 1:], best)
 
     def _paces(self, entries: _Entries, source: Array) -> Array:
         following = source[entries.end, entries.first + entries.replicas, entries.replicas]
         paces: Array = np.maximum(entries.alone, following)
         return paces
 
-    @cached_property
-    def entries(self) -> list[_Entries]:
-        """For each cut but the last, the stages that may begin there."""
-        return [self._entries(i) for i in range(len(self.tables.space.inside) - 1)]
-
-    def _entries(self, i: int) -> _Entries:
-        """Leaves out what cannot be part of a plan within the bound: by its own pace or memory, or because the work
-        before or after it is too much for the workers there."""
+    def _entries(self, i: int, values: Array, alive: Array) -> _Entries:
+        """Leaves out what cannot be part of a plan within the bound: by its own pace or memory, because the work before
+        it is too much for the workers there, or for what `values` say of all that may follow it."""
+        rules = self.rules
         ends, load = self.tables.rows[i]
-        work = self.tables.forward_backward_s
-        first, replicas = self._slots(i)
-        possible = (ends == len(work) - 1)[:, None] == (first + replicas == self.workers)
-        possible &= work[i] <= first * self.bound * _SLACK if self._bounded else True
-        left = (self.workers - first - replicas) * self.bound * _SLACK if self._bounded else np.inf
-        possible &= (work[-1] - work[ends])[:, None] <= left
-        slot, end = np.nonzero(possible.T)
+        first, replicas, slot, end = self._possible(i, ends, np.flatnonzero(alive[ends]))
+        follows = values[ends[end], (first + replicas)[slot], replicas[slot]] <= self.bound
+        slot, end = slot[follows], end[follows]
         picked = type(load)(**{name: column[end] for name, column in vars(load).items()})
         first, replicas = first[slot], replicas[slot]
-        in_flight = self.rules.in_flight(replicas, self.workers - first)
-        memory = self.rules.memory_bytes(picked, in_flight)
+        following = self.workers - first
         if self.least_memory:
+            memory = rules.memory_bytes(picked, *rules.leanest(replicas, following))
             return _Entries(ends[end], first, replicas, memory, np.zeros(len(end)))
-        units = units_between(self.rules.cluster, first, first + replicas)
-        alone = np.maximum(
-            self.rules.compute_s(picked, replicas), self.rules.allreduce_s(picked, replicas, units)
-        )  # fmt: skip
-        limit = self.rules.cluster.memory_bytes or np.inf
-        keep = (memory <= limit) & (alone <= self.bound)
-        crossing = (picked.received_bytes + picked.returned_bytes)[keep]
-        return _Entries(ends[end][keep], first[keep], replicas[keep], alone[keep], crossing)
+        work = self.tables.forward_backward_s
+        fit = rules.fit(picked, replicas, following, work[-1] - work[i])
+        averaging = rules.allreduce_s(picked, replicas, units_between(rules.cluster, first, first + replicas))
+        alone = np.maximum(rules.stage_s(fit.compute_s, averaging), fit.waiting_s)
+        keep = np.isfinite(alone) & (alone <= self.bound)
+        crossing = rules.transfer_s(picked, 1.0)
+        return _Entries(ends[end][keep], first[keep], replicas[keep], alone[keep], crossing[keep])
 
-    @property
-    def _bounded(self) -> bool:
-        return bool(np.isfinite(self.bound)) and not self.least_memory
+    def _possible(self, i: int, ends: Array, some: Array) -> tuple[Array, Array, Array, Array]:
+        """Slots (first worker, replicas) and the pairs of one of them and one of `some` ends that the bound allows."""
+        work = self.tables.forward_backward_s
+        first, replicas = self._slots if i else self._first_slots
+        after = self.workers - first - replicas
+        pairs = (ends[some] == len(work) - 1)[:, None] == (after == 0)
+        if np.isfinite(self.bound) and not self.least_memory:
+            most = self.bound * self.rules.copies * _SLACK  # work of one worker
+            kept = (work[i] <= first * most) & (work[-1] - work[i] <= (self.workers - first) * most)
+            first, replicas, after, pairs = first[kept], replicas[kept], after[kept], pairs[:, kept]
+            here, later = (work[ends[some]] - work[i])[:, None], (work[-1] - work[ends[some]])[:, None]
+            pairs &= (here <= replicas * most) & (later <= after * most)
+        slot, end = np.nonzero(pairs.T)
+        return first, replicas, slot, some[end]
 
-    def _slots(self, i: int) -> tuple[Array, Array]:
-        """First worker and replicas of every stage that may begin at cut i, ordered by first worker."""
+    @cached_property
+    def _slots(self) -> tuple[Array, Array]:
+        """First worker and replicas of every stage but the first, ordered by first worker."""
+        return self._slots_from(range(1, self.workers))
+
+    @cached_property
+    def _first_slots(self) -> tuple[Array, Array]:
+        """Of every first stage."""
+        return self._slots_from(range(self.workers))
+
+    def _slots_from(self, begin: range) -> tuple[Array, Array]:
         most = 1 if self.straight else self.workers
-        pairs = [
-            (a, r)
-            for a in ([0] if i == 0 else range(1, self.workers))
-            for r in range(1, min(most, self.workers - a) + 1)
-        ]
+        pairs = [(a, r) for a in begin for r in range(1, min(most, self.workers - a) + 1)]
         first, replicas = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return first, replicas
 
     @cached_property
     def _border(self) -> Array:
-        """[a, r, q] seconds per byte over the border before worker a; 0 where no such stages are."""
-        size = self.workers + 1
-        a, r, q = np.indices((size, size, size))
-        real = (r >= 1) & (a + r <= self.workers) & (q >= 1) & (q <= a)
-        a, r, q = (np.where(real, x, 1) for x in (a, r, q))
-        cluster = self.rules.cluster
-        pace = self.rules.border_pace(
-            units_between(cluster, a - q, a), units_between(cluster, a, a + r), units_between(cluster, a - q, a + r)
-        )
-        return np.asarray(np.where(real, pace, 0.0))
+        """[place, r, q] seconds per byte over the border before a worker; see `_place`."""
+        size = self.workers
+        reach = self._period * (size // self._period + 1)  # workers on each side of the border, in whole members
+        worker = np.arange(2 * reach)
+        paces = np.zeros((self._period, size + 1, size + 1))
+        q, r = np.arange(1, size + 1)[None, :, None], np.arange(1, size + 1)[:, None, None]
+        for place in range(self._period):
+            a = reach + place
+            before = shares(self.rules.cluster, (a - q <= worker) & (worker < a))
+            after = shares(self.rules.cluster, (a <= worker) & (worker < a + r))
+            # no worker is on both sides: at the level of workers one link of each side says all
+            before[-1], after[-1] = np.concatenate([1 / q, 0 * q], axis=2), np.concatenate([0 * r, 1 / r], axis=2)
+            paces[place, 1:, 1:] = self.rules.border_pace(before, after, (q[..., 0], r[..., 0], q[..., 0] == place))
+        return paces
+
+    @property
+    def _period(self) -> int:
+        """Workers after which borders repeat: those of one outermost member, or all."""
+        return self.rules.cluster.below[0] if self.rules.anywhere_alike else self.rules.cluster.workers
+
+    @cached_property
+    def _slowest_border(self) -> Array:
+        """[place, r] whatever stands before it."""
+        slowest: Array = self._border.max(axis=2)
+        return slowest
+
+    def _place(self, first: Array) -> Array:
+        """Where a worker stands among those that borders differ for."""
+        return first % self._period

@@ -70,14 +70,19 @@ class Space:
         return [name for block in chosen for name in self.blocks[block]]
 
 
-def build_space(profile: Profile, max_cuts: int = MAX_CUTS) -> Space:
-    """The cuts of `profile`: groups unbroken, pins kept, an operator in every stage; about `max_cuts` at most."""
+def build_space(profile: Profile, max_cuts: int = MAX_CUTS, finer: Space | None = None) -> Space:
+    """The cuts of `profile`: groups unbroken, pins kept, an operator in every stage; about `max_cuts` at most.
+
+    `finer` is one built before for more cuts, to go on from.
+    """
     pins = {node.name: NOT_OPERATORS[node.op] for node in profile.nodes if node.op in NOT_OPERATORS} | profile.pin
     same_pin = ([name for name, pin in pins.items() if pin == index] for index in sorted(set(pins.values())))
     blocks = _Blocks(profile, pins, [*(group for group in profile.together if group), *same_pin])
     original = len(blocks.members)
+    if finer:
+        blocks = _Blocks(profile, pins, finer.blocks)
     while (cuts := blocks.cuts(max_cuts)) is None:
-        blocks = blocks.coarser()
+        blocks = blocks.coarser(max_cuts)
     count = len(blocks.members)
     coarsened = ""
     if count < original:
@@ -143,18 +148,20 @@ class _Blocks:
     def _computes(self, block: Sequence[str]) -> bool:
         return any(self.profile.by_name[name].op not in NOT_OPERATORS for name in block)
 
-    def coarser(self) -> _Blocks:
-        """Merge up to a twelfth of the blocks, each with a neighbour; at least two blocks become one.
+    def coarser(self, max_cuts: int) -> _Blocks:
+        """Merge up to a twelfth of the blocks (a third when they alone are far too many), each with a neighbour; at
+        least two blocks become one.
 
         Only blocks that stand beside others multiply the cuts, so those go first, the cheapest of them before all.
         """
         nodes = self.profile.by_name
         weight = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in self.members]
         beside = self._beside()
+        most = len(self.members) // (3 if len(self.members) > 2 * max_cuts else 12)
         taken: set[int] = set()
         merged: list[tuple[int, int]] = []
         for b in sorted(range(len(self.members)), key=lambda b: (not beside[b], weight[b], b)):
-            if len(merged) > len(self.members) // 12 or (merged and bool(beside[merged[0][0]]) != bool(beside[b])):
+            if len(merged) > most or (merged and bool(beside[merged[0][0]]) != bool(beside[b])):
                 break
             partner = next((c for c in self._partners(b, beside) if c not in taken), None)
             if b not in taken and partner is not None:

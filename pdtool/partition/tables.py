@@ -26,7 +26,7 @@ class Tables:
     @cached_property
     def forward_backward_s(self) -> Array:
         """[c] seconds of all that lies inside each cut."""
-        return self._inside([node.forward_s + node.backward_s for node in self.profile.nodes])
+        return self._forward_s + self._backward_s
 
     @cached_property
     def rows(self) -> list[tuple[Array, Load]]:
@@ -47,14 +47,24 @@ class Tables:
             parameters = parameters - shared * np.maximum(here - 1, 0)
             tied += shared * ((here > 0) & (here < users[-1]))
         return ends, Load(
-            forward_backward_s=self.forward_backward_s[ends] - self.forward_backward_s[i],
+            forward_s=self._forward_s[ends] - self._forward_s[i],
+            backward_s=self._backward_s[ends] - self._backward_s[i],
             update_s=self._update_s[ends] - self._update_s[i],
             parameter_bytes=parameters,
             tied_bytes=tied,
             stash_bytes=self._stash[ends] - self._stash[i],
+            working_bytes=self._working(i, ends),
             received_bytes=received,
             returned_bytes=returned,
+            entering_bytes=np.full(len(ends), self._border[i]),
+            leaving_bytes=self._border[ends],
         )
+
+    def _working(self, i: int, ends: Array) -> Array:
+        """[j] the largest of the blocks between cut i and each end: the first found where they stand by size."""
+        size, order = self._needs
+        held = self.space.inside[np.ix_(ends, order)] & ~self.space.inside[i, order]
+        return np.asarray(size[order][held.argmax(axis=1)])
 
     def _inside(self, values: list[float] | list[int]) -> Array:
         """[c] sum of one value per node over the nodes inside each cut."""
@@ -66,6 +76,25 @@ class Tables:
     @cached_property
     def _block_of(self) -> dict[str, int]:
         return {name: b for b, block in enumerate(self.space.blocks) for name in block}
+
+    @cached_property
+    def _forward_s(self) -> Array:
+        return self._inside([node.forward_s for node in self.profile.nodes])
+
+    @cached_property
+    def _backward_s(self) -> Array:
+        return self._inside([node.backward_s for node in self.profile.nodes])
+
+    @cached_property
+    def _needs(self) -> tuple[Array, Array]:
+        """[blocks] working bytes, and the blocks in falling order of them."""
+        size = np.array([max(self.profile.working_bytes[name] for name in block) for block in self.space.blocks], float)
+        return size, np.argsort(-size, kind="stable")
+
+    @cached_property
+    def _border(self) -> Array:
+        """[c] bytes that cross each cut."""
+        return np.asarray(self._crossing @ self._sent[0])
 
     @cached_property
     def _update_s(self) -> Array:

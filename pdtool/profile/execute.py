@@ -33,8 +33,8 @@ class Executor:
 
     @classmethod
     def of(cls, traced: Traced, batch: int, device: torch.device) -> Executor:
-        """An executor over the traced model itself, moved to `device`."""
-        model = traced.model.to(device).train()
+        """An executor over the traced model itself, which stands on `device`."""
+        model = traced.model.train()
         state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         return cls(traced, batch, device, state)
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
-from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
-from pdtool.errors import ModelError, PdtoolError
+from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import Operator, Traced, Value
 from pdtool.frontend.trace import trace
-from pdtool.profile.execute import Environment, Executor, differentiable, filled, inplace_modules_off, tensors
+from pdtool.profile.count import Subject, memory_errors
+from pdtool.profile.execute import differentiable, inplace_modules_off, tensors
 
 _FEWEST, _MOST = 3, 15  # timed rounds
 _BUDGET_S = 6.0  # for all rounds, as far as _FEWEST allows
@@ -80,55 +77,37 @@ def measure(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        with _memory_errors(model_file, batch_size):
+        with memory_errors(model_file, batch_size):
             traced = trace(model_file.build(), model_file.example_inputs, batch_size, model_file.path)
-            inplace_modules_off(traced.model)
-            return _Measurement(model_file, traced, batch_size, where, progress).profile()
+            inplace_modules_off(traced.model.to(where))
+            subject = Subject.of(model_file, traced, batch_size, where)
+            return _Measurement(subject, where, progress).profile()
     finally:
         torch.set_num_threads(before)
 
 
+@dataclass(frozen=True)
 class _Measurement:
     """One profile in the making."""
 
-    def __init__(
-        self, model_file: ModelFile, traced: Traced, batch_size: int, device: torch.device, progress: Progress
-    ) -> None:
-        self.model_file = model_file
-        self.traced = traced
-        self.batch = batch_size
-        self.device = device
-        self.progress = progress
-        self.clock = Clock(device)
-        self.run = Executor.of(traced, batch_size, device)
-        self.with_loss = model_file.has("loss") and model_file.has("dataset")
-        self.inputs = [t.to(device) for t in model_file.example_inputs(batch_size)]
-        self.target: Any = None
-        if self.with_loss:
-            data, target = model_file.example_batch(batch_size)
-            self.inputs = [t.to(device) for t in model_file.as_inputs(data)]
-            self.target = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, target)
+    subject: Subject
+    device: torch.device
+    progress: Progress
+
+    @property
+    def clock(self) -> Clock:
+        """Of the device."""
+        return Clock(self.device)
 
     def profile(self) -> Profile:
         """All of it."""
-        stash, flops = self._survey()
-        steps, forwards, backwards = self._rounds()
+        survey = self.subject.survey()
+        step_s, forwards, backwards = self._rounds()
         update_s, state_bytes = self._optimizer()
-        nodes = self._nodes(stash, flops, forwards, backwards, update_s)
-        spent = sum(n.forward_s + n.backward_s + n.update_s for n in nodes)
-        profile = Profile(
-            name=self.model_file.name,
-            model=self.model_file.ref,
-            digests={self.model_file.ref.source: self.model_file.sha256},
-            batch_size=self.batch,
-            device=Device(name=_device_name(self.device), kind="measured"),
-            step_s=steps + update_s,
-            coverage=spent / (steps + update_s),
-            optimizer_state_bytes=state_bytes,
-            nodes=tuple(nodes),
-            shared=tuple(self._shared()),
-        )
-        return profile.model_copy(update=self._hints(profile))
+        return self.subject.profile(
+            Device(name=_device_name(self.device), kind="measured"), survey=survey, forwards=forwards,
+            backwards=backwards, update_s=update_s, state_bytes=state_bytes, step_s=step_s,
+        )  # fmt: skip
 
     def _rounds(self) -> tuple[float, Times, Times]:
         """Medians of (whole step, forward of each node, backward of each node).
@@ -162,18 +141,19 @@ class _Measurement:
 
     def _pass(self) -> tuple[Times, Times]:
         """Seconds of every node's forward, in order, and then of every node's backward, in reverse order."""
-        environment = self._environment()
+        subject = self.subject
+        environment = subject.environment()
         replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []
         forwards: dict[str, Callable[[], float]] = {}
-        for op in self._computed():
-            inputs = self.run.fresh(op, environment)
-            result, forwards[op.name] = self.clock.time(self.run.prepared(op, inputs))
+        for op in subject.computed:
+            inputs = subject.run.fresh(op, environment)
+            result, forwards[op.name] = self.clock.time(subject.run.prepared(op, inputs))
             outputs = tensors(result)
             environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
-            replayed.append((op.name, outputs, self.run.sources(op, inputs)))
-        if self.with_loss:
-            leaves, output = self._loss_inputs(environment)
-            loss, forwards["loss"] = self.clock.time(lambda: self.model_file.loss(output, self.target))
+            replayed.append((op.name, outputs, subject.run.sources(op, inputs)))
+        if subject.with_loss:
+            leaves, output = subject.loss_inputs(environment)
+            loss, forwards["loss"] = self.clock.time(lambda: subject.loss(output))
             replayed.append(("loss", [loss], leaves))
         backwards: dict[str, Callable[[], float]] = {}
         while replayed:
@@ -186,28 +166,15 @@ class _Measurement:
         self.clock.rest()
         return ({name: t() for name, t in forwards.items()}, {name: t() for name, t in backwards.items()})
 
-    def _environment(self) -> Environment:
-        """The model's inputs and the constants."""
-        environment: Environment = {}
-        inputs = iter(self.inputs)
-        for op in self.traced.operators:
-            if op.is_input:
-                environment[op.outputs[0]] = next(inputs)
-            elif op.constant:
-                environment.update(zip(op.outputs, self.run(op, environment), strict=True))
-        return environment
-
-    def _computed(self) -> list[Operator]:
-        return [op for op in self.traced.operators if not (op.is_input or op.constant)]
-
     def _whole_step(self) -> float:
         """Seconds of forward, loss and backward of the model itself."""
-        parameters = [p for p in self.traced.model.parameters() if p.requires_grad]
+        subject = self.subject
+        parameters = [p for p in subject.traced.model.parameters() if p.requires_grad]
 
         def step() -> None:
-            output = self.traced.model(*self.inputs)
-            if self.with_loss:
-                scalars = [self.model_file.loss(output, self.target)]
+            output = subject.traced.model(*subject.inputs)
+            if subject.with_loss:
+                scalars = [subject.loss(output)]
             else:
                 leaves = pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
                 scalars = [t.sum() for t in leaves if isinstance(t, Tensor) and t.requires_grad]
@@ -222,143 +189,12 @@ class _Measurement:
 
     def _optimizer(self) -> tuple[float, float]:
         """(seconds of one step over all parameters, bytes of state for each byte of parameters)."""
-        if not self.model_file.has("optimizer"):
+        optimizer = self.subject.stepped()
+        if optimizer is None:
             return 0.0, 0.0
-        named = [(name, p) for name, p in self.traced.model.named_parameters() if p.requires_grad]
-        optimizer = self.model_file.optimizer(named)
-        for _, parameter in named:
-            parameter.grad = torch.zeros_like(parameter)
-        try:
-            optimizer.step()
-        except TypeError as error:
-            raise ModelError(
-                f"{self.model_file.path.name}: {type(optimizer).__name__}.step() cannot be called alone ({error})",
-                "use an optimizer that needs no closure",
-            ) from error
         seconds = statistics.median(self._seconds(optimizer.step) for _ in range(_FEWEST))
-        state = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim())
-        for _, parameter in named:
-            parameter.grad = None
-        return seconds, state / max(1, sum(p.nbytes for _, p in named))
-
-    def _survey(self) -> tuple[dict[str, int], dict[str, int]]:
-        """(stash bytes, flops) of each operator, from one forward of the whole graph with autograd.
-
-        A storage that several operators save is counted once, at the first; parameters are not counted.
-        """
-        own = {p.untyped_storage().data_ptr() for p in self.run.state.values()}
-        seen: set[int] = set()
-        kept: list[Tensor] = []
-        stash: dict[str, int] = {}
-        flops: dict[str, int] = {}
-        current = ""
-
-        def note(tensor: Tensor) -> Tensor:
-            pointer = tensor.untyped_storage().data_ptr()
-            if pointer not in own and pointer not in seen:
-                seen.add(pointer)
-                kept.append(tensor)  # so that its address is not given to another
-                stash[current] = stash.get(current, 0) + tensor.untyped_storage().nbytes()
-            return tensor
-
-        environment = self._environment()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), FlopCounterMode(display=False) as counter:
-            for op in self._computed():
-                current, before = op.name, counter.get_total_flops()
-                environment.update(zip(op.outputs, self.run(op, environment), strict=True))
-                flops[op.name] = counter.get_total_flops() - before
-            if self.with_loss:
-                current = "loss"
-                self.model_file.loss(filled(self.traced.output, environment), self.target)
-        return stash, flops
-
-    def _nodes(
-        self, stash: dict[str, int], flops: dict[str, int], forwards: Times, backwards: Times, update_s: float
-    ) -> list[Node]:
-        taken = {v for op in self.traced.operators for v in op.values} | set(self._outputs)
-        all_bytes = max(1, sum(p.nbytes for p in self.traced.model.parameters()))
-        charged: set[str] = set()
-        nodes = []
-        for op in self.traced.operators:
-            if op.constant:
-                continue
-            names = {self.traced.tied[name] for name in op.parameters}
-            share = sum(self.run.state[name].nbytes for name in names - charged) / all_bytes
-            charged |= names
-            outputs = [v for v in op.outputs if v in taken]
-            nodes.append(Node(
-                name=op.name,
-                op=op.op,
-                module=op.module,
-                inputs=tuple(dict.fromkeys(v.operator for v in op.values if not self._is_constant(v))),
-                forward_s=forwards.get(op.name, 0.0),
-                backward_s=backwards.get(op.name, 0.0),
-                update_s=update_s * share,
-                output_bytes=sum(v.nbytes(self.batch) for v in outputs),
-                gradient_bytes=sum(v.nbytes(self.batch) for v in outputs if v.differentiable),
-                parameter_bytes=sum(self.run.state[name].nbytes for name in names),
-                stash_bytes=stash.get(op.name, 0),
-                flops=flops.get(op.name, 0),
-            ))  # fmt: skip
-        if self.with_loss:
-            targets = [t for t in pytree.tree_leaves(self.target) if isinstance(t, Tensor)]
-            sources = (*dict.fromkeys(v.operator for v in self._outputs if not self._is_constant(v)), "target")
-            nodes += [
-                Node(name="target", op="input", module="", output_bytes=sum(t.nbytes for t in targets)),
-                Node(name="loss", op="loss", module="", inputs=sources, forward_s=forwards["loss"],
-                     backward_s=backwards.get("loss", 0.0), stash_bytes=stash.get("loss", 0)),
-            ]  # fmt: skip
-        return nodes
-
-    @cached_property
-    def _outputs(self) -> list[Value]:
-        """The tensors that the model returns."""
-        return [v for v in pytree.tree_leaves(self.traced.output) if isinstance(v, Value)]
-
-    def _is_constant(self, value: Value) -> bool:
-        return self.traced.by_name[value.operator].constant
-
-    def _loss_inputs(self, environment: Environment) -> tuple[list[Tensor], Any]:
-        """(leaves that a gradient comes back for, the model's output made of them)."""
-        leaves = {v: environment[v].detach().requires_grad_(v.differentiable) for v in self._outputs}
-        return [t for t in leaves.values() if t.requires_grad], filled(self.traced.output, leaves)
-
-    def _shared(self) -> Iterator[SharedParameter]:
-        for first in dict.fromkeys(self.traced.tied.values()):
-            users = [op.name for op in self._computed() if any(self.traced.tied[n] == first for n in op.parameters)]
-            if len(users) > 1:
-                yield SharedParameter(name=first, bytes=self.run.state[first].nbytes, nodes=tuple(users))
-
-    def _hints(self, profile: Profile) -> dict[str, Any]:
-        """`together` and `pin`: what the trace demands and what HINTS asks for."""
-        hints = self.model_file.hints
-        together = list(self.traced.together)
-        for path in hints.get("no_split", ()):
-            together.append(tuple(self._named(profile, path)))
-        pin = {name: int(stage) for path, stage in hints.get("pin", {}).items() for name in self._named(profile, path)}
-        return {"together": tuple(group for group in together if len(group) > 1), "pin": pin}
-
-    def _named(self, profile: Profile, path: str) -> list[str]:
-        names = profile.graph.expand([path])
-        if names == [path] and path not in profile.by_name:
-            raise ModelError(f"{self.model_file.path.name}: HINTS names {path!r}, which is no module of the model")
-        return names
-
-
-@contextmanager
-def _memory_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
-    """Say what to do when a minibatch does not fit."""
-    try:
-        yield
-    except PdtoolError:
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
-            raise ModelError(
-                f"{model_file.path.name}: a minibatch of {batch_size} does not fit in memory ({error})",
-                "choose a smaller --batch-size",
-            ) from error
-        raise ModelError(f"{model_file.path.name}: {type(error).__name__}: {error}") from error
+        optimizer.zero_grad()
+        return seconds, self.subject.state_bytes(optimizer)
 
 
 def _device_name(device: torch.device) -> str:

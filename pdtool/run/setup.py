@@ -23,10 +23,10 @@ from pdtool.run.replicas import Replicas
 from pdtool.run.spec import Place, RunSpec, places
 from pdtool.run.stage import Stage, load_module
 from pdtool.run.status import Status
-from pdtool.run.tied import Tied, lag_of
+from pdtool.run.tied import Tied
 from pdtool.run.transport import Lane, Route
 from pdtool.run.wiring import Wire, describe_targets, wires
-from pdtool.schedule import Shape
+from pdtool.schedule import Shape, lag_of
 
 SPLITS = ("train", "valid")
 

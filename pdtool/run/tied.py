@@ -16,9 +16,8 @@ Tied parameters have an optimizer and a learning-rate schedule of their own, so 
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,13 +27,6 @@ from torch import Tensor, nn
 
 from pdtool.run.optimize import Updater
 from pdtool.run.peers import Blame
-from pdtool.schedule import Shape
-
-
-def lag_of(shape: Shape, holders: Sequence[int], stage: int) -> int:
-    """Rounds by which `stage` runs ahead of the first holder."""
-    ahead = [shape.replicas[s] * shape.in_flight[s] for s in (min(holders), stage)]
-    return max(0, math.ceil((ahead[0] - ahead[1]) / shape.update_every[stage]))
 
 
 class Tied:

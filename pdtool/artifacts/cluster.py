@@ -1,0 +1,99 @@
+"""Cluster: the workers there are, how they are joined, and what `pdtool probe` measured between them."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from pdtool.artifacts.envelope import Count, FieldError, Label, Part, Seconds, Title, YamlArtifact
+from pdtool.cluster import MOST_WORKERS, Cluster, Level
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class LevelSpec(Part):
+    """One level of the cluster: members, bytes per second each way, seconds of latency."""
+
+    size: Count
+    bandwidth_bytes_per_s: Rate
+    latency_s: Seconds = 0.0
+
+
+class ClusterSpec(Part):
+    """The cluster a plan is for; levels outermost first."""
+
+    levels: Annotated[tuple[LevelSpec, ...], Field(min_length=1)]
+    memory_bytes: Count | None = None
+
+    def cluster(self) -> Cluster:
+        """The same as the value that planning computes with."""
+        levels = tuple(Level(**level.model_dump()) for level in self.levels)
+        return Cluster(levels=levels, memory_bytes=self.memory_bytes)
+
+    @classmethod
+    def of(cls, value: Cluster) -> ClusterSpec:
+        """Inverse of `cluster`."""
+        return cls(
+            levels=tuple(
+                LevelSpec(size=v.size, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s, latency_s=v.latency_s)
+                for v in value.levels
+            ),
+            memory_bytes=value.memory_bytes,
+        )
+
+
+class LevelMeasured(Part):
+    """What was measured at one level besides its bandwidth and latency; bytes per second each way.
+
+    Attributes:
+        pair_bytes_per_s: one pair of workers alone, both ways at once.
+        allreduce_bytes_per_s: what a member's link carries while its workers all-reduce, each with its counterparts in
+            the other members, all at once; by the ring formula it equals the level's bandwidth.
+    """
+
+    pair_bytes_per_s: Rate
+    allreduce_bytes_per_s: Rate
+
+
+class NetworkMeasured(Part):
+    """Where the figures come from: how many workers took part, over which backend of which torch."""
+
+    workers: Count
+    backend: Literal["gloo", "nccl"]
+    torch: Label
+    levels: tuple[LevelMeasured, ...]
+
+
+class ClusterFile(YamlArtifact):
+    """`cluster.yaml`, written by hand or by `pdtool probe`; read by `pdtool partition --cluster`.
+
+    Attributes:
+        levels: outermost first. The bandwidth is that of one member's link to the others of its level, shared by all
+            workers inside it, each way.
+        memory_bytes: of each device; None: not limited.
+        measured: absent when the figures were written by hand.
+    """
+
+    KIND: ClassVar[str] = "cluster"
+    SEALED: ClassVar[bool] = False
+
+    format: Literal["pdtool/cluster/1"] = "pdtool/cluster/1"
+    name: Title
+    levels: Annotated[tuple[LevelSpec, ...], Field(min_length=1)]
+    memory_bytes: Count | None = None
+    measured: NetworkMeasured | None = None
+
+    def check(self) -> None:
+        workers = math.prod(level.size for level in self.levels)
+        if workers > MOST_WORKERS:
+            raise FieldError("levels", f"{workers} workers: at most {MOST_WORKERS}")
+        if self.measured and self.measured.workers != workers:
+            raise FieldError("measured.workers", f"{self.measured.workers}, but the levels have {workers}")
+        if self.measured and len(self.measured.levels) != len(self.levels):
+            raise FieldError("measured.levels", f"{len(self.measured.levels)} of them for {len(self.levels)} level(s)")
+
+    def cluster(self) -> Cluster:
+        """The value that planning computes with."""
+        return ClusterSpec(levels=self.levels, memory_bytes=self.memory_bytes).cluster()

@@ -1,0 +1,57 @@
+"""Devices that a profile can be estimated for: what a data sheet says of each."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from pdtool.artifacts.envelope import Count, FieldError, Label, Part, Seconds, YamlArtifact
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+Kind = Literal["conv", "matmul", "rnn", "norm", "embedding", "elementwise", "update"]
+
+
+class DeviceSpec(Part):
+    """One device.
+
+    Attributes:
+        name: as its maker calls it.
+        peak_flops_per_s: of matrix products by precision, without sparsity; fp32 is needed, and stands in for what is
+            missing.
+        bandwidth_bytes_per_s: of its memory.
+        memory_bytes: how much of it there is.
+        launch_s: seconds that each kernel takes besides its work.
+        factors: measured over estimated seconds by kind of operator, where that is known; 1 where not.
+        source: title and address of the data sheet that the figures come from.
+    """
+
+    name: Label
+    peak_flops_per_s: dict[Precision, Rate]
+    bandwidth_bytes_per_s: Rate
+    memory_bytes: Count
+    launch_s: Seconds
+    factors: dict[Kind, Rate] = Field(default_factory=dict)
+    source: Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]+$", max_length=500)]
+
+
+class Devices(YamlArtifact):
+    """A table of devices by the name that `--device` takes; a file of one's own holds one."""
+
+    KIND: ClassVar[str] = "device"
+    SEALED: ClassVar[bool] = False
+
+    format: Literal["pdtool/device/1"] = "pdtool/device/1"
+    devices: dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")], DeviceSpec]
+
+    @classmethod
+    def _maker(cls) -> str:
+        return "pdtool schema device"
+
+    def check(self) -> None:
+        if not self.devices:
+            raise FieldError("devices", "holds no device")
+        for name, device in self.devices.items():
+            if "fp32" not in device.peak_flops_per_s:
+                raise FieldError(f"devices.{name}.peak_flops_per_s", "needs at least fp32")

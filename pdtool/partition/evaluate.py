@@ -1,0 +1,224 @@
+"""The cost of a whole plan, found by the search or written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from pdtool.artifacts.profile import Profile
+from pdtool.cluster import Cluster
+from pdtool.partition.cost import Load, Rules, shares, units_of
+from pdtool.partition.pipedream import PipeDreamRules
+from pdtool.units import format_seconds
+
+Cost = Literal["ours", "pipedream", "pipedream-free"]
+COSTS: tuple[Cost, ...] = get_args(Cost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a plan is run, whatever its stages.
+
+    Attributes:
+        schedule, microbatches, copies: see artifacts.plan.Plan.
+        cost: whose formulas.
+        may_recompute: whether stages may run their forward twice to save memory.
+    """
+
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    copies: int = 1
+    cost: Cost = "ours"
+    may_recompute: bool = True
+
+    def rules(self, profile: Profile, cluster: Cluster, everywhere: Sequence[int], spread: Sequence[int]) -> Rules:
+        """The formulas for one copy on the workers of `cluster`; units of all its workers, and of the copies."""
+        fields = {
+            "cluster": cluster, "schedule": self.schedule, "microbatches": self.microbatches, "copies": self.copies,
+            "everywhere": tuple(everywhere), "spread": tuple(spread), "state_bytes": profile.optimizer_state_bytes,
+            "model_bytes": profile.parameter_bytes(set(profile.by_name)), "may_recompute": self.may_recompute,
+        }  # fmt: skip
+        if self.cost == "ours":
+            return Rules(**fields)  # type: ignore[arg-type]
+        return PipeDreamRules(charged=self.cost == "pipedream", **fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a plan costs; times are seconds per minibatch, one per stage or per border, memory is on one worker.
+
+    Attributes:
+        stage_s: computing and averaging together.
+        waiting_s: pace that the minibatches in flight allow.
+        copies_s: averaging over all copies.
+        bubble: factor for the fill and drain of a flushing schedule.
+        traffic_bytes: sent by all workers together for one minibatch.
+        in_flight, recompute: per stage, how it is run.
+    """
+
+    compute_s: tuple[float, ...]
+    allreduce_s: tuple[float, ...]
+    transfer_s: tuple[float, ...]
+    stage_s: tuple[float, ...]
+    waiting_s: tuple[float, ...]
+    copies_s: float
+    memory_bytes: tuple[int, ...]
+    traffic_bytes: int
+    bubble: float
+    in_flight: tuple[int, ...]
+    recompute: tuple[bool, ...]
+
+    @property
+    def bottleneck_s(self) -> float:
+        """The pace of the pipeline: computing, averaging and sending overlap, so the slowest of all sets it."""
+        return max(time for time, _ in self._parts()) * self.bubble
+
+    @property
+    def bottleneck(self) -> str:
+        """`stage 1 compute 12.3 ms`; the first of those that tie."""
+        time, words = max(self._parts(), key=lambda part: part[0])
+        flush = f", times {self.bubble:.3g} to fill and drain" if self.bubble > 1 else ""
+        return f"{words} {format_seconds(time)}{flush}"
+
+    def _parts(self) -> list[tuple[float, str]]:
+        return [
+            *((time, f"stage {s} compute") for s, time in enumerate(self.compute_s)),
+            *((time, f"stage {s} all-reduce") for s, time in enumerate(self.allreduce_s)),
+            *((time, f"border {s}|{s + 1} transfer") for s, time in enumerate(self.transfer_s)),
+            (self.copies_s, "all-reduce of the copies"),
+            *((time, f"stage {s} compute and all-reduce") for s, time in enumerate(self.stage_s)),
+            *((time, f"minibatches in flight at stage {s}") for s, time in enumerate(self.waiting_s)),
+        ]
+
+
+def loads(profile: Profile, stages: Sequence[Collection[str]]) -> list[Load]:
+    """The load of each stage of a whole plan; `stages` hold node names."""
+    stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
+    received, returned, tied = [0] * len(stages), [0] * len(stages), [0] * len(stages)
+    crossing = [0] * (len(stages) + 1)  # the cut before each stage
+    for name, takers in profile.graph.consumers.items():
+        home, node = stage_of[name], profile.by_name[name]
+        elsewhere = {stage_of[taker] for taker in takers} - {home}
+        for s in elsewhere:
+            received[s] += node.output_bytes
+            returned[s] += node.gradient_bytes
+        for s in range(home + 1, max(elsewhere, default=home) + 1):
+            crossing[s] += node.output_bytes
+    for shared in profile.shared:
+        holders = {stage_of[name] for name in shared.nodes}
+        for s in holders if len(holders) > 1 else ():
+            tied[s] += shared.bytes
+    made = [[profile.by_name[name] for name in nodes] for nodes in stages]
+    return [
+        Load(
+            forward_s=sum(node.forward_s for node in nodes),
+            backward_s=sum(node.backward_s for node in nodes),
+            update_s=sum(node.update_s for node in nodes),
+            parameter_bytes=profile.parameter_bytes({node.name for node in nodes}),
+            tied_bytes=tied[s],
+            stash_bytes=sum(node.stash_bytes for node in nodes),
+            working_bytes=max((profile.working_bytes[node.name] for node in nodes), default=0),
+            received_bytes=received[s],
+            returned_bytes=returned[s],
+            entering_bytes=crossing[s],
+            leaving_bytes=crossing[s + 1],
+        )
+        for s, nodes in enumerate(made)
+    ]
+
+
+def evaluate(
+    profile: Profile,
+    cluster: Cluster,
+    stages: Sequence[Collection[str]],
+    workers: Sequence[Sequence[int]],
+    way: Way | None = None,
+    *,
+    flight: Sequence[int] | None = None,
+    recompute: Sequence[bool] | None = None,
+) -> Costs:
+    """Cost of any plan, also one written by hand.
+
+    Args:
+        stages: node names of each stage; convex and in order (Graph.stage_faults).
+        workers: their numbers in the cluster, for each stage; as many as it has replicas in all copies.
+        flight: minibatches in flight at each replica of each stage; None: what the schedule wants and memory has room
+            for, messages taken to be hidden, as the search does.
+        recompute: for each stage; None: where memory demands it.
+    """
+    way = way or Way()
+    everywhere = units_of(cluster, [worker for numbers in workers for worker in numbers])
+    rules = way.rules(profile, cluster, everywhere, units_of(cluster, workers[0][: way.copies]))
+    work = loads(profile, stages)
+    replicas = [len(numbers) // way.copies for numbers in workers]
+    following = np.cumsum(replicas[::-1])[::-1].tolist()
+    remaining = np.cumsum([load.forward_s + load.backward_s for load in reversed(work)])[::-1].tolist()
+    fits = [rules.fit(*args) for args in zip(work, replicas, following, remaining, strict=True)]
+    again = [bool(fit.recompute) for fit in fits] if recompute is None else list(recompute)
+    flying = [int(fit.in_flight) for fit in fits] if flight is None else list(flight)
+    if flight is not None:
+        remaining = round_trips(rules, work, workers, again)
+    compute = [float(rules.compute_s(*args)) for args in zip(work, replicas, again, strict=True)]
+    units = [units_of(cluster, numbers) for numbers in workers]
+    averaging = [float(rules.allreduce_s(*args)) for args in zip(work, replicas, units, strict=True)]
+    waiting = [t / (w * len(numbers)) for t, w, numbers in zip(remaining, flying, workers, strict=True)]
+    return Costs(
+        compute_s=tuple(compute),
+        allreduce_s=tuple(averaging),
+        transfer_s=tuple(_transfers(rules, work, workers)),
+        stage_s=tuple(float(rules.stage_s(*both)) for both in zip(compute, averaging, strict=True)),
+        waiting_s=tuple(waiting) if way.schedule == "1f1b" else (),
+        copies_s=rules.copies_s(),
+        memory_bytes=tuple(int(rules.memory_bytes(*args)) for args in zip(work, flying, again, strict=True)),
+        traffic_bytes=_traffic_bytes(rules, work, replicas),
+        bubble=rules.bubble(len(stages)),
+        in_flight=tuple(flying),
+        recompute=tuple(again),
+    )
+
+
+def _transfers(rules: Rules, work: Sequence[Load], workers: Sequence[Sequence[int]]) -> list[float]:
+    """For each border; copies that lie unevenly count as the slowest of them."""
+    held = np.zeros((len(workers), rules.copies, rules.cluster.workers))
+    for s, numbers in enumerate(workers):
+        for replica, worker in enumerate(numbers):
+            held[s, replica % rules.copies, worker] = 1
+    parts = [shares(rules.cluster, stage) for stage in held]
+    sizes = [len(numbers) // rules.copies for numbers in workers]
+    borders = ((parts[s - 1], parts[s], (sizes[s - 1], sizes[s], s == 1)) for s in range(1, len(work)))
+    paces = [rules.border_pace(*border).max() for border in borders]
+    return [float(rules.transfer_s(load, pace)) for load, pace in zip(work[1:], paces, strict=True)]
+
+
+def round_trips(
+    rules: Rules, work: Sequence[Load], workers: Sequence[Sequence[int]], recompute: Sequence[bool]
+) -> list[float]:
+    """For each stage, seconds from a forward's start to its backward's end when nothing else is in the way: all later
+    stages compute, and the messages between them take their way there and back."""
+    trips: list[float] = []
+    after = 0.0
+    for s in reversed(range(len(work))):
+        load = work[s]
+        trips.append(load.forward_s * (1 + recompute[s]) + load.backward_s + after)
+        after = trips[-1]
+        link = rules.cluster.link(workers[s - 1][0], workers[s][0]) if s and rules.messages_wait else None
+        if link:
+            after += (load.received_bytes + load.returned_bytes) / link.bandwidth_bytes_per_s + 2 * link.latency_s
+    return trips[::-1]
+
+
+def _traffic_bytes(rules: Rules, work: Sequence[Load], replicas: Sequence[int]) -> int:
+    """Tensors once to each stage that takes them, gradients back, and the rings: 2 (R-1) P in a round of k.
+
+    The ring of a tied parameter has all replicas of its stages, n in all; 2 R for each stage is 2 bytes too many in 2n.
+    """
+    total = 0.0
+    for load, r in zip(work, replicas, strict=True):
+        members = r * rules.copies
+        ring = 2 * (members - 1) * (load.parameter_bytes - load.tied_bytes) + 2 * members * load.tied_bytes
+        total += load.received_bytes + load.returned_bytes + ring / rules.round_size(r)
+    return math.ceil(total)

@@ -1,0 +1,151 @@
+"""From a profile and a cluster to a Plan: the search, its figures and its certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdtool.artifacts.cluster import ClusterSpec
+from pdtool.artifacts.plan import Plan, Predicted, Stage, Why
+from pdtool.artifacts.profile import Profile
+from pdtool.cluster import Cluster
+from pdtool.partition.attempt import Candidate
+from pdtool.partition.evaluate import Costs, Way, evaluate
+from pdtool.partition.rivals import rivals
+from pdtool.partition.search import Options, Search
+
+_MOST_DEEPER = 64  # minibatches in flight at one replica, to hide messages
+
+
+def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Options | None = None) -> Plan:
+    """The best plan for `profile` on `cluster`, with its figures, its certificate and its rivals.
+
+    Raises:
+        UsageError: the options make no sense together or on this cluster.
+        NoPlanError: no plan fits the memory, the pins or the number of operators.
+    """
+    search = Search(profile, cluster, options or Options())
+    chosen, others = search.best()
+    final = deepened(profile, cluster, chosen, search.options.simplest)
+    plan = as_plan(profile, profile_path, cluster, final)
+    bound, proof = lower_bound(search, others)
+    pace = final.costs.bottleneck_s
+    why = Why(
+        bottleneck=final.costs.bottleneck, lower_bound_s=bound, gap=max(0.0, pace / bound - 1) if bound else 0.0,
+        proof=proof, rivals=tuple(rivals(search, final, others)),
+    )  # fmt: skip
+    return plan.model_copy(update={"why": why, "predicted": predicted(plan, profile, final.costs, final.way)})
+
+
+def lower_bound(search: Search, others: Sequence[Candidate]) -> tuple[float, str]:
+    """(seconds per minibatch that no plan can beat, why that is so)."""
+    best = others[0].costs.bottleneck_s
+    space, workers = search.whole, search.workers
+    places = f"{len(space.inside)} cuts, all numbers of replicas on {workers} workers"
+    if search.exact:
+        return best, f"no plan is faster: all were searched ({places})"
+    work = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
+    return work / workers, f"{search.limits}; even so no plan beats {workers} workers that never wait"
+
+
+def deepened(profile: Profile, cluster: Cluster, plan: Candidate, margin: float) -> Candidate:
+    """The same with more minibatches in flight where messages would hold them up, as far as memory goes.
+
+    The search takes messages to be hidden. They are when w R minibatches last longer than one round trip; see
+    cost.Rules.fit.
+    """
+    way, flight = plan.way, list(plan.costs.in_flight)
+
+    def costs() -> Costs:
+        return evaluate(profile, cluster, plan.stages, plan.workers, way, flight=flight, recompute=plan.costs.recompute)
+
+    limit = cluster.memory_bytes or float("inf")
+    target = plan.costs.bottleneck_s * (1 + margin) * (1 + 1e-9)
+    if way.schedule == "1f1b" and way.cost == "ours":
+        for s in range(len(flight)):
+            while costs().waiting_s[s] > target and flight[s] < _MOST_DEEPER:
+                flight[s] += 1
+                if costs().memory_bytes[s] > limit:
+                    flight[s] -= 1
+                    break
+    return replace(plan, costs=costs())
+
+
+def as_plan(profile: Profile, profile_path: str, cluster: Cluster, found: Candidate) -> Plan:
+    """The plan as an artifact, without its figures."""
+    way = found.way
+    return Plan.model_validate({
+        "name": f"{profile.name}-{cluster.topology}",
+        "model": profile.model,
+        "profile": str(profile_path),
+        "digests": {**profile.digests, str(profile_path): profile.content_sha256},
+        "batch_size": profile.batch_size,
+        "cluster": ClusterSpec.of(cluster),
+        "schedule": way.schedule,
+        "weights": "stash" if way.schedule == "1f1b" else "flush",
+        "microbatches": way.microbatches,
+        "copies": way.copies,
+        "stages": tuple(
+            Stage(nodes=tuple(profile.graph.compress(nodes)), replicas=len(numbers), workers=tuple(numbers),
+                  in_flight=w, recompute=again)
+            for nodes, numbers, w, again in zip(
+                found.stages, found.workers, found.costs.in_flight, found.costs.recompute, strict=True)
+        ),
+    })  # fmt: skip
+
+
+def refresh(plan: Plan, profile: Profile) -> Plan:
+    """The same plan with figures for what it says now, after an edit by hand.
+
+    Raises:
+        ArtifactError: its stages do not fit the profile.
+    """
+    way = way_of(plan)
+    costs = evaluate(
+        profile, plan.cluster.cluster(), plan.stage_nodes(profile), [stage.workers for stage in plan.stages], way,
+        flight=[stage.in_flight for stage in plan.stages], recompute=[stage.recompute for stage in plan.stages],
+    )  # fmt: skip
+    why = Why(bottleneck=costs.bottleneck)
+    return plan.model_copy(update={"why": why, "predicted": predicted(plan, profile, costs, way)})
+
+
+def under(plan: Plan, profile: Profile, schedule: str, microbatches: int) -> Plan:
+    """The same stages under another schedule, with the minibatches in flight that it wants."""
+    way = replace(way_of(plan), schedule=schedule, microbatches=microbatches)
+    workers = [stage.workers for stage in plan.stages]
+    stages = plan.stage_nodes(profile)
+    costs = evaluate(profile, plan.cluster.cluster(), stages, workers, way)
+    return refresh(plan.model_copy(update={
+        "schedule": schedule,
+        "weights": "stash" if schedule == "1f1b" else "flush",
+        "microbatches": microbatches,
+        "stages": tuple(
+            stage.model_copy(update={"in_flight": w, "recompute": again})
+            for stage, w, again in zip(plan.stages, costs.in_flight, costs.recompute, strict=True)
+        ),
+    }), profile)  # fmt: skip
+
+
+def way_of(plan: Plan) -> Way:
+    """How a plan says that it is run, and whose formulas its figures are by."""
+    cost = plan.predicted.cost if plan.predicted else "ours"
+    return Way(schedule=plan.schedule, microbatches=plan.microbatches, copies=plan.copies, cost=cost)
+
+
+def predicted(plan: Plan, profile: Profile, costs: Costs, way: Way) -> Predicted:
+    """The gain is over data parallelism on all workers of the cluster, whether or not that fits in memory."""
+    cluster = plan.cluster.cluster()
+    alone = evaluate(profile, cluster, [profile.graph.names], [range(cluster.workers)], replace(way, copies=1))
+    pace = costs.bottleneck_s
+    return Predicted(
+        bottleneck_s=pace,
+        throughput_samples_per_s=plan.batch_size / pace if pace else 0.0,
+        gain_over_data_parallel=alone.bottleneck_s / pace if pace else 1.0,
+        compute_s=costs.compute_s,
+        allreduce_s=costs.allreduce_s,
+        transfer_s=costs.transfer_s,
+        memory_bytes=costs.memory_bytes,
+        traffic_bytes=costs.traffic_bytes,
+        cost=way.cost,
+        plan_sha256=plan.plan_sha256,
+    )

@@ -1,0 +1,31 @@
+"""Find the device that `--device` names: in the table beside this file, or in a YAML of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdtool.artifacts.device import Devices, DeviceSpec
+from pdtool.errors import UsageError
+
+TABLE = Path(__file__).with_name("devices.yaml")
+
+
+def find_device(name: str) -> DeviceSpec:
+    """The device of that name in the table, or the one in the file `name`, a path that ends in .yaml or .yml.
+
+    Raises:
+        UsageError: not in the table, which is listed, or the file holds several.
+        ArtifactError: the file cannot be read, or a field of it is wrong.
+    """
+    if not name.endswith((".yaml", ".yml")):
+        known = Devices.load(TABLE).devices
+        if name not in known:
+            raise UsageError(
+                f"device {name!r} is not known",
+                f"measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own",
+            )
+        return known[name]
+    own = Devices.load(name).devices
+    if len(own) > 1:
+        raise UsageError(f"{name} holds {len(own)} devices ({', '.join(own)})", "keep one device in a file")
+    return next(iter(own.values()))

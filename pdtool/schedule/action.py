@@ -1,0 +1,58 @@
+"""One action of a worker: the word that schedules are written in."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdtool.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """Forward or backward of one minibatch, or the weight update that ends a round of minibatches.
+
+    A zero-bubble schedule has the backward in two parts: the gradient of the inputs, which the stage before waits for,
+    and the gradient of the weights, which only the update waits for.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+    UPDATE = "U"
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether the stage before waits for it."""
+        return self in (Kind.BACKWARD, Kind.INPUT)
+
+    @property
+    def ends(self) -> bool:
+        """Whether what was kept of the minibatch is free after it, and the update may count on its gradients."""
+        return self in (Kind.BACKWARD, Kind.WEIGHT)
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """`2F0`: stage 2, forward, minibatch 0. For an update the number is that of the round."""
+
+    stage: int
+    kind: Kind
+    minibatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.minibatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Inverse of `str`; raises ScheduleError."""
+        match = re.fullmatch(r"([0-9]+)([FBIWU])([0-9]+)", text)
+        if not match:
+            raise ScheduleError(
+                f"{text!r} is not an action", "write the stage, F, B, I, W or U, and the minibatch: 2F0"
+            )
+        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+Actions = list[Action]

@@ -1,0 +1,128 @@
+"""Every schedule as a pure function of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from pdtool.errors import UsageError
+from pdtool.schedule.action import Action, Actions, Kind
+from pdtool.schedule.shape import Shape, interleaved_groups, interleaved_warm_up
+
+NAMES = ("1f1b", "1f1b-flush", "gpipe")  # those that a run executes
+SCHEDULES = (*NAMES, "2bw", "interleaved", "zb-h1")
+_STRAIGHT = ("interleaved", "zb-h1")
+
+Round = tuple[int, list[int]]  # its number, and the minibatches that one worker has in it
+
+
+def build(name: str, shape: Shape, minibatches: int) -> list[Actions]:
+    """The action lists of schedule `name` for minibatches 0 .. minibatches - 1 of one epoch.
+
+    All rounds are closed at the end; the last one is short when `update_every` does not divide `minibatches`.
+
+    Raises:
+        UsageError: unknown name, or one that does not go with the shape.
+    """
+    if name not in SCHEDULES:
+        raise UsageError(f"schedule {name!r} is unknown", f"choose one of {', '.join(SCHEDULES)}")
+    if name in _STRAIGHT and max(shape.replicas) > 1:
+        config = "-".join(map(str, shape.replicas))
+        raise UsageError(
+            f"schedule {name} has no replicas, but the plan is {config}", "use a straight plan or 1f1b-flush"
+        )
+    if name != "interleaved" and shape.chunks > 1:
+        raise UsageError(f"schedule {name} has one chunk a worker, not {shape.chunks}", "use interleaved")
+    return [_worker(name, shape, s, k, minibatches) for s, k in shape.slots()]
+
+
+def _worker(name: str, shape: Shape, stage: int, replica: int, minibatches: int) -> Actions:
+    """One worker's list: 1F1B runs through all rounds; the flushing schedules drain the pipeline after each."""
+    every, replicas, in_flight = shape.update_every[stage], shape.replicas[stage], shape.in_flight[stage]
+    rounds: list[Round] = [
+        (i // every, [m for m in range(i, min(i + every, minibatches)) if m % replicas == replica])
+        for i in range(0, minibatches, every)
+    ]
+    match name:
+        case "1f1b" | "2bw":
+            return _one_f_one_b(stage, rounds, in_flight)
+        case "interleaved":
+            return [action for part in rounds for action in _interleaved(stage, part, shape)]
+        case "zb-h1":
+            return [action for part in rounds for action in _zero_bubble(stage, part, shape)]
+        case "gpipe":
+            in_flight = minibatches
+    return [action for part in rounds for action in _one_f_one_b(stage, [part], in_flight)]
+
+
+def _one_f_one_b(stage: int, rounds: Sequence[Round], in_flight: int) -> Actions:
+    """One forward, one backward: after w forwards, each backward makes room for one more forward.
+
+    Three stages of one worker (w = 3, 2, 1), a forward takes one slot and a backward two:
+
+        0 | F0 F1 F2 .  .  .  .  B0 == F3 B1 == F4 B2 == .  B3 == .  B4 ==
+        1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == F4 B3 == .  B4 ==
+        2 | .  .  F0 B0 == F1 B1 == F2 B2 == F3 B3 == F4 B4 ==
+
+    With w >= n this is GPipe: all forwards, then all backwards. With k >= w it is PipeDream-2BW (ICML'21, section 3.1):
+    every minibatch in flight was begun with this version of the weights or the one before.
+    """
+    mine = [i for _, part in rounds for i in part]
+    actions = [Action(stage, Kind.FORWARD, i) for i in mine[:in_flight]]
+    waiting = iter(mine[in_flight:])
+    for number, part in rounds:
+        for i in part:
+            actions.append(Action(stage, Kind.BACKWARD, i))
+            if i == part[-1]:
+                actions.append(Action(stage, Kind.UPDATE, number))
+            actions += [Action(stage, Kind.FORWARD, j) for j in islice(waiting, 1)]
+        if not part:  # a replica left out of a short round joins its update all the same: the all-reduce needs everyone
+            actions.append(Action(stage, Kind.UPDATE, number))
+    return actions
+
+
+def _interleaved(worker: int, part: Round, shape: Shape) -> Actions:
+    """1F1B over chunks: p minibatches go through the first chunk, the same p through the second, ... (Megatron-LM,
+    SC'21, section 2.2). Two workers of two chunks (stages 0, 2 and 1, 3), every action takes one slot:
+
+        0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1
+        1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+    number, minibatches = part
+    stages, groups = shape.stages_at(worker), interleaved_groups(shape.places, len(minibatches))
+    forwards = _cycle(minibatches, groups, stages, Kind.FORWARD)
+    backwards = _cycle(minibatches, groups, stages[::-1], Kind.BACKWARD)
+    actions = list(islice(forwards, interleaved_warm_up(shape.places, worker, len(minibatches), shape.chunks)))
+    for backward in backwards:
+        actions += [*islice(forwards, 1), backward]
+        if backward.minibatch == minibatches[-1]:
+            actions.append(Action(backward.stage, Kind.UPDATE, number))
+    return actions
+
+
+def _cycle(minibatches: Sequence[int], groups: Sequence[int], stages: range, kind: Kind) -> Iterator[Action]:
+    rest = iter(minibatches)
+    for size in groups:
+        group = list(islice(rest, size))
+        for stage in stages:
+            yield from (Action(stage, kind, i) for i in group)
+
+
+def _zero_bubble(stage: int, part: Round, shape: Shape) -> Actions:
+    """ZB-H1: the gradients of the weights are put off, by r minibatches at stage r, to fill the drain ("Zero Bubble
+    Pipeline Parallelism", ICLR'24, section 2.1). Three stages, every action takes one slot:
+
+        0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """
+    number, minibatches = part
+    forwards = iter(minibatches)
+    actions = [Action(stage, Kind.FORWARD, i) for i in islice(forwards, shape.places - 1 - stage)]
+    for done, i in enumerate(minibatches):
+        actions += [Action(stage, Kind.FORWARD, j) for j in islice(forwards, 1)]
+        actions.append(Action(stage, Kind.INPUT, i))
+        if done >= stage:
+            actions.append(Action(stage, Kind.WEIGHT, minibatches[done - stage]))
+    actions += [Action(stage, Kind.WEIGHT, i) for i in minibatches[max(0, len(minibatches) - stage) :]]
+    return [*actions, Action(stage, Kind.UPDATE, number)]

@@ -1,0 +1,31 @@
+"""Lists as a picture: who does what at which time, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdtool.schedule.action import Actions, Kind
+from pdtool.schedule.timeline import timeline
+
+
+def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: int = 100) -> str:
+    """An ASCII timeline in slots: `F3` forward, `B3 ==` backward, `.` idle; cut at `width` characters.
+
+    A split backward is `I3` and `W3`, of half its slots each. With several stages on a worker each box names its stage.
+    """
+    starts = timeline(lists, forward, backward)
+    slots = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward // 2, Kind.WEIGHT: backward // 2}
+    chunked = any(len({a.stage for a in actions}) > 1 for actions in lists)
+    names = [[str(a) if chunked else f"{a.kind}{a.minibatch}" for a in actions] for actions in lists]
+    size = max((len(name) for row in names for name in row), default=2)
+    rows = []
+    for worker, (actions, times) in enumerate(zip(lists, starts, strict=True)):
+        cells: list[str] = []
+        for action, name, start in zip(actions, names[worker], times, strict=True):
+            if action.kind is not Kind.UPDATE:
+                cells += ["."] * (int(start) - len(cells))
+                cells += [name] + ["=" * size] * (slots[action.kind] - 1)
+        stage = actions[0].stage if actions else 0
+        text = f"stage {stage} worker {worker} | " + " ".join(cell.ljust(size) for cell in cells)
+        rows.append((text if len(text) <= width else text[: width - 1] + "…").rstrip())
+    return "\n".join(rows)

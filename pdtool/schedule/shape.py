@@ -1,0 +1,102 @@
+"""What a schedule is made for: stages, replicas, and the bounds that it keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a schedule is made for.
+
+    Attributes:
+        replicas: r[s], for each stage.
+        in_flight: w[s], for each stage, see `default_in_flight`; with chunks for each worker, over all its chunks.
+        update_every: k[s], minibatches in one update of stage s, over all its replicas.
+        chunks: v, stages on one worker: of p v stages, worker k holds k, k + p, k + 2p, ...
+        versions: most weight versions at any stage; None: as many as minibatches may be in flight.
+    """
+
+    replicas: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    update_every: tuple[int, ...]
+    chunks: int = 1
+    versions: int | None = None
+
+    @property
+    def places(self) -> int:
+        """p: stages that lie on workers of their own."""
+        return len(self.replicas) // self.chunks
+
+    def slots(self) -> Iterator[tuple[int, int]]:
+        """(stage, replica) of each worker list, in order; with chunks its first stage."""
+        return ((s, k) for s, r in enumerate(self.replicas[: self.places]) for k in range(r))
+
+    def stages_at(self, stage: int) -> range:
+        """All stages on the workers of `stage`."""
+        return range(stage % self.places, len(self.replicas), self.places)
+
+
+def default_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
+    """w[s] = ceil(sum of r[j] for j >= s, over r[s]): just enough to keep every later worker busy.
+
+    PipeDream, SOSP'19, section 3.2 (NOAM is this number at the input stage).
+    """
+    return tuple(math.ceil(sum(replicas[s:]) / r) for s, r in enumerate(replicas))
+
+
+def usual_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> Shape:
+    """The shape that schedule `name` is defined for.
+
+    Args:
+        replicas: r[s]; for `interleaved` that of each worker, all 1.
+        microbatches: in one update of a flushing schedule, the least of `2bw`.
+        chunks: v, for `interleaved`.
+    """
+    p, usual = len(replicas), default_in_flight(replicas)
+    if name == "1f1b":
+        return Shape(replicas=tuple(replicas), in_flight=usual, update_every=tuple(replicas))
+    most = [math.ceil(microbatches / r) for r in replicas]  # that one replica has in an update
+    versions = 1
+    match name:
+        case "2bw":  # k >= all in flight, so that a third version is never begun (Narayanan et al., 2021, section 3.1)
+            microbatches = max(microbatches, *(w * r for w, r in zip(usual, replicas, strict=True)))
+            in_flight, versions = usual, 2
+        case "1f1b-flush":
+            in_flight = tuple(map(min, usual, most))
+        case "interleaved":  # after the warm-up, one more; the last round may be short, and its groups larger
+            rounds = range(1, microbatches + 1)
+            in_flight = tuple(
+                max(min(interleaved_warm_up(p, r, n, chunks) + 1, n * chunks) for n in rounds) for r in range(p)
+            )
+        case "zb-h1":  # the memory of 1F1B's first stage, everywhere (ICLR'24, section 2.1)
+            in_flight = (min(p, microbatches),) * p
+        case _:
+            in_flight = tuple(most)
+    stages = p * chunks
+    return Shape(
+        replicas=tuple(replicas) * chunks, in_flight=in_flight, update_every=(microbatches,) * stages,
+        chunks=chunks, versions=versions,
+    )  # fmt: skip
+
+
+def interleaved_groups(p: int, microbatches: int) -> list[int]:
+    """Sizes of the groups that go through one chunk before the next: p, as Megatron-LM has it (SC'21, section 2.2).
+
+    Where p does not divide them the groups are even and larger than p: one smaller than p would deadlock.
+    """
+    count = max(1, microbatches // p)
+    return [microbatches // count + (i < microbatches % count) for i in range(count)]
+
+
+def interleaved_warm_up(p: int, worker: int, microbatches: int, chunks: int) -> int:
+    """Forwards before the first 1F1B pair: enough that the first minibatch is through all chunks of the last worker."""
+    return 2 * (p - worker - 1) + (chunks - 1) * interleaved_groups(p, microbatches)[0]
+
+
+def lag_of(shape: Shape, holders: Sequence[int], stage: int) -> int:
+    """Rounds by which `stage` runs ahead of the first of the stages that hold a tied parameter; see run/tied.py."""
+    ahead = [shape.replicas[s] * shape.in_flight[s] for s in (min(holders), stage)]
+    return max(0, math.ceil((ahead[0] - ahead[1]) / shape.update_every[stage]))

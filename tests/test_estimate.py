@@ -1,0 +1,368 @@
+"""Estimates: everything but the times is what measuring finds; the times are those of the roofline by hand."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import bench_estimate
+import pytest
+from click.testing import CliRunner
+
+from pdtool.artifacts.device import Devices, DeviceSpec
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.profile import Profile
+from pdtool.cli import main
+from pdtool.errors import ArtifactError, ModelError, StaleError, UsageError
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.profile.devices import TABLE, find_device
+from pdtool.profile.estimate import calibrated, estimate
+from pdtool.profile.measure import measure
+
+TIMES = {"forward_s", "backward_s", "update_s"}
+DEVICE = DeviceSpec(
+    name="by hand", peak_flops_per_s={"fp32": 1e12, "tf32": 4e12, "bf16": 8e12}, bandwidth_bytes_per_s=1e11,
+    memory_bytes=10**10, launch_s=1e-6, source="a test",
+)  # fmt: skip
+HEAD = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n"
+NET = (
+    HEAD
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.mix = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.out = nn.Linear(8, 20, bias=False)
+        self.out.weight = self.embed.weight
+        self.spare = nn.Parameter(torch.zeros(3))
+        self.scale = torch.tensor([0.5])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.out(self.norm(x + self.act(self.mix(x))) * self.scale + torch.arange(8))
+
+def model(): return Net()
+def dataset(split): return [(torch.tensor(i % 20), (i + 1) % 20) for i in range(64)]
+def loss(output, target): return F.cross_entropy(output, target)
+def optimizer(named): return torch.optim.Adam([p for _, p in named])
+HINTS = {'no_split': ['mix', 'act'], 'pin': {'out': -1}}
+"""
+)
+
+
+def write(tmp_path, text, name="net.py"):
+    path = tmp_path / name
+    path.write_text(text)
+    return ModelFile.load(ModelRef(source=str(path)), trusted=True)
+
+
+def one_layer(tmp_path, layer, inputs):
+    """A model of one layer at the path `layer`; `inputs` is an expression in n, the batch size."""
+    text = f"def model(): return nn.Sequential({layer})\ndef example_inputs(n): return {inputs}\n"
+    return write(tmp_path, HEAD + text)
+
+
+def zoo(name, **settings):
+    return ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}", settings=settings), trusted=True)
+
+
+def counted(profile, *leave_out):
+    """What a profile holds besides its times and its device."""
+    content = profile.model_dump(exclude={"device", "step_s", "coverage", "nodes"})
+    return content, [node.model_dump(exclude=TIMES | set(leave_out)) for node in profile.nodes]
+
+
+SMALL = [
+    ("digits", {"width": 8}),
+    ("transformer", {"width": 16, "layers": 1, "tied": True}),
+    ("llm", {"layers": 1, "width": 16, "heads": 2, "hidden": 32, "vocabulary": 256}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SMALL, ids=[name for name, _ in SMALL])
+def test_all_but_the_times_is_as_measured(name, settings):
+    file = zoo(name, **settings)
+    assert counted(estimate(file, batch_size=2, device=DEVICE)) == counted(measure(file, batch_size=2))
+
+
+def test_ties_hints_and_unused_parameters_are_as_measured(tmp_path):
+    file = write(tmp_path, NET)
+    assert counted(estimate(file, batch_size=16, device=DEVICE)) == counted(measure(file, batch_size=16))
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize(
+    ("layer", "per_step"),
+    [
+        ("nn.LSTM(6, 8, num_layers=2, bidirectional=True)", 2 * 4 * 8 * (6 + 8) + 2 * 4 * 8 * (16 + 8)),
+        ("nn.LSTM(6, 8, proj_size=3)", 4 * 8 * (6 + 3) + 8 * 3),
+        ("nn.GRU(6, 8, batch_first=True)", 3 * 8 * (6 + 8)),
+        ("nn.RNN(6, 8)", 8 * (6 + 8)),
+    ],
+)
+def test_recurrent_flops_are_those_of_each_step_measured_and_estimated(tmp_path, layer, per_step):
+    text = f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = {layer}
+    def forward(self, x): return self.cell(x)[0]
+def model(): return Net()
+def example_inputs(n): return torch.randn({"n, 5" if "batch_first" in layer else "5, n"}, 6)
+"""
+    file = write(tmp_path, HEAD + text)
+    measured, estimated = measure(file, batch_size=3), estimate(file, batch_size=3, device=DEVICE)
+    assert counted(estimated, "stash_bytes") == counted(measured, "stash_bytes")
+    node = estimated.by_name["cell"]
+    assert node.flops == 2 * 5 * 3 * per_step
+    assert node.backward_s == pytest.approx(2 * node.forward_s)
+    assert node.forward_s >= node.flops / 1e12 + 5e-6  # each step launches
+    assert node.stash_bytes > 0
+
+
+def test_a_linear_layer_takes_the_longer_of_computing_and_moving(tmp_path):
+    node = estimate(one_layer(tmp_path, "nn.Linear(512, 256)", "torch.randn(n, 512)"), batch_size=1024, device=DEVICE)
+    node = node.by_name["0"]
+    assert node.flops == 2 * 1024 * 512 * 256
+    assert node.forward_s == pytest.approx(node.flops / 1e12 + 1e-6)  # 268 us of work, 37 us of moving
+    thin = estimate(one_layer(tmp_path, "nn.Linear(512, 256)", "torch.randn(n, 512)"), batch_size=1, device=DEVICE)
+    moved = 4 * (512 * 256 + 256 + 512 + 256)
+    assert thin.by_name["0"].forward_s == pytest.approx(moved / 1e11 + 1e-6)
+
+
+def test_a_convolution_in_the_middle_goes_back_twice_and_a_first_one_once(tmp_path):
+    layers = "nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)"
+    profile = estimate(one_layer(tmp_path, layers, "torch.randn(n, 64, 28, 28)"), batch_size=64, device=DEVICE)
+    flops = 2 * 64 * 28 * 28 * 64 * 64 * 9
+    for name, times in (("0", 1), ("1", 2)):
+        node = profile.by_name[name]
+        assert node.flops == flops
+        assert node.forward_s == pytest.approx(flops / 1e12, rel=0.01)
+        assert node.backward_s == pytest.approx(times * flops / 1e12, rel=0.02)
+
+
+def test_attention_counts_both_products(tmp_path):
+    text = """
+class Net(nn.Module):
+    def forward(self, x): return F.scaled_dot_product_attention(x, x, x)
+def model(): return Net()
+def example_inputs(n): return torch.randn(n, 4, 32, 16)
+"""
+    node = estimate(write(tmp_path, HEAD + text), batch_size=2, device=DEVICE).nodes[-1]
+    assert node.flops == 2 * (2 * 2 * 4 * 32 * 32 * 16)
+
+
+def test_lookups_and_elementwise_cost_their_bytes_and_views_nothing(tmp_path):
+    layers = "nn.Embedding(10000, 64), nn.ReLU(), nn.Flatten()"
+    file = one_layer(tmp_path, layers, "torch.zeros(n, 50, dtype=torch.long)")
+    nodes = estimate(file, batch_size=32, device=DEVICE).by_name
+    out = 32 * 50 * 64 * 4
+    assert nodes["0"].forward_s == pytest.approx((32 * 50 * 8 + 2 * out) / 1e11 + 1e-6)  # not the whole table
+    assert nodes["1"].forward_s == pytest.approx(2 * out / 1e11 + 1e-6)
+    assert nodes["2"].forward_s == nodes["2"].backward_s == 0
+
+
+def test_a_gradient_step_moves_parameter_gradient_and_state(tmp_path):
+    text = NET.replace("torch.optim.Adam([p for _, p in named])", "torch.optim.SGD([p for _, p in named], 0.1)")
+    profile = estimate(write(tmp_path, text), batch_size=4, device=DEVICE)
+    held = 4 * (20 * 8 + 64 + 8 + 16 + 3)
+    spare = 3 / (20 * 8 + 64 + 8 + 16 + 3)  # belongs to no node
+    assert sum(n.update_s for n in profile.nodes) == pytest.approx(3 * held / 1e11 * (1 - spare))
+
+
+def test_a_model_larger_than_any_memory_is_never_allocated(tmp_path):
+    layers = "nn.Linear(150_000, 160_000), nn.ReLU(), nn.Linear(160_000, 10)"
+    profile = estimate(one_layer(tmp_path, layers, "torch.randn(n, 150_000)"), batch_size=2, device=DEVICE)
+    assert profile.parameter_bytes(set(profile.by_name)) > 96e9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3e6  # kB
+
+
+def test_estimates_are_the_same_bytes_each_time():
+    file = zoo("digits", width=8)
+    assert estimate(file, batch_size=4, device=DEVICE).dump() == estimate(file, batch_size=4, device=DEVICE).dump()
+
+
+def test_precision_chooses_bytes_and_peak(tmp_path):
+    file = one_layer(tmp_path, "nn.Linear(2048, 2048)", "torch.randn(n, 2048)")
+    single, tf32, half = (estimate(file, batch_size=2048, device=DEVICE, precision=p) for p in (None, "tf32", "bf16"))
+    flops = single.by_name["0"].flops
+    assert [p.by_name["0"].parameter_bytes for p in (single, tf32, half)] == [
+        4 * 2049 * 2048,
+        4 * 2049 * 2048,
+        2 * 2049 * 2048,
+    ]
+    for profile, peak in ((single, 1e12), (tf32, 4e12), (half, 8e12)):
+        assert profile.by_name["0"].forward_s == pytest.approx(flops / peak, rel=0.01)
+    assert tf32.device.name == "by hand, tf32"
+    with pytest.raises(UsageError, match=r"by hand has no figure for fp16; choose one of fp32, tf32, bf16"):
+        estimate(file, batch_size=2, device=DEVICE, precision="fp16")
+
+
+def test_a_faster_device_is_never_slower():
+    file = zoo("digits", width=8)
+    fast = DEVICE.model_copy(update={"peak_flops_per_s": {"fp32": 2e12}, "bandwidth_bytes_per_s": 2e11})
+    slow_nodes, fast_nodes = (estimate(file, batch_size=8, device=d).nodes for d in (DEVICE, fast))
+    assert all(getattr(f, t) <= getattr(s, t) for s, f in zip(slow_nodes, fast_nodes, strict=True) for t in TIMES)
+
+
+def test_a_model_that_is_built_from_values_is_built_for_real(tmp_path):
+    text = NET.replace("self.norm = ", "self.width = int(torch.tensor([3, 8]).max().item())\n        self.norm = ")
+    assert "mix" in estimate(write(tmp_path, text), batch_size=4, device=DEVICE).by_name
+
+
+def test_a_loss_that_looks_into_its_tensors_says_what_to_do(tmp_path):
+    text = NET.replace(
+        "return F.cross_entropy(output, target)", "return output.sum() if output.max().item() else output.sum()"
+    )
+    with pytest.raises(ModelError, match=r"loss\(\).* depends on the values of tensors.*measure it with --device cpu"):
+        estimate(write(tmp_path, text), batch_size=4, device=DEVICE)
+
+
+def test_calibration_makes_the_sums_of_each_kind_those_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, NET)
+    measured = measure(file, batch_size=16)
+    device = calibrated(DEVICE, measured, "measured.json")
+    assert set(device.factors) == {"matmul", "norm", "embedding", "elementwise", "update"}
+    again = estimate(file, batch_size=16, device=device)
+    assert again.device.name == "by hand, calibrated"
+    for names in (["mix", "out"], ["norm"], ["embed"]):
+        spent = [sum(p.by_name[n].forward_s + p.by_name[n].backward_s for n in names) for p in (measured, again)]
+        assert spent[0] == pytest.approx(spent[1])
+    assert sum(n.update_s for n in again.nodes) == pytest.approx(sum(n.update_s for n in measured.nodes))
+
+
+def test_calibration_refuses_what_is_not_measured_or_not_this_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, NET)
+    measured = measure(file, batch_size=4)
+    with pytest.raises(
+        ArtifactError, match=r"m.json: device.kind: holds no times that pdtool measured; calibrate with"
+    ):
+        calibrated(DEVICE, estimate(file, batch_size=4, device=DEVICE), "m.json")
+    renamed = tuple(n.model_copy(update={"parameter_bytes": 4}) if n.name == "mix" else n for n in measured.nodes)
+    with pytest.raises(
+        ArtifactError, match=r"nodes\[2\]: is Linear 'mix' where the model has Linear 'mix', or of another"
+    ):
+        calibrated(DEVICE, measured.model_copy(update={"nodes": renamed}), "m.json")
+    with pytest.raises(ArtifactError, match=r"has 10 nodes, the model has 11"):
+        calibrated(DEVICE, measured.model_copy(update={"nodes": measured.nodes[:-1]}), "m.json")
+    (tmp_path / "net.py").write_text(NET + "\n")
+    with pytest.raises(StaleError, match="has changed since it was profiled"):
+        calibrated(DEVICE, measured, "m.json")
+
+
+def test_every_device_of_the_table_cites_its_source():
+    devices = Devices.load(TABLE).devices
+    assert {"v100", "a100", "h100", "rtx4090", "titanx", "t4"} <= set(devices)
+    for device in devices.values():
+        assert "https://" in device.source
+        peaks = device.peak_flops_per_s
+        assert peaks["fp32"] <= peaks.get("tf32", peaks["fp32"]) <= peaks.get("fp16", float("inf"))
+    assert Devices.parse(Devices.load(TABLE).dump()) == Devices.load(TABLE)
+
+
+def test_an_unknown_device_lists_the_known():
+    with pytest.raises(UsageError, match=r"'v1000' is not known; measure on cpu or cuda, estimate for v100, .*a100"):
+        find_device("v1000")
+
+
+OWN = """format: pdtool/device/1
+devices:
+  mine:
+    name: mine
+    peak_flops_per_s: {fp32: 1.0e+12}
+    bandwidth_bytes_per_s: 1.0e+11
+    memory_bytes: 1000
+    launch_s: 0.0
+    source: me
+...
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("1.0e+11", "-1.0", "devices.mine.bandwidth_bytes_per_s"),
+        ("1.0e+11", "fast", "devices.mine.bandwidth_bytes_per_s"),
+        ("    memory_bytes: 1000\n", "", "devices.mine.memory_bytes"),
+        ("fp32: 1.0e+12", "fp33: 1.0e+12", "devices.mine.peak_flops_per_s.fp33"),
+        ("fp32: 1.0e+12", "bf16: 1.0e+12", "devices.mine.peak_flops_per_s: needs at least fp32"),
+        ("source: me", "sauce: me", "devices.mine.s"),
+        ("device/1", "device/2", "format"),
+        (OWN[OWN.index("  mine") : OWN.index("...")], "  {}\n", "devices: holds no device"),
+    ],
+)
+def test_a_broken_device_file_is_refused_naming_the_field(tmp_path, old, new, field):
+    assert old in OWN
+    (tmp_path / "own.yaml").write_text(OWN.replace(old, new))
+    with pytest.raises(ArtifactError, match=rf"own.yaml: {field}") as error:
+        find_device(str(tmp_path / "own.yaml"))
+    assert error.value.exit_code == 3
+
+
+def test_a_file_of_several_devices_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"holds \d+ devices \(v100, .*keep one device in a file"):
+        find_device(str(TABLE))
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["profile", *arguments])
+
+
+def test_the_command_says_that_it_estimates_and_records_its_inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, NET)
+    (tmp_path / "own.yaml").write_text(OWN)
+    measured = run("net.py", "--batch-size", "4", "-o", "measured.json")
+    assert measured.exit_code == 0, measured.output
+    done = run("net.py", "--batch-size", "8", "--device", "own.yaml", "--calibrate", "measured.json", "-o", "out.json")
+    assert done.exit_code == 0, done.output
+    assert "estimated for mine, calibrated; nothing was run or measured" in done.stderr
+    assert "measured over estimated in measured.json: " in done.stderr
+    profile = Profile.load("out.json")
+    assert (profile.device.kind, profile.device.name) == ("estimated", "mine, calibrated")
+    assert (profile.step_s, profile.coverage) == (0, 0)
+    assert set(profile.digests) == {"net.py", "own.yaml", "measured.json"}
+
+
+def test_the_command_never_mixes_measuring_and_estimating(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, NET)
+    for arguments, what in (
+        (["--precision", "bf16"], "--device cpu measures; --precision and --calibrate are for estimates"),
+        (["--calibrate", "x.json"], "--device cpu measures; --precision and --calibrate are for estimates"),
+        (["--device", "v100", "--threads", "2"], "--device v100 estimates; --threads is for measuring"),
+        (["--device", "gtx1"], "device 'gtx1' is not known"),
+    ):
+        done = run("net.py", *arguments)
+        assert done.exit_code == 2
+        assert what in done.stderr
+
+
+@pytest.mark.skipif(not bench_estimate.DATA.is_dir(), reason=f"{bench_estimate.DATA} is not here")
+@pytest.mark.parametrize("name", bench_estimate.MODELS)
+def test_estimates_are_of_the_order_that_pipedream_measured(name):
+    comparison = bench_estimate.compare(name)
+    assert 0.5 < comparison.ratio < 1.5
+    assert sum(estimated for _, estimated in comparison.shares) == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_a_model_of_7b_parameters_takes_under_a_minute_and_2_gb(tmp_path):
+    command = [sys.executable, "-m", "pdtool", "profile", "pdtool.zoo.llm", "--device", "a100", "--batch-size", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(TABLE.parents[2])}
+    start = time.perf_counter()
+    process = subprocess.Popen([*command, "-o", "llm.json"], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    _, process.returncode, usage = os.wait4(process.pid, 0)
+    assert process.returncode == 0
+    assert time.perf_counter() - start < 60
+    assert usage.ru_maxrss < 2e6  # kB
+    profile = Profile.load(tmp_path / "llm.json")
+    assert profile.parameter_bytes(set(profile.by_name)) == 4 * 6_738_415_616

@@ -1,0 +1,276 @@
+"""The simulator: formulas of the literature to the last digit, and laws that any simulation obeys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdtool.cluster import Cluster, make_cluster
+from pdtool.errors import ScheduleError
+from pdtool.partition.job import Border, Job, Work
+from pdtool.partition.links import Clock, Flow, Links
+from pdtool.partition.simulate import simulate
+from pdtool.partition.simulation import Simulation
+from pdtool.schedule import SCHEDULES, Action, Kind, Shape, build, timeline, usual_shape
+
+
+def seconds(forward=1.0, inputs=1.0, weights=1.0, update=0.0, chunks=1):
+    """Durations of one of `chunks` equal parts of a stage."""
+    whole = (forward, inputs + weights, inputs, weights, update)
+    return {kind: time / chunks for kind, time in zip(Kind, whole, strict=True)}
+
+
+def straight(name, p, m, *, n=None, chunks=1, times=None, latency=0.0, size=0, bandwidth=1e9):
+    """p workers in a row; `m` microbatches in one update of a flushing schedule, `n` minibatches."""
+    shape = usual_shape(name, (1,) * p, m, chunks)
+    stages = p * chunks
+    return Job(
+        shape=shape, lists=build(name, shape, n or m), workers=range(p),
+        cluster=make_cluster((p,), (bandwidth,), latencies=[latency]),
+        stages=[Work(seconds=times or seconds(chunks=chunks))] * stages,
+        borders=[Border(source=s, destination=s + 1, forward_bytes=size, backward_bytes=size)
+                 for s in range(stages - 1)],
+    )  # fmt: skip
+
+
+# --- the table of FACTS.md: F = I = W = 1, so B = 2 -------------------------------------------------------------------
+
+
+def idle(found: Simulation):
+    """Of each worker, until the last has ended."""
+    return [found.makespan_s - share.busy_s for share in found.shares]
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_gpipe_and_1f1b_with_flush(p):
+    """Idle (p-1)(F+B), everywhere; GPipe keeps m minibatches, 1F1B p - r; one version of the weights."""
+    for m in range(1, 33):
+        for name in ("gpipe", "1f1b-flush"):
+            found = simulate(straight(name, p, m))
+            assert idle(found) == [(p - 1) * 3] * p
+            assert [share.versions for share in found.shares] == [1] * p
+            kept = [m if name == "gpipe" else min(m, p - r) for r in range(p)]
+            assert [share.peak_stashed for share in found.shares] == kept
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+@pytest.mark.parametrize("v", [2, 3])
+def test_interleaved(p, v):
+    """Idle (p-1)(F+B)/v and (2(p-r-1) + (v-1)p + 1)/v minibatches, where p divides m; F + B of a chunk is 3 here."""
+    for m in range(p, 33, p):
+        found = simulate(straight("interleaved", p, m, chunks=v, times=seconds()))
+        assert idle(found) == [(p - 1) * (3 * v) / v] * p
+        kept = [min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
+        assert [share.peak_stashed for share in found.shares] == kept
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+@pytest.mark.parametrize("times", [(1, 1, 1), (2, 1, 1), (3, 2, 1), (1, 3, 1), (2, 1, 2)])
+def test_zb_h1(p, times):
+    """Inside its own span worker r idles (p-1-r)(F+I-W), so the first (p-1)(F+I-W), wherever m >= p and W <= F; every
+    worker keeps p. With W <= I as well it is the idle time of the whole: the makespan is that much over m(F+I+W)."""
+    f, i, w = times
+    for m in range(p, 33, 3):
+        found = simulate(straight("zb-h1", p, m, times=seconds(f, i, w)))
+        own = [share.span_s - share.busy_s for share in found.shares]
+        assert own == [(p - 1 - r) * (f + i - w) for r in range(p)]
+        assert [share.peak_stashed for share in found.shares] == [p] * p
+        if w <= i:
+            assert idle(found) == [(p - 1) * (f + i - w)] * p
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_pipedream_and_2bw_never_stop(p):
+    """No idle time in steady state. PipeDream: p - r stashed, p - r versions, p - 1 - r updates late; 2BW: two, one."""
+    for n in (4 * p, 5 * p + 1, 60):
+        pipedream, bw2 = (simulate(straight(name, p, 1, n=n)) for name in ("1f1b", "2bw"))
+        assert (pipedream.pace_s, bw2.pace_s) == (3, 3)
+        assert [(s.peak_stashed, s.versions, s.delay) for s in pipedream.shares] == [
+            (p - r, p - r, p - 1 - r) for r in range(p)
+        ]
+        assert [(s.versions, s.delay) for s in bw2.shares] == [(2, 1)] * (p - 1) + [(1, 0)]
+
+
+def test_1f1b_loses_to_gpipe_when_latency_is_not_hidden():
+    """F = 1, B = 2, c = 0.5: with p - r in flight stage r waits for its round trip; GPipe pays once."""
+    found = {name: simulate(straight(name, 4, 32, latency=0.5)).makespan_s for name in ("1f1b-flush", "gpipe")}
+    assert found == {"1f1b-flush": 131, "gpipe": 108}
+    more = straight("1f1b-flush", 4, 32, latency=0.5)
+    shape = replace(more.shape, in_flight=(7, 5, 3, 1))
+    assert simulate(replace(more, shape=shape, lists=build("1f1b-flush", shape, 32))).makespan_s == 108
+
+
+# --- laws -------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def jobs(draw, *, costly=True):
+    """Any schedule on any cluster, with skips between stages; bytes, latency and averages cost time if `costly`."""
+    name = draw(st.sampled_from(SCHEDULES))
+    alone = name in ("interleaved", "zb-h1")
+    chunks = draw(st.integers(1, 3)) if name == "interleaved" else 1
+    replicas = tuple(draw(st.lists(st.integers(1, 1 if alone else 3), min_size=1, max_size=4)))
+    shape = usual_shape(name, replicas, draw(st.integers(1, 6)), chunks)
+    sizes = draw(st.sampled_from([(sum(replicas),), (sum(replicas), 2), (2, sum(replicas))]))
+    count = st.integers(0, 50) if costly else st.just(0)
+    cluster = make_cluster(sizes, [draw(st.integers(1, 20)) for _ in sizes],
+                           latencies=[draw(count) / 16 for _ in sizes])  # fmt: skip
+    stages = [
+        Work(seconds={kind: draw(st.integers(0, 8)) / 4 for kind in Kind}, weight_bytes=draw(count),
+             kept_bytes=draw(count), fixed_bytes=draw(count), averaged_bytes=draw(count))
+        for _ in shape.replicas
+    ]  # fmt: skip
+    ends = [(s, s + 1) for s in range(len(stages) - 1)]
+    ends += [(s, t) for s in range(len(stages)) for t in range(s + 2, len(stages)) if costly and draw(st.booleans())]
+    borders = [Border(source=s, destination=t, forward_bytes=draw(count), backward_bytes=draw(count)) for s, t in ends]
+    workers = draw(st.permutations(range(cluster.workers)))[: sum(replicas)]
+    return Job(shape=shape, lists=build(name, shape, draw(st.integers(1, 15))), workers=workers, cluster=cluster,
+               stages=stages, borders=borders)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(jobs(costly=False))
+def test_when_nothing_is_sent_it_is_the_timeline_of_the_schedule(job):
+    """Two implementations of one execution; the schedule's own knows neither links nor averages."""
+    even = replace(job, stages=[Work(seconds=seconds())] * len(job.stages))
+    found = simulate(even)
+    starts = [[e.start_s for e in found.events if e.slot == w and e.lane == "compute" and e.kind != "wait"]
+              for w in range(len(job.lists))]  # fmt: skip
+    assert starts == timeline(job.lists, 1, 2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs())
+def test_a_worker_does_one_thing_at_a_time_in_the_order_of_its_list(job):
+    """Busy is the sum of its durations; busy, communicating and idle are all of the time."""
+    found = simulate(job)
+    for w, (actions, share) in enumerate(zip(job.lists, found.shares, strict=True)):
+        mine = [e for e in found.events if e.slot == w and e.lane == "compute"]
+        assert all(a.start_s + a.length_s <= b.start_s + 1e-9 for a, b in pairwise(mine))
+        assert [e.name for e in mine if e.kind != "wait"] == [str(a) for a in actions]
+        assert share.busy_s == pytest.approx(sum(job.stages[a.stage].seconds[a.kind] for a in actions))
+        assert share.busy_s + share.communication_s + share.idle_s == pytest.approx(found.makespan_s)
+        assert min(share.communication_s, share.idle_s) >= -1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs())
+def test_nothing_is_used_before_it_is_there(job):
+    """Tensors are taken after they were made and their bytes have gone; updates follow the gradients of all."""
+    found = simulate(job)
+    spans = {(e.name, e.slot): (e.start_s, e.start_s + e.length_s) for e in found.events if e.lane == "compute"}
+    at = {(a, w): spans[str(a), w] for w, actions in enumerate(job.lists) for a in actions}
+    slot_of = {(a.stage, a.minibatch): w for w, actions in enumerate(job.lists) for a in actions if a.kind != "U"}
+    split = any(a.kind is Kind.INPUT for a, _ in at)
+    back = Kind.INPUT if split else Kind.BACKWARD
+    fastest = max(level.bandwidth_bytes_per_s for level in job.cluster.levels)
+    for border in job.borders:
+        for (stage, i), w in slot_of.items():
+            if stage != border.destination:
+                continue
+            source = slot_of[border.source, i]
+            for kind, a, b, size in ((Kind.FORWARD, border.source, stage, border.forward_bytes),
+                                     (back, stage, border.source, border.backward_bytes)):  # fmt: skip
+                sender, taker = (source, w) if kind is Kind.FORWARD else (w, source)
+                soonest = at[Action(a, kind, i), sender][1] + (size / fastest if sender != taker else 0)
+                assert at[Action(b, kind, i), taker][0] >= soonest - 1e-9
+    for (action, _), (start, _) in at.items():
+        if action.kind is Kind.UPDATE:
+            every = job.shape.update_every[action.stage]
+            last = Kind.WEIGHT if split else Kind.BACKWARD
+            ends = [
+                end for (a, _), (_, end) in at.items()
+                if a.stage == action.stage and a.kind is last and a.minibatch // every == action.minibatch
+            ]  # fmt: skip
+            assert start >= max(ends, default=0.0) - 1e-9
+
+
+def ways(cluster: Cluster, a: int, b: int):
+    """The links between two workers, worked out anew."""
+    crossed = [depth for depth, below in enumerate(cluster.below) if a // below != b // below]
+    return [
+        *(("up", d, a // cluster.below[d]) for d in crossed),
+        *(("down", d, b // cluster.below[d]) for d in crossed),
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from([(4,), (2, 2), (2, 2, 2)]), st.data())
+def test_a_link_is_never_above_its_bandwidth(sizes, data):
+    """Whatever lies inside a stretch of time, on one link: no more bytes than the link can carry in it."""
+    cluster = make_cluster(sizes, [data.draw(st.integers(1, 9)) for _ in sizes])
+    ends = st.tuples(st.integers(0, cluster.workers - 1), st.integers(0, cluster.workers - 1)).filter(
+        lambda e: e[0] != e[1]
+    )
+    sent = data.draw(st.lists(st.tuples(ends, st.integers(0, 20), st.integers(0, 60)), min_size=1, max_size=12))
+    clock = Clock()
+    links = Links(cluster, clock)
+    flows = []
+    for (a, b), start, size in sent:
+        path, _ = links.path(a, b)
+        assert sorted(path) == sorted(ways(cluster, a, b))
+        flow = Flow(channel=(a, b), size_bytes=size, links=dict.fromkeys(path, 1), ended=lambda flow: None)
+        flows.append((flow, set(path)))
+        clock.at(start, lambda flow=flow: links.send(flow))
+    clock.run()
+    for link in {link for _, path in flows for link in path}:
+        mine = [flow for flow, path in flows if link in path]
+        bandwidth = cluster.levels[link[1]].bandwidth_bytes_per_s
+        for start in {flow.started_s for flow in mine}:
+            for end in {flow.ended_s for flow in mine}:
+                inside = sum(f.size_bytes for f in mine if f.started_s >= start and f.ended_s <= end)
+                assert inside <= bandwidth * (end - start) + 1e-6 or end < start
+    for flow, _ in flows:
+        assert flow.ended_s >= flow.started_s
+
+
+def test_messages_share_a_link_and_those_of_one_channel_queue():
+    """Two servers of two at 10 and 100 bytes/s. Three messages of 60 bytes leave server 0, two on one channel."""
+    clock = Clock()
+    links = Links(make_cluster((2, 2), (10.0, 100.0)), clock)
+    ended = []
+    for a, b in [(0, 2), (0, 2), (1, 3)]:
+        path, _ = links.path(a, b)
+        links.send(Flow(channel=(a, b), size_bytes=60, links=dict.fromkeys(path, 1),
+                        ended=lambda flow: ended.append((flow.channel, clock.now))))  # fmt: skip
+    clock.run()
+    # until 12 the first of 0 -> 2 and that of 1 -> 3 have 5 bytes/s each; then the second of 0 -> 2 has 10
+    assert ended == [((0, 2), 12), ((1, 3), 12), ((0, 2), 18)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(jobs())
+def test_free_messages_are_never_slower(job):
+    """With every action in its place, a message that arrives sooner delays nothing."""
+    levels = tuple(replace(level, bandwidth_bytes_per_s=1e15, latency_s=0.0) for level in job.cluster.levels)
+    free = replace(job, cluster=replace(job.cluster, levels=levels))
+    assert simulate(free).makespan_s <= simulate(job).makespan_s + 1e-6
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(jobs(), st.floats(1.0, 9.0))
+def test_more_bandwidth_is_never_slower_on_a_flat_cluster(job, more):
+    """Where all links are alike. It is seen, not proved: a message that starts sooner takes its share from another, as
+    in Graham's anomalies of scheduling, and across levels of their own bandwidths that can cost more than it gains."""
+
+    def flat(bandwidth):
+        return replace(job, workers=range(len(job.workers)), cluster=make_cluster((len(job.workers),), (bandwidth,)))
+
+    assert simulate(flat(10.0 * more)).makespan_s <= simulate(flat(10.0)).makespan_s + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(jobs())
+def test_the_same_job_gives_the_same_simulation(job):
+    assert simulate(job) == simulate(job)
+
+
+def test_a_job_that_cannot_end_names_who_waits():
+    shape = Shape(replicas=(1, 1), in_flight=(1, 2), update_every=(1, 1))
+    job = straight("1f1b", 2, 1, n=3)
+    with pytest.raises(ScheduleError, match=r"worker 0 waits forever in 0B0\n.*>0B0<"):
+        simulate(replace(job, shape=shape, lists=build("1f1b", shape, 3)))

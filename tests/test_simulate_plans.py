@@ -1,0 +1,177 @@
+"""Plans as the simulator runs them: paces worked out on paper, memory and traffic as the cost model has them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from graphs import chain, profile_of, random_profile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdtool.artifacts.plan import ClusterSpec, Plan, Stage
+from pdtool.artifacts.profile import Node, SharedParameter
+from pdtool.cluster import make_cluster
+from pdtool.errors import UsageError
+from pdtool.partition.evaluate import evaluate
+from pdtool.partition.planned import enough, pieces, planned_job
+from pdtool.partition.simulate import simulate
+from pdtool.schedule import SCHEDULES, default_in_flight, usual_shape
+
+
+def plan_of(profile, stages, workers, cluster, schedule="1f1b", in_flight=None, recompute=None, **fields):
+    """A plan written by hand."""
+    replicas = [len(numbers) for numbers in workers]
+    flight = in_flight or default_in_flight(replicas)
+    again = recompute or [False] * len(stages)
+    return Plan(
+        name="net", model=None, profile="net.json", batch_size=profile.batch_size, cluster=ClusterSpec.of(cluster),
+        schedule=schedule, weights="stash" if schedule == "1f1b" else "flush",
+        stages=tuple(Stage(nodes=tuple(n), replicas=len(w), workers=tuple(w), in_flight=f, recompute=r)
+                     for n, w, f, r in zip(stages, workers, flight, again, strict=True)),
+        **fields,
+    )  # fmt: skip
+
+
+def test_a_straight_plan_goes_at_the_pace_of_its_slowest_stage():
+    """Six operators of 3 s, the second stage holds three: 9 s a minibatch."""
+    net = chain([3.0] * 6, crossing=10)
+    plan = plan_of(net, [["x", "a0", "a1"], ["a2", "a3", "a4"], ["a5"]], [[0], [1], [2]], make_cluster((3,), (1e3,)))
+    found = simulate(planned_job(plan, net))
+    assert found.pace_s == pytest.approx(9)
+    assert found.throughput_samples_per_s == pytest.approx(8 / 9)
+    assert found.sent_bytes == pytest.approx(40), "10 bytes over each border, and back"
+    assert [share.stage for share in found.shares] == [0, 1, 2]
+
+
+def test_data_parallelism_waits_for_what_its_last_backward_does_not_hide():
+    """One bucket of 400 bytes leaves when the backward has ended: F + B + 2 (3/4) 400 / 100 for four minibatches."""
+    net = chain([3.0, 3.0], parameters=200)
+    cluster = make_cluster((4,), (100.0,))
+    found = simulate(planned_job(plan_of(net, [net.graph.names], [range(4)], cluster), net))
+    assert found.pace_s == pytest.approx((6 + 6) / 4)
+    assert [share.communication_s / found.makespan_s for share in found.shares] == [pytest.approx(0.5)] * 4
+    assert found.sent_bytes == pytest.approx(2 * 3 * 400 / 4)
+    large = chain([3.0, 3.0], parameters=100_000_000)  # eight pieces, seven of them leave while the backward goes on
+    fast = make_cluster((4,), (1e8,))
+    found = simulate(planned_job(plan_of(large, [large.graph.names], [range(4)], fast), large))
+    piece = 1.5 * 25e6 / 1e8
+    assert found.pace_s == pytest.approx((6 + piece) / 4)
+
+
+@pytest.mark.parametrize(("schedule", "lags"), [("1f1b", (0, 1)), ("gpipe", (0, 0))])
+def test_tied_parameters_are_summed_by_all_who_hold_them(schedule, lags):
+    """Two stages hold 40 bytes: each sends 40 in the ring of two; the rest of the parameters stay where they are."""
+    net = profile_of(chain([3.0] * 2, parameters=100).nodes,
+                     shared=(SharedParameter(name="w", bytes=40, nodes=("a0", "a1")),))  # fmt: skip
+    flush = schedule == "gpipe"
+    plan = plan_of(net, [["x", "a0"], ["a1"]], [[0], [1]], make_cluster((2,), (10.0,)), schedule,
+                   in_flight=(2, 2) if flush else None, microbatches=2 if flush else 1)  # fmt: skip
+    job = planned_job(plan, net)
+    assert [tied.lags for tied in job.tied] == [lags]
+    found = simulate(job)
+    rounds = len(job.lists[0]) - 2 * found.minibatches
+    assert [share.sent_bytes for share in found.shares] == [40 * rounds] * 2
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_memory_and_traffic_are_those_of_the_cost_model(seed):
+    """What the lists hold at their fullest is what `cost` says of the plan; nothing is faster than computing."""
+    rng = random.Random(seed)
+    net = random_profile(rng, rng.randint(2, 6))
+    net = profile_of(net.nodes, optimizer_state_bytes=net.optimizer_state_bytes)
+    inputs = [node.name for node in net.nodes if node.op == "input"]
+    rest = [name for name in net.graph.names if name not in inputs]
+    cut = rng.randint(1, len(rest) - 1)
+    stages = [[*inputs, *rest[:cut]], rest[cut:]]
+    workers = rng.choice([[[0, 1], [2]], [[0], [1]], [[2], [0, 1, 3]]])
+    recompute = [rng.random() < 0.5 for _ in stages]
+    cluster = make_cluster((4,), (1e6,))
+    found = simulate(planned_job(plan_of(net, stages, workers, cluster, recompute=recompute), net, minibatches=24))
+    flight = default_in_flight([len(numbers) for numbers in workers])
+    costs = evaluate(net, cluster, stages, workers, flight=flight, recompute=recompute)
+    assert [share.memory_bytes for share in found.shares] == [costs.memory_bytes[share.stage] for share in found.shares]
+    assert found.sent_bytes == pytest.approx(costs.traffic_bytes, abs=3)
+    assert found.pace_s >= max(costs.compute_s) - 1e-9
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_schedule_on_a_plan_without_replicas(schedule):
+    """Two stages of F = 6, I = W = 6, eight microbatches in an update: all are as fast as their bubbles allow."""
+    net = chain([3.0] * 12, parameters=5)
+    stages = [["x", *(f"a{i}" for i in range(6))], [f"a{i}" for i in range(6, 12)]]
+    plan = plan_of(net, stages, [[0], [1]], make_cluster((2,), (1e9,)))
+    found = simulate(planned_job(plan, net, schedule=schedule))
+    idle = {"gpipe": 18, "1f1b-flush": 18, "interleaved": 9, "zb-h1": 6}.get(schedule, 0)
+    assert found.pace_s == pytest.approx(18 + idle / 8, rel=1e-6)
+
+
+def test_recomputing_takes_one_more_forward():
+    net = chain([3.0] * 4)
+    stages = [["x", "a0", "a1"], ["a2", "a3"]]
+    plain, again = (
+        simulate(planned_job(plan_of(net, stages, [[0], [1]], make_cluster((2,), (1e9,)), recompute=[r, r]), net))
+        for r in (False, True)
+    )
+    assert (plain.pace_s, again.pace_s) == (pytest.approx(6), pytest.approx(8))
+
+
+def test_copies_never_meet_but_to_average():
+    """Two copies of 1-1 on two servers: nothing but gradients crosses."""
+    net = chain([3.0, 3.0], parameters=8, crossing=100)
+    cluster = make_cluster((2, 2), (1e3, 1e6))
+    plan = plan_of(net, [["x", "a0"], ["a1"]], [[0, 2], [1, 3]], cluster, in_flight=(2, 1), copies=2)
+    found = simulate(planned_job(plan, net))
+    messages = [event for event in found.events if event.lane == "send"]
+    assert max(event.length_s for event in messages) == pytest.approx(1e-4), "100 bytes at 1 MB/s"
+    assert found.sent_bytes == pytest.approx(200 + 2 * 8), (
+        "each of two rings: two members, 8 bytes, every 2 minibatches"
+    )
+
+
+def test_skips_go_straight_and_what_has_no_gradient_is_not_waited_for():
+    """x -> a, b, c; a -> c. Stage 0 sends x to 1 and 2, a to 2; nothing comes back for x."""
+    net = profile_of([
+        Node(name="x", op="input", module="", output_bytes=7),
+        Node(name="a", op="op", module="", inputs=("x",), forward_s=1, backward_s=1, output_bytes=5, gradient_bytes=3),
+        Node(name="b", op="op", module="", inputs=("x",), forward_s=1, backward_s=1, output_bytes=2),
+        Node(name="c", op="op", module="", inputs=("a", "b", "x"), forward_s=1, backward_s=1),
+    ])  # fmt: skip
+    plan = plan_of(net, [["x", "a"], ["b"], ["c"]], [[0], [1], [2]], make_cluster((3,), (1e9,)))
+    borders = planned_job(plan, net).borders
+    assert [(b.source, b.destination, b.forward_bytes, b.backward_bytes, b.returns) for b in borders] == [
+        (0, 1, 7, 0, False), (0, 2, 12, 3, True), (1, 2, 2, 0, False),
+    ]  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 30), min_size=4, max_size=20), st.integers(1, 4))
+def test_pieces_are_even_as_far_as_operators_go(times, count):
+    """In order, none empty; with room to choose, none is over its even share by more than its last operator."""
+    net = chain([float(t) for t in times])
+    made = pieces(net, count)
+    assert [name for piece in made for name in piece] == net.graph.names
+    assert all(made)
+    if max(times) <= sum(times) / count / 2:
+        seconds = [sum(net.by_name[n].forward_s + net.by_name[n].backward_s for n in piece) for piece in made]
+        assert max(seconds) <= sum(times) / count + max(times) + 1e-9
+
+
+def test_what_cannot_be_interleaved_is_refused():
+    net = chain([1.0] * 3)
+    plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
+    with pytest.raises(UsageError, match="the model has 4 operators, too few for 6 chunks; take fewer stages"):
+        planned_job(plan, net, schedule="interleaved", chunks=3)
+    with pytest.raises(UsageError, match="a0 is pinned to stage 3 but not in chunk 3 of 4 even ones"):
+        pieces(profile_of(net.nodes, pin={"a0": 3}), 4)
+    replicated = plan_of(net, [net.graph.names], [[0, 1]], make_cluster((2,), (1e9,)))
+    with pytest.raises(UsageError, match="schedule interleaved has no replicas, but the plan is 2-2"):
+        planned_job(replicated, net, schedule="interleaved")
+
+
+def test_enough_minibatches_see_whole_periods():
+    """Two periods of 15 and more than is ever in flight; 32 where periods are short."""
+    shape = usual_shape("1f1b", (5, 3, 1))
+    started = max(w * r for w, r in zip(shape.in_flight, shape.replicas, strict=True))
+    assert enough(shape) - 2 * started >= 30
+    assert (enough(shape) - 2 * started) % 15 == 0
+    assert enough(usual_shape("1f1b", (1,))) == 2 + 32
