@@ -228,18 +228,19 @@ def test_a_link_is_never_above_its_bandwidth(sizes, data):
         assert flow.ended_s >= flow.started_s
 
 
-def test_messages_share_a_link_and_those_of_one_channel_queue():
-    """Two servers of two at 10 and 100 bytes/s. Three messages of 60 bytes leave server 0, two on one channel."""
+def test_messages_share_links_fairly_and_those_of_one_channel_queue():
+    """Two servers of two at 10 and 100 bytes/s. Messages of 60 bytes leave server 0, two of them on one channel."""
     clock = Clock()
     links = Links(make_cluster((2, 2), (10.0, 100.0)), clock)
     ended = []
-    for a, b in [(0, 2), (0, 2), (1, 3)]:
+    for a, b, size in [(0, 2, 60), (0, 2, 60), (1, 3, 60), (0, 1, 1140)]:
         path, _ = links.path(a, b)
-        links.send(Flow(channel=(a, b), size_bytes=60, links=dict.fromkeys(path, 1),
+        links.send(Flow(channel=(a, b), size_bytes=size, links=dict.fromkeys(path, 1),
                         ended=lambda flow: ended.append((flow.channel, clock.now))))  # fmt: skip
     clock.run()
-    # until 12 the first of 0 -> 2 and that of 1 -> 3 have 5 bytes/s each; then the second of 0 -> 2 has 10
-    assert ended == [((0, 2), 12), ((1, 3), 12), ((0, 2), 18)]
+    # until 12 the first of 0 -> 2 and that of 1 -> 3 have 5 bytes/s each and 0 -> 1 has what they leave: 95; then the
+    # second of 0 -> 2 has 10
+    assert ended == [((0, 2), 12), ((1, 3), 12), ((0, 1), 12), ((0, 2), 18)]
 
 
 @settings(max_examples=100, deadline=None)

@@ -123,7 +123,7 @@ def test_copies_never_meet_but_to_average():
     plan = plan_of(net, [["x", "a0"], ["a1"]], [[0, 2], [1, 3]], cluster, in_flight=(2, 1), copies=2)
     found = simulate(planned_job(plan, net))
     messages = [event for event in found.events if event.lane == "send"]
-    assert max(event.length_s for event in messages) == pytest.approx(1e-4), "100 bytes at 1 MB/s"
+    assert max(event.length_s for event in messages) == pytest.approx(1e-4, rel=0.01), "100 bytes at 1 MB/s"
     assert found.sent_bytes == pytest.approx(200 + 2 * 8), (
         "each of two rings: two members, 8 bytes, every 2 minibatches"
     )

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    epilog="\b\nExamples:\n  pdtool profile pdtool/zoo/digits.py --batch-size 64\n"
-    "  pdtool profile pdtool.zoo.digits --set width=64 -o profiles/wide.json\n"
-    "  pdtool profile pdtool.zoo.llm --device a100-80gb --precision bf16 --batch-size 4\n"
-    "  pdtool profile pdtool.zoo.vgg16 --device v100 --calibrate profiles/resnet50.json"
+    epilog="\b\nExamples:\n  pdtool profile pdtool/zoo/digits.py --set width=64 --batch-size 64\n"
+    "  pdtool profile pdtool.zoo.llm --device a100-80gb --precision bf16 --batch-size 4"
 )
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")

@@ -5,10 +5,10 @@ is on the way through the up links of a's members and the down links of b's, at 
 
     4x4, worker 1 -> worker 6      device 1 up, server 0 up  ->  server 1 down, device 6 down
 
-Messages on a link share it, as TCP streams do: first come first served would let one all-reduce of hundreds of megabytes
-hold up every activation behind it. The shares are max-min fair (Bertsekas and Gallager, Data Networks, section 6.5.2):
-nobody can have more without taking it from someone who has no more, and a link with work to do is never idle because a
-message on it is held up elsewhere.
+Messages on a link share it, as TCP streams do: first come first served would let one all-reduce of hundreds of
+megabytes hold up every activation behind it. The shares are max-min fair (Bertsekas and Gallager, Data Networks,
+section 6.5.2): no message can have more without taking it from one that has no more, and what a message leaves unused
+because another link holds it up goes to the others.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Links:
         flow.ended(flow)
 
     def _share(self, links: Iterable[Link]) -> None:
-        """Give all flows that these links have to do with, at any distance, their new rates; set alarms for their ends."""
+        """Give all flows that depend on these links, at any distance, their new rates, and set their alarms."""
         now = self.clock.now
         for flow, rate in self._fair(self._together(links)).items():
             if rate != flow.rate:
@@ -148,9 +148,10 @@ class Links:
             load.update(flow.links)
         room = {link: self._bandwidths[link[1]] for link in load}
         rates: dict[Flow, float] = {}
+        rate = 0.0
         while load:
             full = min(load, key=lambda link: room[link] / load[link])
-            rate = room[full] / load[full]
+            rate = max(rate, room[full] / load[full])  # it only grows, but for rounding
             for flow in [flow for flow in self._on[full] if flow not in rates]:
                 rates[flow] = rate
                 for link, messages in flow.links.items():

@@ -159,7 +159,8 @@ def _load_stage(
     used = {name for described in spec.bundle.stages for name in (*described.parameters, *described.buffers)}
     home = {canonical.get(name, name): name for name in names}
     elsewhere = {canonical.get(name, name) for name in used}
-    stage = Stage(module, file.loss if is_last else None)
+    recompute = spec.plan.stages[s].recompute
+    stage = Stage(module, file.loss if is_last else None, recompute=recompute)
     idle: dict[str, Tensor] = {}
     for name in kept.keys() - used:
         first_name = canonical.get(name, name)

@@ -15,16 +15,23 @@ from torch import Tensor, nn
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import ArtifactError
+from pdtool.run.recompute import Before, Recompute
 from pdtool.run.weights import Version, Weights
 
 
 @dataclass(frozen=True)
 class Stashed:
-    """A minibatch between its forward and its backward."""
+    """A minibatch between its forward and its backward.
+
+    Attributes:
+        outputs: with their graph; () where it is made again before the backward.
+        before: what its forward saw, where it is.
+    """
 
     version: Version
     inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
+    before: Before | None = None
 
 
 class Stage:
@@ -35,9 +42,12 @@ class Stage:
         peak_stashed: most graphs ever alive together.
     """
 
-    def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Tensor] | None) -> None:
+    def __init__(
+        self, module: nn.Module, loss: Callable[[Any, Any], Tensor] | None, *, recompute: bool = False
+    ) -> None:
         """`loss` of (output, target): for the last stage."""
         self.module = module
+        self.recompute = Recompute(module) if recompute else None
         self.weights = Weights(module)
         self.loss = loss
         self.stashed: dict[int, Stashed] = {}
@@ -45,12 +55,27 @@ class Stage:
 
     def forward(self, minibatch: int, inputs: Sequence[Tensor], target: Any = None) -> tuple[Tensor, ...]:
         """Compute with the newest weights and keep the graph; the last stage's output is its loss, a scalar."""
-        version = self.weights.acquire()
-        output = self.module(*inputs)
-        outputs = as_tuple(output if self.loss is None else self.loss(output, target))
-        self.stashed[minibatch] = Stashed(version, list(inputs), outputs)
+        version, kept = self.weights.acquire(), list(inputs)
+        if self.recompute:
+            with self.recompute.first(kept, target) as before:
+                outputs = self._compute(kept, target)
+            self.stashed[minibatch] = Stashed(version, kept, (), before)
+        else:
+            outputs = self._compute(kept, target)
+            self.stashed[minibatch] = Stashed(version, kept, outputs)
         self.peak_stashed = max(self.peak_stashed, len(self.stashed))
         return outputs
+
+    def _compute(self, inputs: Sequence[Tensor], target: Any) -> tuple[Tensor, ...]:
+        output = self.module(*inputs)
+        return as_tuple(output if self.loss is None else self.loss(output, target))
+
+    def _outputs(self, kept: Stashed) -> tuple[Tensor, ...]:
+        """With their graph, made again where it was not kept."""
+        if not self.recompute or not kept.before:
+            return kept.outputs
+        with self.recompute.again(kept.before), self.weights.bound(kept.version):
+            return self._compute(kept.inputs, kept.before.target)
 
     def evaluate(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """Outputs without a graph; the last stage's one is the model's own."""
@@ -73,7 +98,7 @@ class Stage:
         kept = self.stashed.pop(minibatch)
         roots = [
             (output, gradient)
-            for output, gradient in zip(kept.outputs, gradients, strict=True)
+            for output, gradient in zip(self._outputs(kept), gradients, strict=True)
             if output.requires_grad and (self.loss is not None or gradient is not None)
         ]
         told = self.weights.collecting(kept.version, weight, final) if final else nullcontext()

@@ -111,6 +111,19 @@ class Weights:
         """Let the module compute with fresh leaves over the Parameters' memory."""
         parameters = self.parameters.values()
         version = Version([p.data.detach().requires_grad_(p.requires_grad) for p in parameters])
+        self._use(version)
+        return version
+
+    @contextmanager
+    def bound(self, version: Version) -> Iterator[None]:
+        """Let the module compute with an older version for a while."""
+        self._use(version)
+        try:
+            yield
+        finally:
+            self._use(self._current)
+
+    def _use(self, version: Version) -> None:
         for entries, key, i in self._slots:
             entries[key] = version.leaves[i]  # type: ignore[assignment]
         for (
@@ -118,7 +131,6 @@ class Weights:
         ) in self._rnns:  # with the references, or its forward on a GPU would move the leaves to memory of its own
             rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
             rnn._flat_weight_refs = [weakref.ref(weight) for weight in rnn._flat_weights]
-        return version
 
 
 def _collect(parameter: nn.Parameter, leaf: Tensor, weight: float) -> None:

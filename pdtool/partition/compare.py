@@ -1,0 +1,108 @@
+"""A plan beside those that everyone asks about, all simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.partition.planned import planned_job
+from pdtool.partition.simulate import simulate
+from pdtool.partition.simulation import Simulation
+
+CHOSEN, DATA_PARALLEL = "this plan", "data parallelism"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One plan, simulated.
+
+    Attributes:
+        memory_bytes: on the worker that needs most.
+        sent_bytes: by all workers together for one minibatch.
+        fits: whether the memory of a device is enough.
+    """
+
+    label: str
+    config: str
+    pace_s: float
+    throughput_samples_per_s: float
+    memory_bytes: int
+    sent_bytes: float
+    fits: bool
+
+
+def compare(profile: Profile, plan: Plan, found: Simulation | None = None) -> list[Row]:
+    """The plan, data parallelism, the straight pipeline, GPipe and model parallelism, each where there is one.
+
+    Args:
+        found: what the plan's own simulation said, where it was made already.
+    """
+    from pdtool.partition.rivals import known_plans
+
+    rows = [_row(CHOSEN, plan, found or simulate(planned_job(plan, profile)))]
+    return rows + [
+        _row(label, rival, simulate(planned_job(rival, profile))) for label, rival in known_plans(profile, plan)
+    ]
+
+
+def _row(label: str, plan: Plan, found: Simulation) -> Row:
+    memory = max(share.memory_bytes for share in found.shares)
+    return Row(
+        label=label, config=plan.config, pace_s=found.pace_s,
+        throughput_samples_per_s=found.throughput_samples_per_s, memory_bytes=memory, sent_bytes=found.sent_bytes,
+        fits=memory <= (plan.cluster.memory_bytes or math.inf),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One bandwidth of a sweep; paces in seconds per minibatch."""
+
+    bandwidth_bytes_per_s: float
+    pace_s: float
+    data_parallel_s: float
+
+    @property
+    def gain(self) -> float:
+        """Over data parallelism."""
+        return self.data_parallel_s / self.pace_s
+
+
+def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[Point]:
+    """The same plan, and data parallelism on all workers, at each bandwidth of the outermost level."""
+    from pdtool.partition.rivals import known_plans
+
+    rival = next(other for label, other in known_plans(profile, plan) if label.startswith(DATA_PARALLEL))
+    paces = [[simulate(planned_job(at(one, rate), profile)).pace_s for rate in bandwidths] for one in (plan, rival)]
+    return [
+        Point(bandwidth_bytes_per_s=rate, pace_s=own, data_parallel_s=other)
+        for rate, own, other in zip(bandwidths, *paces, strict=True)
+    ]
+
+
+def at(plan: Plan, bandwidth_bytes_per_s: float) -> Plan:
+    """The plan with another bandwidth at the outermost level."""
+    outer, *inner = plan.cluster.levels
+    levels = (outer.model_copy(update={"bandwidth_bytes_per_s": bandwidth_bytes_per_s}), *inner)
+    return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"levels": levels})})
+
+
+def grid(low: float, high: float, points: int) -> list[float]:
+    """Bandwidths from low to high, evenly on a logarithmic scale."""
+    step = math.log(high / low) / (points - 1)
+    return [low * math.exp(step * i) for i in range(points - 1)] + [high]
+
+
+def crossings(points: Sequence[Point]) -> list[float]:
+    """Bandwidths at which the gain passes 1, interpolated where both scales are logarithmic."""
+    found = []
+    for a, b in pairwise(points):
+        if (a.gain - 1) * (b.gain - 1) < 0:
+            share = math.log(a.gain) / (math.log(a.gain) - math.log(b.gain))
+            ratio = b.bandwidth_bytes_per_s / a.bandwidth_bytes_per_s
+            found.append(a.bandwidth_bytes_per_s * ratio**share)
+    return found
