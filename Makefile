@@ -17,10 +17,10 @@ DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 .DELETE_ON_ERROR:
 .SECONDARY:
 .SECONDEXPANSION:
-.PHONY: help venv test check demo bench-road gpu-check examples clean
+.PHONY: help venv test check demo bench-road bench-planner gpu-check examples clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  make plans/NAME-TOPOLOGY.yaml  profile and partition a model of pdtool/zoo, as far as it is stale"
 
 venv: $(STAMP) ## make .venv with everything that the other targets need
@@ -50,6 +50,9 @@ demo: $(STAMP) ## the whole road: profile, partition, codegen and train on real 
 
 bench-road: $(STAMP) ## print how long each part of the road takes here
 	$(BIN)/python tests/bench_road.py
+
+bench-planner: $(STAMP) ## print what the planner takes and finds on large models and clusters (several minutes)
+	$(BIN)/python tests/bench_planner.py
 
 gpu-check: $(STAMP) ## the tests that need a CUDA device; elsewhere they skip
 	$(BIN)/python -m pytest -m gpu -rs

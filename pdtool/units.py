@@ -63,6 +63,11 @@ def format_rate(bytes_per_s: float) -> str:
     return format_bytes(bytes_per_s) + "/s"
 
 
+def format_bits_rate(bytes_per_s: float) -> str:
+    """`10 Gbit/s`: how links between servers are sold."""
+    return _scaled(bytes_per_s * 8, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"), 1e3)
+
+
 def format_seconds(seconds: float) -> str:
     """`1.5 s`, `12.3 ms`, `45 µs`."""
     if seconds == 0:

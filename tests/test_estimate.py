@@ -10,6 +10,7 @@ import time
 
 import bench_estimate
 import pytest
+import torch
 from click.testing import CliRunner
 
 from pdtool.artifacts.device import Devices, DeviceSpec
@@ -20,6 +21,7 @@ from pdtool.errors import ArtifactError, ModelError, StaleError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.profile.devices import TABLE, find_device
 from pdtool.profile.estimate import calibrated, estimate
+from pdtool.profile.flops import FORMULAS
 from pdtool.profile.measure import measure
 
 TIMES = {"forward_s", "backward_s", "update_s"}
@@ -124,6 +126,14 @@ def example_inputs(n): return torch.randn({"n, 5" if "batch_first" in layer else
     assert node.backward_s == pytest.approx(2 * node.forward_s)
     assert node.forward_s >= node.flops / 1e12 + 5e-6  # each step launches
     assert node.stash_bytes > 0
+
+
+def test_cudnn_counts_the_same_flops_as_onednn():
+    inputs, matrices, biases = (5, 3, 6), [(32, 6), (32, 8)], [(32,), (32,)]
+    forward, backward = FORMULAS[torch.ops.aten._cudnn_rnn], FORMULAS[torch.ops.aten._cudnn_rnn_backward]
+    assert forward(inputs, matrices + biases, 4) == 2 * 5 * 3 * 32 * (6 + 8)
+    assert forward(inputs, matrices, 2) == FORMULAS[torch.ops.aten.mkldnn_rnn_layer](inputs, *matrices, *biases)
+    assert backward(inputs, matrices, 2) == FORMULAS[torch.ops.aten.mkldnn_rnn_layer_backward](inputs, *matrices)
 
 
 def test_a_linear_layer_takes_the_longer_of_computing_and_moving(tmp_path):

@@ -92,6 +92,72 @@ def test_fifteen_and_one():
     assert plan.why.bottleneck == "stage 0 compute 1 s"
 
 
+def test_copies_of_a_pipeline_are_found_where_they_are_best():
+    """Weights too large to average over 16 workers, activations too large to leave a server."""
+    profile = chain([1.0] * 4, parameters=10**8, crossing=4 * 10**8)
+    plan = make_plan(profile, "p", make_cluster((4, 4), (2e8, 1e10)), Options(simplest=0))
+    assert (plan.copies, plan.config) == (4, "1-1-1-1")
+    assert [stage.workers for stage in plan.stages] == [(s, 4 + s, 8 + s, 12 + s) for s in range(4)]
+    assert plan.predicted.bottleneck_s == pytest.approx(2 * 3 / 4 * 4e8 / 2e8 / 4)
+    assert plan.why.gap == 0
+
+
+def test_a_larger_cluster_is_searched_in_blocks_and_it_is_said():
+    plan = make_plan(chain([1.0] * 8, crossing=10**3), "p", make_cluster((64, 8), (1e9, 1e10)))
+    assert sum(stage.replicas for stage in plan.stages) == 512
+    assert plan.predicted.bottleneck_s == pytest.approx(8 / 512)
+    assert "one copy of the pipeline has at most 256 workers" in plan.why.proof
+    assert plan.why.gap == pytest.approx(0, abs=1e-9)
+
+
+def test_messages_get_minibatches_in_flight_to_hide_behind():
+    """Two stages of 1 s with a message of 1 s each way between: a round trip of four seconds, four in flight."""
+    profile = chain([1.0, 1.0], crossing=100)
+    options = Options(straight=True)
+    plan = make_plan(profile, "p", make_cluster((2,), (100.0,)), options)
+    assert [stage.in_flight for stage in plan.stages] == [4, 1]
+    assert (plan.predicted.bottleneck_s, plan.why.gap) == (pytest.approx(1.0), pytest.approx(0.0))
+    stashes = profile_of([n.model_copy(update={"stash_bytes": 1000}) for n in profile.nodes])
+    tight = make_plan(stashes, "p", make_cluster((2,), (100.0,), memory_bytes=3500), options)
+    assert tight.stages[0].in_flight == 3
+    assert tight.predicted.bottleneck_s == pytest.approx(4 / 3), "as fast as the memory allows, and it says so"
+    assert tight.why.gap == pytest.approx(1 / 3)
+    assert "in flight at stage 0" in tight.why.bottleneck
+
+
+def test_auto_takes_the_schedule_that_fits_and_is_fastest():
+    """Stashing wants three versions of 1000 bytes; with a flush one does."""
+    profile = chain([1.0] * 3, parameters=1000)
+    room, tight = (make_cluster((3,), (FAST,), memory_bytes=memory) for memory in (4000, 2500))
+    wanted = Options(schedule="auto", microbatches=30, straight=True)
+    assert make_plan(profile, "p", room, wanted).schedule == "1f1b"
+    assert make_plan(profile, "p", tight, wanted).schedule == "1f1b-flush"
+    assert make_plan(profile, "p", tight, Options(schedule="auto", straight=True)).schedule == "1f1b"
+
+
+@pytest.mark.parametrize(
+    ("memory", "proposed"),
+    [(2500, "--topology 4"), (900, None)],
+)
+def test_what_does_not_fit_on_two_workers_may_fit_on_more(memory, proposed):
+    profile = chain([1.0] * 4, parameters=1000)
+    with pytest.raises(NoPlanError, match="no plan fits") as error:
+        make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=memory))
+    assert (proposed in error.value.remedy) if proposed else ("--topology" not in error.value.remedy)
+    if proposed:
+        make_plan(profile, "p", make_cluster((4,), (FAST,), memory_bytes=memory))
+        with pytest.raises(NoPlanError):
+            make_plan(profile, "p", make_cluster((3,), (FAST,), memory_bytes=memory))
+
+
+def test_another_schedule_that_would_fit_is_named():
+    """GPipe keeps every microbatch; 1F1B with as few in flight as need be does not."""
+    profile = chain([1.0] * 2, stash=1000)
+    with pytest.raises(NoPlanError, match=r"--schedule 1f1b"):
+        make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=2500),
+                  Options(schedule="gpipe", microbatches=8, recompute=False))  # fmt: skip
+
+
 def test_straight_gives_every_worker_one_stage():
     plan = make_plan(chain([1.0] * 6), "p", make_cluster((3,), (FAST,)), Options(straight=True))
     assert plan.config == "1-1-1"
@@ -162,6 +228,8 @@ def test_pins_that_no_plan_keeps_are_refused():
         (Options(workers=0), "--workers 0"),
         (Options(max_stages=0), "a plan cannot have at most 0 stages"),
         (Options(straight=True, max_stages=2), "straight pipeline on 4 workers cannot have at most 2"),
+        (Options(cuts=2), "--cuts 2"),
+        (Options(cost="free"), "cost 'free' is unknown"),
         (Options(simplest=-0.1), "margin of -0.1"),
         (Options(simplest=float("nan")), "margin of nan"),
     ],

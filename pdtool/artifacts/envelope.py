@@ -214,7 +214,7 @@ class _Loader(yaml.SafeLoader):
 
 def _plain(content: Any) -> Any:
     """Refuse what JSON cannot hold (dates, sets, NaN, 1e999, half a character): such values never come from pdtool."""
-    json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
+    json.dumps(content, sort_keys=True, allow_nan=False, ensure_ascii=False).encode()
     return content
 
 

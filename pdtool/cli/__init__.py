@@ -20,6 +20,7 @@ from pdtool.cli.profile import profile
 from pdtool.cli.run import run
 from pdtool.cli.shell import completion, schema
 from pdtool.cli.show import show
+from pdtool.cli.simulate import simulate
 from pdtool.errors import PdtoolError
 
 _EPILOG = """\b
@@ -67,5 +68,5 @@ def main() -> None:
     """
 
 
-for _command in (profile, import_, probe, partition, codegen, run, show, export, schema, completion):
+for _command in (profile, import_, probe, partition, simulate, codegen, run, show, export, schema, completion):
     main.add_command(_command)

@@ -42,12 +42,7 @@ class Inputs:
             StaleError: the profile or the model changed after the plan was made; it says which.
             ArtifactError: the plan, or an edit of it, does not hold together.
         """
-        plan = Plan.load(path)
-        profile = Profile.load(plan.profile)
-        if plan.digests.get(plan.profile, profile.content_sha256) != profile.content_sha256:
-            raise StaleError(
-                path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again"
-            )
+        plan, profile = _read(path)
         ref = plan.model or profile.model
         if ref is None:  # not even with --model: the operators of such a plan are those of no model that we can read
             raise ArtifactError(
@@ -89,6 +84,20 @@ class Inputs:
             raise StaleError(
                 self.path, f"{self.model.source} has changed since it was profiled", "profile and partition it again"
             )
+
+
+def planned(path: str) -> tuple[Plan, Profile]:
+    """A plan and its profile, for those who need no model; as Inputs.load has them."""
+    plan, profile = _read(path)
+    return _checked(plan, profile), profile
+
+
+def _read(path: str) -> tuple[Plan, Profile]:
+    plan = Plan.load(path)
+    profile = Profile.load(plan.profile)
+    if plan.digests.get(plan.profile, profile.content_sha256) != profile.content_sha256:
+        raise StaleError(path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again")
+    return plan, profile
 
 
 def _named(recorded: ModelRef, text: str) -> ModelRef:

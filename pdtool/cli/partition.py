@@ -54,12 +54,16 @@ _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3
     "--simplest", default="3%", show_default=True, metavar="SHARE",
     help="Prefer fewer stages as long as the plan is at most this much slower than the fastest.",
 )  # fmt: skip
+@click.option(
+    "--cuts", type=click.IntRange(min=100), default=1200, show_default=True, metavar="N",
+    help="Places to cut a branchy graph that are searched at most; more take longer (the square) and miss less.",
+)  # fmt: skip
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(
     profile: str | None, topology: str | None, file: str | None, bandwidth: str | None, latency: str | None,
     memory: str | None, workers: int | None, straight: bool, schedule: str, microbatches: int | None, recompute: bool,
-    cost: Cost, simplest: str, as_json: bool, output: str | None,
+    cost: Cost, simplest: str, cuts: int, as_json: bool, output: str | None,
 ) -> None:  # fmt: skip
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.artifacts.profile import Profile
@@ -70,7 +74,7 @@ def partition(
     path = options.candidate("profile", profile)
     wanted = Options(
         workers=workers, straight=straight, schedule=schedule, microbatches=_microbatches(schedule, microbatches),
-        simplest=_share(simplest), recompute=recompute, cost=cost,
+        simplest=_share(simplest), recompute=recompute, cost=cost, cuts=cuts,
     )  # fmt: skip
     cluster = (
         _from_file(file, topology or bandwidth or latency, memory)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--device", default="cpu", show_default=True, metavar="NAME",
-    help="cpu or cuda: measure on this machine. Any other name (v100, a100, ...; an unknown one lists them) or a YAML "
-    "file of your own: estimate for that device, without running the model.",
+    help="On cpu or cuda, measure on this machine. For any other (v100, a100, ...; an unknown one lists them) or a "
+    "YAML file of your own, estimate without running the model.",
 )  # fmt: skip
 @click.option(
     "--threads", type=click.IntRange(min=1), metavar="N", show_default="all cores",
@@ -50,7 +50,9 @@ def profile(
     model: str, output: str | None, settings: tuple[str, ...], batch_size: int, device: str, threads: int | None,
     precision: Precision | None, calibrate: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure what each operator of MODEL costs on this machine, or estimate it for another device.
+    """Measure what each operator of MODEL costs, or estimate it.
+
+    On this machine it is measured; for another device, which need not be here, it is estimated.
 
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """

@@ -14,21 +14,12 @@ from pdtool.artifacts.device import Devices
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.artifacts.report import Report
+from pdtool.cli.tables import table as _table
 from pdtool.errors import UsageError
 from pdtool.units import format_bytes, format_rate, format_seconds
 
 Parts = Iterable[Table | str]
 _MOST_DRAWN = 32  # workers in a timeline
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, names: int = 1, title: str = "") -> Table:
-    """A table whose first `names` columns are words and whose other columns are figures."""
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < names else "right", overflow="fold", no_wrap=index >= names)
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    return table
 
 
 def profile_table(profile: Profile, *, largest: int | None = None) -> Table:

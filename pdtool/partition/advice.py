@@ -87,11 +87,14 @@ def _fewest(search: Search, enough: Cluster) -> Cluster:
 
 
 def _other_ways(search: Search) -> str:
-    """Another schedule that fits."""
-    if search.options.schedule != "1f1b":
-        return ""
-    options = replace(search.options, schedule="1f1b-flush", microbatches=4)
-    return ", or use --schedule 1f1b-flush" if _possible(replace(search, options=options)) else ""
+    """Other schedules that fit."""
+    ways = [("1f1b", 1), ("1f1b-flush", max(4, search.options.microbatches))]
+    tried = {way.schedule for way in search.options.ways}
+    for schedule, microbatches in ways:
+        options = replace(search.options, schedule=schedule, microbatches=microbatches)
+        if schedule not in tried and _possible(replace(search, options=options)):
+            return f", or use --schedule {schedule}"
+    return ""
 
 
 def _possible(search: Search) -> bool:

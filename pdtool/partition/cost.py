@@ -35,7 +35,7 @@ class Load:
         working_bytes: the most that one operator needs besides, while it computes.
         received_bytes: tensors from all earlier stages, each once.
         returned_bytes: gradients sent back for them.
-        entering_bytes, leaving_bytes: all tensors that cross the cut before and the cut after, whoever takes them.
+        entering_bytes: all tensors that cross the cut before, whoever takes them; not the model's inputs.
     """
 
     forward_s: Number
@@ -48,7 +48,6 @@ class Load:
     received_bytes: Number
     returned_bytes: Number
     entering_bytes: Number
-    leaving_bytes: Number
 
 
 @dataclass(frozen=True, kw_only=True)

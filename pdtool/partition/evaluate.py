@@ -99,7 +99,7 @@ def loads(profile: Profile, stages: Sequence[Collection[str]]) -> list[Load]:
     """The load of each stage of a whole plan; `stages` hold node names."""
     stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
     received, returned, tied = [0] * len(stages), [0] * len(stages), [0] * len(stages)
-    crossing = [0] * (len(stages) + 1)  # the cut before each stage
+    crossing = [0] * len(stages)
     for name, takers in profile.graph.consumers.items():
         home, node = stage_of[name], profile.by_name[name]
         elsewhere = {stage_of[taker] for taker in takers} - {home}
@@ -107,7 +107,7 @@ def loads(profile: Profile, stages: Sequence[Collection[str]]) -> list[Load]:
             received[s] += node.output_bytes
             returned[s] += node.gradient_bytes
         for s in range(home + 1, max(elsewhere, default=home) + 1):
-            crossing[s] += node.output_bytes
+            crossing[s] += node.output_bytes * (node.op != "input")
     for shared in profile.shared:
         holders = {stage_of[name] for name in shared.nodes}
         for s in holders if len(holders) > 1 else ():
@@ -125,7 +125,6 @@ def loads(profile: Profile, stages: Sequence[Collection[str]]) -> list[Load]:
             received_bytes=received[s],
             returned_bytes=returned[s],
             entering_bytes=crossing[s],
-            leaving_bytes=crossing[s + 1],
         )
         for s, nodes in enumerate(made)
     ]

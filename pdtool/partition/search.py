@@ -20,6 +20,7 @@ from pdtool.partition.tables import Tables
 from pdtool.schedule import NAMES
 
 _SLACK = 1 + 1e-9  # sums taken in another order differ in the last digits
+_FEWEST_CUTS = 100
 _MOST_SIMPLE = 16  # stages: a plan with more is taken only for being the fastest
 
 
@@ -36,6 +37,7 @@ class Options:
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best pace.
         recompute: whether stages may run their forward twice to save memory.
         cost: whose formulas; see evaluate.COSTS.
+        cuts: of the graph that are searched at most, on 16 workers or fewer; on more workers fewer.
     """
 
     schedule: str = "1f1b"
@@ -46,6 +48,7 @@ class Options:
     simplest: float = 0.03
     recompute: bool = True
     cost: Cost = "ours"
+    cuts: int = MAX_CUTS
 
     @property
     def ways(self) -> list[Way]:
@@ -86,6 +89,8 @@ class Search:
         if wants.max_stages is not None and wants.max_stages < (self.workers if wants.straight else 1):
             least = f"straight pipeline on {self.workers} workers" if wants.straight else "plan"
             raise UsageError(f"a {least} cannot have at most {wants.max_stages} stages", "raise the number of stages")
+        if wants.cuts < _FEWEST_CUTS:
+            raise UsageError(f"--cuts {wants.cuts}", f"give {_FEWEST_CUTS} or more")
         if not 0 <= wants.simplest < float("inf"):
             raise UsageError(f"a margin of {wants.simplest} for the simplest plan", "give 0 or more, such as 0.03")
 
@@ -104,7 +109,7 @@ class Search:
 
     def tables(self, workers: int) -> Tables:
         """The loads of all stages; the more workers, the fewer cuts can be searched."""
-        cuts = MAX_CUTS * 16 // max(16, workers)
+        cuts = self.options.cuts * 16 // max(16, workers)
         if cuts not in self._tables:
             finer = [tables for limit, tables in sorted(self._tables.items()) if limit > cuts][:1]
             enough = finer and len(finer[0].space.inside) <= cuts

@@ -1,8 +1,9 @@
 """Any action lists, executed on a clock: when everything happens, who waits for what, and what each worker holds.
 
-As in the runtime, sends never hold up computing, receives are posted ahead, and a message goes straight from the stage
-that makes a tensor to each stage that takes it. The gradients of a round leave in pieces while its last backward goes
-on (run/replicas.py), all replicas of a stage start a piece together, and the update waits for all of them.
+As in the runtime, sends never hold up computing. A message goes straight from the stage that makes a tensor to each
+stage that takes it, as soon as that one has asked for it: in the order of its list, and for one minibatch more than it
+has in flight (run/transport.py). The gradients of a round leave in pieces while its last backward goes on
+(run/replicas.py), all replicas of a stage start a piece together, and the update waits for all pieces.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pdtool.partition.simulation import Record, Share, Simulation, pace
 from pdtool.schedule import Action, Held, Kind, grid
 
 Tensors = tuple[int, bool, int]  # stage that waits for them, whether they are gradients, minibatch
+Turn = tuple[int, bool, int]  # worker, whether gradients, how many it takes before
 
 
 def simulate(job: Job) -> Simulation:
@@ -53,12 +55,23 @@ class _Mail:
     """Tensors under way, between any two workers.
 
     Attributes:
+        turn: when the worker that takes the tensors does so, in its list.
+        asked: turns that each worker has asked for, of tensors and of gradients.
+        held: messages that nobody has asked for yet.
         arrived: messages so far; departed_s: when the last was sent.
         needs: (stage, gradients?) -> messages for each minibatch.
     """
 
     def __init__(self, job: Job, homes: list[list[int]], links: Links, record: Record, workers: list[_Worker]) -> None:
         self.job, self.homes, self.links, self.record, self.workers = job, homes, links, record, workers
+        self.turn: dict[Tensors, int] = {}
+        self.asked: Counter[tuple[int, bool]] = Counter()
+        self.held: dict[Turn, list[Flow]] = {}
+        for w, ((stage, _), actions) in enumerate(zip(job.shape.slots(), job.lists, strict=True)):
+            for gradients in (False, True):
+                taking = (a for a in actions if (a.kind.sends_gradients if gradients else a.kind is Kind.FORWARD))
+                self.turn |= {(a.stage, gradients, a.minibatch): n for n, a in enumerate(taking)}
+                self.asked[w, gradients] = job.shape.in_flight[stage] + 1
         self.arrived: Counter[Tensors] = Counter()
         self.departed_s: dict[Tensors, float] = {}
         self.needs = Counter((border.destination, False) for border in job.borders)
@@ -71,6 +84,14 @@ class _Mail:
         gradients = action.kind is not Kind.FORWARD
         key = (action.stage, gradients, action.minibatch)
         return self.departed_s.get(key, 0.0) if self.arrived[key] == self.needs[action.stage, gradients] else None
+
+    def take(self, w: int, action: Action) -> None:
+        """The worker has what the action takes: it asks for one more."""
+        gradients = action.kind.sends_gradients
+        if gradients or action.kind is Kind.FORWARD:
+            for flow in self.held.pop((w, gradients, self.asked[w, gradients]), ()):
+                self.links.send(flow)
+            self.asked[w, gradients] += 1
 
     def post(self, w: int, action: Action) -> None:
         """Send all that an action of worker `w` has made."""
@@ -90,7 +111,11 @@ class _Mail:
             return
         links, late_s = self.links.path(self.job.workers[w], self.job.workers[to])
         ended = partial(self._sent, w, to, key, late_s)
-        self.links.send(Flow(channel=(w, to, gradients), size_bytes=size, links=dict.fromkeys(links, 1), ended=ended))
+        flow = Flow(channel=(w, to, gradients), size_bytes=size, links=dict.fromkeys(links, 1), ended=ended)
+        if self.turn[key] < self.asked[to, gradients]:
+            self.links.send(flow)
+        else:
+            self.held.setdefault((to, gradients, self.turn[key]), []).append(flow)
 
     def _sent(self, w: int, to: int, key: Tensors, late_s: float, flow: Flow) -> None:
         name = f"{key[0]}{'B' if key[1] else 'F'}{key[2]}"  # the action that takes it
@@ -142,6 +167,7 @@ class _Worker:
         self.running, self.begun_s = True, min(self.begun_s, now)
         self.communication_s += now - max(self.free_s, made_s)
         self.busy_s += length
+        self.mail.take(self.w, action)
         self._hold(action)
         self._offer_gradients(action, length)
         self.clock.at(now + length, partial(self._end, action))

@@ -87,7 +87,7 @@ def build_space(profile: Profile, max_cuts: int = MAX_CUTS, finer: Space | None 
     coarsened = ""
     if count < original:
         coarsened = (f"{original} groups of operators were merged into {count} so as to have no more than {max_cuts} "
-                     "cuts to search; a better plan may exist")  # fmt: skip
+                     "cuts to search (--cuts); a better plan may exist")  # fmt: skip
     packed = b"".join(cut.to_bytes(count // 8 + 1, "little") for cut in cuts)
     bits = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(cuts), -1), axis=1, bitorder="little")
     return Space(blocks=blocks.members, inside=bits[:, :count].astype(bool), pins=blocks.pins, coarsened=coarsened)

@@ -57,7 +57,6 @@ class Tables:
             received_bytes=received,
             returned_bytes=returned,
             entering_bytes=np.full(len(ends), self._border[i]),
-            leaving_bytes=self._border[ends],
         )
 
     def _working(self, i: int, ends: Array) -> Array:
@@ -94,7 +93,8 @@ class Tables:
     @cached_property
     def _border(self) -> Array:
         """[c] bytes that cross each cut."""
-        return np.asarray(self._crossing @ self._sent[0])
+        made = [self.profile.by_name[name].op != "input" for name, _ in self._producers]
+        return np.asarray(self._crossing @ (self._sent[0] * made))
 
     @cached_property
     def _update_s(self) -> Array:

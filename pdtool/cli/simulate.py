@@ -1,0 +1,93 @@
+"""`simulate`: a plan on a clock -> who is busy when, and how it does beside other plans."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.console import note, show, status
+from pdtool.errors import UsageError
+from pdtool.schedule import SCHEDULES
+
+_POINTS = 13  # of a sweep
+
+
+@click.command(
+    epilog="\b\nExamples:\n  pdtool simulate --trace trace.json\n"
+    "  pdtool simulate plans/vgg16-4x4.yaml --sweep bandwidth=0.1..25Gbit/s --svg gain.svg"
+)
+@click.argument("plan", required=False)
+@click.option(
+    "--minibatches", type=click.IntRange(min=1), metavar="N", show_default="enough to fill, run steadily and drain",
+    help="Length of the simulation.",
+)  # fmt: skip
+@click.option(
+    "--schedule", type=click.Choice(SCHEDULES), show_default="what the plan says",
+    help="Another order of work; interleaved and zb-h1 are for plans without replicas.",
+)  # fmt: skip
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE",
+    help="Write what happened when, for Perfetto or chrome://tracing.",
+)  # fmt: skip
+@click.option(
+    "--svg", type=click.Path(path_type=Path), metavar="FILE",
+    help="Draw the timeline, or with --sweep the gain against bandwidth.",
+)  # fmt: skip
+@click.option(
+    "--sweep", metavar="bandwidth=LOW..HIGH",
+    help="Give the outermost level other bandwidths, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON on stdout.")
+def simulate(
+    plan: str | None, minibatches: int | None, schedule: str | None, trace: Path | None, svg: Path | None,
+    sweep: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Execute PLAN on a clock, beside data parallelism, GPipe and others."""
+    from pdtool.artifacts.envelope import write_atomically
+    from pdtool.cli import simulation
+    from pdtool.cli import svg as pictures
+    from pdtool.cli.inputs import planned
+    from pdtool.cli.trace import chrome_trace
+    from pdtool.partition import compare
+    from pdtool.partition.planned import planned_job
+    from pdtool.partition.simulate import simulate as execute
+
+    rates = _rates(sweep) if sweep else []
+    chosen, profile = planned(options.candidate("plan", plan))
+    name = schedule or chosen.schedule
+    with status("simulating"):
+        found = execute(planned_job(chosen, profile, schedule=schedule, minibatches=minibatches))
+        rows = compare.compare(profile, chosen, found)
+        points = compare.sweep(profile, chosen, rates) if rates else []
+    if as_json:
+        click.echo(json.dumps(simulation.as_data(chosen, name, found, rows, points), indent=1))
+    else:
+        show(*simulation.simulation_view(chosen, name, found), "", *simulation.comparison_view(rows), err=False)
+        show(*(["", *simulation.sweep_view(points)] if points else []), err=False)
+    if trace:
+        write_atomically(trace, json.dumps(chrome_trace(found)))
+        note(f"wrote {trace}; open it in https://ui.perfetto.dev")
+    if svg:
+        title = f"{chosen.name} ({chosen.config}, {name})"
+        picture = pictures.gain_svg(points, f"gain of {title} over data parallelism") if points else (
+            pictures.timeline_svg(found, title))  # fmt: skip
+        write_atomically(svg, picture)
+        note(f"wrote {svg}")
+
+
+def _rates(text: str) -> list[float]:
+    """The bandwidths of `bandwidth=0.1..25Gbit/s`, in bytes per second; raises UsageError."""
+    from pdtool.partition.compare import grid
+    from pdtool.units import parse_bandwidth
+
+    match = re.fullmatch(r"bandwidth=([0-9.]+?)([A-Za-z/]*)\.\.([0-9.]+)([A-Za-z/]+)", text)
+    if not match:
+        raise UsageError(f"--sweep {text!r} is not a range of bandwidths", "write bandwidth=0.1..25Gbit/s")
+    low, high = parse_bandwidth(match[1] + (match[2] or match[4])), parse_bandwidth(match[3] + match[4])
+    if low >= high:
+        raise UsageError(f"--sweep {text!r} goes from {low:.4g} down to {high:.4g} bytes/s", "give the lower one first")
+    return grid(low, high, _POINTS)

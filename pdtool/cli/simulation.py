@@ -1,0 +1,108 @@
+"""Simulations as tables and lines for people, and as JSON for scripts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pdtool.artifacts.plan import Plan
+from pdtool.cli.render import Parts
+from pdtool.cli.tables import table
+from pdtool.partition.compare import CHOSEN, Point, Row, crossings
+from pdtool.partition.simulation import Simulation
+from pdtool.units import format_bits_rate, format_bytes, format_seconds
+
+_MOST_WORKERS = 64  # in a table
+_WIDEST = 40  # bar of a plot, in characters
+
+
+def simulation_view(plan: Plan, schedule: str, found: Simulation) -> Parts:
+    """How each worker spent its time, and the pace beside what was predicted."""
+    rows = [
+        (share.worker, share.stage, *(f"{part / found.makespan_s:.0%}" for part in (
+            share.busy_s, share.communication_s, share.idle_s)),
+         share.peak_stashed, share.versions, format_bytes(share.memory_bytes), format_bytes(share.sent_bytes))
+        for share in found.shares[:_MOST_WORKERS]
+    ]  # fmt: skip
+    columns = ("worker", "stage", "busy", "communicating", "idle", "stashed", "versions", "memory", "sent")
+    title = f"{plan.name}: {plan.config}, schedule {schedule}, {found.minibatches} minibatches of {found.batch_size}"
+    yield table(columns, rows, names=0, title=title)
+    if len(found.shares) > _MOST_WORKERS:
+        yield f"({len(found.shares) - _MOST_WORKERS} more workers; --json has them all)"
+    yield (
+        f"steady state: {format_seconds(found.pace_s)} per minibatch ({found.throughput_samples_per_s:.4g} samples/s)"
+        f"{_beside(predicted_s(plan, schedule), found.pace_s)}"
+    )
+    whole, fill, drain = map(format_seconds, (found.makespan_s, found.fill_s, found.drain_s))
+    yield f"all minibatches: {whole}; the last worker began after {fill} (fill), the first ended {drain} early (drain)"
+
+
+def predicted_s(plan: Plan, schedule: str) -> float | None:
+    """The pace that the plan predicts, where it predicts that of `schedule`."""
+    return plan.predicted.bottleneck_s if plan.predicted and schedule == plan.schedule else None
+
+
+def _beside(predicted: float | None, simulated: float) -> str:
+    if not predicted:
+        return ""
+    return f"; predicted {format_seconds(predicted)}, simulated {simulated / predicted - 1:+.1%}"
+
+
+def comparison_view(rows: Sequence[Row]) -> Parts:
+    """The plan and those that everyone asks about."""
+    own = next((row for row in rows if row.label == CHOSEN), rows[0])
+    yield table(
+        ("simulated", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
+        [
+            (row.label, _short(row.config), f"{row.throughput_samples_per_s:.4g}",
+             "" if row is own else f"{row.pace_s / own.pace_s:.3g} ×",
+             format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit"), format_bytes(row.sent_bytes))
+            for row in rows
+        ], names=2,
+    )  # fmt: skip
+
+
+def _short(config: str) -> str:
+    return config if len(config) <= 20 else f"{config[:8]}…{config[-8:]}"
+
+
+def sweep_view(points: Sequence[Point]) -> Parts:
+    """Gain over data parallelism at each bandwidth, as figures and as bars; `|` is where they are equal."""
+    most = max(1.0, *(point.gain for point in points))
+    rows = [
+        (format_bits_rate(p.bandwidth_bytes_per_s), *map(format_seconds, (p.pace_s, p.data_parallel_s)),
+         f"{p.gain:.3g} ×", _bar(p.gain / most, 1 / most))
+        for p in points
+    ]  # fmt: skip
+    yield table(("bandwidth", "this plan", "data parallelism", "gain", ""), rows, names=0)
+    found = crossings(points)
+    if found:
+        yield f"as fast as data parallelism at {', '.join(map(format_bits_rate, found))} (interpolated)"
+    else:
+        yield f"{'' if points[0].gain > 1 else 'never '}faster than data parallelism at these bandwidths"
+
+
+def _bar(share: float, mark: float) -> str:
+    cells = ("█" * round(share * _WIDEST)).ljust(_WIDEST, "·")
+    place = min(_WIDEST - 1, math.floor(mark * _WIDEST))
+    return cells[:place] + "|" + cells[place + 1 :]
+
+
+def as_data(
+    plan: Plan, schedule: str, found: Simulation, rows: Sequence[Row], points: Sequence[Point]
+) -> dict[str, Any]:
+    """Everything but the events, as `--json` prints it."""
+    made: dict[str, Any] = {
+        "plan": plan.name, "config": plan.config, "schedule": schedule, "batch_size": found.batch_size,
+        "minibatches": found.minibatches, "predicted_bottleneck_s": predicted_s(plan, schedule),
+        "bottleneck_s": found.pace_s, "throughput_samples_per_s": found.throughput_samples_per_s,
+        "makespan_s": found.makespan_s, "fill_s": found.fill_s, "drain_s": found.drain_s,
+        "sent_bytes": found.sent_bytes, "workers": [asdict(share) for share in found.shares],
+        "compared": [asdict(row) for row in rows],
+    }  # fmt: skip
+    if points:
+        made["sweep"] = [{**asdict(point), "gain": point.gain} for point in points]
+        made["crossings_bytes_per_s"] = crossings(points)
+    return made

@@ -1,0 +1,110 @@
+"""Pictures as SVG text: the timeline of a simulation, and gain against bandwidth."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from statistics import median
+
+from pdtool.partition.compare import Point, crossings
+from pdtool.partition.simulation import Event, Simulation
+from pdtool.units import format_bits_rate, format_seconds
+
+COLOURS = {
+    "forward": "#8ecae6", "backward": "#ffb703", "input": "#ffb703", "weight": "#fb8500", "update": "#90be6d",
+    "all-reduce": "#b5838d", "send": "#adb5bd",
+}  # fmt: skip
+_LEFT, _TOP, _ROW, _BOX, _THIN = 150, 44, 34, 20, 5  # pixels
+_FORWARD, _WIDEST = 26, 12_000  # a forward's box, the picture
+
+
+def _svg(width: float, height: float, parts: Iterable[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}">'
+    )
+    style = "<style>text { font: 11px sans-serif; } .n { text-anchor: middle; } .r { text-anchor: end; }</style>"
+    ground = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([head, style, ground, *parts, "</svg>\n"])
+
+
+def timeline_svg(found: Simulation, title: str) -> str:
+    """One row per worker: boxes with the number of the minibatch (or round), thin bars below for what it sends.
+
+    A long simulation is cut where the picture would become too wide; its caption says so.
+    """
+    computing = [e for e in found.events if e.lane == "compute" and e.kind != "wait" and e.length_s]
+    scale = _FORWARD / (median(e.length_s for e in computing) if computing else 1.0)
+    end = min(found.makespan_s, _WIDEST / scale)
+    cut = f", the first {format_seconds(end)} of them" if end < found.makespan_s else ""
+    caption = f"{title}: {found.minibatches} minibatches in {format_seconds(found.makespan_s)}{cut}"
+    parts = [f'<text x="8" y="16">{escape(caption)}</text>', *_legend({e.kind for e in found.events})]
+    for slot, share in enumerate(found.shares):
+        middle = _TOP + slot * _ROW + _BOX * 0.7
+        parts.append(f'<text x="8" y="{middle:.0f}">worker {share.worker}, stage {share.stage}</text>')
+    parts += [_box(event, scale) for event in found.events if event.start_s < end and event.kind in COLOURS]
+    return _svg(_LEFT + end * scale + 40, _TOP + len(found.shares) * _ROW + 10, parts)
+
+
+def _legend(kinds: set[str]) -> list[str]:
+    parts = []
+    for place, kind in enumerate(kind for kind in COLOURS if kind in kinds):
+        x = _LEFT + place * 90
+        parts.append(f'<rect x="{x}" y="24" width="10" height="10" fill="{COLOURS[kind]}"/>')
+        parts.append(f'<text x="{x + 14}" y="33">{kind}</text>')
+    return parts
+
+
+def _box(event: Event, scale: float) -> str:
+    x, width = _LEFT + event.start_s * scale, event.length_s * scale
+    y = _TOP + event.slot * _ROW
+    ends = f"{format_seconds(event.start_s)} to {format_seconds(event.start_s + event.length_s)}"
+    about = f"<title>{escape(event.name)} {event.kind}, {ends}</title>"
+    fill = f'fill="{COLOURS[event.kind]}"'
+    if event.lane != "compute":
+        y += _BOX + 1 + (_THIN if event.lane == "all-reduce" else 0)
+        return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_THIN - 1}" {fill}>{about}</rect>'
+    place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BOX}"'
+    box = f'<rect {place} {fill} stroke="#555" stroke-width="0.5">{about}</rect>'
+    number = re.sub(r"^[0-9]+[A-Z]", "", event.name)
+    if event.kind == "update" or width < 7 * len(number):
+        return box
+    return f'{box}<text class="n" x="{x + width / 2:.2f}" y="{y + 14}">{number}</text>'
+
+
+def gain_svg(points: Sequence[Point], title: str) -> str:
+    """Gain over data parallelism against bandwidth, both on logarithmic scales; dashed where they are equal."""
+    width, height, left, top = 640, 400, 60, 40
+    rates = [math.log(p.bandwidth_bytes_per_s) for p in points]
+    low, high = (limit(1.0, *(p.gain for p in points)) for limit in (min, max))
+    low, high = low / 1.1, high * 1.1
+
+    def x(rate: float) -> float:
+        return left + (width - left - 30) * (math.log(rate) - rates[0]) / (rates[-1] - rates[0])
+
+    def y(gain: float) -> float:
+        return top + (height - top - 60) * math.log(high / gain) / math.log(high / low)
+
+    line = " ".join(f"{x(p.bandwidth_bytes_per_s):.1f},{y(p.gain):.1f}" for p in points)
+    parts = [
+        f'<text x="8" y="16">{escape(title)}</text>',
+        f'<line x1="{left}" y1="{y(1):.1f}" x2="{width - 30}" y2="{y(1):.1f}" stroke="#555" stroke-dasharray="4"/>',
+        f'<polyline points="{line}" fill="none" stroke="#1d6fa5" stroke-width="2"/>',
+        f'<text class="r" x="{width - 30}" y="{height - 8}">bandwidth of the outermost level</text>',
+    ]
+    for p in points:
+        place = x(p.bandwidth_bytes_per_s)
+        rate = format_bits_rate(p.bandwidth_bytes_per_s)
+        parts.append(f'<circle cx="{place:.1f}" cy="{y(p.gain):.1f}" r="3" fill="#1d6fa5">'
+                     f"<title>{rate}: {p.gain:.3g} ×</title></circle>")  # fmt: skip
+        parts.append(f'<text class="r" transform="translate({place + 4:.1f},{height - 52}) rotate(-40)">{rate}</text>')
+    ticks = sorted({low * 1.1, 1.0, high / 1.1})
+    parts += [f'<text class="r" x="{left - 8}" y="{y(tick) + 4:.1f}">{tick:.3g} ×</text>' for tick in ticks]
+    for even in crossings(points):
+        place = x(even)
+        parts.append(f'<line x1="{place:.1f}" y1="{top}" x2="{place:.1f}" y2="{height - 60}" stroke="#c1121f" '
+                     f'stroke-dasharray="4"/>')  # fmt: skip
+        parts.append(f'<text class="n" x="{place:.1f}" y="{top - 6}">as fast at {format_bits_rate(even)}</text>')
+    return _svg(width, height, parts)
