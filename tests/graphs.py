@@ -2,8 +2,10 @@
 
 import random
 
+from pdtool.artifacts.plan import ClusterSpec, Plan, Stage
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
 from pdtool.cluster import make_cluster
+from pdtool.schedule import default_in_flight
 
 
 def profile_of(nodes, **fields):
@@ -65,3 +67,17 @@ def random_cluster(rng: random.Random):
     rates = [rng.choice([200.0, 1e3, 5e3, 1e6]) for _ in sizes]
     memory = rng.choice([None, None, 8_000, 15_000, 40_000])
     return make_cluster(sizes, rates, latencies=[rng.choice([0.0, 0.05]) for _ in sizes], memory_bytes=memory)
+
+
+def plan_of(profile, stages, workers, cluster, schedule="1f1b", in_flight=None, recompute=None, **fields):
+    """A plan written by hand."""
+    replicas = [len(numbers) for numbers in workers]
+    flight = in_flight or default_in_flight(replicas)
+    again = recompute or [False] * len(stages)
+    return Plan(
+        name="net", model=None, profile="net.json", batch_size=profile.batch_size, cluster=ClusterSpec.of(cluster),
+        schedule=schedule, weights="stash" if schedule == "1f1b" else "flush",
+        stages=tuple(Stage(nodes=tuple(n), replicas=len(w), workers=tuple(w), in_flight=f, recompute=r)
+                     for n, w, f, r in zip(stages, workers, flight, again, strict=True)),
+        **fields,
+    )  # fmt: skip

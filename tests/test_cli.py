@@ -28,7 +28,9 @@ from pdtool.errors import (
     WorkerDiedError,
 )
 
-COMMANDS = ("profile", "import", "probe", "partition", "codegen", "run", "show", "export", "schema", "completion")
+COMMANDS = (
+    "profile", "import", "probe", "partition", "simulate", "codegen", "run", "show", "export", "schema", "completion",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_help_is_an_imperative_sentence_with_two_examples(folder, name):
     command = main.commands[name]
     sentence = command.help.split("\n\n")[0]
     assert sentence.endswith(".")
-    assert sentence.split()[0] in ("Measure", "Divide", "Write", "Train", "Print")
+    assert sentence.split()[0] in ("Measure", "Execute", "Divide", "Write", "Train", "Print")
     text = folder.pdtool(name, "--help").output
     assert len(re.findall(rf"^ +pdtool {name}\b", text, re.MULTILINE)) == 2
     for option in command.params:

@@ -107,6 +107,7 @@ WITHOUT_TORCH = [
     ["show", "cluster.yaml"],
     ["import", "graph.txt", "-o", "imported.json"],
     ["partition", "profile.json", "--topology", "2x2", "-o", "out.yaml"],
+    ["simulate", "out.yaml", "--sweep", "bandwidth=1..10Gbit/s", "--svg", "out.svg", "--trace", "out.json"],
 ]
 
 

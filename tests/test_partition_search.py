@@ -93,13 +93,15 @@ def test_fifteen_and_one():
 
 
 def test_copies_of_a_pipeline_are_found_where_they_are_best():
-    """Weights too large to average over 16 workers, activations too large to leave a server."""
-    profile = chain([1.0] * 4, parameters=10**8, crossing=4 * 10**8)
-    plan = make_plan(profile, "p", make_cluster((4, 4), (2e8, 1e10)), Options(simplest=0))
-    assert (plan.copies, plan.config) == (4, "1-1-1-1")
-    assert [stage.workers for stage in plan.stages] == [(s, 4 + s, 8 + s, 12 + s) for s in range(4)]
-    assert plan.predicted.bottleneck_s == pytest.approx(2 * 3 / 4 * 4e8 / 2e8 / 4)
+    """Weights and their optimizer too large for one worker, activations too large to leave a server."""
+    profile = profile_of(chain([10.0] * 4, parameters=10**8, crossing=24 * 10**7).nodes, optimizer_state_bytes=4.0)
+    cluster = make_cluster((4, 4), (2e7, 1e10), memory_bytes=2 * 10**9)
+    plan = make_plan(profile, "p", cluster, Options(simplest=0, recompute=False))
+    assert (plan.copies, plan.config) == (8, "1-1")
+    assert [stage.workers for stage in plan.stages] == [tuple(range(0, 16, 2)), tuple(range(1, 16, 2))]
+    assert plan.predicted.bottleneck_s == pytest.approx(2 * 7 / 8 * 4e8 / 2e7 / 8)
     assert plan.why.gap == 0
+    assert "copies" in plan.why.bottleneck
 
 
 def test_a_larger_cluster_is_searched_in_blocks_and_it_is_said():
@@ -113,11 +115,11 @@ def test_a_larger_cluster_is_searched_in_blocks_and_it_is_said():
 def test_messages_get_minibatches_in_flight_to_hide_behind():
     """Two stages of 1 s with a message of 1 s each way between: a round trip of four seconds, four in flight."""
     profile = chain([1.0, 1.0], crossing=100)
-    options = Options(straight=True)
+    options = Options(straight=True, recompute=False)
     plan = make_plan(profile, "p", make_cluster((2,), (100.0,)), options)
     assert [stage.in_flight for stage in plan.stages] == [4, 1]
     assert (plan.predicted.bottleneck_s, plan.why.gap) == (pytest.approx(1.0), pytest.approx(0.0))
-    stashes = profile_of([n.model_copy(update={"stash_bytes": 1000}) for n in profile.nodes])
+    stashes = chain([1.0, 1.0], crossing=100, stash=1000)
     tight = make_plan(stashes, "p", make_cluster((2,), (100.0,), memory_bytes=3500), options)
     assert tight.stages[0].in_flight == 3
     assert tight.predicted.bottleneck_s == pytest.approx(4 / 3), "as fast as the memory allows, and it says so"

@@ -7,7 +7,9 @@ import pytest
 from graphs import chain, profile_of, random_profile
 
 from pdtool.artifacts.profile import Node
-from pdtool.partition.evaluate import loads
+from pdtool.cluster import make_cluster
+from pdtool.partition.evaluate import COSTS, loads
+from pdtool.partition.search import Options, Search
 from pdtool.partition.space import build_space
 from pdtool.partition.tables import Tables
 
@@ -94,3 +96,33 @@ def test_a_pin_in_the_middle_counts_stages():
     assert space.positional
     before_1_of_2 = [set(space.nodes(0, i)) for i in space.allowed(1, 2).nonzero()[0] if i]
     assert before_1_of_2 == [{"x", "a0"}, {"x", "a0", "a1"}]
+
+
+def free_merged(profile):
+    """The space with just so few cuts allowed that the free operators alone are merged; None: impossible."""
+    fewer = (build_space(profile, cuts) for cuts in range(len(build_space(profile).inside) - 2, 0, -1))
+    return next((space for space in fewer if space.freed and not space.coarsened), None)
+
+
+def test_merging_operators_that_cost_nothing_loses_no_plan():
+    """The best pace is the same with and without the cuts around them, under every cost model."""
+    merged = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        nodes = [
+            n.model_copy(update={"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "parameter_bytes": 0})
+            if n.op == "op" and rng.random() < 0.6 else n
+            for n in random_profile(rng, 7).nodes
+        ]  # fmt: skip
+        profile = profile_of(nodes)
+        space = free_merged(profile)
+        if space is None:
+            continue
+        merged += 1
+        cluster = make_cluster((2, 2), (rng.choice([500.0, 3e3]), 1e4))
+        for cost in COSTS:
+            options = Options(simplest=0, cost=cost)
+            fewer = Search(profile, cluster, options, {options.cuts: Tables(profile, space)})
+            wanted = Search(profile, cluster, options).best()[0].costs.bottleneck_s
+            assert fewer.best()[0].costs.bottleneck_s == pytest.approx(wanted, rel=1e-9), f"seed {seed}, {cost}"
+    assert merged > 20

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from graphs import chain, profile_of, random_profile
+from graphs import chain, plan_of, profile_of, random_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtool.artifacts.plan import ClusterSpec, Plan, Stage
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.cluster import make_cluster
 from pdtool.errors import UsageError
@@ -17,20 +16,6 @@ from pdtool.partition.evaluate import evaluate
 from pdtool.partition.planned import enough, pieces, planned_job
 from pdtool.partition.simulate import simulate
 from pdtool.schedule import SCHEDULES, default_in_flight, usual_shape
-
-
-def plan_of(profile, stages, workers, cluster, schedule="1f1b", in_flight=None, recompute=None, **fields):
-    """A plan written by hand."""
-    replicas = [len(numbers) for numbers in workers]
-    flight = in_flight or default_in_flight(replicas)
-    again = recompute or [False] * len(stages)
-    return Plan(
-        name="net", model=None, profile="net.json", batch_size=profile.batch_size, cluster=ClusterSpec.of(cluster),
-        schedule=schedule, weights="stash" if schedule == "1f1b" else "flush",
-        stages=tuple(Stage(nodes=tuple(n), replicas=len(w), workers=tuple(w), in_flight=f, recompute=r)
-                     for n, w, f, r in zip(stages, workers, flight, again, strict=True)),
-        **fields,
-    )  # fmt: skip
 
 
 def test_a_straight_plan_goes_at_the_pace_of_its_slowest_stage():
@@ -169,9 +154,9 @@ def test_what_cannot_be_interleaved_is_refused():
 
 
 def test_enough_minibatches_see_whole_periods():
-    """Two periods of 15 and more than is ever in flight; 32 where periods are short."""
+    """Three periods of 15, the least that is 32 or more, and more than is ever in flight on either side."""
     shape = usual_shape("1f1b", (5, 3, 1))
-    started = max(w * r for w, r in zip(shape.in_flight, shape.replicas, strict=True))
-    assert enough(shape) - 2 * started >= 30
-    assert (enough(shape) - 2 * started) % 15 == 0
+    started = max(15, *(w * r for w, r in zip(shape.in_flight, shape.replicas, strict=True)))
+    assert enough(shape) == 2 * started + 45
     assert enough(usual_shape("1f1b", (1,))) == 2 + 32
+    assert enough(usual_shape("gpipe", (1, 1), 64)) == 3 * 64

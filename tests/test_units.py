@@ -3,7 +3,15 @@
 import pytest
 
 from pdtool.errors import UsageError
-from pdtool.units import format_bits_rate, format_bytes, format_rate, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+from pdtool.units import (
+    format_bits_rate,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bandwidth,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(

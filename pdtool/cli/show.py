@@ -11,7 +11,7 @@ import click
 
 from pdtool.cli import console, options
 from pdtool.cli.deliver import print_json
-from pdtool.errors import ArtifactError
+from pdtool.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import Artifact
@@ -19,12 +19,21 @@ if TYPE_CHECKING:
 _FORMAT = re.compile(r"""^\W{0,4}format["']?:\s*["']?pdtool/([a-z]+)/""", re.MULTILINE)
 
 
-@click.command(epilog="\b\nExamples:\n  pdtool show plans/digits-3.yaml\n  pdtool show runs/digits-3 --json")
+@click.command(
+    epilog="\b\nExamples:\n  pdtool show runs/digits-3 --json\n  pdtool show plans/digits-3.yaml --graph -o graph.svg"
+)
 @click.argument("file")
+@click.option("--graph", is_flag=True, help="Draw a plan's operators and stages for Graphviz instead.")
+@options.output("With --graph, DOT to write; FILE.svg is drawn by Graphviz.")
 @options.as_json
-def show(file: str, as_json: bool) -> None:
+def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     """Print FILE, any artifact or the folder of one, for people."""
+    if output and not graph:
+        raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")
     artifact = load(file)
+    if graph:
+        draw_graph(artifact, file, output)
+        return
     if as_json:
         print_json(artifact)
         return
@@ -49,6 +58,22 @@ def show(file: str, as_json: bool) -> None:
             console.show(*render.bundle_view(artifact), err=False)
         case Report():
             console.show(*render.report_view(artifact), err=False)
+
+
+def draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
+    """The graph of a plan, to `output` or stdout; raises UsageError for what is no plan."""
+    from pdtool.artifacts.plan import Plan
+    from pdtool.artifacts.profile import Profile
+    from pdtool.cli.dot import dot, write_graph
+
+    if not isinstance(artifact, Plan):
+        raise UsageError(f"{file} is a {artifact.KIND}, and --graph draws plans", "name a plan")
+    profile = Profile.load(artifact.profile)
+    if output is None or output == "-":
+        click.echo(dot(artifact, profile), nl=False)
+        return
+    write_graph(artifact, profile, Path(output))
+    console.note(f"wrote {output}")
 
 
 def load(file: str) -> Artifact:

@@ -46,7 +46,7 @@ def simulate(
     plan: str | None, minibatches: int | None, schedule: str | None, trace: Path | None, svg: Path | None,
     sweep: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Execute PLAN on a clock, beside data parallelism, GPipe and others."""
+    """Execute PLAN on a clock, beside data parallelism and others."""
     from pdtool.artifacts.envelope import write_atomically
     from pdtool.cli import simulation
     from pdtool.cli import svg as pictures

@@ -65,8 +65,8 @@ def planned_job(
 
 
 def enough(shape: Shape) -> int:
-    """Minibatches to fill the pipeline, to see whole periods of its steady state, and to drain it."""
-    steady = max(LEAST_STEADY, 2 * period(shape))
+    """Minibatches to fill the pipeline, to see its steady state for a whole number of periods, and to drain it."""
+    steady = max(LEAST_STEADY, period(shape))
     return 2 * filling(shape) + math.ceil(steady / period(shape)) * period(shape)
 
 

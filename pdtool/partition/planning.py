@@ -14,6 +14,7 @@ from pdtool.partition.evaluate import Costs, Way, evaluate
 from pdtool.partition.rivals import rivals
 from pdtool.partition.search import Options, Search
 
+_SLACK = 1 + 1e-9  # sums taken in another order differ in the last digits
 _MOST_DEEPER = 64  # minibatches in flight at one replica, to hide messages
 
 
@@ -26,7 +27,11 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Op
     """
     search = Search(profile, cluster, options or Options())
     chosen, others = search.best()
-    final = deepened(profile, cluster, chosen, search.options.simplest)
+    margin = search.options.simplest
+    final = deepened(profile, cluster, chosen, margin)
+    if final.costs.bottleneck_s > others[0].costs.bottleneck_s * (1 + margin) * _SLACK:  # messages hold it up
+        deeper = [final, *(deepened(profile, cluster, other, margin) for other in others)]
+        final = min(deeper, key=lambda plan: plan.costs.bottleneck_s)
     plan = as_plan(profile, profile_path, cluster, final)
     bound, proof = lower_bound(search, others)
     pace = final.costs.bottleneck_s
@@ -60,7 +65,7 @@ def deepened(profile: Profile, cluster: Cluster, plan: Candidate, margin: float)
         return evaluate(profile, cluster, plan.stages, plan.workers, way, flight=flight, recompute=plan.costs.recompute)
 
     limit = cluster.memory_bytes or float("inf")
-    target = plan.costs.bottleneck_s * (1 + margin) * (1 + 1e-9)
+    target = plan.costs.bottleneck_s * (1 + margin) * _SLACK
     if way.schedule == "1f1b" and way.cost == "ours":
         for s in range(len(flight)):
             while costs().waiting_s[s] > target and flight[s] < _MOST_DEEPER:

@@ -128,13 +128,15 @@ class Search:
     @property
     def exact(self) -> bool:
         """Whether nothing was left out."""
-        return self.workers <= MOST_WORKERS and not self.whole.coarsened
+        return not self.limits
 
     @property
     def limits(self) -> str:
         """What was left out."""
         large = f"one copy of the pipeline has at most {MOST_WORKERS} workers" if self.workers > MOST_WORKERS else ""
-        return "; ".join(words for words in (large, self.whole.coarsened) if words)
+        freed = self.whole.freed if self.cluster.memory_bytes else 0
+        tight = f"{freed} operators without cost stand with a neighbour, whatever they stash" if freed else ""
+        return "; ".join(words for words in (large, self.whole.coarsened, tight) if words)
 
     def attempt(self, layout: Layout, way: Way, bound: float = np.inf, *, straight: bool = False) -> Attempt:
         """One layout under one schedule, up to a pace."""

@@ -142,7 +142,8 @@ class _Worker:
         self.begun_s, self.free_s = math.inf, 0.0
         self.done_s: dict[int, float] = {}  # when it had done with each minibatch
         self.held = Held()
-        self.memory_bytes = self.versions = 0
+        self.fixed_bytes = sum(job.stages[s].fixed_bytes for s in self.stages)
+        self.memory_bytes = self.kept_bytes = self.versions = 0
 
     @property
     def finished(self) -> bool:
@@ -192,12 +193,15 @@ class _Worker:
     def _hold(self, action: Action) -> None:
         """What was kept of a minibatch is free when its last action begins: nothing else begins before that ends."""
         self.held.take(action)
-        versions = [self.held.versions(s) for s in self.stages]
-        works = [self.job.stages[s] for s in self.stages]
-        fixed = sum(x.fixed_bytes + x.weight_bytes * v for x, v in zip(works, versions, strict=True))
-        kept = sum(self.job.stages[s].kept_bytes for s, _ in self.held.begun)
-        self.memory_bytes = max(self.memory_bytes, fixed + kept)
-        self.versions = max(self.versions, *versions)
+        work = self.job.stages[action.stage]
+        if action.kind.ends:
+            self.kept_bytes -= work.kept_bytes
+        elif action.kind in (Kind.FORWARD, Kind.UPDATE):  # only these hold more than before
+            self.kept_bytes += work.kept_bytes * (action.kind is Kind.FORWARD)
+            versions = [self.held.versions(s) for s in self.stages]
+            weights = sum(self.job.stages[s].weight_bytes * n for s, n in zip(self.stages, versions, strict=True))
+            self.memory_bytes = max(self.memory_bytes, self.fixed_bytes + weights + self.kept_bytes)
+            self.versions = max(self.versions, *versions)
 
     def share(self, makespan_s: float, sent_bytes: float) -> Share:
         """How the time was spent."""

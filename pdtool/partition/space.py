@@ -28,12 +28,14 @@ class Space:
         inside: [cuts, blocks] whether a cut holds a block; from the empty cut to the whole, by size.
         pins: for each block the stage indices it is pinned to, negative from the end.
         coarsened: what was merged so that the cuts could be searched; "" when nothing was.
+        freed: blocks that cost no time and were merged; no plan is lost by that but where memory is short.
     """
 
     blocks: Sequence[Sequence[str]]
     inside: NDArray[np.bool_]
     pins: Sequence[Collection[int]]
     coarsened: str = ""
+    freed: int = 0
 
     @cached_property
     def contains(self) -> NDArray[np.bool_]:
@@ -81,16 +83,22 @@ def build_space(profile: Profile, max_cuts: int = MAX_CUTS, finer: Space | None 
     original = len(blocks.members)
     if finer:
         blocks = _Blocks(profile, pins, finer.blocks)
+    if blocks.cuts(max_cuts) is None:
+        blocks = blocks.without_free()
+    without_free = len(blocks.members)
     while (cuts := blocks.cuts(max_cuts)) is None:
         blocks = blocks.coarser(max_cuts)
     count = len(blocks.members)
-    coarsened = ""
-    if count < original:
+    coarsened = finer.coarsened if finer else ""
+    if count < without_free:
         coarsened = (f"{original} groups of operators were merged into {count} so as to have no more than {max_cuts} "
                      "cuts to search (--cuts); a better plan may exist")  # fmt: skip
     packed = b"".join(cut.to_bytes(count // 8 + 1, "little") for cut in cuts)
     bits = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(cuts), -1), axis=1, bitorder="little")
-    return Space(blocks=blocks.members, inside=bits[:, :count].astype(bool), pins=blocks.pins, coarsened=coarsened)
+    return Space(
+        blocks=blocks.members, inside=bits[:, :count].astype(bool), pins=blocks.pins, coarsened=coarsened,
+        freed=original - without_free,
+    )  # fmt: skip
 
 
 class _Blocks:
@@ -147,6 +155,41 @@ class _Blocks:
 
     def _computes(self, block: Sequence[str]) -> bool:
         return any(self.profile.by_name[name].op not in NOT_OPERATORS for name in block)
+
+    def without_free(self) -> _Blocks:
+        """Merge the blocks that cost no time and hold no parameters with a neighbour, where no plan is lost but for a
+        slower one: any plan gets no slower when such a block moves over the border to that neighbour."""
+        taken: set[int] = set()
+        merged = []
+        for b in range(len(self.members)):
+            partner = self._free_partner(b)
+            if partner is not None and not {b, partner} & taken:
+                taken |= {b, partner}
+                merged.append(self.members[b] + self.members[partner])
+        return _Blocks(self.profile, self.pin, [*self.members, *merged]).without_free() if merged else self
+
+    def _free_partner(self, b: int) -> int | None:
+        """Where a free block always may stand: with what it takes its only input from, if nobody else takes that and
+        no more comes out of `b` than goes in; with its only taker, if no more goes in than comes out."""
+        nodes = [self.profile.by_name[name] for name in self.members[b]]
+        if self.pins[b] or any(n.forward_s + n.backward_s + n.update_s + n.parameter_bytes for n in nodes):
+            return None
+        entering = [self._bytes(a, [b]) for a in self.before[b]]
+        leaving = self._bytes(b, self.after[b])
+        if len(self.before[b]) == 1 and not self.pins[self.before[b][0]] & {0}:
+            alone = self.after[self.before[b][0]] == [b] or not self.after[b]
+            if alone and all(out <= into for out, into in zip(leaving, entering[0], strict=True)):
+                return self.before[b][0]
+        totals = [sum(sizes) for sizes in zip(*entering, strict=True)]
+        if len(self.after[b]) == 1 and all(into <= out for into, out in zip(totals, leaving, strict=False)):
+            return self.after[b][0]
+        return None
+
+    def _bytes(self, b: int, takers: Collection[int]) -> tuple[int, int]:
+        """Bytes and bytes of gradients of what `b` makes and any of `takers` takes."""
+        taken = {name for taker in takers for inner in self.members[taker] for name in self.profile.graph.inputs[inner]}
+        nodes = [self.profile.by_name[name] for name in self.members[b] if name in taken]
+        return sum(n.output_bytes for n in nodes), sum(n.gradient_bytes for n in nodes)
 
     def coarser(self, max_cuts: int) -> _Blocks:
         """Merge up to a twelfth of the blocks (a third when they alone are far too many), each with a neighbour; at
