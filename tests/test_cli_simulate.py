@@ -17,6 +17,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.dot import dot
 from pdtool.cluster import make_cluster
+from pdtool.partition import compare
 from pdtool.partition.compare import Point, crossings, grid
 from pdtool.partition.planned import planned_job
 from pdtool.partition.simulate import simulate
@@ -57,6 +58,13 @@ def test_the_figures_are_those_of_the_simulator(planned):
     assert found["compared"][0]["throughput_samples_per_s"] == found["throughput_samples_per_s"] == 8 / own.pace_s
     assert found["predicted_bottleneck_s"] <= own.pace_s + 1e-9
     assert "sweep" not in found
+
+
+def test_what_would_take_too_long_is_named_and_left_out(planned, monkeypatch):
+    monkeypatch.setattr(compare, "MOST_ACTIONS", 300)
+    text = planned.pdtool("simulate").stdout
+    assert re.search(r"^GPipe \(.*\): too large to simulate here$", text, re.MULTILINE)
+    assert re.search(r"^data parallelism \(4\) +4 ", text, re.MULTILINE)
 
 
 def test_another_schedule_and_what_does_not_fit_it(planned):

@@ -61,12 +61,12 @@ def simulate(
     name = schedule or chosen.schedule
     with status("simulating"):
         found = execute(planned_job(chosen, profile, schedule=schedule, minibatches=minibatches))
-        rows = compare.compare(profile, chosen, found)
+        compared = compare.compare(profile, chosen, found)
         points = compare.sweep(profile, chosen, rates) if rates else []
     if as_json:
-        click.echo(json.dumps(simulation.as_data(chosen, name, found, rows, points), indent=1))
+        click.echo(json.dumps(simulation.as_data(chosen, name, found, compared, points), indent=1))
     else:
-        show(*simulation.simulation_view(chosen, name, found), "", *simulation.comparison_view(rows), err=False)
+        show(*simulation.simulation_view(chosen, name, found), "", *simulation.comparison_view(compared), err=False)
         show(*(["", *simulation.sweep_view(points)] if points else []), err=False)
     if trace:
         write_atomically(trace, json.dumps(chrome_trace(found)))

@@ -10,7 +10,7 @@ from typing import Any
 from pdtool.artifacts.plan import Plan
 from pdtool.cli.render import Parts
 from pdtool.cli.tables import table
-from pdtool.partition.compare import CHOSEN, Point, Row, crossings
+from pdtool.partition.compare import CHOSEN, Comparison, Point, crossings
 from pdtool.partition.simulation import Simulation
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
@@ -50,18 +50,21 @@ def _beside(predicted: float | None, simulated: float) -> str:
     return f"; predicted {format_seconds(predicted)}, simulated {simulated / predicted - 1:+.1%}"
 
 
-def comparison_view(rows: Sequence[Row]) -> Parts:
+def comparison_view(comparison: Comparison) -> Parts:
     """The plan and those that everyone asks about."""
-    own = next((row for row in rows if row.label == CHOSEN), rows[0])
+    own = next(row for row in comparison.rows if row.label == CHOSEN)
     yield table(
         ("simulated", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
         [
             (row.label, _short(row.config), f"{row.throughput_samples_per_s:.4g}",
              "" if row is own else f"{row.pace_s / own.pace_s:.3g} ×",
              format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit"), format_bytes(row.sent_bytes))
-            for row in rows
+            for row in comparison.rows
         ], names=2,
     )  # fmt: skip
+
+    for label in comparison.left_out:
+        yield f"{label}: too large to simulate here"
 
 
 def _short(config: str) -> str:
@@ -91,7 +94,7 @@ def _bar(share: float, mark: float) -> str:
 
 
 def as_data(
-    plan: Plan, schedule: str, found: Simulation, rows: Sequence[Row], points: Sequence[Point]
+    plan: Plan, schedule: str, found: Simulation, comparison: Comparison, points: Sequence[Point]
 ) -> dict[str, Any]:
     """Everything but the events, as `--json` prints it."""
     made: dict[str, Any] = {
@@ -100,7 +103,7 @@ def as_data(
         "bottleneck_s": found.pace_s, "throughput_samples_per_s": found.throughput_samples_per_s,
         "makespan_s": found.makespan_s, "fill_s": found.fill_s, "drain_s": found.drain_s,
         "sent_bytes": found.sent_bytes, "workers": [asdict(share) for share in found.shares],
-        "compared": [asdict(row) for row in rows],
+        "compared": [asdict(row) for row in comparison.rows],
     }  # fmt: skip
     if points:
         made["sweep"] = [{**asdict(point), "gain": point.gain} for point in points]

@@ -15,7 +15,7 @@ from pdtool.partition.evaluate import Costs, Way, evaluate
 from pdtool.partition.layout import Layout
 from pdtool.partition.tables import Tables
 
-_ROUGH_CUTS = 128
+_ROUGH_CUTS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Attempt:
         """A pace that can be had, found in a small part of the space, so that the search can leave out most of it: cuts
         along one order of the operators."""
         inside = self.tables.space.inside
-        if len(inside) <= 2 * _ROUGH_CUTS:
+        if len(inside) <= _ROUGH_CUTS:
             return self.bound
         last = inside.shape[1] - inside[:, ::-1].argmax(axis=1)
         chain = np.flatnonzero(inside.sum(axis=1) == np.where(inside.any(axis=1), last, 0))

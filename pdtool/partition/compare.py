@@ -9,11 +9,12 @@ from itertools import pairwise
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.partition.planned import planned_job
+from pdtool.partition.planned import enough, planned_job
 from pdtool.partition.simulate import simulate
 from pdtool.partition.simulation import Simulation
 
 CHOSEN, DATA_PARALLEL = "this plan", "data parallelism"
+MOST_ACTIONS = 200_000  # about ten seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,15 @@ class Row:
     fits: bool
 
 
-def compare(profile: Profile, plan: Plan, found: Simulation | None = None) -> list[Row]:
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Plans beside each other; `left_out` names those that would take too long to simulate."""
+
+    rows: tuple[Row, ...]
+    left_out: tuple[str, ...]
+
+
+def compare(profile: Profile, plan: Plan, found: Simulation | None = None) -> Comparison:
     """The plan, data parallelism, the straight pipeline, GPipe and model parallelism, each where there is one.
 
     Args:
@@ -43,10 +52,16 @@ def compare(profile: Profile, plan: Plan, found: Simulation | None = None) -> li
     """
     from pdtool.partition.rivals import known_plans
 
-    rows = [_row(CHOSEN, plan, found or simulate(planned_job(plan, profile)))]
-    return rows + [
-        _row(label, rival, simulate(planned_job(rival, profile))) for label, rival in known_plans(profile, plan)
-    ]
+    known = known_plans(profile, plan)
+    small = [(label, rival) for label, rival in known if _actions(rival) <= MOST_ACTIONS]
+    rows = [_row(label, rival, simulate(planned_job(rival, profile))) for label, rival in small]
+    own = _row(CHOSEN, plan, found or simulate(planned_job(plan, profile)))
+    return Comparison(rows=(own, *rows), left_out=tuple(label for label, rival in known if (label, rival) not in small))
+
+
+def _actions(plan: Plan) -> int:
+    """Forwards and backwards of a simulation, before its lists are made."""
+    return 2 * enough(plan.shape()) * len(plan.stages)
 
 
 def _row(label: str, plan: Plan, found: Simulation) -> Row:

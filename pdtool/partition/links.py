@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -141,8 +141,10 @@ class Links:
                     seen |= dict.fromkeys(flow.links)
         return found
 
-    def _fair(self, flows: Iterable[Flow]) -> dict[Flow, float]:
+    def _fair(self, flows: Collection[Flow]) -> dict[Flow, float]:
         """Fill all flows alike until a link is full; those on it have their rate, the others go on."""
+        if len(flows) == 1:
+            return {flow: min(self._bandwidths[link[1]] / n for link, n in flow.links.items()) for flow in flows}
         load: Counter[Link] = Counter()
         for flow in flows:
             load.update(flow.links)

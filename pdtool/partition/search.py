@@ -101,7 +101,7 @@ class Search:
 
     @cached_property
     def layouts(self) -> list[Layout]:
-        """Those to search, small blocks first: what they give spares most of the work on the large ones."""
+        """Those to search, small blocks first."""
         found = layouts(self.cluster, self.workers)
         if self.options.straight:
             found = [Layout.of(self.cluster, self.workers)]
@@ -180,18 +180,24 @@ class Search:
         """Each layout and schedule on which a plan is nearly as fast as `pace` and the best found before."""
         margin = 1 + self.options.simplest
         work = sum(node.forward_s + node.backward_s for node in self.profile.nodes)
-        found = []
         pairs = [(layout, way) for layout in self.layouts for way in self.options.ways]
-        pace = min(pace, *(self.attempt(layout, way, pace).rough() for layout, way in pairs[-len(self.options.ways) :]))
-        for layout, way in pairs:
-            attempt = self.attempt(layout, way, pace * margin)
-            if max(work / (layout.workers * layout.copies), attempt.rules.copies_s()) > attempt.bound:
-                continue  # so few workers cannot compute that fast, or so many copies not be averaged
-            attempt = self.attempt(layout, way, min(pace, attempt.rough()) * margin)
-            if np.isfinite(attempt.fastest.pace_s) and attempt.fastest.pace_s <= attempt.bound:
+        for layout, way in pairs:  # the small ones first: what they give spares most of the work on the large ones
+            attempt = self.attempt(layout, way, pace)
+            if self._promising(attempt):
+                pace = min(pace, attempt.rough())
+        found = []
+        for layout, way in reversed(pairs):
+            attempt = self.attempt(layout, way, pace * (1 + self.options.simplest))
+            if self._promising(attempt) and np.isfinite(attempt.fastest.pace_s) and attempt.fastest.pace_s <= attempt.bound:
                 found.append(attempt)
                 pace = min(pace, attempt.fastest.pace_s)
         return found
+
+    def _promising(self, attempt: Attempt) -> bool:
+        """Whether there are workers enough to compute within the bound, and copies few enough to average."""
+        work = float(attempt.tables.forward_backward_s[-1])
+        least = work / (attempt.layout.workers * attempt.layout.copies)
+        return max(least, attempt.rules.copies_s()) <= attempt.bound
 
     def _simplest(self, attempts: Sequence[Attempt], bound: float) -> Candidate | None:
         """Fewest stages first, then one copy, then the best pace; None when it takes many stages to be near."""

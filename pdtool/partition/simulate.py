@@ -58,6 +58,7 @@ class _Mail:
         turn: when the worker that takes the tensors does so, in its list.
         asked: turns that each worker has asked for, of tensors and of gradients.
         held: messages that nobody has asked for yet.
+        outgoing: (stage, gradients?) -> the stages that take what it makes, and the bytes of each.
         arrived: messages so far; departed_s: when the last was sent.
         needs: (stage, gradients?) -> messages for each minibatch.
     """
@@ -74,8 +75,12 @@ class _Mail:
                 self.asked[w, gradients] = job.shape.in_flight[stage] + 1
         self.arrived: Counter[Tensors] = Counter()
         self.departed_s: dict[Tensors, float] = {}
-        self.needs = Counter((border.destination, False) for border in job.borders)
-        self.needs.update((border.source, True) for border in job.borders if border.returns)
+        self.outgoing: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        for border in job.borders:
+            self.outgoing.setdefault((border.source, False), []).append((border.destination, border.forward_bytes))
+            if border.returns:
+                self.outgoing.setdefault((border.destination, True), []).append((border.source, border.backward_bytes))
+        self.needs = Counter((to, gradients) for (_, gradients), takers in self.outgoing.items() for to, _ in takers)
 
     def ready(self, action: Action) -> float | None:
         """When the last tensor that the action takes was sent; None while one has not arrived."""
@@ -95,12 +100,10 @@ class _Mail:
 
     def post(self, w: int, action: Action) -> None:
         """Send all that an action of worker `w` has made."""
-        gradients = action.kind.sends_gradients
-        for border in self.job.borders:
-            if action.kind is Kind.FORWARD and border.source == action.stage:
-                self._send(w, (border.destination, False, action.minibatch), border.forward_bytes)
-            elif gradients and border.returns and border.destination == action.stage:
-                self._send(w, (border.source, True, action.minibatch), border.backward_bytes)
+        if action.kind is Kind.FORWARD or action.kind.sends_gradients:
+            gradients = action.kind is not Kind.FORWARD
+            for stage, size in self.outgoing.get((action.stage, gradients), ()):
+                self._send(w, (stage, gradients, action.minibatch), size)
 
     def _send(self, w: int, key: Tensors, size: int) -> None:
         stage, gradients, minibatch = key
