@@ -132,7 +132,10 @@ def _config(plan: Plan) -> str:
 
 def start_up(folder: Path) -> float:
     """Seconds of a command that only prints its help."""
-    return median(run(folder, ["partition", "--help"], 60).wall_s for _ in range(3))
+    runs = [run(folder, ["partition", "--help"], 60) for _ in range(3)]
+    if any(done.code for done in runs):
+        raise SystemExit(f"pdtool partition --help:\n{runs[0].errors}")
+    return median(done.wall_s for done in runs)
 
 
 def written(name: str, make: Callable[[], Profile], folder: Path) -> Path:

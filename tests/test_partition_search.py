@@ -67,8 +67,9 @@ def test_no_plan_by_hand_is_better(seed, data):
 
 @pytest.mark.parametrize(("simplest", "stages"), [(0.0, 2), (0.019, 2), (0.021, 1)])
 def test_the_simplest_plan_within_the_margin_is_taken(simplest, stages):
-    """Two stages or more keep a pace of 1 s; the all-reduce of data parallelism takes 3/8 of 2.72 s, 2 % more."""
-    profile = chain([1.0] * 4, parameters=int(0.68 * FAST))
+    """Two stages or more keep a pace of 1 s; the all-reduce of data parallelism takes 3/8 of 1.831 s, of which the
+    backward hides 2/3 s: 2 % more."""
+    profile = chain([1.0] * 4, parameters=int(0.45778 * FAST))
     plan = make_plan(profile, "p", make_cluster((4,), (FAST,)), Options(simplest=simplest))
     assert len(plan.stages) == stages
     margin = "20 ms faster, within the margin of 2.1%, but not as simple"
@@ -118,38 +119,36 @@ def test_messages_get_minibatches_in_flight_to_hide_behind():
     options = Options(straight=True, recompute=False)
     plan = make_plan(profile, "p", make_cluster((2,), (100.0,)), options)
     assert [stage.in_flight for stage in plan.stages] == [4, 1]
-    assert (plan.predicted.bottleneck_s, plan.why.gap) == (pytest.approx(1.0), pytest.approx(0.0))
+    assert (plan.predicted.bottleneck_s, plan.predicted.simulated_s) == (pytest.approx(1.0), pytest.approx(1.0))
     stashes = chain([1.0, 1.0], crossing=100, stash=1000)
     tight = make_plan(stashes, "p", make_cluster((2,), (100.0,), memory_bytes=3500), options)
     assert tight.stages[0].in_flight == 3
-    assert tight.predicted.bottleneck_s == pytest.approx(4 / 3), "as fast as the memory allows, and it says so"
-    assert tight.why.gap == pytest.approx(1 / 3)
-    assert "in flight at stage 0" in tight.why.bottleneck
+    assert tight.predicted.simulated_s == pytest.approx(4 / 3, rel=0.02), "as fast as the memory allows"
 
 
 def test_auto_takes_the_schedule_that_fits_and_is_fastest():
-    """Stashing wants three versions of 1000 bytes; with a flush one does."""
+    """Stashing wants three versions of 1000 bytes and the gradients; with a flush one version does."""
     profile = chain([1.0] * 3, parameters=1000)
     room, tight = (make_cluster((3,), (FAST,), memory_bytes=memory) for memory in (4000, 2500))
     wanted = Options(schedule="auto", microbatches=30, straight=True)
     assert make_plan(profile, "p", room, wanted).schedule == "1f1b"
     assert make_plan(profile, "p", tight, wanted).schedule == "1f1b-flush"
-    assert make_plan(profile, "p", tight, Options(schedule="auto", straight=True)).schedule == "1f1b"
+    with pytest.raises(NoPlanError, match="or use --schedule 1f1b-flush"):
+        make_plan(profile, "p", tight, Options(schedule="auto", straight=True))
 
 
-@pytest.mark.parametrize(
-    ("memory", "proposed"),
-    [(2500, "--topology 4"), (900, None)],
-)
+@pytest.mark.parametrize(("memory", "proposed"), [(3000, 4), (900, None)])
 def test_what_does_not_fit_on_two_workers_may_fit_on_more(memory, proposed):
+    """An operator's weights and gradients take 2000 bytes."""
     profile = chain([1.0] * 4, parameters=1000)
+    flush = Options(schedule="1f1b-flush", microbatches=4)
     with pytest.raises(NoPlanError, match="no plan fits") as error:
-        make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=memory))
-    assert (proposed in error.value.remedy) if proposed else ("--topology" not in error.value.remedy)
+        make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=memory), flush)
+    assert (f"--topology {proposed}" in error.value.remedy) == bool(proposed)
     if proposed:
-        make_plan(profile, "p", make_cluster((4,), (FAST,), memory_bytes=memory))
+        make_plan(profile, "p", make_cluster((proposed,), (FAST,), memory_bytes=memory), flush)
         with pytest.raises(NoPlanError):
-            make_plan(profile, "p", make_cluster((3,), (FAST,), memory_bytes=memory))
+            make_plan(profile, "p", make_cluster((proposed - 1,), (FAST,), memory_bytes=memory), flush)
 
 
 def test_another_schedule_that_would_fit_is_named():
@@ -199,11 +198,11 @@ def test_an_edited_plan_is_predicted_anew():
 def test_too_little_memory_says_what_lacks_and_what_would_do():
     profile = chain([1.0, 1.0], parameters=1000)
     with pytest.raises(
-        NoPlanError, match=r"lacks .* in stage 0, which needs 2 kB on a worker that has 1.5 kB"
+        NoPlanError, match=r"lacks .* in stage 0, which needs 3 kB on a worker that has 2.5 kB"
     ) as error:
-        make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=1500))
+        make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=2500))
     enough = int(error.value.remedy.split(" bytes")[0].split()[-1])
-    assert enough == 2000
+    assert enough == 3000
     make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=enough))
     with pytest.raises(NoPlanError):
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=enough - 1))

@@ -65,7 +65,6 @@ def best_with(search, replicas):
     attempt = search.attempt(layout, Way(cost=search.options.cost))
     rules, tables = attempt.rules, attempt.tables
     border = attempt.dynamic._border
-    total = tables.forward_backward_s[-1]
     values = {len(tables.space.inside) - 1: 0.0}
     for s in reversed(range(len(replicas))):
         first, r = sum(replicas[:s]), replicas[s]
@@ -73,8 +72,7 @@ def best_with(search, replicas):
         for i in [0] if s == 0 else range(1, len(tables.space.inside) - 1):
             ends, load = tables.rows[i]
             units = [(first + r - 1) // below - first // below + 1 for below in search.cluster.below]
-            fit = rules.fit(load, r, layout.workers - first, total - tables.forward_backward_s[i])
-            pace = np.maximum(rules.stage_s(fit.compute_s, rules.allreduce_s(load, r, units)), fit.waiting_s)
+            pace = rules.stage_s(load, r, rules.compute_s(load, r), rules.allreduce_s(load, r, units))
             if s:
                 place = attempt.dynamic._place(np.array(first))
                 pace = np.maximum(pace, rules.transfer_s(load, 1.0) * border[place, r, replicas[s - 1]])

@@ -52,6 +52,7 @@ class Predicted(Part):
 
     Attributes:
         bottleneck_s: the pace of the whole pipeline: the slowest stage or link.
+        simulated_s: the pace in a simulation of the workers' own action lists; None: not simulated.
         compute_s: per stage, forward + backward + update, shared by its replicas.
         allreduce_s: per stage, synchronising the replicas' gradients.
         transfer_s: per border between stage s and s + 1, activations and gradients.
@@ -62,6 +63,7 @@ class Predicted(Part):
     """
 
     bottleneck_s: Seconds
+    simulated_s: Seconds | None = None
     throughput_samples_per_s: Seconds
     gain_over_data_parallel: Seconds
     compute_s: tuple[Seconds, ...]

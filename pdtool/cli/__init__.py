@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from pdtool import __version__
+from pdtool.cli.check import check
 from pdtool.cli.codegen import codegen
 from pdtool.cli.export import export
 from pdtool.cli.import_ import import_
@@ -68,5 +69,5 @@ def main() -> None:
     """
 
 
-for _command in (profile, import_, probe, partition, simulate, codegen, run, show, export, schema, completion):
+for _command in (profile, import_, probe, partition, check, simulate, codegen, run, show, export, schema, completion):
     main.add_command(_command)

@@ -42,7 +42,7 @@ class Inputs:
             StaleError: the profile or the model changed after the plan was made; it says which.
             ArtifactError: the plan, or an edit of it, does not hold together.
         """
-        plan, profile = _read(path)
+        plan, profile = read(path)
         ref = plan.model or profile.model
         if ref is None:  # not even with --model: the operators of such a plan are those of no model that we can read
             raise ArtifactError(
@@ -88,11 +88,12 @@ class Inputs:
 
 def planned(path: str) -> tuple[Plan, Profile]:
     """A plan and its profile, for those who need no model; as Inputs.load has them."""
-    plan, profile = _read(path)
+    plan, profile = read(path)
     return _checked(plan, profile), profile
 
 
-def _read(path: str) -> tuple[Plan, Profile]:
+def read(path: str) -> tuple[Plan, Profile]:
+    """A plan and its profile as they are; raises StaleError when the profile changed since."""
     plan = Plan.load(path)
     profile = Profile.load(plan.profile)
     if plan.digests.get(plan.profile, profile.content_sha256) != profile.content_sha256:

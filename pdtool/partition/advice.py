@@ -53,12 +53,9 @@ def _least(search: Search) -> Candidate | None:
 
 
 def _lean(search: Search, plan: Candidate) -> Candidate:
-    """The same with as little memory as its schedule allows."""
-    flight = [1] * len(plan.stages) if plan.way.schedule == "1f1b" else plan.costs.in_flight
+    """The same with as little memory as may be."""
     recompute = [search.options.recompute] * len(plan.stages)
-    costs = evaluate(
-        search.profile, search.cluster, plan.stages, plan.workers, plan.way, flight=flight, recompute=recompute
-    )
+    costs = evaluate(search.profile, search.cluster, plan.stages, plan.workers, plan.way, recompute=recompute)
     return replace(plan, costs=costs)
 
 

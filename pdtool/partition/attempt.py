@@ -8,7 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
+from pdtool.artifacts.cluster import ClusterSpec
+from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Profile
+from pdtool.cluster import Cluster
 from pdtool.partition.cost import Rules, units_between
 from pdtool.partition.dynamic import Array, Dynamic
 from pdtool.partition.evaluate import Costs, Way, evaluate
@@ -139,3 +142,26 @@ def candidate(
     ordered = [[name for name in profile.graph.names if name in nodes] for nodes in held]
     costs = evaluate(profile, layout.cluster, ordered, workers, way)
     return Candidate(stages=ordered, workers=workers, way=way, costs=costs)
+
+
+def as_plan(profile: Profile, profile_path: str, cluster: Cluster, found: Candidate) -> Plan:
+    """The plan as an artifact, without its figures."""
+    way = found.way
+    return Plan.model_validate({
+        "name": f"{profile.name}-{cluster.topology}",
+        "model": profile.model,
+        "profile": str(profile_path),
+        "digests": {**profile.digests, str(profile_path): profile.content_sha256},
+        "batch_size": profile.batch_size,
+        "cluster": ClusterSpec.of(cluster),
+        "schedule": way.schedule,
+        "weights": "stash" if way.schedule == "1f1b" else "flush",
+        "microbatches": way.microbatches,
+        "copies": way.copies,
+        "stages": tuple(
+            Stage(nodes=tuple(profile.graph.compress(nodes)), replicas=len(numbers), workers=tuple(numbers),
+                  in_flight=w, recompute=again)
+            for nodes, numbers, w, again in zip(
+                found.stages, found.workers, found.costs.in_flight, found.costs.recompute, strict=True)
+        ),
+    })  # fmt: skip

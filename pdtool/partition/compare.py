@@ -53,13 +53,13 @@ def compare(profile: Profile, plan: Plan, found: Simulation | None = None) -> Co
     from pdtool.partition.rivals import known_plans
 
     known = known_plans(profile, plan)
-    small = [(label, rival) for label, rival in known if _actions(rival) <= MOST_ACTIONS]
+    small = [(label, rival) for label, rival in known if actions(rival) <= MOST_ACTIONS]
     rows = [_row(label, rival, simulate(planned_job(rival, profile))) for label, rival in small]
     own = _row(CHOSEN, plan, found or simulate(planned_job(plan, profile)))
     return Comparison(rows=(own, *rows), left_out=tuple(label for label, rival in known if (label, rival) not in small))
 
 
-def _actions(plan: Plan) -> int:
+def actions(plan: Plan) -> int:
     """Forwards and backwards of a simulation, before its lists are made."""
     return 2 * enough(plan.shape()) * len(plan.stages)
 

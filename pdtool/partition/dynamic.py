@@ -198,15 +198,18 @@ class Dynamic:
         slot, end = slot[follows], end[follows]
         picked = type(load)(**{name: column[end] for name, column in vars(load).items()})
         first, replicas = first[slot], replicas[slot]
-        following = self.workers - first
+        flight = rules.in_flight(replicas, self.workers - first)
         if self.least_memory:
-            memory = rules.memory_bytes(picked, *rules.leanest(replicas, following))
+            memory = rules.memory_bytes(picked, flight, rules.may_recompute)
             return _Entries(ends[end], first, replicas, memory, np.zeros(len(end)))
-        work = self.tables.forward_backward_s
-        fit = rules.fit(picked, replicas, following, work[-1] - work[i])
+        recompute = rules.recomputes(picked, flight)
+        computing = rules.compute_s(picked, replicas, recompute)
         averaging = rules.allreduce_s(picked, replicas, units_between(rules.cluster, first, first + replicas))
-        alone = np.maximum(rules.stage_s(fit.compute_s, averaging), fit.waiting_s)
-        keep = np.isfinite(alone) & (alone <= self.bound)
+        alone = rules.stage_s(picked, replicas, computing, averaging)
+        limit = rules.cluster.memory_bytes
+        keep = alone <= self.bound
+        if limit is not None:
+            keep &= rules.memory_bytes(picked, flight, recompute) <= limit
         crossing = rules.transfer_s(picked, 1.0)
         return _Entries(ends[end][keep], first[keep], replicas[keep], alone[keep], crossing[keep])
 

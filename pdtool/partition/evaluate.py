@@ -11,8 +11,9 @@ import numpy as np
 
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
-from pdtool.partition.cost import Load, Rules, shares, units_of
+from pdtool.partition.cost import Load, Rules, units_of
 from pdtool.partition.pipedream import PipeDreamRules
+from pdtool.partition.whole import shares_of
 from pdtool.units import format_seconds
 
 Cost = Literal["ours", "pipedream", "pipedream-free"]
@@ -142,35 +143,34 @@ def evaluate(
 ) -> Costs:
     """Cost of any plan, also one written by hand.
 
+    Messages and rounds of replicas are taken to be hidden, and links that several stages share to be wide enough: the
+    simulator knows better (settle.py), but this is what can be searched without missing a plan.
+
     Args:
         stages: node names of each stage; convex and in order (Graph.stage_faults).
         workers: their numbers in the cluster, for each stage; as many as it has replicas in all copies.
-        flight: minibatches in flight at each replica of each stage; None: what the schedule wants and memory has room
-            for, messages taken to be hidden, as the search does.
+        flight: minibatches in flight at each replica of each stage; None: what the schedule wants.
         recompute: for each stage; None: where memory demands it.
     """
     way = way or Way()
-    everywhere = units_of(cluster, [worker for numbers in workers for worker in numbers])
-    rules = way.rules(profile, cluster, everywhere, units_of(cluster, workers[0][: way.copies]))
-    work = loads(profile, stages)
+    rules, work = rules_and_loads(profile, cluster, stages, workers, way)
     replicas = [len(numbers) // way.copies for numbers in workers]
     following = np.cumsum(replicas[::-1])[::-1].tolist()
-    remaining = np.cumsum([load.forward_s + load.backward_s for load in reversed(work)])[::-1].tolist()
-    fits = [rules.fit(*args) for args in zip(work, replicas, following, remaining, strict=True)]
-    again = [bool(fit.recompute) for fit in fits] if recompute is None else list(recompute)
-    flying = [int(fit.in_flight) for fit in fits] if flight is None else list(flight)
-    if flight is not None:
-        remaining = round_trips(rules, work, workers, again)
+    flying = (
+        [int(rules.in_flight(r, n)) for r, n in zip(replicas, following, strict=True)] if flight is None else flight
+    )
+    again = recompute or [bool(rules.recomputes(load, w)) for load, w in zip(work, flying, strict=True)]
+    passes = [load.forward_s * (1 + twice) + load.backward_s for load, twice in zip(work, again, strict=True)]
+    remaining = np.cumsum(passes[::-1])[::-1].tolist()
     compute = [float(rules.compute_s(*args)) for args in zip(work, replicas, again, strict=True)]
     units = [units_of(cluster, numbers) for numbers in workers]
     averaging = [float(rules.allreduce_s(*args)) for args in zip(work, replicas, units, strict=True)]
-    waiting = [t / (w * len(numbers)) for t, w, numbers in zip(remaining, flying, workers, strict=True)]
     return Costs(
         compute_s=tuple(compute),
         allreduce_s=tuple(averaging),
         transfer_s=tuple(_transfers(rules, work, workers)),
-        stage_s=tuple(float(rules.stage_s(*both)) for both in zip(compute, averaging, strict=True)),
-        waiting_s=tuple(waiting) if way.schedule == "1f1b" else (),
+        stage_s=tuple(float(rules.stage_s(*args)) for args in zip(work, replicas, compute, averaging, strict=True)),
+        waiting_s=_waiting(way, remaining, flying, workers),
         copies_s=rules.copies_s(),
         memory_bytes=tuple(int(rules.memory_bytes(*args)) for args in zip(work, flying, again, strict=True)),
         traffic_bytes=_traffic_bytes(rules, work, replicas),
@@ -180,34 +180,31 @@ def evaluate(
     )
 
 
+def rules_and_loads(
+    profile: Profile, cluster: Cluster, stages: Sequence[Collection[str]], workers: Sequence[Sequence[int]], way: Way
+) -> tuple[Rules, list[Load]]:
+    """The formulas for a plan, and what to put in."""
+    everywhere = units_of(cluster, [worker for numbers in workers for worker in numbers])
+    rules = way.rules(profile, cluster, everywhere, units_of(cluster, workers[0][: way.copies]))
+    return rules, loads(profile, stages)
+
+
+def _waiting(
+    way: Way, seconds: Sequence[float], flight: Sequence[int], workers: Sequence[Sequence[int]]
+) -> tuple[float, ...]:
+    """Pace of w R minibatches in each so many seconds; nothing waits like that where each update flushes."""
+    if way.schedule != "1f1b":
+        return ()
+    return tuple(t / (w * len(numbers)) for t, w, numbers in zip(seconds, flight, workers, strict=True))
+
+
 def _transfers(rules: Rules, work: Sequence[Load], workers: Sequence[Sequence[int]]) -> list[float]:
     """For each border; copies that lie unevenly count as the slowest of them."""
-    held = np.zeros((len(workers), rules.copies, rules.cluster.workers))
-    for s, numbers in enumerate(workers):
-        for replica, worker in enumerate(numbers):
-            held[s, replica % rules.copies, worker] = 1
-    parts = [shares(rules.cluster, stage) for stage in held]
+    parts = shares_of(rules, workers)
     sizes = [len(numbers) // rules.copies for numbers in workers]
     borders = ((parts[s - 1], parts[s], (sizes[s - 1], sizes[s], s == 1)) for s in range(1, len(work)))
     paces = [rules.border_pace(*border).max() for border in borders]
     return [float(rules.transfer_s(load, pace)) for load, pace in zip(work[1:], paces, strict=True)]
-
-
-def round_trips(
-    rules: Rules, work: Sequence[Load], workers: Sequence[Sequence[int]], recompute: Sequence[bool]
-) -> list[float]:
-    """For each stage, seconds from a forward's start to its backward's end when nothing else is in the way: all later
-    stages compute, and the messages between them take their way there and back."""
-    trips: list[float] = []
-    after = 0.0
-    for s in reversed(range(len(work))):
-        load = work[s]
-        trips.append(load.forward_s * (1 + recompute[s]) + load.backward_s + after)
-        after = trips[-1]
-        link = rules.cluster.link(workers[s - 1][0], workers[s][0]) if s and rules.messages_wait else None
-        if link:
-            after += (load.received_bytes + load.returned_bytes) / link.bandwidth_bytes_per_s + 2 * link.latency_s
-    return trips[::-1]
 
 
 def _traffic_bytes(rules: Rules, work: Sequence[Load], replicas: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from functools import cached_property
 from pdtool.cluster import Cluster
 from pdtool.partition.cost import units_of
 
+_MOST_THINNED = 64  # workers of a cluster in which blocks that leave out some of each member are looked at
 MOST_WORKERS = 256  # in one copy: the search looks at every place for every stage
 
 
@@ -74,7 +75,8 @@ def layouts(cluster: Cluster, workers: int) -> list[Layout]:
     found = {(whole, one)}
     for depth, size in enumerate(whole):
         ones = one[: depth + 1]
-        found |= {((*whole[:depth], fewer, *whole[depth + 1 :]), one) for fewer in range(1, size) if depth}
+        if depth and cluster.workers <= _MOST_THINNED:
+            found |= {((*whole[:depth], fewer, *whole[depth + 1 :]), one) for fewer in range(1, size)}
         found.add(((*ones, *whole[depth + 1 :]), one))
         for blocks in {size // (size // share) for share in range(1, size + 1)}:
             grid = (*whole[:depth], blocks, *one[depth + 1 :])

@@ -28,7 +28,6 @@ class PipeDreamRules(Rules):
 
     all_workers = True
     anywhere_alike = False
-    messages_wait = False
 
     def compute_s(self, load: Load, replicas: Number, recompute: Number = False) -> Number:
         """Forward and backward over the replicas; the optimizer's step is not known to the original."""
@@ -38,7 +37,7 @@ class PipeDreamRules(Rules):
         """4 (R-1) P / (B R) for a round of R minibatches; tied parameters are as any others."""
         return 2 * self.ring_s(load.parameter_bytes, replicas * self.copies, units) / (replicas * self.copies)
 
-    def stage_s(self, computing_s: Number, averaging_s: Number) -> Number:
+    def stage_s(self, load: Load, replicas: Number, computing_s: Number, averaging_s: Number) -> Number:
         """The sum: nothing overlaps."""
         return computing_s + averaging_s
 

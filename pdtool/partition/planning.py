@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdtool.artifacts.cluster import ClusterSpec
-from pdtool.artifacts.plan import Plan, Predicted, Stage, Why
+from pdtool.artifacts.plan import Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
-from pdtool.partition.attempt import Candidate
+from pdtool.partition.attempt import Candidate, as_plan
 from pdtool.partition.evaluate import Costs, Way, evaluate
 from pdtool.partition.rivals import rivals
 from pdtool.partition.search import Options, Search
-
-_SLACK = 1 + 1e-9  # sums taken in another order differ in the last digits
-_MOST_DEEPER = 64  # minibatches in flight at one replica, to hide messages
+from pdtool.partition.settle import settled, simulated
 
 
 def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Options | None = None) -> Plan:
@@ -27,11 +24,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Op
     """
     search = Search(profile, cluster, options or Options())
     chosen, others = search.best()
-    margin = search.options.simplest
-    final = deepened(profile, cluster, chosen, margin)
-    if final.costs.bottleneck_s > others[0].costs.bottleneck_s * (1 + margin) * _SLACK:  # messages hold it up
-        deeper = [final, *(deepened(profile, cluster, other, margin) for other in others)]
-        final = min(deeper, key=lambda plan: plan.costs.bottleneck_s)
+    final = settled(search, chosen)
     plan = as_plan(profile, profile_path, cluster, final)
     bound, proof = lower_bound(search, others)
     pace = final.costs.bottleneck_s
@@ -39,7 +32,8 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Op
         bottleneck=final.costs.bottleneck, lower_bound_s=bound, gap=max(0.0, pace / bound - 1) if bound else 0.0,
         proof=proof, rivals=tuple(rivals(search, final, others)),
     )  # fmt: skip
-    return plan.model_copy(update={"why": why, "predicted": predicted(plan, profile, final.costs, final.way)})
+    figures = predicted(plan, profile, final.costs, final.way)
+    return plan.model_copy(update={"why": why, "predicted": figures})
 
 
 def lower_bound(search: Search, others: Sequence[Candidate]) -> tuple[float, str]:
@@ -53,52 +47,6 @@ def lower_bound(search: Search, others: Sequence[Candidate]) -> tuple[float, str
     return work / workers, f"{search.limits}; even so no plan beats {workers} workers that never wait"
 
 
-def deepened(profile: Profile, cluster: Cluster, plan: Candidate, margin: float) -> Candidate:
-    """The same with more minibatches in flight where messages would hold them up, as far as memory goes.
-
-    The search takes messages to be hidden. They are when w R minibatches last longer than one round trip; see
-    cost.Rules.fit.
-    """
-    way, flight = plan.way, list(plan.costs.in_flight)
-
-    def costs() -> Costs:
-        return evaluate(profile, cluster, plan.stages, plan.workers, way, flight=flight, recompute=plan.costs.recompute)
-
-    limit = cluster.memory_bytes or float("inf")
-    target = plan.costs.bottleneck_s * (1 + margin) * _SLACK
-    if way.schedule == "1f1b" and way.cost == "ours":
-        for s in range(len(flight)):
-            while costs().waiting_s[s] > target and flight[s] < _MOST_DEEPER:
-                flight[s] += 1
-                if costs().memory_bytes[s] > limit:
-                    flight[s] -= 1
-                    break
-    return replace(plan, costs=costs())
-
-
-def as_plan(profile: Profile, profile_path: str, cluster: Cluster, found: Candidate) -> Plan:
-    """The plan as an artifact, without its figures."""
-    way = found.way
-    return Plan.model_validate({
-        "name": f"{profile.name}-{cluster.topology}",
-        "model": profile.model,
-        "profile": str(profile_path),
-        "digests": {**profile.digests, str(profile_path): profile.content_sha256},
-        "batch_size": profile.batch_size,
-        "cluster": ClusterSpec.of(cluster),
-        "schedule": way.schedule,
-        "weights": "stash" if way.schedule == "1f1b" else "flush",
-        "microbatches": way.microbatches,
-        "copies": way.copies,
-        "stages": tuple(
-            Stage(nodes=tuple(profile.graph.compress(nodes)), replicas=len(numbers), workers=tuple(numbers),
-                  in_flight=w, recompute=again)
-            for nodes, numbers, w, again in zip(
-                found.stages, found.workers, found.costs.in_flight, found.costs.recompute, strict=True)
-        ),
-    })  # fmt: skip
-
-
 def refresh(plan: Plan, profile: Profile) -> Plan:
     """The same plan with figures for what it says now, after an edit by hand.
 
@@ -110,8 +58,8 @@ def refresh(plan: Plan, profile: Profile) -> Plan:
         profile, plan.cluster.cluster(), plan.stage_nodes(profile), [stage.workers for stage in plan.stages], way,
         flight=[stage.in_flight for stage in plan.stages], recompute=[stage.recompute for stage in plan.stages],
     )  # fmt: skip
-    why = Why(bottleneck=costs.bottleneck)
-    return plan.model_copy(update={"why": why, "predicted": predicted(plan, profile, costs, way)})
+    figures = predicted(plan, profile, costs, way)
+    return plan.model_copy(update={"why": Why(bottleneck=costs.bottleneck), "predicted": figures})
 
 
 def under(plan: Plan, profile: Profile, schedule: str, microbatches: int) -> Plan:
@@ -138,12 +86,14 @@ def way_of(plan: Plan) -> Way:
 
 
 def predicted(plan: Plan, profile: Profile, costs: Costs, way: Way) -> Predicted:
-    """The gain is over data parallelism on all workers of the cluster, whether or not that fits in memory."""
+    """The figures of a plan. The gain is over data parallelism on all workers of the cluster, whether or not that fits
+    in memory, by the same formulas."""
     cluster = plan.cluster.cluster()
     alone = evaluate(profile, cluster, [profile.graph.names], [range(cluster.workers)], replace(way, copies=1))
     pace = costs.bottleneck_s
     return Predicted(
         bottleneck_s=pace,
+        simulated_s=simulated(plan, profile) if way.cost == "ours" else None,
         throughput_samples_per_s=plan.batch_size / pace if pace else 0.0,
         gain_over_data_parallel=alone.bottleneck_s / pace if pace else 1.0,
         compute_s=costs.compute_s,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pdtool.artifacts.plan import Plan, Rival
 from pdtool.artifacts.profile import Profile
-from pdtool.partition.attempt import Candidate
+from pdtool.partition.attempt import Candidate, as_plan
 from pdtool.partition.evaluate import Way, evaluate
 from pdtool.units import format_bytes, format_seconds
 
@@ -89,7 +89,6 @@ def _why_not(search: Search, rival: Candidate, chosen: Candidate) -> str:
 
 def known_plans(profile: Profile, plan: Plan) -> list[tuple[str, Plan]]:
     """The same as whole plans, for the cluster and the formulas of `plan`."""
-    from pdtool.partition.planning import as_plan
     from pdtool.partition.search import Options, Search
 
     search = Search(profile, plan.cluster.cluster(), Options())

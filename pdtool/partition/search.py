@@ -21,7 +21,8 @@ from pdtool.schedule import NAMES
 
 _SLACK = 1 + 1e-9  # sums taken in another order differ in the last digits
 _FEWEST_CUTS = 100
-_MOST_SIMPLE = 16  # stages: a plan with more is taken only for being the fastest
+_LONGEST = np.finfo(float).max  # seconds
+_SIMPLE = 1024  # stages times workers: a plan with more is taken only for being the fastest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,7 @@ class Search:
         found = [*alone, *(attempt.traced(attempt.fastest) for attempt in attempts)]
         if not found:
             raise nothing_fits(self)
-        found.sort(key=lambda plan: plan.costs.bottleneck_s)
+        found.sort(key=lambda plan: (plan.costs.bottleneck_s, NAMES.index(plan.way.schedule)))
         if self.options.straight:
             return found[0], found
         bound = found[0].costs.bottleneck_s * (1 + self.options.simplest) * _SLACK
@@ -178,8 +179,6 @@ class Search:
 
     def _attempts(self, pace: float) -> list[Attempt]:
         """Each layout and schedule on which a plan is nearly as fast as `pace` and the best found before."""
-        margin = 1 + self.options.simplest
-        work = sum(node.forward_s + node.backward_s for node in self.profile.nodes)
         pairs = [(layout, way) for layout in self.layouts for way in self.options.ways]
         for layout, way in pairs:  # the small ones first: what they give spares most of the work on the large ones
             attempt = self.attempt(layout, way, pace)
@@ -188,7 +187,7 @@ class Search:
         found = []
         for layout, way in reversed(pairs):
             attempt = self.attempt(layout, way, pace * (1 + self.options.simplest))
-            if self._promising(attempt) and np.isfinite(attempt.fastest.pace_s) and attempt.fastest.pace_s <= attempt.bound:
+            if self._promising(attempt) and attempt.fastest.pace_s <= min(attempt.bound, _LONGEST):
                 found.append(attempt)
                 pace = min(pace, attempt.fastest.pace_s)
         return found
@@ -203,10 +202,12 @@ class Search:
         """Fewest stages first, then one copy, then the best pace; None when it takes many stages to be near."""
         near = [attempt for attempt in attempts if attempt.fastest.pace_s <= bound]
         ladders = [(attempt, attempt.solutions()) for attempt in near]
-        for _ in range(_MOST_SIMPLE):
+        for _ in range(max(4, _SIMPLE // self.workers)):
             step = [(attempt, found) for attempt, ladder in ladders if (found := next(ladder, None))]
             enough = [entry for entry in step if entry[1].pace_s <= bound]
             if enough:
-                attempt, found = min(enough, key=lambda entry: (entry[0].layout.copies, entry[1].pace_s))
+                attempt, found = min(
+                    enough, key=lambda v: (v[0].layout.copies, v[1].pace_s, NAMES.index(v[0].way.schedule))
+                )
                 return attempt.traced(found)
         return None
