@@ -18,7 +18,7 @@ from pdtool.partition.evaluate import Costs, Way, evaluate
 from pdtool.partition.layout import Layout
 from pdtool.partition.tables import Tables
 
-_ROUGH_CUTS = 40
+_ROUGH = 160  # cuts times the root of the workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +110,12 @@ class Attempt:
         """A pace that can be had, found in a small part of the space, so that the search can leave out most of it: cuts
         along one order of the operators."""
         inside = self.tables.space.inside
-        if len(inside) <= _ROUGH_CUTS:
+        cuts = int(_ROUGH * self.layout.workers**-0.5)
+        if len(inside) <= cuts:
             return self.bound
         last = inside.shape[1] - inside[:, ::-1].argmax(axis=1)
         chain = np.flatnonzero(inside.sum(axis=1) == np.where(inside.any(axis=1), last, 0))
-        some = chain[np.unique(np.linspace(0, len(chain) - 1, _ROUGH_CUTS).astype(int))]
+        some = chain[np.unique(np.linspace(0, len(chain) - 1, cuts).astype(int))]
         tables = Tables(self.profile, replace(self.tables.space, inside=inside[some]))
         return min(self.bound, replace(self, tables=tables).fastest.pace_s)
 

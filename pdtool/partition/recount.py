@@ -178,9 +178,10 @@ class Recount:
 
     def _waiting_s(self) -> list[float]:
         """The pace that w n minibatches in flight allow, each on its way through all later stages and back."""
-        left = [sum(work.forward + work.backward for work in self.work[s:]) for s in self.order]
+        again = self.plan.recompute
+        passes = [work.forward * (2 if again[s] else 1) + work.backward for s, work in enumerate(self.work)]
         flying = (w * len(numbers) for w, numbers in zip(self.plan.flight, self.plan.workers, strict=True))
-        return [t / w for t, w in zip(left, flying, strict=True)] if self.plan.schedule == "1f1b" else []
+        return [sum(passes[s:]) / w for s, w in enumerate(flying)] if self.plan.schedule == "1f1b" else []
 
     def memory_bytes(self, s: int) -> int:
         """Gradients, optimizer state and working set; weight versions; what is kept of each minibatch in flight. With

@@ -26,7 +26,7 @@ from pdtool.partition.whole import link_loads, waits
 
 _BELIEVED = 1.1  # times the predicted pace
 _SLOWER_LINKS = 3.0  # than there are: what is planned for those sends less
-_MOST_ACTIONS = 20_000  # of a simulation, about a second
+_MOST_SIMULATED = 300_000  # actions times workers, about a second
 _MOST_DEEPER = 2  # times the minibatches in flight that the schedule wants: each is one more update of delay
 
 
@@ -64,7 +64,7 @@ def _simulated(search: Search, plan: Candidate) -> float | None:
 
 def simulated(plan: Plan, profile: Profile) -> float | None:
     """Seconds per minibatch in steady state; None where it would take too long, or the plan cannot be executed."""
-    if actions(plan) > _MOST_ACTIONS:
+    if actions(plan) * sum(stage.replicas for stage in plan.stages) > _MOST_SIMULATED:
         return None
     try:
         return simulate(planned_job(plan, profile)).pace_s
