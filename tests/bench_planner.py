@@ -111,7 +111,7 @@ def measure(case: Case, folder: Path, start_up_s: float, limit_s: float) -> Row:
     wall = max(0.0, done.wall_s - start_up_s)
     outcome = {0: "done", 4: "no plan", None: "timeout"}.get(done.code, f"exit {done.code}")
     if done.code not in (0, 4, None):
-        sys.stderr.write(f"{case.name} on {case.topology}: {done.errors[-500:]}\n")
+        sys.stderr.write(f"{case.name} on {case.topology}, exit code {done.code}: {_reason(done.errors)}\n")
     found = Plan.load(plan_path) if done.code == 0 else None
     met = outcome == "done" and wall <= case.target_s and done.peak_bytes < MOST_BYTES if case.target_s else None
     why = found.why if found else None
@@ -122,6 +122,12 @@ def measure(case: Case, folder: Path, start_up_s: float, limit_s: float) -> Row:
         bottleneck_s=found.predicted.bottleneck_s if found and found.predicted else None,
         gap=why.gap if why else None, proof=why.proof if why else "",
     )  # fmt: skip
+
+
+def _reason(errors: str) -> str:
+    """The line that says what is wrong; a schedule's grid may come after it, a traceback before."""
+    lines = errors.strip().splitlines() or [""]
+    return next((text for text in lines if "rror" in text and not text.startswith(" ")), lines[-1])[:300]
 
 
 def _config(plan: Plan) -> str:

@@ -29,7 +29,8 @@ from pdtool.errors import (
 )
 
 COMMANDS = (
-    "profile", "import", "probe", "partition", "simulate", "codegen", "run", "show", "export", "schema", "completion",
+    "profile", "import", "probe", "partition", "simulate", "check", "codegen", "run", "show", "export", "schema",
+    "completion",
 )  # fmt: skip
 
 

@@ -17,10 +17,10 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.dot import dot
 from pdtool.cluster import make_cluster
-from pdtool.partition import compare
-from pdtool.partition.compare import Point, crossings, grid
-from pdtool.partition.planned import planned_job
-from pdtool.partition.simulate import simulate
+from pdtool.partition.simulator import compare
+from pdtool.partition.simulator.compare import Point, crossings, grid
+from pdtool.partition.simulator.planned import planned_job
+from pdtool.partition.simulator.simulate import simulate
 
 
 @pytest.fixture

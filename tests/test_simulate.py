@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pdtool.cluster import Cluster, make_cluster
 from pdtool.errors import ScheduleError
-from pdtool.partition.job import Border, Job, Work
-from pdtool.partition.links import Clock, Flow, Links
-from pdtool.partition.simulate import simulate
-from pdtool.partition.simulation import Simulation
+from pdtool.partition.simulator.job import Border, Job, Work
+from pdtool.partition.simulator.links import Clock, Flow, Links
+from pdtool.partition.simulator.simulate import simulate
+from pdtool.partition.simulator.simulation import Simulation
 from pdtool.schedule import SCHEDULES, Action, Kind, Shape, build, timeline, usual_shape
 
 

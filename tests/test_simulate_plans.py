@@ -13,8 +13,8 @@ from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.cluster import make_cluster
 from pdtool.errors import UsageError
 from pdtool.partition.evaluate import evaluate
-from pdtool.partition.planned import enough, pieces, planned_job
-from pdtool.partition.simulate import simulate
+from pdtool.partition.simulator.planned import enough, pieces, planned_job
+from pdtool.partition.simulator.simulate import simulate
 from pdtool.schedule import SCHEDULES, default_in_flight, usual_shape
 
 

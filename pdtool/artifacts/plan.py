@@ -51,7 +51,7 @@ class Predicted(Part):
     """What the cost model says of the plan; times are seconds per minibatch in steady state.
 
     Attributes:
-        bottleneck_s: the pace of the whole pipeline: the slowest stage or link.
+        bottleneck_s: the pace of the whole pipeline: that of the slowest stage or border, each for itself.
         simulated_s: the pace in a simulation of the workers' own action lists; None: not simulated.
         compute_s: per stage, forward + backward + update, shared by its replicas.
         allreduce_s: per stage, synchronising the replicas' gradients.

@@ -69,5 +69,5 @@ def main() -> None:
     """
 
 
-for _command in (profile, import_, probe, partition, check, simulate, codegen, run, show, export, schema, completion):
+for _command in (profile, import_, probe, partition, simulate, check, codegen, run, show, export, schema, completion):
     main.add_command(_command)

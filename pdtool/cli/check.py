@@ -15,7 +15,7 @@ from pdtool.errors import ArtifactError
 
 if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
-    from pdtool.partition.check import Finding
+    from pdtool.partition.checker.check import Finding
 
 _MARKS = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "–"}
 
@@ -33,7 +33,7 @@ def check(plan: str | None, as_json: bool) -> None:
     than the lower bound.
     """
     from pdtool.cli.inputs import read
-    from pdtool.partition.check import Check
+    from pdtool.partition.checker.check import Check
 
     path = options.candidate("plan", plan)
     chosen, profile = read(path)

@@ -114,12 +114,14 @@ def plan_view(plan: Plan) -> Parts:
             f"({predicted.throughput_samples_per_s:.4g} samples/s), "
             f"{predicted.gain_over_data_parallel:.3g} × data parallelism"
         )
+        if predicted.simulated_s:
+            yield f"simulated: {format_seconds(predicted.simulated_s)} per minibatch"
     if plan.why:
         yield f"bottleneck: {plan.why.bottleneck}"
         if plan.why.lower_bound_s is not None:
             yield (
-                f"certificate: no plan beats {format_seconds(plan.why.lower_bound_s)} per minibatch; this one is within "
-                f"{plan.why.gap or 0:.1%} of it ({plan.why.proof})"
+                f"certificate: none takes less than {format_seconds(plan.why.lower_bound_s)}, this one is within "
+                f"{plan.why.gap or 0:.1%} of that ({plan.why.proof})"
             )
         for rival in plan.why.rivals:
             yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch ({rival.why})"

@@ -52,9 +52,9 @@ def simulate(
     from pdtool.cli import svg as pictures
     from pdtool.cli.inputs import planned
     from pdtool.cli.trace import chrome_trace
-    from pdtool.partition import compare
-    from pdtool.partition.planned import planned_job
-    from pdtool.partition.simulate import simulate as execute
+    from pdtool.partition.simulator import compare
+    from pdtool.partition.simulator.planned import planned_job
+    from pdtool.partition.simulator.simulate import simulate as execute
 
     rates = _rates(sweep) if sweep else []
     chosen, profile = planned(options.candidate("plan", plan))
@@ -81,7 +81,7 @@ def simulate(
 
 def _rates(text: str) -> list[float]:
     """The bandwidths of `bandwidth=0.1..25Gbit/s`, in bytes per second; raises UsageError."""
-    from pdtool.partition.compare import grid
+    from pdtool.partition.simulator.compare import grid
     from pdtool.units import parse_bandwidth
 
     match = re.fullmatch(r"bandwidth=([0-9.]+?)([A-Za-z/]*)\.\.([0-9.]+)([A-Za-z/]+)", text)

@@ -10,8 +10,8 @@ from typing import Any
 from pdtool.artifacts.plan import Plan
 from pdtool.cli.render import Parts
 from pdtool.cli.tables import table
-from pdtool.partition.compare import CHOSEN, Comparison, Point, crossings
-from pdtool.partition.simulation import Simulation
+from pdtool.partition.simulator.compare import CHOSEN, Comparison, Point, crossings
+from pdtool.partition.simulator.simulation import Simulation
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _MOST_WORKERS = 64  # in a table

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from statistics import median
 
-from pdtool.partition.compare import Point, crossings
-from pdtool.partition.simulation import Event, Simulation
+from pdtool.partition.simulator.compare import Point, crossings
+from pdtool.partition.simulator.simulation import Event, Simulation
 from pdtool.units import format_bits_rate, format_seconds
 
 COLOURS = {

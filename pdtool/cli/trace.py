@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pdtool.partition.simulation import Event, Simulation
+from pdtool.partition.simulator.simulation import Event, Simulation
 
 LANES = ("compute", "all-reduce", "send", "receive")
 

@@ -135,7 +135,7 @@ class Rules:
         """Seconds per minibatch of a stage that computes and averages.
 
         Section 3.1 takes the larger of both. But the gradients of a round are there only in its last backward, and its
-        update waits for their averages: they hide behind that one backward (measured: FACTS, simulated: links.py).
+        update waits for their averages: they hide behind that one backward (see simulator/links.py).
         """
         hidden = load.backward_s / self.round_size(replicas)
         return computing_s + np.maximum(averaging_s - hidden, 0.0)

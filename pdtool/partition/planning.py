@@ -40,9 +40,11 @@ def lower_bound(search: Search, others: Sequence[Candidate]) -> tuple[float, str
     """(seconds per minibatch that no plan can beat, why that is so)."""
     best = others[0].costs.bottleneck_s
     space, workers = search.whole, search.workers
-    places = f"{len(space.inside)} cuts, all numbers of replicas on {workers} workers"
     if search.exact:
-        return best, f"no plan is faster: all were searched ({places})"
+        kind = "straight pipeline" if search.options.straight else "plan"
+        most = f" of at most {search.options.max_stages} stages" if search.options.max_stages else ""
+        return best, (f"every {kind}{most} on {workers} workers was searched, over {len(space.inside)} cuts, with the "
+                      "minibatches in flight that its schedule wants")  # fmt: skip
     work = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
     return work / workers, f"{search.limits}; even so no plan beats {workers} workers that never wait"
 

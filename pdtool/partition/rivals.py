@@ -84,7 +84,10 @@ def _why_not(search: Search, rival: Candidate, chosen: Candidate) -> str:
         return rival.costs.bottleneck
     if gain <= search.options.simplest * rival.costs.bottleneck_s * _SLACK:
         return f"{format_seconds(gain)} faster, within the margin of {search.options.simplest:.1%}, but not as simple"
-    return f"{format_seconds(gain)} faster, but not what was asked for"
+    most = search.options.max_stages or len(rival.stages)
+    if search.options.straight or len(rival.stages) > most or rival.way.schedule != chosen.way.schedule:
+        return f"{format_seconds(gain)} faster, but not what was asked for"
+    return f"{format_seconds(gain)} faster by these formulas, which hide what the simulation shows"
 
 
 def known_plans(profile: Profile, plan: Plan) -> list[tuple[str, Plan]]:

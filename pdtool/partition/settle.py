@@ -15,27 +15,30 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import ScheduleError
 from pdtool.partition.attempt import Candidate, as_plan
-from pdtool.partition.compare import actions
 from pdtool.partition.cost import Load, Rules
 from pdtool.partition.evaluate import evaluate, rules_and_loads
-from pdtool.partition.planned import planned_job
 from pdtool.partition.rivals import straight
 from pdtool.partition.search import Search
-from pdtool.partition.simulate import simulate
+from pdtool.partition.simulator.compare import actions
+from pdtool.partition.simulator.planned import planned_job
+from pdtool.partition.simulator.simulate import simulate
 from pdtool.partition.whole import link_loads, waits
 
 _BELIEVED = 1.1  # times the predicted pace
 _SLOWER_LINKS = 3.0  # than there are: what is planned for those sends less
 _MOST_SIMULATED = 300_000  # actions times workers, about a second
-_MOST_DEEPER = 2  # times the minibatches in flight that the schedule wants: each is one more update of delay
+_MOST_DEEPER = 2  # times the minibatches in flight that the schedule wants
 
 
 def settled(search: Search, chosen: Candidate) -> Candidate:
     """The plan to take, with the minibatches in flight to run it with."""
     margin = search.options.simplest
+    believed = chosen.costs.bottleneck_s * _BELIEVED
+    if (_simulated(search, chosen) or math.inf) <= believed:
+        return chosen  # no deeper than it needs to be: each minibatch in flight is one more update of delay
     best = deepened(search.profile, search.cluster, chosen, margin)
     pace = _simulated(search, best)
-    if not margin or pace is None or pace <= best.costs.bottleneck_s * _BELIEVED:
+    if not margin or pace is None or pace <= believed:
         return best  # without a margin the formulas' optimum is wanted, whatever comes of it
     for plan in _others(search, best, chosen.costs.in_flight):
         promising = search.fits(plan) and plan.costs.bottleneck_s * (1 + margin) < pace

@@ -11,7 +11,7 @@ class Stage1(nn.Module):
         takes   stem_2: (batch, 32, 8, 8)
         takes   block1_conv2: (batch, 32, 8, 8)
         returns relu: (batch, 64, 4, 4)
-        returns block2_norm1: (batch, 64, 4, 4)
+        returns block2_conv1: (batch, 64, 4, 4)
     """
 
     def __init__(self):
@@ -23,7 +23,6 @@ class Stage1(nn.Module):
         self.down = nn.Conv2d(32, 64, 3, stride=2, padding=1)
         self.block2 = nn.ModuleDict({
             "conv1": nn.Conv2d(64, 64, 3, padding=1, bias=False),
-            "norm1": nn.BatchNorm2d(64),
         })
 
     def forward(self, stem_2, block1_conv2):
@@ -32,6 +31,5 @@ class Stage1(nn.Module):
         x = self.block1.relu(x)
         x = self.down(x)
         relu = F.relu(x)
-        x = self.block2.conv1(relu)
-        block2_norm1 = self.block2.norm1(x)
-        return relu, block2_norm1
+        block2_conv1 = self.block2.conv1(relu)
+        return relu, block2_conv1

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.partition.planned import enough, planned_job
-from pdtool.partition.simulate import simulate
-from pdtool.partition.simulation import Simulation
+from pdtool.partition.simulator.planned import enough, planned_job
+from pdtool.partition.simulator.simulate import simulate
+from pdtool.partition.simulator.simulation import Simulation
 
 CHOSEN, DATA_PARALLEL = "this plan", "data parallelism"
 MOST_ACTIONS = 200_000  # about ten seconds

@@ -13,10 +13,10 @@ from collections import Counter
 from functools import partial
 
 from pdtool.errors import ScheduleError
-from pdtool.partition.averages import Averages
-from pdtool.partition.job import Job
-from pdtool.partition.links import Clock, Flow, Links
-from pdtool.partition.simulation import Record, Share, Simulation, pace
+from pdtool.partition.simulator.averages import Averages
+from pdtool.partition.simulator.job import Job
+from pdtool.partition.simulator.links import Clock, Flow, Links
+from pdtool.partition.simulator.simulation import Record, Share, Simulation, pace
 from pdtool.schedule import Action, Held, Kind, grid
 
 Tensors = tuple[int, bool, int]  # stage that waits for them, whether they are gradients, minibatch

@@ -12,8 +12,8 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
 from pdtool.partition.cost import Load
 from pdtool.partition.evaluate import loads
-from pdtool.partition.job import Border, Job, Tied, Work
-from pdtool.partition.simulation import filling, period
+from pdtool.partition.simulator.job import Border, Job, Tied, Work
+from pdtool.partition.simulator.simulation import filling, period
 from pdtool.schedule import Kind, Shape, build, lag_of, usual_shape
 
 LEAST_STEADY = 32  # minibatches in steady state

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
-from pdtool.partition.links import Flow
+from pdtool.partition.simulator.links import Flow
 from pdtool.schedule import Shape
 
 

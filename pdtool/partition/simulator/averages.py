@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdtool.partition.job import Job, Tied
-from pdtool.partition.links import Clock, Flow, Link, Links
-from pdtool.partition.simulation import Record
+from pdtool.partition.simulator.job import Job, Tied
+from pdtool.partition.simulator.links import Clock, Flow, Link, Links
+from pdtool.partition.simulator.simulation import Record
 
 PIECE_BYTES, MOST_PIECES = 25_000_000, 8  # the runtime's pieces are of this size, however many
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
-from pdtool.partition.recount import Division, Recount
+from pdtool.partition.checker.recount import Division, Recount
 
 _SAME = 1 - 1e-9
 _MOST_WORK = 400_000  # operators and workers looked at: about a second
@@ -64,21 +64,15 @@ class Walk:
             yield s - 1
 
     def _fitted(self, plan: Division) -> Recount | None:
-        """With as many minibatches in flight as help and fit; no stage recomputes unless one of the plan's does."""
+        """With the minibatches in flight that the schedule wants: fewer are not in the space that is claimed. A stage
+        recomputes where it fits that way only, if one of the plan's does."""
         sizes = [len(numbers) for numbers in plan.workers]
         flight = [math.ceil(sum(sizes[s:]) / n) for s, n in enumerate(sizes)]
         if plan.schedule != "1f1b":
             most = [math.ceil(plan.microbatches / n) for n in sizes]
             flight = most if plan.schedule == "gpipe" else [min(both) for both in zip(flight, most, strict=True)]
-        found = Recount(self.profile, self.cluster, plan)
-        ways = (False, True) if any(plan.recompute) else (False,)
-        recompute = [False] * len(sizes)
-        for s, wanted in enumerate(flight):
-            fewest = 1 if plan.schedule == "1f1b" else wanted
-            for recompute[s], flight[s] in ((v, w) for v in ways for w in range(wanted, fewest - 1, -1)):
-                found.plan = replace(plan, flight=flight, recompute=recompute)
-                if found.memory_bytes(s) <= (self.cluster.memory_bytes or math.inf):
-                    break
-            else:
-                return None
-        return found
+        limit, may = self.cluster.memory_bytes or math.inf, any(plan.recompute)
+        found = Recount(self.profile, self.cluster, replace(plan, flight=flight, recompute=[False] * len(sizes)))
+        again = [may and found.memory_bytes(s) > limit for s in found.order]
+        found.plan = replace(found.plan, recompute=again)
+        return found if found.fits() else None

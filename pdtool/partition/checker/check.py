@@ -15,8 +15,8 @@ from typing import Any
 from pdtool.artifacts.plan import Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, ScheduleError
-from pdtool.partition.recount import Division, Recount
-from pdtool.partition.walk import Walk
+from pdtool.partition.checker.recount import Division, Recount
+from pdtool.partition.checker.walk import Walk
 from pdtool.units import format_bytes, format_seconds
 
 _SAME = 1e-9  # relative: sums taken in another order differ in the last digits
@@ -65,8 +65,8 @@ class Check:
         if self.plan.edited or not self.plan.predicted:  # the second for the type checker: without figures it is edited
             yield Finding(
                 claim="figures", holds=False, field="predicted", recomputed=own.bottleneck_s(),
-                words=f"those of another plan, this one was edited by hand since; {format_seconds(own.bottleneck_s())} per "
-                "minibatch as it is now",
+                words="those of another plan, this one was edited by hand since; as it is now it takes "
+                f"{format_seconds(own.bottleneck_s())} per minibatch",
             )  # fmt: skip
             return
         yield from self._figures(own, self.plan.predicted)
@@ -180,12 +180,11 @@ def _bounded(claim: str, bound: float, pace: float, words: str) -> Finding:
 
 def _compared(name: str, stored: Any, recomputed: Any) -> Finding:
     """A figure or one for each stage; bytes may differ by one, they are rounded up."""
-    pairs = [(stored, recomputed)]
-    if isinstance(recomputed, list):
-        stored = list(stored)
-        pairs = list(zip(stored, recomputed, strict=False)) if len(stored) == len(recomputed) else [(math.inf, 0)]
+    many = isinstance(recomputed, list)
+    old, new = (list(stored), recomputed) if many else ([stored], [recomputed])
     least = 1.0 if name.endswith("_bytes") else 0.0
-    holds = all(abs(a - b) <= max(least, _SAME * max(abs(a), abs(b))) for a, b in pairs)
+    pairs = zip(old, new, strict=False)
+    holds = len(old) == len(new) and all(abs(a - b) <= max(least, _SAME * max(abs(a), abs(b))) for a, b in pairs)
     words = "as recomputed" if holds else f"the plan says {stored}, recomputed it is {recomputed}"
     return Finding(
         claim=name, holds=holds, words=words, field=f"predicted.{name}", stored=stored, recomputed=recomputed

@@ -1,0 +1,1 @@
+"""A plan computed again with formulas of its own, to catch a false certificate."""
