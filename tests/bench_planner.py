@@ -230,7 +230,7 @@ def line(row: Row) -> str:
     """One row as text."""
     target = f"{row.target_s:g} s: {'met' if row.met else 'MISSED'}" if row.target_s else ""
     proof = row.proof.partition(" were merged into ")
-    sure = f"{proof[0]} -> {proof[2].split()[0]}" if proof[1] else row.proof.partition(":")[0]
+    sure = f"{proof[0]} -> {proof[2].split()[0]}" if proof[1] else row.proof.partition(",")[0]
     return COLUMNS.format(
         row.case, row.nodes, row.topology, row.memory or "", f"{row.wall_s:.2f}", f"{row.processor_s:.2f}",
         f"{row.peak_bytes / 1e6:.0f}", "" if row.bottleneck_s is None else f"{row.bottleneck_s * 1e3:.3f}",

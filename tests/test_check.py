@@ -20,7 +20,7 @@ from pdtool.partition.checker.check import Check
 from pdtool.partition.planning import make_plan, refresh
 from pdtool.partition.search import Options
 
-PLANNER = Path(__file__).parent.parent / "pdtool" / "partition"
+PLANNER = Path(__file__).parent.parent / "pdtool" / "partition" / "checker"
 FIGURES = ("bottleneck_s", "throughput_samples_per_s", "gain_over_data_parallel", "compute_s", "allreduce_s",
            "transfer_s", "memory_bytes", "traffic_bytes")  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_no_formula_is_shared():
     for name in ("check", "recount", "walk"):
         modules = {node.module for node in ast.walk(ast.parse((PLANNER / f"{name}.py").read_text()))
                    if isinstance(node, ast.ImportFrom) and node.module.startswith("pdtool")}  # fmt: skip
-        own = {f"pdtool.partition.{other}" for other in ("recount", "walk")}
+        own = {f"pdtool.partition.checker.{other}" for other in ("recount", "walk")}
         assert {module.split(".")[1] for module in modules - own} <= shared
         assert "numpy" not in (PLANNER / f"{name}.py").read_text().replace("no numpy", "")
 

@@ -20,14 +20,11 @@ if TYPE_CHECKING:
 _MARKS = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "–"}
 
 
-@click.command(
-    epilog="\b\nExamples:\n  pdtool check plans/digits-3.yaml\n"
-    "  pdtool partition profiles/digits.json --topology 3 -o - | pdtool check -"
-)
+@click.command(epilog="\b\nExamples:\n  pdtool check plans/digits-3.yaml\n  pdtool check plans/digits-3.yaml --json")
 @click.argument("plan", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON on stdout.")
 def check(plan: str | None, as_json: bool) -> None:
-    """Recompute what PLAN says of itself, by other code than planned it.
+    """Compute PLAN's figures and certificate again, by other code.
 
     One line for each claim: the stages, the schedule, the memory, each figure, and that nothing easily found is faster
     than the lower bound.
