@@ -1,4 +1,8 @@
-"""Monotone: more bandwidth, more memory, more workers or less latency never makes the predicted optimum worse."""
+"""Monotone: more bandwidth, more memory, more workers or less latency never makes the predicted optimum worse.
+
+Of the formulas' optimum, that is, without a margin (`--simplest 0`): with one, the simulator chooses among a few plans,
+and that choice is not monotone.
+"""
 
 import random
 from dataclasses import replace

@@ -177,8 +177,9 @@ class Dynamic:
         np.minimum.at(target[i, :, 1], entries.first[free], paces[free])
         target[i, :, 2:] = target[i, :, 1:2]
         if slow.any():
-            first, replicas, crossing = first[slow], replicas[slow], crossing[slow, None]
-            bordered = np.maximum(paces[keep[slow], None], crossing * self._border[self._place(first), replicas, 1:])
+            some = _undominated(first * (self.workers + 1) + replicas, paces[keep], crossing, np.flatnonzero(slow))
+            first, replicas, crossing = first[some], replicas[some], crossing[some, None]
+            bordered = np.maximum(paces[keep[some], None], crossing * self._border[self._place(first), replicas, 1:])
             starts = np.flatnonzero(np.diff(first, prepend=-1))
             best = np.minimum.reduceat(bordered, starts, axis=0)
             target[i, first[starts], 1:] = np.minimum(target[i, first[starts], 1:], best)
@@ -275,3 +276,13 @@ class Dynamic:
     def _place(self, first: Array) -> Array:
         """Where a worker stands among those that borders differ for."""
         return first % self._period
+
+
+def _undominated(slots: Array, paces: Array, crossing: Array, some: Array) -> Array:
+    """Those of `some` than which no other in the same slot has a better pace and fewer bytes before it, by slot."""
+    order = some[np.lexsort((crossing[some], paces[some], slots[some]))]
+    group = np.cumsum(np.diff(slots[order], prepend=-1) != 0)
+    falling = crossing[order] - group * (crossing.max() + 1.0)  # each slot lies below all before it
+    least = np.minimum.accumulate(falling)
+    kept: Array = order[np.concatenate([[True], falling[1:] < least[:-1]])]
+    return kept
