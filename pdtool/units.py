@@ -7,6 +7,7 @@ import re
 from pdtool.errors import UsageError
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+_LEAST, _MOST = 1e-3, 1e18  # of what anyone means
 _RATE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?i?)(bit|B)/s")
 _SIZE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?i?)B")
 _TIME = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*(s|ms|us|ns)")
@@ -21,7 +22,7 @@ def parse_bandwidth(text: str) -> float:
     """
     match = _RATE.fullmatch(text.strip())
     value = _number(match, text) if match else 0.0
-    if not match or value <= 0:
+    if not match or not _LEAST <= value * _PREFIX[match[2]] <= _MOST:
         raise UsageError(f"bandwidth {text!r} is not a positive rate in bits or bytes", "write 10Gbit/s or 1.25GB/s")
     return value * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1)
 
@@ -30,7 +31,7 @@ def parse_bytes(text: str) -> int:
     """Read `16GB` or `16GiB` as a number of bytes; raises UsageError."""
     match = _SIZE.fullmatch(text.strip())
     value = _number(match, text) if match else 0.0
-    if not match or value <= 0:
+    if not match or not 1 <= value * _PREFIX[match[2]] <= _MOST:
         raise UsageError(f"size {text!r} is not a positive number of bytes", "write 16GB or 16GiB")
     return int(value * _PREFIX[match[2]])
 
@@ -38,7 +39,7 @@ def parse_bytes(text: str) -> int:
 def parse_seconds(text: str) -> float:
     """Read `50us` or `1.5s` as seconds; raises UsageError."""
     match = _TIME.fullmatch(text.strip())
-    if not match:
+    if not match or _number(match, text) > _MOST:
         raise UsageError(f"time {text!r} is not a number with a unit", "write 50us, 1ms or 1.5s")
     return _number(match, text) * _SECONDS[match[2]]
 

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from pdtool.artifacts import envelope
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.cluster import ClusterFile
+from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
@@ -444,3 +446,18 @@ def test_a_dash_is_the_standard_stream(capsys, monkeypatch):
 def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path):
     (tmp_path / "f").write_bytes(b"abc")
     assert envelope.file_sha256(tmp_path / "f").startswith("ba7816bf")
+
+
+def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):
+    """Neither is replaced by a file."""
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_atomically(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(tmp_path / "pipe", "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)

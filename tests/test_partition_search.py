@@ -126,6 +126,12 @@ def test_messages_get_minibatches_in_flight_to_hide_behind():
     assert tight.predicted.simulated_s == pytest.approx(4 / 3, rel=0.02), "as fast as the memory allows"
 
 
+def test_where_messages_take_too_long_one_worker_does_all():
+    profile = chain([1.0] * 4, crossing=10, parameters=10)
+    plan = make_plan(profile, "p", make_cluster((2,), (FAST,), latencies=[100.0]))
+    assert plan.config == "1"
+
+
 def test_auto_takes_the_schedule_that_fits_and_is_fastest():
     """Stashing wants three versions of 1000 bytes and the gradients; with a flush one version does."""
     profile = chain([1.0] * 3, parameters=1000)

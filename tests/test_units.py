@@ -58,3 +58,20 @@ def test_printing():
     assert format_rate(1.25e9) == "1.25 GB/s"
     assert [format_bits_rate(rate) for rate in (1.25e9, 12.5e6)] == ["10 Gbit/s", "100 Mbit/s"]
     assert [format_seconds(s) for s in (0, 1.5, 0.0123, 45e-6, 3e-9)] == ["0", "1.5 s", "12.3 ms", "45 µs", "3 ns"]
+
+
+@pytest.mark.parametrize("text", ["1e400Gbit/s", "1e300GB/s", "1e-320B/s", "0B/s"])
+def test_rates_that_nobody_means_are_refused(text):
+    with pytest.raises(UsageError, match="rate"):
+        parse_bandwidth(text)
+
+
+@pytest.mark.parametrize("text", ["1e400GB", "0.5B", "0GB"])
+def test_sizes_that_nobody_means_are_refused(text):
+    with pytest.raises(UsageError, match="bytes"):
+        parse_bytes(text)
+
+
+def test_a_time_without_end_is_refused():
+    with pytest.raises(UsageError, match="time"):
+        parse_seconds("1e400s")

@@ -245,13 +245,19 @@ def file_sha256(path: Path | str) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Write beside the target, sync, then rename over it: when the disk is full the old file stays as it was.
 
+    A link is followed; a pipe or a device is written to, not replaced.
+
     Raises:
         PdtoolError: the file could not be written; nothing is left behind.
     """
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        target = path.resolve()
+        if target.exists() and not target.is_file() and not target.is_dir():
+            target.write_text(text, encoding="utf-8")
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -259,7 +265,7 @@ def write_atomically(path: Path, text: str) -> None:
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)

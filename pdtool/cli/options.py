@@ -62,7 +62,7 @@ def schedule(default: str | None, *more: str) -> Callable[[Any], Any]:
 def microbatches(default: str) -> Callable[[Any], Any]:
     """`--microbatches`: size of an update of a flushing schedule."""
     return click.option(
-        "--microbatches", type=click.IntRange(min=1), metavar="N", show_default=default, default=None,
+        "--microbatches", type=click.IntRange(min=1, max=10_000), metavar="N", show_default=default, default=None,
         help="Minibatches in one update of a flushing schedule.",
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ _WIDEST = 40  # bar of a plot, in characters
 def simulation_view(plan: Plan, schedule: str, found: Simulation) -> Parts:
     """How each worker spent its time, and the pace beside what was predicted."""
     rows = [
-        (share.worker, share.stage, *(f"{part / found.makespan_s:.0%}" for part in (
+        (share.worker, share.stage, *(f"{part / (found.makespan_s or 1.0):.0%}" for part in (
             share.busy_s, share.communication_s, share.idle_s)),
          share.peak_stashed, share.versions, format_bytes(share.memory_bytes), format_bytes(share.sent_bytes))
         for share in found.shares[:_MOST_WORKERS]

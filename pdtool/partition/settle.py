@@ -17,7 +17,7 @@ from pdtool.errors import ScheduleError
 from pdtool.partition.attempt import Candidate, as_plan
 from pdtool.partition.cost import Load, Rules
 from pdtool.partition.evaluate import evaluate, rules_and_loads
-from pdtool.partition.rivals import straight
+from pdtool.partition.rivals import again, straight
 from pdtool.partition.search import Search
 from pdtool.partition.simulator.compare import actions
 from pdtool.partition.simulator.planned import planned_job
@@ -49,14 +49,16 @@ def settled(search: Search, chosen: Candidate) -> Candidate:
 
 
 def _others(search: Search, first: Candidate, flight: Sequence[int]) -> Iterator[Candidate]:
-    """More minibatches in flight; what is best over slower links; the straight pipeline; data parallelism."""
+    """More minibatches in flight; what is best over slower links; straight; data parallelism; one worker."""
     profile, cluster, margin = search.profile, search.cluster, search.options.simplest
     yield with_flight(profile, cluster, first, [*(_MOST_DEEPER * w for w in flight[:-1]), flight[-1]])
     if search.options.straight:
         return
     slower = tuple(replace(v, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s / _SLOWER_LINKS) for v in cluster.levels)
     frugal = replace(search, cluster=replace(cluster, levels=slower)).best()[0]
-    for plan in (frugal, straight(search, first.way), search.data_parallel(replace(first.way, copies=1))):
+    alone = search.data_parallel(replace(first.way, copies=1))
+    one = again(search, replace(alone, workers=[[0]]), alone.way)
+    for plan in (frugal, straight(search, first.way), alone, one):
         if plan and len(plan.stages) <= (search.options.max_stages or math.inf):
             yield deepened(profile, cluster, plan, margin)
 
