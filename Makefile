@@ -31,7 +31,7 @@ $(STAMP): setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@
 
-test: $(STAMP) ## run the tests (under ten minutes on two cores)
+test: $(STAMP) ## run the tests (ten minutes or so on two cores)
 	$(BIN)/python -m pytest
 
 check: $(STAMP) ## ruff, mypy --strict and the tests
