@@ -114,6 +114,17 @@ def test_every_error_has_its_exit_code_and_one_line(planned, monkeypatch, error,
     assert code == 130 or result.stderr.rstrip().endswith("; y")
 
 
+def test_a_cluster_file_is_the_same_as_its_figures(planned):
+    samples.cluster().save("cluster.yaml")
+    levels = samples.cluster().levels
+    figures = ["--topology", "x".join(str(v.size) for v in levels),
+               "--bandwidth", ",".join(f"{v.bandwidth_bytes_per_s}B/s" for v in levels),
+               "--latency", ",".join(f"{v.latency_s}s" for v in levels)]  # fmt: skip
+    memory = ["--memory", "16GB", "--json", "-o", "out.yaml"]
+    by_file = planned.pdtool("partition", "--cluster", "cluster.yaml", *memory).stdout
+    assert by_file == planned.pdtool("partition", *figures, *memory).stdout
+
+
 def test_an_unexpected_error_keeps_its_traceback(planned, monkeypatch):
     monkeypatch.setattr(Profile, "load", lambda path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -142,6 +153,11 @@ def test_usage_errors_exit_with_2(folder, arguments):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
+        ([], "no cluster is given; give --topology 4x4, or --cluster cluster.yaml"),
+        (
+            ["--cluster", "c.yaml", "--topology", "2"],
+            "--cluster c.yaml together with '2'; give the file or the figures",
+        ),
         (["--topology", "4y4"], "topology '4y4' is not sizes joined by x"),
         (["--topology", "0"], "topology '0' has 0 workers"),
         (["--topology", "2x2", "--bandwidth", "10Gbit/s"], "1 bandwidth(s) for the 2 level(s) of topology 2x2"),

@@ -82,10 +82,14 @@ def best_with(search, replicas):
     return values[0]
 
 
-@pytest.mark.parametrize("row", [row for row in SEVERAL if row["activation_compression_ratio"] == 1], ids=name)
-def test_the_oracle_above_is_what_evaluate_says(row):
-    """best_with can be trusted: the search's own plan, forced through it, comes out the same."""
-    ours = search(row)
-    found = ours.best()[0]
-    if found.way.copies == 1 and sum(map(len, found.workers)) == ours.workers:
-        assert best_with(ours, [len(w) for w in found.workers]) == pytest.approx(found.costs.bottleneck_s, rel=1e-9)
+def test_the_oracle_above_is_what_evaluate_says():
+    """best_with can be trusted: the search's own plans, forced through it, come out the same."""
+    compared = 0
+    for row in SEVERAL:
+        ours = search(row)
+        found = ours.best()[0]
+        if found.way.copies == 1 and sum(map(len, found.workers)) == ours.workers:
+            replicas = [len(numbers) for numbers in found.workers]
+            assert best_with(ours, replicas) == pytest.approx(found.costs.bottleneck_s, rel=1e-9), name(row)
+            compared += len(replicas) > 1
+    assert compared >= 5, "plans of several stages on all workers"

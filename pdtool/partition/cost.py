@@ -19,6 +19,7 @@ import numpy as np
 
 from pdtool.cluster import Cluster
 
+SLACK = 1 + 1e-9  # sums taken in another order differ in the last digits
 Number = Any  # one number, or a numpy array of them
 Units = Sequence[Number]  # one for each level
 
@@ -74,8 +75,7 @@ class Rules:
     copies: int = 1
     may_recompute: bool = True
 
-    all_workers = False  # whether a plan must use all the workers there are
-    anywhere_alike = True  # whether a border costs the same in every member of the outermost level
+    all_workers = False  # whether a plan must use all there are; then the first stage is known by its place
 
     def round_size(self, replicas: Number) -> Number:
         """k: an asynchronous stage updates when each replica has done one minibatch, a flushing one at the flush."""

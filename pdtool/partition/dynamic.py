@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtool.partition.cost import Rules, shares, units_between
+from pdtool.partition.cost import SLACK, Rules, shares, units_between
 from pdtool.partition.tables import Tables
 
 Array = NDArray[Any]
-_SLACK = 1 + 1e-9  # sums taken in another order differ in the last digits
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ class Dynamic:
         after = self.workers - first - replicas
         pairs = (ends[some] == len(work) - 1)[:, None] == (after == 0)
         if np.isfinite(self.bound) and not self.least_memory:
-            most = self.bound * self.rules.copies * _SLACK  # work of one worker
+            most = self.bound * self.rules.copies * SLACK  # work of one worker
             kept = (work[i] <= first * most) & (work[-1] - work[i] <= (self.workers - first) * most)
             first, replicas, after, pairs = first[kept], replicas[kept], after[kept], pairs[:, kept]
             here, later = (work[ends[some]] - work[i])[:, None], (work[-1] - work[ends[some]])[:, None]
@@ -264,8 +263,8 @@ class Dynamic:
 
     @property
     def _period(self) -> int:
-        """Workers after which borders repeat: those of one outermost member, or all."""
-        return self.rules.cluster.below[0] if self.rules.anywhere_alike else self.rules.cluster.workers
+        """Workers after which borders repeat: those of one outermost member; all, where the first stage is apart."""
+        return self.rules.cluster.workers if self.rules.all_workers else self.rules.cluster.below[0]
 
     @cached_property
     def _slowest_border(self) -> Array:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
-from pdtool.partition.cost import Load, Rules, units_of
+from pdtool.partition.cost import Load, Rules, shares, units_of
 from pdtool.partition.pipedream import PipeDreamRules
-from pdtool.partition.whole import shares_of
 from pdtool.units import format_seconds
 
 Cost = Literal["ours", "pipedream", "pipedream-free"]
@@ -54,7 +54,7 @@ class Costs:
 
     Attributes:
         stage_s: computing and averaging together.
-        waiting_s: pace that the minibatches in flight allow.
+        waiting_s: pace that the minibatches in flight allow; () where each update flushes.
         copies_s: averaging over all copies.
         bubble: factor for the fill and drain of a flushing schedule.
         traffic_bytes: sent by all workers together for one minibatch.
@@ -162,6 +162,7 @@ def evaluate(
     again = recompute or [bool(rules.recomputes(load, w)) for load, w in zip(work, flying, strict=True)]
     passes = [load.forward_s * (1 + twice) + load.backward_s for load, twice in zip(work, again, strict=True)]
     remaining = np.cumsum(passes[::-1])[::-1].tolist()
+    waiting = tuple(t / (w * len(numbers)) for t, w, numbers in zip(remaining, flying, workers, strict=True))
     compute = [float(rules.compute_s(*args)) for args in zip(work, replicas, again, strict=True)]
     units = [units_of(cluster, numbers) for numbers in workers]
     averaging = [float(rules.allreduce_s(*args)) for args in zip(work, replicas, units, strict=True)]
@@ -170,7 +171,7 @@ def evaluate(
         allreduce_s=tuple(averaging),
         transfer_s=tuple(_transfers(rules, work, workers)),
         stage_s=tuple(float(rules.stage_s(*args)) for args in zip(work, replicas, compute, averaging, strict=True)),
-        waiting_s=_waiting(way, remaining, flying, workers),
+        waiting_s=waiting if way.schedule == "1f1b" else (),
         copies_s=rules.copies_s(),
         memory_bytes=tuple(int(rules.memory_bytes(*args)) for args in zip(work, flying, again, strict=True)),
         traffic_bytes=_traffic_bytes(rules, work, replicas),
@@ -189,13 +190,13 @@ def rules_and_loads(
     return rules, loads(profile, stages)
 
 
-def _waiting(
-    way: Way, seconds: Sequence[float], flight: Sequence[int], workers: Sequence[Sequence[int]]
-) -> tuple[float, ...]:
-    """Pace of w R minibatches in each so many seconds; nothing waits like that where each update flushes."""
-    if way.schedule != "1f1b":
-        return ()
-    return tuple(t / (w * len(numbers)) for t, w, numbers in zip(seconds, flight, workers, strict=True))
+def shares_of(rules: Rules, workers: Sequence[Sequence[int]]) -> list[list[NDArray[np.float64]]]:
+    """For each stage and level, [copies, members] share of the copy's replicas on each member."""
+    held = np.zeros((len(workers), rules.copies, rules.cluster.workers))
+    for s, numbers in enumerate(workers):
+        for replica, worker in enumerate(numbers):
+            held[s, replica % rules.copies, worker] = 1
+    return [shares(rules.cluster, stage) for stage in held]
 
 
 def _transfers(rules: Rules, work: Sequence[Load], workers: Sequence[Sequence[int]]) -> list[float]:

@@ -27,7 +27,6 @@ class PipeDreamRules(Rules):
     charged: bool
 
     all_workers = True
-    anywhere_alike = False
 
     def compute_s(self, load: Load, replicas: Number, recompute: Number = False) -> Number:
         """Forward and backward over the replicas; the optimizer's step is not known to the original."""

@@ -24,7 +24,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Op
     """
     search = Search(profile, cluster, options or Options())
     chosen, others = search.best()
-    final = settled(search, chosen)
+    final, simulated_s = settled(search, chosen)
     plan = as_plan(profile, profile_path, cluster, final)
     bound, proof = lower_bound(search, others)
     pace = final.costs.bottleneck_s
@@ -32,7 +32,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Op
         bottleneck=final.costs.bottleneck, lower_bound_s=bound, gap=max(0.0, pace / bound - 1) if bound else 0.0,
         proof=proof, rivals=tuple(rivals(search, final, others)),
     )  # fmt: skip
-    figures = predicted(plan, profile, final.costs, final.way)
+    figures = predicted(plan, profile, final.costs, final.way, simulated_s)
     return plan.model_copy(update={"why": why, "predicted": figures})
 
 
@@ -60,7 +60,7 @@ def refresh(plan: Plan, profile: Profile) -> Plan:
         profile, plan.cluster.cluster(), plan.stage_nodes(profile), [stage.workers for stage in plan.stages], way,
         flight=[stage.in_flight for stage in plan.stages], recompute=[stage.recompute for stage in plan.stages],
     )  # fmt: skip
-    figures = predicted(plan, profile, costs, way)
+    figures = predicted(plan, profile, costs, way, simulated(plan, profile) if way.cost == "ours" else None)
     return plan.model_copy(update={"why": Why(bottleneck=costs.bottleneck), "predicted": figures})
 
 
@@ -87,7 +87,7 @@ def way_of(plan: Plan) -> Way:
     return Way(schedule=plan.schedule, microbatches=plan.microbatches, copies=plan.copies, cost=cost)
 
 
-def predicted(plan: Plan, profile: Profile, costs: Costs, way: Way) -> Predicted:
+def predicted(plan: Plan, profile: Profile, costs: Costs, way: Way, simulated_s: float | None) -> Predicted:
     """The figures of a plan. The gain is over data parallelism on all workers of the cluster, whether or not that fits
     in memory, by the same formulas."""
     cluster = plan.cluster.cluster()
@@ -95,7 +95,7 @@ def predicted(plan: Plan, profile: Profile, costs: Costs, way: Way) -> Predicted
     pace = costs.bottleneck_s
     return Predicted(
         bottleneck_s=pace,
-        simulated_s=simulated(plan, profile) if way.cost == "ours" else None,
+        simulated_s=simulated_s,
         throughput_samples_per_s=plan.batch_size / pace if pace else 0.0,
         gain_over_data_parallel=alone.bottleneck_s / pace if pace else 1.0,
         compute_s=costs.compute_s,

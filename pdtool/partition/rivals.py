@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pdtool.artifacts.plan import Plan, Rival
 from pdtool.artifacts.profile import Profile
 from pdtool.partition.attempt import Candidate, as_plan
+from pdtool.partition.cost import SLACK
 from pdtool.partition.evaluate import Way, evaluate
+from pdtool.partition.layout import MOST_WORKERS, Layout
+from pdtool.partition.search import Options, Search
 from pdtool.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from pdtool.partition.search import Search
 
 _MICROBATCHES = 4  # in one update of GPipe, for each stage: its paper's advice (section 2.3)
 _OTHERS = 2  # rivals besides the known ones
-_SLACK = 1 + 1e-9
 
 
 def rivals(search: Search, chosen: Candidate, others: Sequence[Candidate]) -> Iterator[Rival]:
@@ -45,8 +43,7 @@ def _one_by_one(plan: Candidate) -> bool:
 def known(search: Search, way: Way) -> Iterator[tuple[str, Candidate]]:
     """Label and plan of each, on the workers that may be used; the straight ones on as many as there are stages."""
     alone = replace(way, copies=1)
-    one = search.data_parallel(alone)
-    yield f"data parallelism ({search.workers})", one
+    yield f"data parallelism ({search.workers})", search.data_parallel(alone)
     pipeline = straight(search, alone)
     if pipeline:
         depth = len(pipeline.stages)
@@ -54,13 +51,16 @@ def known(search: Search, way: Way) -> Iterator[tuple[str, Candidate]]:
         gpipe = replace(alone, schedule="gpipe", microbatches=_MICROBATCHES * depth)
         yield f"GPipe ({depth} stages, {gpipe.microbatches} microbatches)", again(search, pipeline, gpipe)
         yield f"model parallelism ({depth} stages)", again(search, pipeline, alone, flight=[1] * depth)
-    yield "one worker", again(search, replace(one, workers=[[0]]), alone)
+    yield "one worker", one_worker(search, alone)
+
+
+def one_worker(search: Search, way: Way) -> Candidate:
+    """All on the first."""
+    return again(search, replace(search.data_parallel(way), workers=[[0]]), way)
 
 
 def straight(search: Search, way: Way) -> Candidate | None:
     """The fastest pipeline of one worker a stage on as many workers as the model can be cut for; None: none fits."""
-    from pdtool.partition.layout import MOST_WORKERS, Layout
-
     depth = min(search.workers, search.whole.most_stages, search.options.max_stages or search.workers, MOST_WORKERS)
     attempt = search.attempt(Layout.of(search.cluster, depth), way, straight=True)
     found = attempt.fastest
@@ -82,7 +82,7 @@ def _why_not(search: Search, rival: Candidate, chosen: Candidate) -> str:
     gain = chosen.costs.bottleneck_s - rival.costs.bottleneck_s
     if gain <= 0:
         return rival.costs.bottleneck
-    if gain <= search.options.simplest * rival.costs.bottleneck_s * _SLACK:
+    if gain <= search.options.simplest * rival.costs.bottleneck_s * SLACK:
         return f"{format_seconds(gain)} faster, within the margin of {search.options.simplest:.1%}, but not as simple"
     most = search.options.max_stages or len(rival.stages)
     if search.options.straight or len(rival.stages) > most or rival.way.schedule != chosen.way.schedule:
@@ -92,8 +92,6 @@ def _why_not(search: Search, rival: Candidate, chosen: Candidate) -> str:
 
 def known_plans(profile: Profile, plan: Plan) -> list[tuple[str, Plan]]:
     """The same as whole plans, for the cluster and the formulas of `plan`."""
-    from pdtool.partition.search import Options, Search
-
     search = Search(profile, plan.cluster.cluster(), Options())
     made = [(label, found) for label, found in known(search, Way()) if label != "one worker"]
     return [(label, as_plan(profile, plan.profile, search.cluster, found)) for label, found in made]

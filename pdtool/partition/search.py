@@ -13,13 +13,13 @@ from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
 from pdtool.partition.advice import nothing_fits
 from pdtool.partition.attempt import Attempt, Candidate, candidate
+from pdtool.partition.cost import SLACK
 from pdtool.partition.evaluate import COSTS, Cost, Way
 from pdtool.partition.layout import MOST_WORKERS, Layout, layouts
 from pdtool.partition.space import MAX_CUTS, Space, build_space
 from pdtool.partition.tables import Tables
 from pdtool.schedule import NAMES
 
-_SLACK = 1 + 1e-9  # sums taken in another order differ in the last digits
 _FEWEST_CUTS = 100
 _LONGEST = np.finfo(float).max  # seconds
 _SIMPLE = 1024  # stages times workers: a plan with more is taken only for being the fastest
@@ -144,7 +144,7 @@ class Search:
         tables = self.tables(layout.workers)
         most = min(self.options.max_stages or layout.workers, tables.space.most_stages)
         return Attempt(
-            tables=tables, layout=layout, way=replace(way, copies=layout.copies), bound=bound * _SLACK,
+            tables=tables, layout=layout, way=replace(way, copies=layout.copies), bound=bound * SLACK,
             straight=straight or self.options.straight, most_stages=most,
         )  # fmt: skip
 
@@ -173,7 +173,7 @@ class Search:
         found.sort(key=lambda plan: (plan.costs.bottleneck_s, NAMES.index(plan.way.schedule)))
         if self.options.straight:
             return found[0], found
-        bound = found[0].costs.bottleneck_s * (1 + self.options.simplest) * _SLACK
+        bound = found[0].costs.bottleneck_s * (1 + self.options.simplest) * SLACK
         simple = [plan for plan in alone if plan.costs.bottleneck_s <= bound]
         return next(iter(simple), None) or self._simplest(attempts, bound) or found[0], found
 

@@ -15,9 +15,9 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import ScheduleError
 from pdtool.partition.attempt import Candidate, as_plan
-from pdtool.partition.cost import Load, Rules
+from pdtool.partition.cost import SLACK, Load, Rules
 from pdtool.partition.evaluate import evaluate, rules_and_loads
-from pdtool.partition.rivals import again, straight
+from pdtool.partition.rivals import one_worker, straight
 from pdtool.partition.search import Search
 from pdtool.partition.simulator.compare import actions
 from pdtool.partition.simulator.planned import planned_job
@@ -30,40 +30,45 @@ _MOST_SIMULATED = 300_000  # actions times workers, about a second
 _MOST_DEEPER = 2  # times the minibatches in flight that the schedule wants
 
 
-def settled(search: Search, chosen: Candidate) -> Candidate:
-    """The plan to take, with the minibatches in flight to run it with."""
+def settled(search: Search, chosen: Candidate) -> tuple[Candidate, float | None]:
+    """The plan to take, with the minibatches in flight to run it with, and its simulated pace; None: not simulated."""
     margin = search.options.simplest
     believed = chosen.costs.bottleneck_s * _BELIEVED
-    if (_simulated(search, chosen) or math.inf) <= believed:
-        return chosen  # no deeper than it needs to be: each minibatch in flight is one more update of delay
-    best = deepened(search.profile, search.cluster, chosen, margin)
-    pace = _simulated(search, best)
+    best, pace = chosen, _simulated(search, chosen)
+    if pace is not None and pace <= believed:
+        return best, pace  # no deeper than it needs to be: each minibatch in flight is one more update of delay
+    deeper = deepened(search.profile, search.cluster, chosen, margin)
+    if deeper.costs.in_flight != best.costs.in_flight:
+        best, pace = deeper, _simulated(search, deeper)
     if not margin or pace is None or pace <= believed:
-        return best  # without a margin the formulas' optimum is wanted, whatever comes of it
+        return best, pace  # without a margin the formulas' optimum is wanted, whatever comes of it
     for plan in _others(search, best, chosen.costs.in_flight):
         promising = search.fits(plan) and plan.costs.bottleneck_s * (1 + margin) < pace
         found = _simulated(search, plan) if promising else None
         if found is not None and found * (1 + margin) < pace:
             best, pace = plan, found
-    return best
+    return best, pace
 
 
 def _others(search: Search, first: Candidate, flight: Sequence[int]) -> Iterator[Candidate]:
     """More minibatches in flight; what is best over slower links; straight; data parallelism; one worker."""
     profile, cluster, margin = search.profile, search.cluster, search.options.simplest
-    yield with_flight(profile, cluster, first, [*(_MOST_DEEPER * w for w in flight[:-1]), flight[-1]])
+    denser = [*(_MOST_DEEPER * w for w in flight[:-1]), flight[-1]]
+    if denser != list(first.costs.in_flight):
+        yield with_flight(profile, cluster, first, denser)
     if search.options.straight:
         return
     slower = tuple(replace(v, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s / _SLOWER_LINKS) for v in cluster.levels)
     frugal = replace(search, cluster=replace(cluster, levels=slower)).best()[0]
-    alone = search.data_parallel(replace(first.way, copies=1))
-    one = again(search, replace(alone, workers=[[0]]), alone.way)
-    for plan in (frugal, straight(search, first.way), alone, one):
+    way = replace(first.way, copies=1)
+    for plan in (frugal, straight(search, way), search.data_parallel(way), one_worker(search, way)):
         if plan and len(plan.stages) <= (search.options.max_stages or math.inf):
             yield deepened(profile, cluster, plan, margin)
 
 
 def _simulated(search: Search, plan: Candidate) -> float | None:
+    if plan.way.cost != "ours":
+        return None  # formulas that are only for comparison
     return simulated(as_plan(search.profile, "-", search.cluster, plan), search.profile)
 
 
@@ -88,13 +93,13 @@ def deepened(profile: Profile, cluster: Cluster, plan: Candidate, margin: float)
     for s in reversed(range(len(flight))):  # from the end: what a stage wants depends on those after it
         wait = waits(rules, work, plan.workers, costs.recompute, flight, pace)[s]
         fewest = flight[s]
-        wanted = math.ceil(wait / (len(plan.workers[s]) * pace * (1 + margin) * (1 + 1e-9))) if pace else fewest
+        wanted = math.ceil(wait / (len(plan.workers[s]) * pace * (1 + margin) * SLACK)) if pace else fewest
         flight[s] = min(max(fewest, wanted), _MOST_DEEPER * fewest)
         while flight[s] > fewest and not _fits(rules, work[s], flight[s], costs.recompute[s]):
             flight[s] -= 1
-    ways = [flight, _in_step(plan, flight), list(costs.in_flight), _in_step(plan, costs.in_flight)]
-    plans = (with_flight(profile, cluster, plan, way) for way in [*ways, [1] * len(flight)])
-    return next(found for found in plans if _runs(profile, cluster, found))
+    plans = (with_flight(profile, cluster, plan, way) for way in (flight, _in_step(plan, flight)))
+    usual = with_flight(profile, cluster, plan, costs.in_flight)  # always runs
+    return next((found for found in plans if _runs(profile, cluster, found)), usual)
 
 
 def _in_step(plan: Candidate, flight: Sequence[int]) -> list[int]:

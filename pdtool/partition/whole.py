@@ -12,18 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.profile import Profile
-from pdtool.partition.cost import Load, Rules, shares
+from pdtool.partition.cost import Load, Rules
+from pdtool.partition.evaluate import shares_of
+from pdtool.partition.simulator.planned import borders
 
 Workers = Sequence[Sequence[int]]  # of each stage, replica k in copy k mod d
-
-
-def shares_of(rules: Rules, workers: Workers) -> list[list[NDArray[np.float64]]]:
-    """For each stage and level, [copies, members] share of the copy's replicas on each member."""
-    held = np.zeros((len(workers), rules.copies, rules.cluster.workers))
-    for s, numbers in enumerate(workers):
-        for replica, worker in enumerate(numbers):
-            held[s, replica % rules.copies, worker] = 1
-    return [shares(rules.cluster, stage) for stage in held]
 
 
 def link_loads(
@@ -36,32 +29,20 @@ def link_loads(
     it 2 (n-1)/n of the bytes, once a round.
     """
     parts = shares_of(rules, workers)
-    between = tensors_between(profile, stages)
     seconds = []
     for depth, level in enumerate(rules.cluster.levels):
         loads = np.zeros((2, parts[0][depth].shape[-1]))  # out of each member, into it
-        for (a, b), sizes in between.items():
-            for source, target, size in ((a, b, sizes[0]), (b, a, sizes[1])):
-                x, y = parts[source][depth], parts[target][depth]
-                loads += np.stack([x * (1 - y), y * (1 - x)]).sum(axis=1) * size / rules.copies
+        for border in borders(profile, stages):
+            a, b = parts[border.source][depth], parts[border.destination][depth]
+            forth, back = (np.stack([x * (1 - y), y * (1 - x)]).sum(axis=1) for x, y in ((a, b), (b, a)))
+            loads += (forth * border.forward_bytes + back * border.backward_bytes) / rules.copies
         for s, load in enumerate(work):
             touched, n = parts[s][depth].any(axis=0), len(workers[s])
-            ring = 2 * (n - 1) / n * (load.parameter_bytes - load.tied_bytes) * (touched.sum() > 1) + load.tied_bytes
-            loads += touched * ring / rules.round_size(n // rules.copies)
+            own = 2 * (n - 1) / n * (load.parameter_bytes - load.tied_bytes) * (touched.sum() > 1)
+            tied = load.tied_bytes * (rules.everywhere[depth] > 1)
+            loads += touched * (own + tied) / rules.round_size(n // rules.copies)
         seconds.append(loads.max(axis=0) / level.bandwidth_bytes_per_s)
     return seconds
-
-
-def tensors_between(profile: Profile, stages: Sequence[Collection[str]]) -> dict[tuple[int, int], tuple[int, int]]:
-    """(stage that makes, stage that takes) -> bytes forward and bytes of gradients back, each tensor once a taker."""
-    stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
-    between: dict[tuple[int, int], tuple[int, int]] = {}
-    for name, takers in profile.graph.consumers.items():
-        node, home = profile.by_name[name], stage_of[name]
-        for s in {stage_of[taker] for taker in takers} - {home}:
-            there, back = between.get((home, s), (0, 0))
-            between[home, s] = (there + node.output_bytes, back + node.gradient_bytes)
-    return between
 
 
 def waits(

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
+from pdtool.partition.rivals import known_plans
 from pdtool.partition.simulator.planned import enough, planned_job
 from pdtool.partition.simulator.simulate import simulate
 from pdtool.partition.simulator.simulation import Simulation
@@ -50,8 +51,6 @@ def compare(profile: Profile, plan: Plan, found: Simulation | None = None) -> Co
     Args:
         found: what the plan's own simulation said, where it was made already.
     """
-    from pdtool.partition.rivals import known_plans
-
     known = known_plans(profile, plan)
     small = [(label, rival) for label, rival in known if actions(rival) <= MOST_ACTIONS]
     rows = [_row(label, rival, simulate(planned_job(rival, profile))) for label, rival in small]
@@ -89,8 +88,6 @@ class Point:
 
 def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[Point]:
     """The same plan, and data parallelism on all workers, at each bandwidth of the outermost level."""
-    from pdtool.partition.rivals import known_plans
-
     rival = next(other for label, other in known_plans(profile, plan) if label.startswith(DATA_PARALLEL))
     paces = [[simulate(planned_job(at(one, rate), profile)).pace_s for rate in bandwidths] for one in (plan, rival)]
     return [

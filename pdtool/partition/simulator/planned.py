@@ -55,7 +55,7 @@ def planned_job(
             _work(profile, load, nodes, again=again)
             for load, nodes, again in zip(loads(profile, stages), stages, recompute, strict=True)
         ],
-        borders=_borders(profile, stages),
+        borders=borders(profile, stages),
         tied=[
             Tied(stages=group, size_bytes=size, lags=tuple(lag_of(shape, group, s) if flows else 0 for s in group))
             for group, size in sizes.items()
@@ -119,7 +119,7 @@ def _work(profile: Profile, load: Load, nodes: Collection[str], *, again: bool) 
     )
 
 
-def _borders(profile: Profile, stages: Sequence[Collection[str]]) -> list[Border]:
+def borders(profile: Profile, stages: Sequence[Collection[str]]) -> list[Border]:
     """What goes straight from the stage of each node to every other that takes it; inputs come from the first."""
     stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
     sent: dict[tuple[int, int], list[str]] = {}
