@@ -249,7 +249,7 @@ def job(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a worker ended with."""
+    """What a stage on a worker ended with."""
 
     stage: int
     replica: int
@@ -273,7 +273,8 @@ def run(spec: RunSpec) -> list[Outcome]:
         process.kill()
     codes = [process.exitcode for process in processes]
     assert codes == [0] * world, f"exit codes {codes}"
-    return [torch.load(spec.out / f"outcome-{rank}.pt", weights_only=False) for rank in range(world)]
+    loaded = (torch.load(spec.out / f"outcome-{rank}.pt", weights_only=False) for rank in range(world))
+    return [outcome for outcomes in loaded for outcome in outcomes]
 
 
 def _work(spec: RunSpec, rank: int, world: int, store: Path) -> None:
@@ -285,8 +286,10 @@ def _work(spec: RunSpec, rank: int, world: int, store: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     setup = set_up(spec, rank, torch.device("cpu"), world)
     Worker(setup).run()
-    state = {name: value.detach().clone() for name, value in setup.stage.module.state_dict().items()}
-    outcome = Outcome(setup.place.stage, setup.place.replica, state, setup.stage.weights.peak_versions,
-                      setup.stage.peak_stashed)  # fmt: skip
-    torch.save(outcome, spec.out / f"outcome-{rank}.pt")
+    outcomes = [
+        Outcome(s, part.replica, {name: value.detach().clone() for name, value in part.stage.module.state_dict().items()},
+                part.stage.weights.peak_versions, part.stage.peak_stashed)
+        for s, part in setup.parts.items()
+    ]  # fmt: skip
+    torch.save(outcomes, spec.out / f"outcome-{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import (
+    POLICIES,
     SCHEDULES,
     Action,
     Held,
@@ -23,6 +24,7 @@ from pdtool.schedule import (
     default_in_flight,
     draw,
     grid,
+    reads,
     timeline,
     usual_shape,
     validate,
@@ -43,9 +45,16 @@ def shapes(draw: st.DrawFn) -> tuple[str, Shape]:
     name = draw(st.sampled_from(SCHEDULES))
     replicas = draw(replicas_lists)
     if name in ("interleaved", "zb-h1"):
-        replicas = (1,) * draw(st.integers(1, 6))
+        replicas = (draw(st.integers(1, 3)),) * draw(st.integers(1, 6))
     chunks = draw(st.integers(1, 3)) if name == "interleaved" else 1
-    return name, usual_shape(name, replicas, draw(st.integers(1, 12)), chunks)
+    shape = usual_shape(name, replicas, draw(st.integers(1, 12)), chunks)
+    if name != "1f1b":
+        return name, shape
+    every = draw(st.one_of(st.none(), st.integers(1, 3))), math.lcm(*replicas)
+    weights = draw(st.sampled_from(POLICIES[name]))
+    if every[0] or weights == "vertical-sync":
+        shape = replace(shape, update_every=((every[0] or 1) * every[1],) * len(replicas))
+    return name, replace(shape, weights=weights)
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,6 +117,20 @@ def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
     except ScheduleError as error:
         refusal = str(error)
     assert ">" in refusal or len(timeline(broken)) == len(lists)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+def test_vertical_sync_reads_what_the_first_stage_read_and_keeps_as_many_versions(p: int) -> None:
+    """PipeDream, section 3.3: minibatch i sees version i - (p - 1) at every stage, so all stages keep p versions."""
+    shape = replace(usual_shape("1f1b", (1,) * p), weights="vertical-sync")
+    lists = build("1f1b", shape, 20)
+    for s, (own, actions) in enumerate(zip(reads(lists, "vertical-sync"), lists, strict=True)):
+        assert own == {(s, i): max(0, i - (p - 1)) for i in range(20)}
+        held, most = Held(own), 1
+        for action in actions:
+            held.take(action)
+            most = max(most, held.versions(s))
+        assert most == shape.versions(s) == p
 
 
 def test_a_third_version_of_2bw_is_refused() -> None:
@@ -303,7 +326,7 @@ def test_broken_lists_are_refused_and_the_fault_is_marked() -> None:
 
 
 def test_a_schedule_that_does_not_go_with_the_shape() -> None:
-    with pytest.raises(UsageError, match="schedule zb-h1 has no replicas, but the plan is 2-1"):
+    with pytest.raises(UsageError, match="schedule zb-h1 needs as many replicas of each stage, but the plan is 2-1"):
         build("zb-h1", usual_shape("1f1b", (2, 1)), 4)
     with pytest.raises(UsageError, match="schedule gpipe has one chunk a worker, not 2; use interleaved"):
         build("gpipe", usual_shape("interleaved", (1, 1), 4, 2), 4)

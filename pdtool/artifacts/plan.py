@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -24,7 +25,7 @@ from pdtool.artifacts.envelope import (
 )  # fmt: skip
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError
-from pdtool.schedule import Shape, build, validate
+from pdtool.schedule import POLICIES, Shape, all_in_flight, build, flows, validate
 
 MOST_IN_FLIGHT = 10_000  # a schedule is a list: a slip of the finger must not fill the memory
 
@@ -36,7 +37,8 @@ class Stage(Part):
         nodes: module paths and node names (Graph.expand).
         replicas: how many workers share its minibatches, round-robin.
         workers: their numbers in the cluster.
-        in_flight: minibatches in flight at each replica (forward done, backward not yet): also its weight versions.
+        in_flight: minibatches in flight at each replica (forward done, backward not yet); with stashing also its weight
+            versions. A worker with several stages (interleaved) counts those of all of them.
         recompute: keep only what the stage receives, and run its forward again before its backward.
     """
 
@@ -105,9 +107,14 @@ class Plan(YamlArtifact):
 
     Attributes:
         profile: path of the profile it was made from.
-        schedule: `1f1b` (PipeDream; no flush), `1f1b-flush` or `gpipe`.
-        weights: `stash` (each minibatch's backward uses the weights its forward used) or `flush` (exact).
+        schedule: without a flush `1f1b` (PipeDream) and `2bw` (PipeDream-2BW); with one `1f1b-flush`, `gpipe`,
+            `interleaved` and `zb-h1`.
+        weights: which version each minibatch is computed with, see pdtool.schedule.versions.
         microbatches: of a flushing schedule, in one update; each has `batch_size` samples.
+        update_every: of one without, minibatches in one update of every stage. None: each stage updates after as many
+            as it has replicas (PipeDream), with vertical sync and 2bw all after the fewest that do.
+        chunks: stages on each worker; with v of them the plan has p v stages, and stage s is on the workers of stage
+            s mod p. For `interleaved`.
         copies: d copies of one pipeline side by side, with the same weights: replica k of every stage belongs to copy
             k mod d and never meets another copy but to average gradients.
     """
@@ -121,16 +128,33 @@ class Plan(YamlArtifact):
     profile: Label
     batch_size: Count
     cluster: ClusterSpec
-    schedule: Literal["1f1b", "1f1b-flush", "gpipe"] = "1f1b"
-    weights: Literal["stash", "flush"] = "stash"
+    schedule: Literal["1f1b", "1f1b-flush", "gpipe", "2bw", "interleaved", "zb-h1"] = "1f1b"
+    weights: Literal["stash", "vertical-sync", "none", "2bw", "flush"] = "stash"
     microbatches: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)] = 1
+    update_every: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)] | None = None
+    chunks: Annotated[int, Field(ge=1, le=100)] = 1
     copies: Count = 1
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     predicted: Predicted | None = None
     why: Why | None = None
 
     def check(self) -> None:
+        known = POLICIES[self.schedule]
+        if self.weights not in known:
+            raise FieldError("weights", f"{self.weights!r}: schedule {self.schedule} goes with {' or '.join(known)}")
+        if flows(self.schedule) and self.microbatches != 1:
+            raise FieldError("microbatches", f"{self.microbatches}: only flushing schedules have microbatches")
+        if not flows(self.schedule) and self.update_every:
+            raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
+        if (self.schedule == "interleaved") != (self.chunks > 1):
+            raise FieldError("chunks", f"{self.chunks}: interleaved has 2 or more on each worker, others have one")
+        self._check_workers()
+
+    def _check_workers(self) -> None:
         workers = self.cluster.cluster().workers
+        places, rest = divmod(len(self.stages), self.chunks)
+        if rest:
+            raise FieldError("chunks", f"{len(self.stages)} stages do not divide into {self.chunks} on each worker")
         taken: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             where = f"stages[{s}]"
@@ -138,16 +162,15 @@ class Plan(YamlArtifact):
                 raise FieldError(f"{where}.workers", f"{stage.replicas} replicas but {len(stage.workers)} workers")
             if stage.replicas % self.copies:
                 raise FieldError(f"{where}.replicas", f"{stage.replicas} do not divide into {self.copies} copies")
+            if stage.workers != self.stages[s % places].workers:
+                raise FieldError(f"{where}.workers", f"with {self.chunks} chunks they are those of stage {s % places}")
+            if stage.in_flight != self.stages[s % places].in_flight:
+                raise FieldError(f"{where}.in_flight", f"with {self.chunks} chunks it is that of stage {s % places}")
             for worker in stage.workers:
                 if worker >= workers:
                     raise FieldError(f"{where}.workers", f"worker {worker}: the cluster has 0..{workers - 1}")
-                if taken.setdefault(worker, s) != s or stage.workers.count(worker) > 1:
+                if taken.setdefault(worker, s % places) != s % places or stage.workers.count(worker) > 1:
                     raise FieldError(f"{where}.workers", f"worker {worker} is already used by stage {taken[worker]}")
-        if (self.weights == "flush") != (self.schedule != "1f1b"):
-            policy = "stash" if self.schedule == "1f1b" else "flush"
-            raise FieldError("weights", f"{self.weights!r}: schedule {self.schedule} goes with {policy!r}")
-        if self.schedule == "1f1b" and self.microbatches != 1:
-            raise FieldError("microbatches", f"{self.microbatches}: only flushing schedules have microbatches")
 
     def stage_nodes(self, profile: Profile) -> list[list[str]]:
         """The nodes of each stage, checked against the profile: each once, stages in order and executable.
@@ -177,28 +200,44 @@ class Plan(YamlArtifact):
             together: groups of stages that must update after the same number of minibatches (they share a parameter).
         """
         replicas = tuple(stage.replicas for stage in self.stages)
-        every = list(replicas) if self.schedule == "1f1b" else [self.microbatches] * len(replicas)
-        for group in together if self.schedule == "1f1b" else ():
+        in_flight = tuple(stage.in_flight for stage in self.stages[: self.places])
+        return Shape(
+            replicas=replicas, in_flight=in_flight, chunks=self.chunks, weights=self.weights,
+            update_every=tuple(self._update_every(replicas, in_flight, together)),
+        )  # fmt: skip
+
+    def _update_every(
+        self, replicas: Sequence[int], in_flight: Sequence[int], together: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """k[s]: minibatches in one update of each stage."""
+        if not flows(self.schedule):
+            return [self.microbatches] * len(replicas)
+        if self.update_every:
+            return [self.update_every] * len(replicas)
+        match self.weights:
+            case "vertical-sync":
+                return [math.lcm(*replicas)] * len(replicas)
+            case "2bw":
+                return [all_in_flight(replicas, in_flight)] * len(replicas)
+        every = list(replicas)
+        for group in together:
             for s in group:
                 every[s] = math.lcm(*(replicas[g] for g in group))
-        return Shape(
-            replicas=replicas,
-            in_flight=tuple(stage.in_flight for stage in self.stages),
-            update_every=tuple(every),
-        )
+        return every
 
     def check_schedule(self) -> None:
         """Raises ScheduleError when the numbers in flight make the schedule deadlock."""
         shape = self.shape()
-        started = (w * r for w, r in zip(shape.in_flight, shape.replicas, strict=True))
-        minibatches = 2 * max(*shape.update_every, *started) + 1  # fill, steady state and drain
+        started = all_in_flight(shape.replicas[: shape.places], shape.in_flight)
+        minibatches = 2 * max(*shape.update_every, started) + 1  # fill, steady state and drain
         validate(build(self.schedule, shape, minibatches), shape, minibatches)
 
     @property
     def plan_sha256(self) -> str:
         """Digest of what the predictions depend on."""
         content = self.model_dump(mode="json", include={
-            "batch_size", "cluster", "schedule", "weights", "microbatches", "copies", "stages", "digests",
+            "batch_size", "cluster", "schedule", "weights", "microbatches", "update_every", "chunks", "copies",
+            "stages", "digests",
         })  # fmt: skip
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -211,3 +250,8 @@ class Plan(YamlArtifact):
     def config(self) -> str:
         """`15-1`: the replicas of each stage in one copy."""
         return "-".join(str(stage.replicas // self.copies) for stage in self.stages)
+
+    @property
+    def places(self) -> int:
+        """Stages that lie on workers of their own: all, or of an interleaved plan the first of each worker."""
+        return len(self.stages) // self.chunks

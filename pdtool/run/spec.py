@@ -88,7 +88,10 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's place: `rank 1 (stage 1, replica 0)`; `worker` is its number in the cluster."""
+    """One worker's place: `rank 1 (stage 1, replica 0)`; `worker` is its number in the cluster.
+
+    With several stages on each worker `stage` is the first of them.
+    """
 
     rank: int
     worker: int
@@ -101,7 +104,8 @@ class Place:
 
 def places(plan: Plan) -> list[Place]:
     """The place of each rank: the plan's workers in the order of their numbers. Unused workers are not started."""
-    used = sorted((worker, s, k) for s, stage in enumerate(plan.stages) for k, worker in enumerate(stage.workers))
+    first = plan.stages[: plan.places]
+    used = sorted((worker, s, k) for s, stage in enumerate(first) for k, worker in enumerate(stage.workers))
     return [Place(rank, *entry) for rank, entry in enumerate(used)]
 
 

@@ -43,19 +43,20 @@ class Stage:
     """
 
     def __init__(
-        self, module: nn.Module, loss: Callable[[Any, Any], Tensor] | None, *, recompute: bool = False
-    ) -> None:
+        self, module: nn.Module, loss: Callable[[Any, Any], Tensor] | None, *, recompute: bool = False,
+        stashing: bool = True,
+    ) -> None:  # fmt: skip
         """`loss` of (output, target): for the last stage."""
         self.module = module
         self.recompute = Recompute(module) if recompute else None
-        self.weights = Weights(module)
+        self.weights = Weights(module, stashing=stashing)
         self.loss = loss
         self.stashed: dict[int, Stashed] = {}
         self.peak_stashed = 0
 
     def forward(self, minibatch: int, inputs: Sequence[Tensor], target: Any = None) -> tuple[Tensor, ...]:
-        """Compute with the newest weights and keep the graph; the last stage's output is its loss, a scalar."""
-        version, kept = self.weights.acquire(), list(inputs)
+        """Compute with the weights that it is to read and keep the graph; the last stage's output is its loss."""
+        version, kept = self.weights.acquire(minibatch), list(inputs)
         if self.recompute:
             with self.recompute.first(kept, target) as before:
                 outputs = self._compute(kept, target)
@@ -74,11 +75,13 @@ class Stage:
         """With their graph, made again where it was not kept."""
         if not self.recompute or not kept.before:
             return kept.outputs
-        with self.recompute.again(kept.before), self.weights.bound(kept.version):
+        self.weights.use(kept.version)
+        with self.recompute.again(kept.before):
             return self._compute(kept.inputs, kept.before.target)
 
     def evaluate(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Outputs without a graph; the last stage's one is the model's own."""
+        """Outputs of the newest weights, without a graph; the last stage's one is the model's own."""
+        self.weights.use()
         output = self.module(*inputs)
         return as_tuple(output) if self.loss is None else (output,)
 

@@ -7,15 +7,19 @@ themselves are the stash, and gradients land on the leaves of the right version.
     step t      Parameters ─┬─ memory a ── leaves of version t ◀── graphs of the minibatches in flight
     step t + 1  Parameters ─┼─ memory b ── leaves of version t+1     (a stays until its last backward)
 
-Before a step, if a minibatch in flight still needs the current version, the Parameters move to other memory; if none
-does, the step is done in place and nothing is copied. Memory that a live graph has saved is never written: autograd
-would raise for some operators and silently use the new weights for others (convolutions).
+Before a step, if somebody still needs the current version, the Parameters move to other memory; if nobody does, the
+step is done in place and nothing is copied. Memory that a live graph has saved is never written: a backward would use
+the new weights. (Without stashing that is what is asked for.)
+
+Which version a minibatch reads is the schedule's matter (schedule/versions.py): the newest, or with vertical sync the
+one that it read at the first stage, which is kept here for it until it comes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +31,22 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Version:
-    """Leaves in the order of `Weights.parameters`, and how many minibatches in flight need them."""
+    """Leaves in the order of `Weights.parameters`, and how many minibatches still need them.
+
+    Attributes:
+        number: updates since the phase began.
+    """
 
     leaves: list[Tensor]
-    users: int = 0
+    number: int
+    users: int
 
 
 class Weights:
     """The weight versions of one module.
+
+    Args:
+        stashing: keep versions for those that read them; otherwise there is one, and every step is done in place.
 
     Attributes:
         parameters: name -> Parameter, each once (one that is used under several names has the first).
@@ -42,7 +54,7 @@ class Weights:
         peak_versions: most versions ever alive together, the current one included.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, stashing: bool = True) -> None:
         self.parameters = dict(module.named_parameters())
         self.by_name = dict(module.named_parameters(remove_duplicate=False))
         index = {id(parameter): i for i, parameter in enumerate(self.parameters.values())}
@@ -54,21 +66,41 @@ class Weights:
         ]
         # nn.LSTM and its kind compute with a list of their own, made when a parameter is assigned
         self._rnns: list[Any] = [owner for owner in module.modules() if hasattr(owner, "_flat_weights_names")]
+        self.stashing = stashing
+        self._reads: Mapping[int, int] = {}
+        self._readers: Counter[int] = Counter()
         self._spare: list[list[Tensor]] = []
-        self._old: set[Version] = set()
+        self._alive: dict[int, Version] = {}
         self.peak_versions = 1
-        self._current = self._bind()
+        self._bind(0)
 
-    def acquire(self) -> Version:
-        """The current version, for one forward; `release` it after the backward."""
-        self._current.users += 1
-        return self._current
+    def open(self, reads: Mapping[int, int]) -> None:
+        """Begin a phase, with nothing in flight.
+
+        Args:
+            reads: minibatch -> how many updates of this phase its forward sees; those left out see the newest.
+        """
+        self._reads = reads if self.stashing else {}
+        self._readers = Counter(self._reads.values())
+        self._current.number, self._current.users = 0, self._readers[0]
+        self._alive = {0: self._current}
+
+    def acquire(self, minibatch: int) -> Version:
+        """The version that this minibatch reads, which the module now computes with; `release` it in the end."""
+        number = self._reads.get(minibatch)
+        if number is None:
+            version = self._current
+            version.users += 1
+        else:
+            version = self._alive[number]
+        self.use(version)
+        return version
 
     def release(self, version: Version) -> None:
         """A minibatch is done with `version`; the memory of one that nobody needs is kept for the next."""
         version.users -= 1
         if version is not self._current and not version.users:
-            self._old.discard(version)
+            del self._alive[version.number]
             self._spare.append([leaf.detach() for leaf in version.leaves])
 
     def collect(self, version: Version, weight: float) -> None:
@@ -96,39 +128,36 @@ class Weights:
                 handle.remove()
 
     def make_room(self) -> None:
-        """Call before a step: afterwards no live graph holds the memory of the Parameters."""
-        if not self._current.users:
-            return
-        self._old.add(self._current)
-        self.peak_versions = max(self.peak_versions, 1 + len(self._old))
-        memory = self._spare.pop() if self._spare else [torch.empty_like(p.data) for p in self.parameters.values()]
-        for parameter, new in zip(self.parameters.values(), memory, strict=True):
-            new.copy_(parameter.data)
-            parameter.data = new
-        self._current = self._bind()
+        """Call before a step: afterwards nobody needs what is in the memory of the Parameters."""
+        number = self._current.number + 1
+        if self.stashing and self._current.users:
+            memory = self._spare.pop() if self._spare else [torch.empty_like(p.data) for p in self.parameters.values()]
+            for parameter, new in zip(self.parameters.values(), memory, strict=True):
+                new.copy_(parameter.data)
+                parameter.data = new
+            self._bind(number)
+        else:
+            del self._alive[self._current.number]
+            self._current.number, self._current.users = number, self._current.users + self._readers[number]
+            self._alive[number] = self._current
+        self.peak_versions = max(self.peak_versions, len(self._alive))
 
-    def _bind(self) -> Version:
+    def _bind(self, number: int) -> None:
         """Let the module compute with fresh leaves over the Parameters' memory."""
-        parameters = self.parameters.values()
-        version = Version([p.data.detach().requires_grad_(p.requires_grad) for p in parameters])
-        self._use(version)
-        return version
+        leaves = [p.data.detach().requires_grad_(p.requires_grad) for p in self.parameters.values()]
+        self._current = self._alive[number] = Version(leaves, number, self._readers[number])
+        self._bound: Version | None = None
+        self.use(self._current)
 
-    @contextmanager
-    def bound(self, version: Version) -> Iterator[None]:
-        """Let the module compute with an older version for a while."""
-        self._use(version)
-        try:
-            yield
-        finally:
-            self._use(self._current)
-
-    def _use(self, version: Version) -> None:
+    def use(self, version: Version | None = None) -> None:
+        """Let the module compute with a version, the newest if none is given."""
+        version = version or self._current
+        if version is self._bound:
+            return
+        self._bound = version
         for entries, key, i in self._slots:
             entries[key] = version.leaves[i]  # type: ignore[assignment]
-        for (
-            rnn
-        ) in self._rnns:  # with the references, or its forward on a GPU would move the leaves to memory of its own
+        for rnn in self._rnns:  # with the references, or on a GPU its forward would move the leaves to its own memory
             rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
             rnn._flat_weight_refs = [weakref.ref(weight) for weight in rnn._flat_weights]
 

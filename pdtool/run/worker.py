@@ -21,6 +21,7 @@ from pdtool.run.data import Minibatches, sample_order
 from pdtool.run.log import Log
 from pdtool.run.meter import chrome_trace
 from pdtool.run.pace import Pace
+from pdtool.run.part import Part
 from pdtool.run.peers import gather
 from pdtool.run.report import Share, assemble
 from pdtool.run.setup import Setup
@@ -29,18 +30,16 @@ from pdtool.schedule import Action, Kind
 
 
 class Worker:
-    """A replica of a stage at work.
+    """A replica of a stage, or of several, at work.
 
     Attributes:
-        weight, loss: of the round so far: samples (in minibatches) and the sum of their losses.
         losses: of the minibatches between forward and backward, at the last stage.
         metrics: of the last validation.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.spec, self.place = setup, setup.spec, setup.place
-        self.stage, self.border, self.meter = setup.stage, setup.border, setup.meter
-        self.weight = self.loss = 0.0
+        self.parts, self.meter = setup.parts, setup.meter
         self.losses: dict[int, float] = {}
         self.metrics: dict[str, float] = {}
         self.log: Log | None = None
@@ -48,71 +47,51 @@ class Worker:
 
     def train(self, epoch: int, minibatches: Minibatches) -> None:
         """Execute this worker's action list: 1F1B as in PipeDream, figure 8. The pipeline is empty before and after."""
-        actions = self._actions(len(minibatches))
-        self._open("train", epoch, minibatches, actions)
+        actions, reads = self._actions(len(minibatches))
+        self._open("train", epoch, minibatches, actions, reads)
         for action, after in zip(actions, [*actions[1:], None], strict=True):
-            i, weight = action.minibatch, minibatches.samples(action.minibatch) / minibatches.size
+            i, part = action.minibatch, self.parts[action.stage]
             with self._doing(epoch, action):
                 match action.kind:
                     case Kind.FORWARD:
-                        inputs, target = self.border.inputs(i)
-                        self._seed(epoch, i)
-                        outputs = self.stage.forward(i, inputs, target)
-                        self.border.send_outputs(i, outputs)
-                        self._note_loss(epoch, i, outputs)
+                        inputs, target = part.border.inputs(i)
+                        self._seed(epoch, action)
+                        outputs = part.stage.forward(i, inputs, target)
+                        part.border.send_outputs(i, outputs)
+                        self._note_loss(epoch, action, outputs)
                     case Kind.BACKWARD:
-                        gradients = self.border.gradients(i)
-                        gradients = self.stage.backward(i, gradients, weight, self._final(after))
-                        self.border.send_gradients(i, gradients)
-                        self.weight += weight
-                        self.loss += weight * self.losses.pop(i, 0.0)
+                        weight = minibatches.samples(i) / minibatches.size
+                        gradients = part.border.gradients(i)
+                        gradients = part.stage.backward(i, gradients, weight, _final(part, after))
+                        part.border.send_gradients(i, gradients)
+                        part.count(weight, self.losses.pop(i, 0.0))
                     case Kind.UPDATE:
-                        self._update(epoch)
-        self.border.close()
-        self._settle(len(minibatches))
-
-    def _update(self, epoch: int) -> None:
-        """End a round: average the gradients over the replicas, then step in memory that no live graph has saved."""
-        for tied in self.setup.tied:
-            tied.start(self.weight)
-        updater = self.setup.updater
-        weight, loss = self.setup.replicas.average_gradients(self.weight, self.loss)
-        self.stage.weights.make_room()
-        updater.step()
-        for tied in self.setup.tied:
-            if tied.ready:
-                tied.step()
-        if self.log:
-            self.log.write({"split": "train", "epoch": epoch, "step": updater.updates, "loss": loss / weight})
-        self.weight = self.loss = 0.0
-
-    def _settle(self, minibatches: int) -> None:
-        """The pipeline is empty: take the steps of tied parameters that are still due, make the replicas equal."""
-        for tied in self.setup.tied:
-            while not tied.drained:
-                tied.step()
-        mine = len(range(self.place.replica, minibatches, self.setup.replicas.size))
-        self.setup.replicas.average_buffers(self.stage.module.buffers(), mine)
+                        loss = part.update()
+                        self._log_update(epoch, part, loss)
+        for part in self.parts.values():
+            part.settle(len(minibatches))
 
     def validate(self, epoch: int) -> dict[str, float]:
         """Forward only, with the current weights, in evaluation mode; every worker gets the means of all samples."""
         split = self.setup.splits["valid"]
         minibatches = Minibatches(range(split.samples), self.spec.plan.batch_size)
-        mine = range(self.place.replica, len(minibatches), self.setup.replicas.size)
-        actions = [Action(self.place.stage, Kind.FORWARD, i) for i in mine]
-        self._open("valid", epoch, minibatches, actions)
+        actions = [action for action in self._actions(len(minibatches))[0] if action.kind is Kind.FORWARD]
+        self._open("valid", epoch, minibatches, actions, {})
         sums: dict[str, tuple[float, float]] = {}
-        self.stage.module.eval()
+        for part in self.parts.values():
+            part.stage.module.eval()
         with torch.no_grad():
             for action in actions:
                 self.setup.status.at(f"{action} of the validation after epoch {epoch}")
-                inputs, target = self.border.inputs(action.minibatch)
-                outputs = self.stage.evaluate(inputs)
-                self.border.send_outputs(action.minibatch, outputs)
-                if self.border.is_last:
+                part = self.parts[action.stage]
+                inputs, target = part.border.inputs(action.minibatch)
+                outputs = part.stage.evaluate(inputs)
+                part.border.send_outputs(action.minibatch, outputs)
+                if part is self.setup.last:
                     self._add_metrics(sums, outputs[0], target, minibatches.samples(action.minibatch))
-        self.border.close()
-        self.stage.module.train()
+        for part in self.parts.values():
+            part.border.close()
+            part.stage.module.train()
         means = self._means(sums)
         for name, value in means.items():
             if not math.isfinite(value):
@@ -124,7 +103,7 @@ class Worker:
     def run(self) -> Report:
         """All epochs that are left, then the report; each epoch ends with a validation and a checkpoint."""
         done = self._resume()
-        if self.place.stage == self.border.last and self.setup.leads:
+        if self.setup.last and self.setup.leads:
             self.log = Log(self.spec.out, done=done)
         samples = self.setup.splits["train"].samples
         size = self.spec.plan.batch_size
@@ -147,17 +126,24 @@ class Worker:
                 self.meter.restart()
         return self._report(done, -(-count // size), reached)
 
-    def _actions(self, minibatches: int) -> list[Action]:
-        """This worker's list: the one of its stage and replica."""
+    def _actions(self, minibatches: int) -> tuple[list[Action], schedule.Reads]:
+        """This worker's list, the one of its stages and replica, and which weights its forwards read."""
         lists = schedule.build(self.spec.plan.schedule, self.setup.shape, minibatches)
-        return lists[list(self.setup.shape.slots()).index((self.place.stage, self.place.replica))]
+        mine = list(self.setup.shape.slots()).index((self.place.stage, self.place.replica))
+        return lists[mine], schedule.reads(lists, self.setup.shape.weights)[mine]
 
-    def _open(self, split: str, epoch: int, minibatches: Minibatches, actions: Sequence[Action]) -> None:
-        self.border.open(
-            self.setup.splits[split], self.setup.loaders.get(split), minibatches, (self.spec.seed, split, epoch),
-            [a.minibatch for a in actions if a.kind is Kind.FORWARD],
-            [a.minibatch for a in actions if a.kind is Kind.BACKWARD],
-        )  # fmt: skip
+    def _open(
+        self, split: str, epoch: int, minibatches: Minibatches, actions: Sequence[Action], reads: schedule.Reads
+    ) -> None:
+        loaders = {0: self.setup.loaders.get(split)}
+        for s, part in self.parts.items():
+            own = [action for action in actions if action.stage == s]
+            part.stage.weights.open({i: version for (stage, i), version in reads.items() if stage == s})
+            part.border.open(
+                self.setup.splits[split], loaders.get(s), minibatches, (self.spec.seed, split, epoch),
+                [a.minibatch for a in own if a.kind is Kind.FORWARD],
+                [a.minibatch for a in own if a.kind.sends_gradients],
+            )  # fmt: skip
 
     @contextmanager
     def _doing(self, epoch: int, action: Action) -> Iterator[None]:
@@ -165,26 +151,25 @@ class Worker:
         with self.meter.doing(action):
             yield
 
-    def _final(self, after: Action | None) -> Callable[[nn.Parameter], None] | None:
-        """In the last backward of a round, gradients go to the other replicas as they come."""
-        ends = after is not None and after.kind is Kind.UPDATE
-        return self.setup.replicas.final if ends and self.setup.replicas.group else None
-
-    def _seed(self, epoch: int, minibatch: int) -> None:
+    def _seed(self, epoch: int, action: Action) -> None:
         """Fix the random numbers (dropout) of one forward: resuming and other workers make no difference."""
-        torch.manual_seed(seed_of(self.spec.seed, epoch, self.place.stage, minibatch))
+        torch.manual_seed(seed_of(self.spec.seed, epoch, action.stage, action.minibatch))
 
-    def _note_loss(self, epoch: int, minibatch: int, outputs: Sequence[Tensor]) -> None:
+    def _note_loss(self, epoch: int, action: Action, outputs: Sequence[Tensor]) -> None:
         """Keep the loss for the log; raises PdtoolError when it is not a number."""
-        if not self.border.is_last:
+        if self.parts[action.stage] is not self.setup.last:
             return
-        loss = self.losses[minibatch] = outputs[0].item()
-        self.pace.note(minibatch)
+        loss = self.losses[action.minibatch] = outputs[0].item()
+        self.pace.note(action.minibatch)
         if not math.isfinite(loss):
             raise PdtoolError(
-                f"the loss is {loss} in minibatch {minibatch} of epoch {epoch}",
+                f"the loss is {loss} in minibatch {action.minibatch} of epoch {epoch}",
                 "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
             )
+
+    def _log_update(self, epoch: int, part: Part, loss: float) -> None:
+        if self.log and part is self.setup.last:
+            self.log.write({"split": "train", "epoch": epoch, "step": part.updater.updates, "loss": loss})
 
     def _add_metrics(self, sums: dict[str, tuple[float, float]], output: Any, target: Any, samples: int) -> None:
         found = {"loss": (float(self.setup.file.loss(output, target)) * samples, float(samples))}
@@ -216,8 +201,8 @@ class Worker:
 
     def _save(self, epoch: int) -> None:
         if self.log:  # first: should the run end in between, the epoch is done again and its lines are dropped
-            line = {"split": "valid", "epoch": epoch, "step": self.setup.updater.updates}
-            self.log.write(line | self.metrics)
+            steps = self.setup.last.updater.updates if self.setup.last else 0
+            self.log.write({"split": "valid", "epoch": epoch, "step": steps} | self.metrics)
         self.setup.status.at(f"the checkpoint of epoch {epoch}")
         facts = {"seed": self.spec.seed, "metrics": self.metrics}
         checkpoint.save(self.spec.out, epoch, self.setup.state(), facts, self.setup.groups.world)
@@ -228,7 +213,8 @@ class Worker:
         share = Share(
             stage=self.place.stage, totals=self.meter.totals, minibatches=pace.minibatches, samples=pace.samples,
             train_s=pace.train_s, pace_s=pace.pace_s,
-            peak_versions=self.stage.weights.peak_versions, peak_stashed=self.stage.peak_stashed,
+            peak_versions=max(part.stage.weights.peak_versions for part in self.parts.values()),
+            peak_stashed=max(part.stage.peak_stashed for part in self.parts.values()),
         )  # fmt: skip
         gathered = gather((str(self.place), share, self.meter.events), self.setup.groups.world, "measurements")
         report = assemble(
@@ -242,3 +228,9 @@ class Worker:
         if self.log:
             self.log.close()
         return report
+
+
+def _final(part: Part, after: Action | None) -> Callable[[nn.Parameter], None] | None:
+    """In the last backward of a round, gradients go to the other replicas as they come."""
+    ends = after is not None and after.kind is Kind.UPDATE
+    return part.replicas.final if ends and part.replicas.group else None

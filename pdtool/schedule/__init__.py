@@ -17,23 +17,29 @@ from pdtool.schedule.build import NAMES, SCHEDULES, build
 from pdtool.schedule.draw import draw
 from pdtool.schedule.grid import grid
 from pdtool.schedule.held import Held
-from pdtool.schedule.shape import Shape, default_in_flight, lag_of, usual_shape
+from pdtool.schedule.shape import Shape, all_in_flight, default_in_flight, lag_of, usual_shape
 from pdtool.schedule.timeline import timeline
 from pdtool.schedule.validate import validate
+from pdtool.schedule.versions import POLICIES, Reads, flows, reads
 
 __all__ = [
     "NAMES",
+    "POLICIES",
     "SCHEDULES",
     "Action",
     "Actions",
     "Held",
     "Kind",
+    "Reads",
     "Shape",
+    "all_in_flight",
     "build",
     "default_in_flight",
     "draw",
+    "flows",
     "grid",
     "lag_of",
+    "reads",
     "timeline",
     "usual_shape",
     "validate",

@@ -8,10 +8,11 @@ from itertools import islice
 from pdtool.errors import UsageError
 from pdtool.schedule.action import Action, Actions, Kind
 from pdtool.schedule.shape import Shape, interleaved_groups, interleaved_warm_up
+from pdtool.schedule.versions import POLICIES
 
-NAMES = ("1f1b", "1f1b-flush", "gpipe")  # those that a run executes
-SCHEDULES = (*NAMES, "2bw", "interleaved", "zb-h1")
-_STRAIGHT = ("interleaved", "zb-h1")
+SCHEDULES = tuple(POLICIES)
+NAMES = ("1f1b", "1f1b-flush", "gpipe")  # those that the planner has formulas for
+_EVEN = ("interleaved", "zb-h1")
 
 Round = tuple[int, list[int]]  # its number, and the minibatches that one worker has in it
 
@@ -26,10 +27,11 @@ def build(name: str, shape: Shape, minibatches: int) -> list[Actions]:
     """
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name!r} is unknown", f"choose one of {', '.join(SCHEDULES)}")
-    if name in _STRAIGHT and max(shape.replicas) > 1:
+    if name in _EVEN and len(set(shape.replicas)) > 1:
         config = "-".join(map(str, shape.replicas))
         raise UsageError(
-            f"schedule {name} has no replicas, but the plan is {config}", "use a straight plan or 1f1b-flush"
+            f"schedule {name} needs as many replicas of each stage, but the plan is {config}",
+            "use a straight plan, or 1f1b-flush",
         )
     if name != "interleaved" and shape.chunks > 1:
         raise UsageError(f"schedule {name} has one chunk a worker, not {shape.chunks}", "use interleaved")
@@ -90,6 +92,8 @@ def _interleaved(worker: int, part: Round, shape: Shape) -> Actions:
     """
     number, minibatches = part
     stages, groups = shape.stages_at(worker), interleaved_groups(shape.places, len(minibatches))
+    if not minibatches:
+        return [Action(stage, Kind.UPDATE, number) for stage in stages[::-1]]
     forwards = _cycle(minibatches, groups, stages, Kind.FORWARD)
     backwards = _cycle(minibatches, groups, stages[::-1], Kind.BACKWARD)
     actions = list(islice(forwards, interleaved_warm_up(shape.places, worker, len(minibatches), shape.chunks)))

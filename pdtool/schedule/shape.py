@@ -16,14 +16,14 @@ class Shape:
         in_flight: w[s], for each stage, see `default_in_flight`; with chunks for each worker, over all its chunks.
         update_every: k[s], minibatches in one update of stage s, over all its replicas.
         chunks: v, stages on one worker: of p v stages, worker k holds k, k + p, k + 2p, ...
-        versions: most weight versions at any stage; None: as many as minibatches may be in flight.
+        weights: the policy, one of versions.POLICIES.
     """
 
     replicas: tuple[int, ...]
     in_flight: tuple[int, ...]
     update_every: tuple[int, ...]
     chunks: int = 1
-    versions: int | None = None
+    weights: str = "stash"
 
     @property
     def places(self) -> int:
@@ -38,6 +38,23 @@ class Shape:
         """All stages on the workers of `stage`."""
         return range(stage % self.places, len(self.replicas), self.places)
 
+    def versions(self, stage: int) -> int:
+        """Most weight versions at one replica of a stage, the newest included.
+
+        Between two updates a replica does k/r backwards, so of w minibatches in flight no more than that many were
+        begun with the same weights. With vertical sync the minibatches in flight at the first stage count, everywhere.
+        """
+        r, w, k = self.replicas[stage], self.in_flight[stage % self.places], self.update_every[stage]
+        match self.weights:
+            case "flush" | "none":
+                return 1
+            case "2bw":
+                return 2
+            case "vertical-sync":
+                return 1 + math.ceil((self.replicas[0] * self.in_flight[0] - 1) / k)
+            case _:
+                return min(w, 1 + math.ceil((w - 1) / max(1, k // r)))
+
 
 def default_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
     """w[s] = ceil(sum of r[j] for j >= s, over r[s]): just enough to keep every later worker busy.
@@ -51,7 +68,7 @@ def usual_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunk
     """The shape that schedule `name` is defined for.
 
     Args:
-        replicas: r[s]; for `interleaved` that of each worker, all 1.
+        replicas: r[s]; for `interleaved` and `zb-h1` all the same, r pipelines side by side.
         microbatches: in one update of a flushing schedule, the least of `2bw`.
         chunks: v, for `interleaved`.
     """
@@ -59,27 +76,32 @@ def usual_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunk
     if name == "1f1b":
         return Shape(replicas=tuple(replicas), in_flight=usual, update_every=tuple(replicas))
     most = [math.ceil(microbatches / r) for r in replicas]  # that one replica has in an update
-    versions = 1
+    weights = "flush"
     match name:
         case "2bw":  # k >= all in flight, so that a third version is never begun (Narayanan et al., 2021, section 3.1)
-            microbatches = max(microbatches, *(w * r for w, r in zip(usual, replicas, strict=True)))
-            in_flight, versions = usual, 2
+            microbatches, weights = max(microbatches, all_in_flight(replicas, usual)), "2bw"
+            in_flight = usual
         case "1f1b-flush":
             in_flight = tuple(map(min, usual, most))
         case "interleaved":  # after the warm-up, one more; the last round may be short, and its groups larger
-            rounds = range(1, microbatches + 1)
+            rounds = range(1, most[0] + 1)
             in_flight = tuple(
                 max(min(interleaved_warm_up(p, r, n, chunks) + 1, n * chunks) for n in rounds) for r in range(p)
             )
         case "zb-h1":  # the memory of 1F1B's first stage, everywhere (ICLR'24, section 2.1)
-            in_flight = (min(p, microbatches),) * p
+            in_flight = (min(p, most[0]),) * p
         case _:
             in_flight = tuple(most)
     stages = p * chunks
     return Shape(
         replicas=tuple(replicas) * chunks, in_flight=in_flight, update_every=(microbatches,) * stages,
-        chunks=chunks, versions=versions,
+        chunks=chunks, weights=weights,
     )  # fmt: skip
+
+
+def all_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
+    """Minibatches in flight at all replicas of the stage that has most of them."""
+    return max(w * r for w, r in zip(in_flight, replicas, strict=True))
 
 
 def interleaved_groups(p: int, microbatches: int) -> list[int]:

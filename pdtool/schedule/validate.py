@@ -11,6 +11,7 @@ from pdtool.schedule.grid import grid
 from pdtool.schedule.held import Held
 from pdtool.schedule.shape import Shape
 from pdtool.schedule.timeline import timeline
+from pdtool.schedule.versions import Reads, reads
 
 
 def validate(lists: Sequence[Actions], shape: Shape, minibatches: int) -> None:
@@ -20,10 +21,11 @@ def validate(lists: Sequence[Actions], shape: Shape, minibatches: int) -> None:
         ScheduleError: the first law that is broken; the text holds the grid with the fault marked.
     """
     slots = list(shape.slots())
+    seen = reads(lists, shape.weights) if shape.weights == "vertical-sync" else [None] * len(lists)
     if len(lists) != len(slots):
         raise ScheduleError(f"{len(lists)} action lists for {len(slots)} workers")
     for worker, (actions, (stage, replica)) in enumerate(zip(lists, slots, strict=True)):
-        proof = _Proof(actions, shape, stage, replica, minibatches)
+        proof = _Proof(actions, seen[worker], shape, stage, replica, minibatches)
         for position, action in enumerate(actions):
             fault = proof.fault(action)
             if fault:
@@ -40,10 +42,12 @@ class _Proof:
         missing: actions that are still to come.
     """
 
-    def __init__(self, actions: Actions, shape: Shape, stage: int, replica: int, minibatches: int) -> None:
+    def __init__(
+        self, actions: Actions, seen: Reads | None, shape: Shape, stage: int, replica: int, minibatches: int
+    ) -> None:
         self.shape, self.minibatches, self.replica = shape, minibatches, replica
         self.limit = max(1, shape.in_flight[stage])
-        self.held = Held()
+        self.seen, self.held = seen, Held(seen, stashing=shape.weights != "none")
         split = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for action in actions)
         self.kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD)
         self.missing = set()
@@ -66,13 +70,16 @@ class _Proof:
         live, versions = len(self.held.begun), self.held.versions(action.stage)
         if live > self.limit:
             return f"makes {live} minibatches in flight; the plan allows {self.limit}"
-        if versions > (self.shape.versions or self.limit):
-            return f"makes {versions} weight versions; the plan allows {self.shape.versions or self.limit}"
+        most = self.shape.versions(action.stage)
+        if versions > most:
+            return f"makes {versions} weight versions; the plan allows {most}"
         return ""
 
     def _out_of_order(self, action: Action) -> str:
         if action.kind is Kind.UPDATE:
             return self._early_update(action)
+        if self.seen and self.seen.get((action.stage, action.minibatch), 0) > self.held.updates[action.stage]:
+            return "comes before the update that makes its weights"
         before = self.kinds[: self.kinds.index(action.kind)]
         words = {Kind.FORWARD: "its forward", Kind.INPUT: "the gradient of its inputs"}
         late = [words[kind] for kind in before if Action(action.stage, kind, action.minibatch) in self.missing]
