@@ -11,27 +11,37 @@ from torch.optim import Optimizer
 
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.run.correct import Correction, Steps
+
+LAST = "last_step"  # key of a correction's memory
 
 
 class Updater:
     """Steps some parameters.
 
+    Args:
+        correction, delay: of steps that come `delay` updates late.
+
     Attributes:
         updates: steps taken, those of the runs that this one resumed included.
     """
 
-    def __init__(self, file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, file: ModelFile, parameters: Mapping[str, nn.Parameter], correction: Correction | None = None,
+        delay: int = 0,
+    ) -> None:  # fmt: skip
         self.parameters = dict(parameters)
         self.updates = 0
         self.optimizer = _optimizer(file, self.parameters)
+        self.steps = Steps(correction, list(self.parameters.values()) if self.optimizer else [], delay)
         self.scheduler = file.scheduler(self.optimizer) if self.optimizer else None
 
     def step(self) -> None:
         """One optimizer step with the gradients that are there, which are then cleared."""
-        self.updates += 1
         if self.optimizer:
-            self.optimizer.step()
+            self.steps.take(self.optimizer, self.updates)
             self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
         if self.scheduler:
             try:
                 self.scheduler.step()
@@ -40,6 +50,10 @@ class Updater:
                     f"the learning-rate schedule {type(self.scheduler).__name__} cannot be stepped ({error})",
                     "use one that is stepped after each update, without a metric",
                 ) from error
+
+    @property
+    def _last(self) -> dict[int, Tensor]:
+        return {id(p): last for p, last in zip(self.steps.parameters, self.steps.last, strict=True)}
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """(parameter, key, value): momentum and the like, and the number of updates; numbers as tensors."""
@@ -51,6 +65,8 @@ class Updater:
                     yield name, key, value
                 elif isinstance(value, (int, float)):
                     yield name, f"{key}:number", torch.tensor(value)
+            if id(parameter) in self._last:
+                yield name, LAST, self._last[id(parameter)]
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Inverse of `state`, from {parameter: {key: value}}; the schedule is run on to the number of updates."""
@@ -58,6 +74,9 @@ class Updater:
             for key, value in state.get(name, {}).items():
                 if key == "updates":
                     self.updates = int(value)
+                elif key == LAST:
+                    if id(parameter) in self._last:
+                        self._last[id(parameter)].copy_(value)
                 elif self.optimizer and key.endswith(":number"):
                     self.optimizer.state[parameter][key.removesuffix(":number")] = value.item()
                 elif self.optimizer:

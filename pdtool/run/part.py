@@ -59,7 +59,12 @@ class Part:
         for tied in self.tied:
             if tied.ready:
                 tied.step()
+        self.look_ahead()
         return loss / weight
+
+    def look_ahead(self) -> None:
+        """Let forwards see what the correction of delay says."""
+        self.stage.weights.look_ahead({key: value for u in self.updaters for key, value in u.steps.seen().items()})
 
     def settle(self, minibatches: int) -> None:
         """The pipeline is empty: take the steps of tied parameters that are still due, make the replicas equal."""
@@ -68,6 +73,7 @@ class Part:
         for tied in self.tied:
             while not tied.drained:
                 tied.step()
+        self.look_ahead()
         mine = len(range(self.replica, minibatches, self.replicas.size))
         self.replicas.average_buffers(self.stage.module.buffers(), mine)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from pdtool.errors import UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.border import Border
+from pdtool.run.channels import Channels, Opening
 from pdtool.run.data import Loader, Split
 from pdtool.run.groups import Groups, make_groups, ranks_of
 from pdtool.run.meter import Meter
@@ -22,14 +22,15 @@ from pdtool.run.part import Part
 from pdtool.run.peers import tell
 from pdtool.run.replicas import Replicas
 from pdtool.run.spec import Place, RunSpec, places
-from pdtool.run.stage import Stage, load_module
+from pdtool.run.stage import Precision, Stage, load_module
 from pdtool.run.status import Status
 from pdtool.run.tied import Tied
-from pdtool.run.transport import Lane, Route
-from pdtool.run.wiring import Wire, describe_targets, wires
-from pdtool.schedule import Shape, all_in_flight, flows, lag_of
+from pdtool.run.transport import Lane
+from pdtool.run.wiring import Hop, Wire, describe_targets, dtype_of, hops, wires
+from pdtool.schedule import Shape, all_in_flight, delays_of, flows, lag_of
 
 SPLITS = ("train", "valid")
+WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(kw_only=True)
@@ -84,6 +85,7 @@ class Setup:
         keys = {self.canonical[name]: name for updater in part.updaters for name in updater.parameters}
         own = {f"model.{name}" for name in part.names}
         state = checkpoint.load(folder, lambda key: key in own or _parameter(key) in keys)
+        part.stage.weights.use()
         current = part.stage.module.state_dict()
         with torch.no_grad():
             for name in part.names:
@@ -101,6 +103,7 @@ class Setup:
                 by_name.setdefault(keys[_parameter(key)], {})[key.rpartition(".")[2]] = value
         for updater in part.updaters:
             updater.load(by_name)
+        part.look_ahead()
 
 
 def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -> Setup:
@@ -121,11 +124,18 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     loaded = {s: _load_stage(spec, file, model, canonical, s, device) for s in shape.stages_at(place.stage)}
     splits, loaders = _describe_data(spec, file, place.stage, leader=ranks_of(everyone, 0)[0])
-    all_wires = wires(spec.bundle, describe_targets(splits["train"].leaves))
-    groups = make_groups(spec.plan, spec.bundle, everyone, all_wires, device, spec.timeout_s, local_workers)
+    all_wires = wires(spec.bundle, describe_targets(splits["train"].leaves), WIRE_DTYPES.get(spec.wire_dtype))
+    all_hops = hops(all_wires, [ranks_of(everyone, s % shape.places) for s in range(len(spec.plan.stages))])
+    groups = make_groups(spec.plan, spec.bundle, everyone, device, spec.timeout_s, local_workers)
+    channels = Opening(
+        groups=groups, rank=rank, transport=spec.transport, batch_size=spec.plan.batch_size,
+        in_flight=all_in_flight(shape.replicas[: shape.places], shape.in_flight), device=device,
+        timeout_s=spec.timeout_s, waiting=meter.waiting,
+    ).channels(all_hops)  # fmt: skip
+    delays = delays_of(spec.plan.schedule, shape)
     parts = {}
     for s, (stage, names, idle) in loaded.items():
-        tied = _tied(spec, file, s, shape, stage, groups, meter)
+        tied = _tied(spec, file, s, shape, stage, groups, meter, delays)
         shared = {id(t.parameter) for t in tied}
         own = {name: p for name, p in stage.weights.parameters.items() if id(p) not in shared}
         members = ranks_of(everyone, s % shape.places)
@@ -134,8 +144,9 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
             device if groups.nccl else torch.device("cpu"), meter.waiting, meter.sent,
         )  # fmt: skip
         parts[s] = Part(
-            number=s, replica=place.replica, stage=stage, replicas=replicas, updater=Updater(file, own), tied=tied,
-            border=_border(spec, everyone, place, s, all_wires, groups, shape, device, meter), names=names, idle=idle,
+            number=s, replica=place.replica, stage=stage, replicas=replicas, tied=tied,
+            updater=Updater(file, own, spec.correction, delays[s]),
+            border=_border(spec, s, all_wires, all_hops, channels, shape, device, meter), names=names, idle=idle,
         )  # fmt: skip
     return Setup(
         spec=spec, place=place, device=device, shape=shape, file=file, status=status, meter=meter, groups=groups,
@@ -154,8 +165,12 @@ def _load_stage(
     home = {canonical.get(name, name): name for name in names}
     elsewhere = {canonical.get(name, name) for name in used}
     loss = file.loss if s == len(spec.plan.stages) - 1 else None
-    recompute, stashing = spec.plan.stages[s].recompute, spec.plan.weights != "none"
-    stage = Stage(module, loss, recompute=recompute, stashing=stashing)
+    outputs = [dtype_of(spec.bundle.by_name[name]) for name in spec.bundle.stages[s].outputs]
+    stage = Stage(
+        module, loss, recompute=spec.plan.stages[s].recompute, stashing=spec.plan.weights != "none",
+        ahead=spec.correction is not None and spec.correction.ahead,
+        precision=Precision(device, outputs) if spec.precision == "bf16" else None, compiled=spec.compiled,
+    )  # fmt: skip
     idle: dict[str, Tensor] = {}
     for name in kept.keys() - used:
         first_name = canonical.get(name, name)
@@ -178,8 +193,9 @@ def _describe_data(
 
 
 def _tied(
-    spec: RunSpec, file: ModelFile, s: int, shape: Shape, stage: Stage, groups: Groups, meter: Meter
-) -> list[Tied]:
+    spec: RunSpec, file: ModelFile, s: int, shape: Shape, stage: Stage, groups: Groups, meter: Meter,
+    delays: Sequence[int],
+) -> list[Tied]:  # fmt: skip
     """The tied parameters this stage holds, each with an updater of its own under the first holder's name."""
     out = []
     for described, group in zip(spec.bundle.tied, groups.tied, strict=True):
@@ -187,7 +203,7 @@ def _tied(
         if s in own:
             parameter = stage.weights.by_name[own[s]]
             first = min(own)
-            updater = Updater(file, {own[first]: parameter})
+            updater = Updater(file, {own[first]: parameter}, spec.correction, delays[first])
             lag = lag_of(shape, described.stages, s) if flows(spec.plan.schedule) else 0
             out.append(Tied(parameter, updater, group, len(own), lag, own[first], meter.waiting, meter.sent,
                             first=first == s))  # fmt: skip
@@ -195,29 +211,23 @@ def _tied(
 
 
 def _border(
-    spec: RunSpec, everyone: Sequence[Place], place: Place, s: int, all_wires: Sequence[Wire], groups: Groups,
-    shape: Shape, device: torch.device, meter: Meter,
+    spec: RunSpec, s: int, all_wires: Sequence[Wire], all_hops: Sequence[Hop], channels: Channels, shape: Shape,
+    device: torch.device, meter: Meter,
 ) -> Border:  # fmt: skip
     """The two lanes of stage s: activations and data forward, gradients backward."""
-    members = [ranks_of(everyone, stage % shape.places) for stage in range(len(spec.plan.stages))]
-    # when a minibatch is this many older than the one computed now, its messages were received: the first stage
-    # computes no forward before the backward of the one r[0] w[0] earlier
-    keep = 1 + math.ceil(all_in_flight(shape.replicas[: shape.places], shape.in_flight) / len(members[s]))
 
-    def lane(name: str, into: list[tuple[Wire, int]], out: list[tuple[Wire, int]]) -> Lane:
-        route = Route(
-            rank=lambda stage, i: members[stage][i % len(members[stage])],
-            group=lambda sender, receiver: groups.lane(name, sender, receiver),
+    def lane(name: str) -> Lane:
+        senders, receivers = channels.senders, channels.receivers
+        here = [hop for hop in all_hops if hop.lane == name]
+        return Lane(
+            [(hop, receivers[hop.number]) for hop in here if hop.target == s and hop.number in receivers],
+            [(hop, senders[hop.number]) for hop in here if hop.source == s and hop.number in senders],
+            ahead=shape.in_flight[s % shape.places] + 1,
+            waiting=meter.waiting,
+            sent=meter.sent,
         )
-        ahead = shape.in_flight[s % shape.places] + 1
-        return Lane(name, place.rank, route, into, out, ahead=ahead, keep=keep, device=device,
-                    staged=device.type == "cuda" and not groups.nccl,
-                    waiting=meter.waiting, sent=meter.sent)  # fmt: skip
 
-    into = [(wire, wire.source) for wire in all_wires if wire.destination == s]
-    out = [(wire, wire.destination) for wire in all_wires if wire.source == s]
-    back_into, back_out = ([end for end in ends if end[0].tensor.gradient] for ends in (out, into))
-    return Border(spec.bundle, s, all_wires, lane("forward", into, out), lane("backward", back_into, back_out), device)
+    return Border(spec.bundle, s, all_wires, lane("forward"), lane("backward"), device)
 
 
 def _parameter(key: str) -> str:

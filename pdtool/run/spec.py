@@ -12,6 +12,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import UsageError
+from pdtool.run.correct import Correction
 
 AT_MOST = ("loss", "perplexity")
 
@@ -63,6 +64,12 @@ class RunSpec:
         steps: minibatches of an epoch, at most (None: the whole training set).
         seed: fixes initial weights, sample order and every random number drawn on the way.
         device: `auto` is cuda where there is one.
+        correction: of gradients that come late; None: they are applied as they are.
+        precision: what stages compute in: `bf16` is autocast, with weights and messages in fp32.
+        compiled: whether stages go through torch.compile.
+        transport: how tensors go between workers: `auto` through memory where two share a machine, by NCCL between
+            GPUs, else by gloo; `gloo` always by gloo; `shared` refuses to run where memory cannot be shared.
+        wire_dtype: what fp32 tensors are between workers.
         timeout_s: how long a worker waits for another before it gives up.
         resume: a run's folder, or one of its checkpoints, to go on from; made by any plan of the same model.
         nnodes, node_rank, rdzv_endpoint: of a run on several machines; `host:port` is on machine 0.
@@ -79,6 +86,11 @@ class RunSpec:
     target: Target | None = None
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    correction: Correction | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compiled: bool = False
+    transport: Literal["auto", "gloo", "shared"] = "auto"
+    wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     timeout_s: float = 300.0
     resume: Path | None = None
     nnodes: int = 1

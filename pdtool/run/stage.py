@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,26 @@ class Stashed:
     before: Before | None = None
 
 
+@dataclass(frozen=True)
+class Precision:
+    """Computing in bf16 where it is safe (torch.autocast); weights and what goes between stages stay as they are.
+
+    Attributes:
+        outputs: dtypes of the stage's outputs as the next stages take them.
+    """
+
+    device: torch.device
+    outputs: Sequence[torch.dtype]
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """Around the stage's forward and the loss."""
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def outside(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs in the dtypes that were agreed."""
+        return tuple(output.to(dtype) for output, dtype in zip(outputs, self.outputs, strict=True))
+
+
 class Stage:
     """Forward and backward of one stage.
 
@@ -44,12 +64,13 @@ class Stage:
 
     def __init__(
         self, module: nn.Module, loss: Callable[[Any, Any], Tensor] | None, *, recompute: bool = False,
-        stashing: bool = True,
+        stashing: bool = True, ahead: bool = False, precision: Precision | None = None, compiled: bool = False,
     ) -> None:  # fmt: skip
-        """`loss` of (output, target): for the last stage."""
-        self.module = module
+        """`loss` of (output, target): for the last stage; `stashing` and `ahead`: see Weights."""
+        self.module, self.precision = module, precision
+        self._call: Callable[..., Any] = torch.compile(module) if compiled else module
         self.recompute = Recompute(module) if recompute else None
-        self.weights = Weights(module, stashing=stashing)
+        self.weights = Weights(module, stashing=stashing, ahead=ahead)
         self.loss = loss
         self.stashed: dict[int, Stashed] = {}
         self.peak_stashed = 0
@@ -68,8 +89,10 @@ class Stage:
         return outputs
 
     def _compute(self, inputs: Sequence[Tensor], target: Any) -> tuple[Tensor, ...]:
-        output = self.module(*inputs)
-        return as_tuple(output if self.loss is None else self.loss(output, target))
+        with self.precision.inside() if self.precision else nullcontext():
+            output = self._call(*inputs)
+            outputs = as_tuple(output if self.loss is None else self.loss(output, target))
+        return self.precision.outside(outputs) if self.precision and self.loss is None else outputs
 
     def _outputs(self, kept: Stashed) -> tuple[Tensor, ...]:
         """With their graph, made again where it was not kept."""
@@ -82,8 +105,11 @@ class Stage:
     def evaluate(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """Outputs of the newest weights, without a graph; the last stage's one is the model's own."""
         self.weights.use()
-        output = self.module(*inputs)
-        return as_tuple(output) if self.loss is None else (output,)
+        with self.precision.inside() if self.precision else nullcontext():
+            output = self._call(*inputs)
+        if self.loss is not None:
+            return (output,)
+        return self.precision.outside(as_tuple(output)) if self.precision else as_tuple(output)
 
     def backward(
         self, minibatch: int, gradients: Sequence[Tensor | None], weight: float = 1.0,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,7 @@ class Weights:
 
     Args:
         stashing: keep versions for those that read them; otherwise there is one, and every step is done in place.
+        ahead: forwards read what `look_ahead` is given, which is not what the Parameters hold (run/correct.py).
 
     Attributes:
         parameters: name -> Parameter, each once (one that is used under several names has the first).
@@ -54,7 +55,7 @@ class Weights:
         peak_versions: most versions ever alive together, the current one included.
     """
 
-    def __init__(self, module: nn.Module, *, stashing: bool = True) -> None:
+    def __init__(self, module: nn.Module, *, stashing: bool = True, ahead: bool = False) -> None:
         self.parameters = dict(module.named_parameters())
         self.by_name = dict(module.named_parameters(remove_duplicate=False))
         index = {id(parameter): i for i, parameter in enumerate(self.parameters.values())}
@@ -72,7 +73,10 @@ class Weights:
         self._spare: list[list[Tensor]] = []
         self._alive: dict[int, Version] = {}
         self.peak_versions = 1
-        self._bind(0)
+        self._bound: Version | None = None
+        self._own = self._over([p.data for p in self.parameters.values()], 0) if ahead else None
+        self._bind(0, self._memory() if ahead else [p.data for p in self.parameters.values()])
+        self.look_ahead({})
 
     def open(self, reads: Mapping[int, int]) -> None:
         """Begin a phase, with nothing in flight.
@@ -130,28 +134,44 @@ class Weights:
     def make_room(self) -> None:
         """Call before a step: afterwards nobody needs what is in the memory of the Parameters."""
         number = self._current.number + 1
-        if self.stashing and self._current.users:
-            memory = self._spare.pop() if self._spare else [torch.empty_like(p.data) for p in self.parameters.values()]
-            for parameter, new in zip(self.parameters.values(), memory, strict=True):
-                new.copy_(parameter.data)
-                parameter.data = new
-            self._bind(number)
-        else:
+        if not self.stashing or not self._current.users:
             del self._alive[self._current.number]
             self._current.number, self._current.users = number, self._current.users + self._readers[number]
             self._alive[number] = self._current
+        elif self._own:
+            self._bind(number, self._memory())
+        else:
+            memory = self._memory()
+            for parameter, new in zip(self.parameters.values(), memory, strict=True):
+                new.copy_(parameter.data)
+                parameter.data = new
+            self._bind(number, memory)
         self.peak_versions = max(self.peak_versions, len(self._alive))
 
-    def _bind(self, number: int) -> None:
-        """Let the module compute with fresh leaves over the Parameters' memory."""
-        leaves = [p.data.detach().requires_grad_(p.requires_grad) for p in self.parameters.values()]
-        self._current = self._alive[number] = Version(leaves, number, self._readers[number])
-        self._bound: Version | None = None
+    def look_ahead(self, seen: Mapping[int, Tensor]) -> None:
+        """Call after a step: what forwards will see instead of a parameter, by its id; of others they see the value."""
+        if self._own:
+            with torch.no_grad():
+                for parameter, leaf in zip(self.parameters.values(), self._current.leaves, strict=True):
+                    leaf.copy_(seen.get(id(parameter), parameter.detach()))
+
+    def _memory(self) -> list[Tensor]:
+        return self._spare.pop() if self._spare else [torch.empty_like(p.data) for p in self.parameters.values()]
+
+    def _over(self, memory: Sequence[Tensor], number: int) -> Version:
+        """Fresh leaves over some memory."""
+        parameters = self.parameters.values()
+        leaves = [m.detach().requires_grad_(p.requires_grad) for m, p in zip(memory, parameters, strict=True)]
+        return Version(leaves, number, self._readers[number])
+
+    def _bind(self, number: int, memory: Sequence[Tensor]) -> None:
+        """Let the module compute with a new version."""
+        self._current = self._alive[number] = self._over(memory, number)
         self.use(self._current)
 
     def use(self, version: Version | None = None) -> None:
-        """Let the module compute with a version, the newest if none is given."""
-        version = version or self._current
+        """Let the module compute with a version; with what the Parameters hold if none is given."""
+        version = version or self._own or self._current
         if version is self._bound:
             return
         self._bound = version

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from pdtool.schedule.action import Action, Actions, Kind
 from pdtool.schedule.build import NAMES, SCHEDULES, build
+from pdtool.schedule.delays import delays_of
 from pdtool.schedule.draw import draw
 from pdtool.schedule.grid import grid
 from pdtool.schedule.held import Held
@@ -35,6 +36,7 @@ __all__ = [
     "all_in_flight",
     "build",
     "default_in_flight",
+    "delays_of",
     "draw",
     "flows",
     "grid",
