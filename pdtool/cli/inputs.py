@@ -13,6 +13,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cli.console import note
 from pdtool.cli.options import file_name
 from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.schedule import POLICIES, flows
 
 if TYPE_CHECKING:
     from pdtool.frontend.modelfile import ModelFile
@@ -119,13 +120,35 @@ def _checked(plan: Plan, profile: Profile) -> Plan:
     return refresh(plan, profile)
 
 
-def rescheduled(plan: Plan, profile: Profile, schedule: str | None, microbatches: int | None) -> Plan:
-    """The same stages under another schedule; raises UsageError."""
-    if schedule is None and microbatches is None:
+def rescheduled(
+    plan: Plan, profile: Profile, *, schedule: str | None = None, microbatches: int | None = None,
+    weights: str | None = None, update_every: int | None = None,
+) -> Plan:  # fmt: skip
+    """The same stages run in another way; None keeps what the plan says.
+
+    Raises:
+        UsageError: the schedule has no such thing, or cannot have these stages.
+    """
+    if (schedule, microbatches, weights, update_every) == (None,) * 4:
         return plan
     from pdtool.partition.planning import under
 
     name = schedule or plan.schedule
-    if name == "1f1b" and microbatches not in (None, 1):
-        raise UsageError("schedule 1f1b has no microbatches", "leave --microbatches out, or use --schedule 1f1b-flush")
-    return under(plan, profile, name, 1 if name == "1f1b" else microbatches or max(plan.microbatches, 4))
+    if flows(name) and microbatches not in (None, 1):
+        raise UsageError(f"schedule {name} has no microbatches", "use --update-every, or --schedule 1f1b-flush")
+    if not flows(name) and update_every:
+        raise UsageError(f"schedule {name} updates after its microbatches", "give --microbatches, not --update-every")
+    kept = plan.weights if name == plan.schedule else POLICIES[name][0]
+    if weights and weights not in POLICIES[name]:
+        raise UsageError(f"--weights {weights} with schedule {name}", f"it goes with {' or '.join(POLICIES[name])}")
+    if (name == "interleaved") != (plan.chunks > 1):
+        raise UsageError(
+            f"schedule {name} with {plan.chunks} stage(s) on each worker",
+            "partition with --schedule interleaved, which has several, or take another schedule",
+        )
+    return under(plan, profile, {
+        "schedule": name,
+        "weights": weights or kept,
+        "microbatches": 1 if flows(name) else microbatches or max(plan.microbatches, 4),
+        "update_every": (update_every or plan.update_every) if flows(name) else None,
+    })  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from pdtool.errors import UsageError
-from pdtool.schedule import NAMES
 
 _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
 
@@ -48,15 +47,32 @@ device = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifact itself on stdout.")
 
 
-def schedule(default: str | None, *more: str) -> Callable[[Any], Any]:
+def schedule(names: Sequence[str], default: str | None) -> Callable[[Any], Any]:
     """`--schedule`; None keeps what the plan says."""
-    auto = "; auto takes the fastest, flushing ones only with --microbatches" if "auto" in more else ""
+    auto = "; auto takes the fastest, flushing ones only with --microbatches" if "auto" in names else ""
     return click.option(
-        "--schedule", type=click.Choice([*NAMES, *more]), default=default,
-        show_default=default or "what the plan says",
-        help="Order of work: 1f1b never stops (weight stashing); 1f1b-flush and gpipe empty the pipeline to update"
+        "--schedule", type=click.Choice(names), default=default, show_default=default or "what the plan says",
+        help="Order of work: 1f1b and 2bw never stop (old weights are kept); the others empty the pipeline to update"
         f"{auto}.",
     )  # fmt: skip
+
+
+def weights(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--weights`, `--update-every`: of a schedule that never stops."""
+    for option in (
+        click.option(
+            "--update-every", type=click.IntRange(min=1, max=10_000), metavar="N", default=None,
+            help="Minibatches in one update of every stage, without a flush.  [default: what the plan says; there, if "
+            "nothing, as many as a stage has replicas]",
+        ),
+        click.option(
+            "--weights", type=click.Choice(["stash", "vertical-sync", "none"]), default=None,
+            help="Weights of a minibatch under 1f1b: those of its forward (stash), of its first stage's forward "
+            "(vertical-sync), or whatever is newest (none).  [default: what the plan says]",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
 
 
 def microbatches(default: str) -> Callable[[Any], Any]:

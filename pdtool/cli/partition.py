@@ -11,6 +11,7 @@ from pdtool.cli import options
 from pdtool.cli.console import note, show
 from pdtool.cli.deliver import deliver
 from pdtool.errors import UsageError
+from pdtool.schedule import NAMES
 
 if TYPE_CHECKING:
     from pdtool.cluster import Cluster
@@ -40,7 +41,7 @@ _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3
     help="Number of workers to use.",
 )  # fmt: skip
 @click.option("--straight", is_flag=True, help="Replicate no stage.")
-@options.schedule("1f1b", "auto")
+@options.schedule([*NAMES, "auto"], "1f1b")
 @options.microbatches("4 with --schedule 1f1b-flush or gpipe")
 @click.option(
     "--recompute/--no-recompute", default=True, show_default=True,

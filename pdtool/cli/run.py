@@ -18,6 +18,7 @@ from pdtool.cli.codegen import model as model_option
 from pdtool.cli.console import note, show
 from pdtool.cli.deliver import print_json
 from pdtool.errors import StaleError, TargetMissedError, UsageError
+from pdtool.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle
@@ -57,21 +58,32 @@ _LAST = "the folder of -o"
 @click.option(
     "--timeout", default="300s", show_default=True, metavar="TIME", help="How long a worker waits for another."
 )
-@options.schedule(None)
+@options.schedule(SCHEDULES, None)
 @options.microbatches("what the plan says")
+@options.weights
+@click.option(
+    "--correction", metavar="NAME[=VALUE]",
+    help="Of gradients that come late: lr-discount[=UPDATES], weight-prediction or nesterov[=G].  [default: none]",
+)  # fmt: skip
+@click.option(
+    "--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True,
+    help="What stages compute in; bf16 is autocast, weights and messages stay fp32.",
+)  # fmt: skip
+@click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
 @options.machines
 @options.as_json
-def run(plan: str | None, schedule: str | None, microbatches: int | None, dry_run: bool, as_json: bool,
-        model: str | None, **settings: Any) -> None:  # fmt: skip
+def run(plan: str | None, schedule: str | None, microbatches: int | None, weights: str | None, update_every: int | None,
+        dry_run: bool, as_json: bool, model: str | None, **settings: Any) -> None:  # fmt: skip
     """Train PLAN's stages, each on its workers."""
     from pdtool.cli.inputs import Inputs, rescheduled
 
     inputs = Inputs.load(options.candidate("plan", plan), model)
+    asked = rescheduled(inputs.plan, inputs.profile, schedule=schedule, microbatches=microbatches, weights=weights,
+                        update_every=update_every)  # fmt: skip
     if dry_run:
-        _print_places(rescheduled(inputs.plan, inputs.profile, schedule, microbatches), settings)
+        _print_places(asked, settings)
         return
-    spec = _spec(inputs, _bundle(inputs), settings)
-    spec = replace(spec, plan=rescheduled(spec.plan, inputs.profile, schedule, microbatches))
+    spec = replace(_spec(inputs, _bundle(inputs), settings), plan=asked)
     report = _launched(spec)
     if _speaks():
         _tell(spec, report, as_json)
@@ -106,6 +118,7 @@ def _is_worker() -> bool:
 
 
 def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
+    from pdtool.run.correct import Correction
     from pdtool.run.spec import RunSpec, Target
     from pdtool.units import parse_seconds
 
@@ -114,8 +127,9 @@ def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
         plan=inputs.plan, bundle=bundle, bundle_dir=inputs.folder, model=inputs.model, trusted=inputs.trusted,
         out=out, resume=resume, timeout_s=parse_seconds(settings["timeout"]),
         target=Target.parse(settings["target"]) if settings["target"] else None,
+        correction=Correction.parse(settings["correction"]) if settings["correction"] else None,
         **{name: settings[name] for name in (
-            "epochs", "steps", "seed", "device", "nnodes", "node_rank", "rdzv_endpoint",
+            "epochs", "steps", "seed", "device", "precision", "compiled", "nnodes", "node_rank", "rdzv_endpoint",
         )},
     )  # fmt: skip
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pdtool.artifacts.plan import Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
@@ -13,6 +14,7 @@ from pdtool.partition.evaluate import Costs, Way, evaluate
 from pdtool.partition.rivals import rivals
 from pdtool.partition.search import Options, Search
 from pdtool.partition.settle import settled, simulated
+from pdtool.schedule import NAMES, usual_shape
 
 
 def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Options | None = None) -> Plan:
@@ -64,21 +66,31 @@ def refresh(plan: Plan, profile: Profile) -> Plan:
     return plan.model_copy(update={"why": Why(bottleneck=costs.bottleneck), "predicted": figures})
 
 
-def under(plan: Plan, profile: Profile, schedule: str, microbatches: int) -> Plan:
-    """The same stages under another schedule, with the minibatches in flight that it wants."""
-    way = replace(way_of(plan), schedule=schedule, microbatches=microbatches)
-    workers = [stage.workers for stage in plan.stages]
-    stages = plan.stage_nodes(profile)
-    costs = evaluate(profile, plan.cluster.cluster(), stages, workers, way)
-    return refresh(plan.model_copy(update={
-        "schedule": schedule,
-        "weights": "stash" if schedule == "1f1b" else "flush",
-        "microbatches": microbatches,
-        "stages": tuple(
-            stage.model_copy(update={"in_flight": w, "recompute": again})
-            for stage, w, again in zip(plan.stages, costs.in_flight, costs.recompute, strict=True)
-        ),
-    }), profile)  # fmt: skip
+def under(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan:
+    """The same stages run in another way, with the minibatches in flight that it wants.
+
+    Args:
+        changes: of schedule, weights, microbatches and update_every.
+
+    Raises:
+        UsageError: the schedule cannot have these replicas.
+    """
+    changed = plan.model_copy(update=changes)
+    if changed.schedule in NAMES:
+        workers = [stage.workers for stage in plan.stages]
+        costs = evaluate(profile, plan.cluster.cluster(), plan.stage_nodes(profile), workers, way_of(changed))
+        in_flight, recompute = costs.in_flight, costs.recompute
+    else:
+        replicas = [stage.replicas for stage in plan.stages[: plan.places]]
+        wanted = usual_shape(changed.schedule, replicas, changed.microbatches, changed.chunks).in_flight
+        in_flight, recompute = wanted * plan.chunks, tuple(stage.recompute for stage in plan.stages)
+    stages = tuple(
+        stage.model_copy(update={"in_flight": w, "recompute": again})
+        for stage, w, again in zip(plan.stages, in_flight, recompute, strict=True)
+    )
+    changed = changed.model_copy(update={"stages": stages})
+    changed.check_schedule()
+    return refresh(changed, profile)
 
 
 def way_of(plan: Plan) -> Way:
