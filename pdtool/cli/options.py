@@ -61,14 +61,13 @@ def weights(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--weights`, `--update-every`: of a schedule that never stops."""
     for option in (
         click.option(
-            "--update-every", type=click.IntRange(min=1, max=10_000), metavar="N", default=None,
-            help="Minibatches in one update of every stage, without a flush.  [default: what the plan says; there, if "
-            "nothing, as many as a stage has replicas]",
+            "--update-every", type=click.IntRange(min=1, max=10_000), metavar="N", show_default="what the plan says",
+            help="Minibatches in one update of every stage, without a flush.",
         ),
         click.option(
-            "--weights", type=click.Choice(["stash", "vertical-sync", "none"]), default=None,
+            "--weights", type=click.Choice(["stash", "vertical-sync", "none"]), show_default="what the plan says",
             help="Weights of a minibatch under 1f1b: those of its forward (stash), of its first stage's forward "
-            "(vertical-sync), or whatever is newest (none).  [default: what the plan says]",
+            "(vertical-sync), or whatever is newest (none).",
         ),
     ):  # fmt: skip
         command = option(command)

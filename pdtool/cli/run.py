@@ -62,8 +62,8 @@ _LAST = "the folder of -o"
 @options.microbatches("what the plan says")
 @options.weights
 @click.option(
-    "--correction", metavar="NAME[=VALUE]",
-    help="Of gradients that come late: lr-discount[=UPDATES], weight-prediction or nesterov[=G].  [default: none]",
+    "--correction", metavar="NAME[=VALUE]", show_default="none",
+    help="Of gradients that come late: lr-discount[=UPDATES], weight-prediction or nesterov[=G].",
 )  # fmt: skip
 @click.option(
     "--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True,
