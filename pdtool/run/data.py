@@ -54,6 +54,10 @@ class Minibatches:
         """Number of samples in it."""
         return min(self.size, len(self.order) - minibatch * self.size)
 
+    def weight(self, minibatch: int) -> float:
+        """The same as a fraction of a whole minibatch."""
+        return self.samples(minibatch) / self.size
+
 
 def sample_order(seed: int, epoch: int, samples: int) -> list[int]:
     """The permutation of the training set in `epoch`: a function of these numbers only (law 8)."""

@@ -26,7 +26,7 @@ class Totals:
     sent_bytes: int = 0
 
 
-_FIELD = {Kind.FORWARD: "forward_s", Kind.BACKWARD: "backward_s", Kind.UPDATE: "update_s"}
+_FIELD = {kind: "backward_s" for kind in Kind} | {Kind.FORWARD: "forward_s", Kind.UPDATE: "update_s"}
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import ArtifactError
 from pdtool.run.recompute import Before, Recompute
+from pdtool.run.split import Rest, input_part
 from pdtool.run.weights import Version, Weights
 
 
@@ -26,12 +27,14 @@ class Stashed:
     Attributes:
         outputs: with their graph; () where it is made again before the backward.
         before: what its forward saw, where it is.
+        rest: of its backward, once the gradients of the inputs were computed.
     """
 
     version: Version
     inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
     before: Before | None = None
+    rest: Rest | None = None
 
 
 @dataclass(frozen=True)
@@ -125,18 +128,46 @@ class Stage:
             The gradients of the inputs, None where no path leads to one.
         """
         kept = self.stashed.pop(minibatch)
+        outputs, known = self._roots(kept, gradients)
+        with self._telling(kept.version, weight, final):
+            if outputs:
+                torch.autograd.backward(outputs, known)
+        self.weights.collect(kept.version, weight)
+        self.weights.release(kept.version)
+        return [value.grad for value in kept.inputs]
+
+    def backward_input(self, minibatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The first part of `backward`: the gradients of the inputs."""
+        kept = self.stashed[minibatch]
+        outputs, known = self._roots(kept, gradients)
+        found, rest = input_part(outputs, kept.inputs, known)
+        self.stashed[minibatch] = Stashed(kept.version, [], (), rest=rest)
+        return found
+
+    def backward_weight(
+        self, minibatch: int, weight: float = 1.0, final: Callable[[nn.Parameter], None] | None = None
+    ) -> None:
+        """The second part: the gradients of the parameters."""
+        kept = self.stashed.pop(minibatch)
+        assert kept.rest, "the first part comes first"
+        with self._telling(kept.version, weight, final):
+            kept.rest.weight_part()
+        self.weights.collect(kept.version, weight)
+        self.weights.release(kept.version)
+
+    def _roots(self, kept: Stashed, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Outputs that a gradient goes back from, and the gradients."""
         roots = [
             (output, gradient)
             for output, gradient in zip(self._outputs(kept), gradients, strict=True)
             if output.requires_grad and (self.loss is not None or gradient is not None)
         ]
-        told = self.weights.collecting(kept.version, weight, final) if final else nullcontext()
-        with told:
-            if roots:
-                torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
-        self.weights.collect(kept.version, weight)
-        self.weights.release(kept.version)
-        return [value.grad for value in kept.inputs]
+        return [output for output, _ in roots], [gradient for _, gradient in roots]
+
+    def _telling(
+        self, version: Version, weight: float, final: Callable[[nn.Parameter], None] | None
+    ) -> AbstractContextManager[None]:
+        return self.weights.collecting(version, weight, final) if final else nullcontext()
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:

@@ -60,14 +60,18 @@ class Worker:
                         part.border.send_outputs(i, outputs)
                         self._note_loss(epoch, action, outputs)
                     case Kind.BACKWARD:
-                        weight = minibatches.samples(i) / minibatches.size
-                        gradients = part.border.gradients(i)
-                        gradients = part.stage.backward(i, gradients, weight, _final(part, after))
+                        gradients = part.stage.backward(
+                            i, part.border.gradients(i), minibatches.weight(i), _final(part, after)
+                        )
                         part.border.send_gradients(i, gradients)
-                        part.count(weight, self.losses.pop(i, 0.0))
+                    case Kind.INPUT:
+                        part.border.send_gradients(i, part.stage.backward_input(i, part.border.gradients(i)))
+                    case Kind.WEIGHT:
+                        part.stage.backward_weight(i, minibatches.weight(i), _final(part, after))
                     case Kind.UPDATE:
-                        loss = part.update()
-                        self._log_update(epoch, part, loss)
+                        self._log_update(epoch, part, part.update())
+                if action.kind.ends:
+                    part.count(minibatches.weight(i), self.losses.pop(i, 0.0))
         for part in self.parts.values():
             part.settle(len(minibatches))
 
