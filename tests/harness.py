@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from replay import Batch
 
 from pdtool.artifacts.bundle import Bundle, StageModule, Tensor, TiedParameter
 from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
 from pdtool.artifacts.envelope import ModelRef, file_sha256
 from pdtool.artifacts.plan import Plan, Stage
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.run.data import sample_order
 from pdtool.run.spec import RunSpec
-from pdtool.schedule import default_in_flight
+from pdtool.schedule import POLICIES, usual_shape
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,59 @@ UNUSED1 = replace(
     stages=((CONV1.stages[0][0].replace("self.fc =", "self.unused = nn.Linear(2, 2); self.fc ="), ("x",), ()),),
 )
 
+# two stages on each of two workers, or of four
+CONV4 = replace(
+    CONV3,
+    stages=(
+        (stage(0, "self.conv1 = nn.Conv2d(2, 4, 3, padding=1, bias=False)", "x: return self.conv1(x)"), ("x",), ("c",)),
+        (stage(1, "self.bn = nn.BatchNorm2d(4)", "c: return F.relu(self.bn(c))"), ("c",), ("a",)),
+        (stage(2, _CONV[1], f"a: {_CONV_FORWARD[1]}; return b"), ("a",), ("b",)),
+        (stage(3, _CONV[2], f"b: {_CONV_FORWARD[2]}; return z"), ("b",), ()),
+    ),
+    tensors=(
+        tensor("x", -1, [0], 2, 6, 6), tensor("c", 0, [1], 4, 6, 6), tensor("a", 1, [2], 4, 6, 6),
+        tensor("b", 2, [3], 4, 2, 2),
+    ),
+)  # fmt: skip
+# with two workers h and x go from a stage to another one of the same worker
+SKIP4 = replace(
+    SKIP3,
+    stages=(
+        SKIP3.stages[0],
+        (stage(1, "self.b = nn.Linear(5, 5)", "h: return torch.tanh(self.b(h))"), ("h",), ("g",)),
+        (stage(2, "self.c = nn.Linear(5, 3)", "g, h, m, x: return self.c(g) * 2, torch.cat([h * m, x], 1)"),
+         ("g", "h", "m", "x"), ("k", "j")),
+        (stage(3, _SKIP[2], "k, j: return self.d(torch.cat([k, j], 1))"), ("k", "j"), ()),
+    ),
+    tensors=(
+        tensor("x", -1, [0, 2], 6), tensor("h", 0, [1, 2], 5), tensor("m", 0, [2], 5, dtype="bool"),
+        tensor("g", 1, [2], 5), tensor("k", 2, [3], 3), tensor("j", 2, [3], 11),
+    ),
+)  # fmt: skip
+_MLP = tuple(f"self.l{s} = nn.Linear({6 if s == 0 else 5}, {4 if s == 5 else 5})" for s in range(6))
+MLP6 = Toy(
+    model=IMAGES.replace("n, 2, 6, 6", "n, 6") + model(
+        "; ".join(_MLP), "h0: " + "; ".join(f"h{s + 1} = torch.tanh(self.l{s}(h{s}))" for s in range(6)) + "; return h6"
+    ),
+    stages=tuple(
+        (stage(s, _MLP[s], f"h{s}: return torch.tanh(self.l{s}(h{s}))"), (f"h{s}",), (f"h{s + 1}",) if s < 5 else ())
+        for s in range(6)
+    ),
+    tensors=tuple(tensor(f"h{s}", s - 1, [s], 6 if s == 0 else 5) for s in range(6)),
+    inputs=("h0",),
+)  # fmt: skip
+TIED4 = replace(
+    TIED3,
+    stages=(
+        TIED3.stages[0],
+        (stage(1, _TIED[1], "e: return self.mid(e)"), ("e",), ("f",)),
+        (stage(2, "", "f: return torch.tanh(f)"), ("f",), ("h",)),
+        (stage(3, _TIED[2], "h: return self.out(h)"), ("h",), ()),
+    ),
+    tensors=(*TIED3.tensors[:2], tensor("f", 1, [2], 5, 6), tensor("h", 2, [3], 5, 6)),
+    tied=(TiedParameter(stages=(0, 3), names=("embed.weight", "out.weight")),),
+)
+
 # all in one stage; that the two names are one parameter is known to the model only
 TIED1 = replace(
     TIED3, stages=((stage(0, "; ".join(_TIED), _TIED_FORWARD), ("x",), ()),), tensors=TIED3.tensors[:1], tied=()
@@ -207,12 +263,19 @@ TIED1 = replace(
 
 
 def job(
-    folder: Path, toy: Toy, replicas: Sequence[int] = (), *, schedule: str = "1f1b", microbatches: int = 1,
-    optimizer: str = "sgd", in_flight: Sequence[int] = (), batch_size: int = 4, **settings: Any,
+    folder: Path, toy: Toy, replicas: Sequence[int] = (), *, schedule: str = "1f1b", weights: str = "",
+    microbatches: int = 1, update_every: int | None = None, chunks: int = 1, in_flight: Sequence[int] = (),
+    optimizer: str = "sgd", batch_size: int = 4, **settings: Any,
 ) -> RunSpec:  # fmt: skip
-    """Write model.py and the bundle into `folder`; a spec that runs them with one worker per replica."""
-    replicas = tuple(replicas) or (1,) * len(toy.stages)
-    in_flight = tuple(in_flight) or default_in_flight(replicas)
+    """Write model.py and the bundle into `folder`; a spec that runs them with one worker per replica.
+
+    Args:
+        replicas, in_flight: of each place, by which there are `chunks` stages; else straight, and the usual.
+        weights: else the schedule's usual policy.
+    """
+    places = len(toy.stages) // chunks
+    replicas = tuple(replicas) or (1,) * places
+    in_flight = tuple(in_flight) or usual_shape(schedule, replicas, microbatches, chunks).in_flight
     (folder / "bundle").mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(toy.model.replace("OPTIMIZER", OPTIMIZERS[optimizer]))
     modules = []
@@ -234,11 +297,11 @@ def job(
     first = [sum(replicas[:s]) for s in range(len(replicas))]
     plan = Plan(
         name="toy", model=None, profile="none", batch_size=batch_size, schedule=schedule,
-        weights="stash" if schedule == "1f1b" else "flush", microbatches=microbatches,
+        weights=weights or POLICIES[schedule][0], microbatches=microbatches, update_every=update_every, chunks=chunks,
         cluster=ClusterSpec(levels=(LevelSpec(size=total, bandwidth_bytes_per_s=1e9),)),
         stages=tuple(
             Stage(nodes=("n",), replicas=r, workers=tuple(range(f, f + r)), in_flight=w)
-            for r, f, w in zip(replicas, first, in_flight, strict=True)
+            for r, f, w in [*zip(replicas, first, in_flight, strict=True)] * chunks
         ),
     )  # fmt: skip
     plan.check()
@@ -264,7 +327,7 @@ def run(spec: RunSpec) -> list[Outcome]:
     context.set_forkserver_preload(["pdtool.run.worker", "pdtool.run.launch", "harness"])
     spec.out.mkdir(parents=True, exist_ok=True)
     store = spec.out / f"store-{len(list(spec.out.glob('store-*')))}"
-    world = sum(stage.replicas for stage in spec.plan.stages)
+    world = sum(stage.replicas for stage in spec.plan.stages[: spec.plan.places])
     processes = [context.Process(target=_work, args=(spec, rank, world, store)) for rank in range(world)]
     for process in processes:
         process.start()
@@ -293,3 +356,40 @@ def _work(spec: RunSpec, rank: int, world: int, store: Path) -> None:
     ]  # fmt: skip
     torch.save(outcomes, spec.out / f"outcome-{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def batches(spec: RunSpec) -> list[list[Batch]]:
+    """The minibatches of every epoch, as the replays take them."""
+    data = ModelFile.load(spec.model, trusted=True).dataset("train")
+    size = spec.plan.batch_size
+    out = []
+    for epoch in range(1, spec.epochs + 1):
+        order = sample_order(spec.seed, epoch, len(data))[: spec.steps and spec.steps * size]
+        out.append([(data.x[order[i : i + size]], data.y[order[i : i + size]]) for i in range(0, len(order), size)])
+    return out
+
+
+def weights(outcomes: list[Outcome], replica: int = 0) -> dict[str, torch.Tensor]:
+    """The state of all stages together."""
+    return {name: value for o in outcomes if o.replica == replica for name, value in o.state.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:
+    """Equal by name, within float tolerance."""
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, msg=lambda text, n=name: f"{n}: {text}", **(tolerance or TOLERANCE)
+        )
+
+
+def without_statistics(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without batch norm's counts and running statistics, of which each replica has seen its share only."""
+    return {n: v for n, v in state.items() if not n.endswith(("running_mean", "running_var", "num_batches_tracked"))}
+
+
+def stage_of(spec: RunSpec) -> dict[str, int]:
+    """Parameter name -> its stage."""
+    return {name: s for s, stage in enumerate(spec.bundle.stages) for name in stage.parameters}

@@ -1,21 +1,30 @@
 """What training must come to, computed by one process from the definitions; shares no code with pdtool.
 
 Legend (PipeDream, SOSP'19, section 3.3):
-    n     stages;  s = 0 .. n-1 counts them, r[s] are the replicas of stage s
-    w[s]  minibatches in flight at one replica: its forward of local minibatch q comes after q - w[s] + 1 backwards
+    n     stages;  s = 0 .. n-1 counts them, r[s] are the replicas of stage s, and minibatch t is replica t mod r[s]'s
+    w[s]  minibatches in flight at one replica: each that enters after the first w[s] follows a backward
     k[s]  minibatches in one update of stage s, over its replicas
-    v(s, t)  the version of stage s's weights that minibatch t is computed with, forward and backward
+    v(s, t)  how many updates of stage s the weights have seen that it computes minibatch t with
 
-Straight pipelines have r = 1, k = 1 and w[s] = n - s, so v(s, t) = max(0, t - (n - 1 - s)), the paper's
-w(t+1) = w(t) − η·∇f(w_1(t−n+1), w_2(t−n+2), …, w_n(t)).
+When t enters stage s, the oldest minibatch in flight at its replica, itself included, is
 
-With replicas, minibatch t is the local minibatch q = t div r[s] of replica t mod r[s]; when its forward runs, that
-replica has done b = max(0, q - w[s] + 1) backwards, which are k[s]/r[s] to a round, so v(s, t) = b div (k[s]/r[s]).
+    u(s, t) = max(t mod r[s], t - r[s] (w[s] - 1))
+
+and all rounds before that one's are closed, so u(s, t) div k[s] updates were made. The policies:
+
+    stash          v(s, t) = u(s, t) div k[s]. Straight pipelines have r = k = 1 and w[s] = n - s, which is the paper's
+                   w(t+1) = w(t) − η·∇f(w_1(t−n+1), w_2(t−n+2), …, w_n(t))
+    vertical-sync  v(s, t) = v(0, t) of stash: w(t+1) = w(t) − η·∇f(w_1(t−n+1), w_2(t−n+1), …, w_n(t−n+1))
+    2bw            v(s, t) = max(0, t div k - 1): W(t+1) = W(t) − η·∇f(W(t−1)) (PipeDream-2BW, ICML'21, section 3.1)
+    none           as stash in the forward; the backward runs after t div k[s] updates, with the weights of then
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,53 +34,90 @@ from torch.func import functional_call
 Batch = tuple[Tensor, Any]
 
 
-def version(t: int, replicas: int, in_flight: int, every: int) -> int:
-    """v(s, t) for a stage of `replicas` with `in_flight` and an update every `every` minibatches."""
-    backwards = max(0, t // replicas - in_flight + 1)
-    return backwards // (every // replicas)
+@dataclass(frozen=True)
+class Pipeline:
+    """r, w and k of each stage, and the policy."""
 
+    replicas: Sequence[int]
+    in_flight: Sequence[int]
+    every: Sequence[int]
+    weights: str = "stash"
 
-def peak_versions(minibatches: int, in_flight: int) -> int:
-    """Most versions alive at a replica that updates after each backward: those of the minibatches in flight, and the
-    newest, after each number of backwards."""
-    return max(
-        len({max(0, q - in_flight + 1) for q in range(done, min(done + in_flight - 1, minibatches))} | {done})
-        for done in range(1, minibatches + 1)
-    )
+    def forward(self, s: int, t: int) -> int:
+        """v(s, t)."""
+        if self.weights == "2bw":
+            return max(0, t // self.every[s] - 1)
+        s = 0 if self.weights == "vertical-sync" else s
+        r = self.replicas[s]
+        return max(t % r, t - r * (self.in_flight[s] - 1)) // self.every[s]
+
+    def backward(self, s: int, t: int) -> int:
+        """The same for the backward."""
+        return t // self.every[s] if self.weights == "none" else self.forward(s, t)
+
+    def lag(self, s: int, first: int) -> int:
+        """Updates by which stage s, holding a parameter that stage `first` holds too, is behind in its steps."""
+        ahead = self.replicas[first] * self.in_flight[first] - self.replicas[s] * self.in_flight[s]
+        return max(0, math.ceil(ahead / self.every[s]))
+
+    def peak_versions(self, s: int, replica: int, minibatches: int) -> int:
+        """Most versions alive together: the newest, and those that a minibatch computes with whose backward is to come.
+
+        Without stashing there is one.
+        """
+        if self.weights == "none":
+            return 1
+        mine = range(replica, minibatches, self.replicas[s])
+        newest = [t // self.every[s] for t in mine] + [math.ceil(minibatches / self.every[s])]
+        return max(
+            len({v for t in mine[done:] if (v := self.forward(s, t)) <= updates} | {updates})
+            for done, updates in enumerate(newest)
+        )
+
+    def peak_stashed(self, s: int, replica: int, minibatches: int) -> int:
+        """Most minibatches in flight at a replica."""
+        return min(self.in_flight[s], len(range(replica, minibatches, self.replicas[s])))
 
 
 def asynchronous(
     model: nn.Module, stage_of: Callable[[str], int], epochs: Sequence[Sequence[Batch]],
     loss: Callable[[Any, Any], Tensor], make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    replicas: Sequence[int], in_flight: Sequence[int], every: Sequence[int],
+    pipeline: Pipeline, tied: Sequence[str] = (),
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Train with 1F1B and weight stashing; the weights after the last epoch, by name.
+    """Train with updates while minibatches are in flight; the weights after the last epoch, by name.
 
     Args:
         stage_of: parameter name -> its stage.
+        tied: names of one parameter that several stages hold, the first holder's first; `model` has separate ones.
+            All copies take the same steps, each with the sum over the holders of their gradients of one round, but
+            holder s begins `lag` rounds late: its version v has seen max(0, v - lag) of them. At an epoch's end
+            those still due are taken.
     """
     named = dict(model.named_parameters())
-    stages = range(len(replicas))
-    optimizers = [make_optimizer([(n, p) for n, p in named.items() if stage_of(n) == s]) for s in stages]
+    stage = {n: stage_of(n) for n in named}
+    lag = {n: pipeline.lag(stage[n], stage[tied[0]]) if n in tied else 0 for n in named}
+    own = [[n for n in named if stage[n] == s and n not in tied[1:]] for s in range(len(pipeline.replicas))]
+    optimizers = [make_optimizer([(n, named[n]) for n in names]) for names in own]
     for batches in epochs:
-        history = {n: [p.detach().clone()] for n, p in named.items()}  # by number of updates in this epoch
+        history = {n: [named[n].detach().clone()] for names in own for n in names}  # by updates in this epoch
+        history |= {n: history[tied[0]] for n in tied[1:]}
         gradients: list[dict[str, Tensor]] = []
         for t, (x, y) in enumerate(batches):
-            weights = {
-                n: history[n][version(t, replicas[s], in_flight[s], every[s])].requires_grad_()
-                for n in named
-                for s in [stage_of(n)]
-            }
+            weights = {n: history[n][max(0, pipeline.forward(s, t) - lag[n])].clone() for n, s in stage.items()}
+            for weight in weights.values():
+                weight.requires_grad_()
             value = loss(functional_call(model, weights, (x,)), y)
-            gradients.append(dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True)))
-            for s in stages:
-                if (t + 1) % every[s] == 0 or t + 1 == len(batches):
-                    part = range(t - t % every[s], t + 1)
-                    names = [n for n in named if stage_of(n) == s]
+            for n, s in stage.items():  # into the memory that the graph has saved
+                weights[n].data.copy_(history[n][max(0, pipeline.backward(s, t) - lag[n])])
+            found = dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True))
+            gradients.append(found | {n: sum(found[m] for m in tied) for n in tied})
+            for s, names in enumerate(own):
+                if (t + 1) % pipeline.every[s] == 0 or t + 1 == len(batches):
+                    part = range(t - t % pipeline.every[s], t + 1)
                     _step(optimizers[s], named, names, part, gradients, [len(b[1]) for b in batches])
                     for n in names:
                         history[n].append(named[n].detach().clone())
-    return {n: p.detach() for n, p in named.items()}
+    return {n: named[tied[0] if n in tied else n].detach() for n in named}
 
 
 def _step(optimizer: Any, named: Any, names: Any, part: range, gradients: Any, sizes: Sequence[int]) -> None:
@@ -81,56 +127,6 @@ def _step(optimizer: Any, named: Any, names: Any, part: range, gradients: Any, s
         named[n].grad = sum(gradients[i][n] * sizes[i] for i in part) / samples
     optimizer.step()
     optimizer.zero_grad()
-
-
-def asynchronous_tied(
-    model: nn.Module, names: Sequence[str], stage_of: Callable[[str], int], epochs: Sequence[Sequence[Batch]],
-    loss: Callable[[Any, Any], Tensor], make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    replicas: Sequence[int], in_flight: Sequence[int], every: Sequence[int],
-) -> dict[str, Tensor]:  # fmt: skip
-    """The same with one parameter held under `names` by as many stages; `model` holds it as separate parameters.
-
-    All copies take the same sequence of steps: step j uses the sum over the holders of their gradients of round j.
-    A holder s takes step j at its round j + lag, lag = ceil((r[f] w[f] - r[s] w[s]) / k), f being the first holder;
-    so its forward of minibatch t sees max(0, v(s, t) - lag) steps. What is still due at an epoch's end is taken then.
-    """
-    named = dict(model.named_parameters())
-    first = min(stage_of(n) for n in names)
-    steps: list[Tensor] = [named[names[0]].detach().clone()]
-    shared = nn.Parameter(steps[0].clone())
-    shared_optimizer = make_optimizer([(names[0], shared)])
-    stages = range(len(replicas))
-    own = [[n for n in named if stage_of(n) == s and n not in names] for s in stages]
-    optimizers = [make_optimizer([(n, named[n]) for n in own[s]]) if own[s] else None for s in stages]
-    for batches in epochs:
-        sizes = [len(y) for _, y in batches]
-        history = {n: [p.detach().clone()] for n, p in named.items() if n not in names}
-        steps = [shared.detach().clone()]
-        gradients: list[dict[str, Tensor]] = []
-        for t, (x, y) in enumerate(batches):
-            weights = {}
-            for n in named:
-                s = stage_of(n)
-                v = version(t, replicas[s], in_flight[s], every[s])
-                if n in names:
-                    ahead = replicas[first] * in_flight[first] - replicas[s] * in_flight[s]
-                    v = max(0, v - max(0, -(-ahead // every[s])))
-                weights[n] = (steps if n in names else history[n])[v].clone().requires_grad_()
-            value = loss(functional_call(model, weights, (x,)), y)
-            gradients.append(dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True)))
-            for s in stages:
-                if (t + 1) % every[s] == 0 or t + 1 == len(batches):
-                    part = range(t - t % every[s], t + 1)
-                    if own[s]:
-                        _step(optimizers[s], named, own[s], part, gradients, sizes)
-                    for n in own[s]:
-                        history[n].append(named[n].detach().clone())
-                    if s == first:
-                        samples = sum(sizes[i] for i in part)
-                        shared.grad = sum(gradients[i][n] * sizes[i] for i in part for n in names) / samples
-                        shared_optimizer.step()
-                        steps.append(shared.detach().clone())
-    return {n: shared.detach() if n in names else p.detach() for n, p in named.items()}
 
 
 def synchronous(
@@ -148,3 +144,31 @@ def synchronous(
             optimizer.step()
             optimizer.zero_grad()
     return {n: p.detach() for n, p in model.state_dict().items()}
+
+
+def peak_stashed(schedule: str, replicas: Sequence[int], s: int, microbatches: int, chunks: int = 1) -> int:
+    """Most minibatches in flight at a replica of stage s, with `microbatches` at each replica of it in an update.
+
+    GPipe (NeurIPS'19, section 2.2): all. 1F1B: as many as it takes to keep the later workers busy (PipeDream, section
+    3.2: NOAM). ZB-H1 (ICLR'24, section 2.1): everywhere as many as 1F1B has at the first stage. Interleaved (Megatron-LM,
+    SC'21, section 2.2): p minibatches through one chunk, then through the next; worker d begins with 2 (p - d - 1) +
+    (v - 1) p forwards, goes on by forward and backward in turns, and ends with backwards.
+    """
+    p = len(replicas)
+    match schedule:
+        case "gpipe":
+            return microbatches
+        case "1f1b-flush":
+            return min(math.ceil(sum(replicas[s:]) / replicas[s]), microbatches)
+        case "zb-h1":
+            return min(p, microbatches)
+    units, d = range(microbatches * chunks), s % p
+    chunk = [i % (p * chunks) // p for i in units]
+    warm_up = min(2 * (p - d - 1) + (chunks - 1) * p, len(units))
+    most, live = 0, Counter(chunk[:warm_up])
+    for i in units:
+        most = max(most, live[s // p])
+        live.update(chunk[warm_up + i : warm_up + i + 1])
+        most = max(most, live[s // p])
+        live[chunks - 1 - chunk[i]] -= 1
+    return most

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -409,6 +410,24 @@ def measured(**changes):
 def test_clusters_that_do_not_hold_together_are_refused(changes, match):
     with pytest.raises(ArtifactError, match=match):
         ClusterFile.parse(altered(samples.cluster(), **changes))
+
+
+@pytest.mark.parametrize(("text", "number"), [("1e9", 1e9), ("2.5E8", 2.5e8), (".5e+9", 5e8), ("3.0e+9", 3e9)])
+def test_numbers_are_read_as_people_write_them(text, number):
+    """YAML 1.1 knows 3.0e+9 only; a text that looks like one stays a text."""
+    written = samples.cluster().model_copy(update={"name": text}).dump()
+    found = ClusterFile.parse(re.sub(r"(bandwidth_bytes_per_s): [0-9.e+]+", rf"\1: {text}", written))
+    assert found.levels[0].bandwidth_bytes_per_s == number
+    assert (found.name, ClusterFile.parse(found.dump())) == (text, found)
+
+
+def test_bytes_may_be_written_with_an_exponent():
+    content = samples.cluster().model_copy(update={"memory_bytes": 123}).dump()
+    assert ClusterFile.parse(content.replace("123", "16e9")).memory_bytes == 16 * 10**9
+    with pytest.raises(ArtifactError, match="memory_bytes: Input should be a valid integer"):
+        ClusterFile.parse(content.replace("123", "15e-1"))
+    with pytest.raises(ArtifactError, match="Out of range float values"):
+        ClusterFile.parse(content.replace("123", "1e999"))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

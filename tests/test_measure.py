@@ -9,6 +9,8 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.profile.devices import find_device
+from pdtool.profile.estimate import estimate
 from pdtool.profile.execute import Executor
 from pdtool.profile.measure import measure
 
@@ -132,6 +134,14 @@ def test_a_minibatch_that_does_not_fit_says_so(model_file, monkeypatch):
     monkeypatch.setattr(Executor, "__call__", exhausted)
     with pytest.raises(ModelError, match=r"minibatch of 16 does not fit in memory.*smaller --batch-size"):
         measure(model_file, batch_size=16)
+
+
+def test_a_minibatch_too_small_to_normalise_over_says_so(model_file):
+    match = r"net.py: a minibatch of 1 is too small for batch normalisation .*; choose a larger --batch-size"
+    with pytest.raises(ModelError, match=match):
+        measure(model_file, batch_size=1)
+    with pytest.raises(ModelError, match=match):
+        estimate(model_file, batch_size=1, device=find_device("v100"))
 
 
 def test_a_batch_larger_than_the_data_says_so(model_file):

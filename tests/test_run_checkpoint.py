@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +79,21 @@ def test_an_export_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PdtoolError, match=r"model.pt could not be written"):
         checkpoint.export(spec.out, tmp_path / "file" / "model.pt")
+
+
+def test_an_export_goes_through_a_link_and_into_a_pipe(tmp_path: Path) -> None:
+    """Neither is replaced by a file."""
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    (tmp_path / "link").symlink_to(tmp_path / "model.pt")
+    checkpoint.export(spec.out, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE) as reader:
+        checkpoint.export(spec.out, tmp_path / "pipe")
+        piped = reader.communicate(timeout=20)[0]
+    assert (tmp_path / "pipe").is_fifo()
+    assert_same(*(torch.load(f, weights_only=True) for f in (io.BytesIO(piped), tmp_path / "model.pt")), rtol=0, atol=0)
 
 
 def test_only_a_complete_checkpoint_is_found(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, BinaryIO, ClassVar, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
@@ -25,6 +28,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+
 ModulePath = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?$", max_length=500)]
 # What an artifact calls itself: it stands in the docstring of generated files, so nothing in it may end a string.
 Title = Annotated[str, StringConstraints(pattern=r"""^[^\x00-\x1f"'\\/]*$""", max_length=500)]
+_EXPONENTIAL = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"
 Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
 
 
@@ -164,9 +168,10 @@ class YamlArtifact(Artifact):
 
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
-        return yaml.safe_dump(
-            content, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None, explicit_end=True
-        )
+        return yaml.dump(
+            content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None,
+            explicit_end=True,
+        )  # fmt: skip
 
     @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:
@@ -196,8 +201,15 @@ class FieldError(ValueError):
         self.field = field
 
 
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes a text which `_Loader` would read as a number."""
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without aliases (no billion laughs) and without repeated keys."""
+    """SafeLoader without aliases (no billion laughs) and without repeated keys, to which 1e9 is a number.
+
+    As in YAML 1.2; to PyYAML, which reads YAML 1.1, only 1.0e+9 is one.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -210,6 +222,16 @@ class _Loader(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise yaml.YAMLError(f"key {key!r} stands twice (line {node.start_mark.line + 1})")
         return super().construct_mapping(node, deep)
+
+
+def _exponential(loader: _Loader, node: yaml.ScalarNode) -> float | int:
+    value = float(node.value)
+    return int(value) if abs(value) < 2**53 and value.is_integer() else value  # 16e9 may stand for bytes
+
+
+for _class in (_Dumper, _Loader):
+    _class.add_implicit_resolver("!exponential", re.compile(_EXPONENTIAL), list("+-.0123456789"))
+_Loader.add_constructor("!exponential", _exponential)
 
 
 def _plain(content: Any) -> Any:
@@ -243,7 +265,14 @@ def file_sha256(path: Path | str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside the target, sync, then rename over it: when the disk is full the old file stays as it was.
+    """Write a text as `replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file beside the target, synced and renamed over it at the end: when the disk is full the old one stays as it was.
 
     A link is followed; a pipe or a device is written to, not replaced.
 
@@ -252,23 +281,26 @@ def write_atomically(path: Path, text: str) -> None:
     """
     temporary = None
     try:
-        target = path.resolve()
-        if target.exists() and not target.is_file() and not target.is_dir():
-            target.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            with path.open("wb") as file:
+                yield file
             return
+        target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
+        temporary = None
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise PdtoolError(
             f"{path} could not be written ({error.strerror})", "free some space or name another place"
         ) from error
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)

@@ -13,13 +13,21 @@ from pdtool.artifacts.plan import Predicted
 class StageReport(Part):
     """What one stage did, per minibatch of the whole pipeline and averaged over its replicas and the measured epochs.
 
+    busy_s + wait_s + allreduce_s + rest_s is the time there was. A worker cannot tell whether what it waits for is on
+    its way or not made yet, which a simulation calls communication and idle time: its waits are both.
+
     Attributes:
-        busy_s: forward + backward + update.
+        busy_s: forward + backward + update, without waiting; handing over messages is part of it.
         forward_s, backward_s, update_s: its parts.
-        wait_s: blocked on other workers (activations, gradients, all-reduce).
+        wait_s: blocked on messages of other stages.
+        allreduce_s: blocked on gradients of other replicas, or of other stages with the same parameter.
+        rest_s: between actions.
+        send_s: of the busy time, handing over messages.
         sent_bytes: to other workers.
         peak_versions: live weight versions at one replica, at most.
         peak_stashed: minibatches with a live autograd graph at one replica, at most.
+        peak_memory_bytes: of one worker while it trained, beyond what it held before the model was loaded: tensors on a
+            GPU, resident memory otherwise. All stages of a worker count together. None: not known.
     """
 
     replicas: Count
@@ -28,9 +36,18 @@ class StageReport(Part):
     backward_s: Seconds
     update_s: Seconds
     wait_s: Seconds
+    allreduce_s: Seconds = 0.0
+    rest_s: Seconds = 0.0
+    send_s: Seconds = 0.0
     sent_bytes: Bytes
     peak_versions: int = Field(ge=0)
     peak_stashed: int = Field(ge=0)
+    peak_memory_bytes: Bytes | None = None
+
+    @property
+    def time_s(self) -> float:
+        """All the time there was."""
+        return self.busy_s + self.wait_s + self.allreduce_s + self.rest_s
 
 
 class Measured(Part):

@@ -189,29 +189,61 @@ def bundle_view(bundle: Bundle) -> Parts:
 
 
 def report_view(report: Report) -> Parts:
-    """Predicted beside measured, per stage and for the whole."""
-    predicted = report.predicted
-    rows = []
-    for s, stage in enumerate(report.stages):
-        rows.append([
-            s, stage.replicas, format_seconds(predicted.compute_s[s]) if predicted else "?",
-            *map(format_seconds, (stage.busy_s, stage.wait_s)),
-            stage.peak_versions, stage.peak_stashed, format_bytes(stage.sent_bytes),
-        ])  # fmt: skip
-    columns = ("stage", "replicas", "predicted", "measured", "waiting", "versions", "stashed", "sent")
-    title = (
-        f"{report.plan}: {report.config}, schedule {report.schedule}, {report.epochs} epoch(s) of {report.minibatches}"
+    """Where each stage's time went, and predicted beside measured."""
+    yield _times(report)
+    yield (
+        "waits: for messages of other stages, on their way or not made yet; averaging: waits for gradients of other "
+        "workers; rest: between actions"
     )
-    yield _table(
-        columns, rows, title=f"{title} minibatches of {report.batch_size}\nbusy per minibatch, and what it held:"
-    )
-    if predicted:
-        pace = format_seconds(predicted.bottleneck_s)
-        yield f"per minibatch: predicted {pace}, measured {format_seconds(report.measured.bottleneck_s)}"
+    yield _figures(report)
+    measured = report.measured
+    if report.predicted:
+        yield f"per minibatch: {_beside(report.predicted.bottleneck_s, measured.bottleneck_s)}"
+    else:
+        yield f"per minibatch: measured {format_seconds(measured.bottleneck_s)}"
     yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
     yield "validation: " + ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     if report.target:
         yield f"target {report.target}: {'reached' if report.target_reached else 'not reached'}"
+
+
+def _times(report: Report) -> Table:
+    """Shares of all the time there was."""
+    rows = []
+    for s, stage in enumerate(report.stages):
+        parts = (stage.busy_s, stage.wait_s, stage.allreduce_s, stage.rest_s)
+        shares = (f"{part / (stage.time_s or 1.0):.0%}" for part in parts)
+        each = map(format_seconds, (stage.forward_s, stage.backward_s, stage.update_s, stage.send_s))
+        rows.append([s, stage.replicas, *shares, *each])
+    columns = ("stage", "replicas", "busy", "waits", "averaging", "rest", "forward", "backward", "update", "sending")
+    title = (
+        f"{report.plan}: {report.config}, schedule {report.schedule}, {report.epochs} epoch(s) of {report.minibatches} "
+        f"minibatches of {report.batch_size}\nwhere the time went, and how long a minibatch took:"
+    )
+    return _table(columns, rows, title=title)
+
+
+def _figures(report: Report) -> Table:
+    """What each stage was predicted to need, and what it needed; a worker's chunks (interleaved) are one row."""
+    predicted, places = report.predicted, len(report.stages)
+    rows = []
+    for s, stage in enumerate(report.stages):
+        compute, memory = "?", "?"
+        if predicted:
+            compute = format_seconds(sum(predicted.compute_s[s::places]))
+            memory = format_bytes(sum(predicted.memory_bytes[s::places]))
+        held = "?" if stage.peak_memory_bytes is None else format_bytes(stage.peak_memory_bytes)
+        rows.append([
+            s, compute, format_seconds(stage.busy_s), memory, held, stage.peak_versions, stage.peak_stashed,
+            format_bytes(stage.sent_bytes),
+        ])  # fmt: skip
+    columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
+    return _table(columns, rows, title="per minibatch, and at most:")
+
+
+def _beside(predicted_s: float, measured_s: float) -> str:
+    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s else ""
+    return f"predicted {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
 
 
 def metrics_line(event: dict[str, Any]) -> str:

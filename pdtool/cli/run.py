@@ -69,6 +69,14 @@ _LAST = "the folder of -o"
     "--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True,
     help="What stages compute in; bf16 is autocast, weights and messages stay fp32.",
 )  # fmt: skip
+@click.option(
+    "--transport", type=click.Choice(["auto", "gloo", "shared"]), default="auto", show_default=True,
+    help="How tensors go between workers; auto shares memory within a machine.",
+)  # fmt: skip
+@click.option(
+    "--wire-dtype", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True,
+    help="What fp32 tensors are on their way between workers.",
+)  # fmt: skip
 @click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
 @options.machines
 @options.as_json
@@ -129,7 +137,7 @@ def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
         target=Target.parse(settings["target"]) if settings["target"] else None,
         correction=Correction.parse(settings["correction"]) if settings["correction"] else None,
         **{name: settings[name] for name in (
-            "epochs", "steps", "seed", "device", "precision", "compiled", "nnodes", "node_rank", "rdzv_endpoint",
+            "epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype", "nnodes", "node_rank", "rdzv_endpoint",
         )},
     )  # fmt: skip
 

@@ -57,11 +57,10 @@ class Rules:
 
     Attributes:
         cluster: where one copy of the pipeline lies; its workers are numbered from 0.
-        copies: d; each holds all weights, and they are averaged over all.
+        copies: d; each holds all weights, and each stage averages its own over all of them.
         everywhere: units of all workers of the pipeline.
         spread: units of the copies, one worker of each; all 1 for one copy.
         state_bytes: of the optimizer, for each byte of parameters.
-        model_bytes: all distinct parameters.
         may_recompute: whether a stage that lacks memory may run its forward twice.
     """
 
@@ -69,7 +68,6 @@ class Rules:
     schedule: str
     microbatches: int
     state_bytes: float
-    model_bytes: float
     everywhere: tuple[int, ...]
     spread: tuple[int, ...]
     copies: int = 1
@@ -111,7 +109,10 @@ class Rules:
         """Seconds per minibatch to average gradients, once in a round of k; overlaps with computing (section 3.1).
 
         Section 3.1 has (1/m) 2 (m-1) |w| / B: all that the m replicas send in a round, over one link. Replicas send
-        at once, each over its own link, so a round takes 1/m of that.
+        at once, each over its own link, so a round takes 1/m of that. With copies one ring goes through the replicas of
+        all of them, m = r d: 2 (m-1)/m |w| over its slowest link, once in a round of m minibatches. That link alone:
+        where stages of a copy stand on one server, their rings share its link, and only a whole plan shows the sum
+        (whole.py, and the simulator, which has the last word). So this is a lower bound.
 
         A tied parameter is summed over the replicas of every stage that holds it; who they are is not known while the
         search has one stage in hand, so each is charged for one member more, over the slowest link of the pipeline.
@@ -121,15 +122,6 @@ class Rules:
         if np.any(load.tied_bytes):
             rounds = rounds + self.ring_s(load.tied_bytes, members + 1, self.everywhere)
         return rounds / self.round_size(replicas)
-
-    def copies_s(self) -> float:
-        """Seconds per minibatch to average the weights of all copies: the rings of all stages share a server's link.
-
-        An upper bound: as if every stage had one replica in a copy and all stages lay on one member of the level.
-        """
-        if self.copies == 1:
-            return 0.0
-        return float(self.ring_s(self.model_bytes, self.copies, self.spread) / self.round_size(1))
 
     def stage_s(self, load: Load, replicas: Number, computing_s: Number, averaging_s: Number) -> Number:
         """Seconds per minibatch of a stage that computes and averages.

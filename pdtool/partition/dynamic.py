@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtool.partition.cost import SLACK, Rules, shares, units_between
+from pdtool.partition.cost import SLACK, Load, Rules, shares, units_between
 from pdtool.partition.tables import Tables
 
 Array = NDArray[Any]
@@ -125,7 +125,7 @@ class Dynamic:
 
     def pace(self, values: Array) -> float:
         """Of the best whole plan."""
-        return max(float(values[0, self.start(values), 0]), 0.0 if self.least_memory else self.rules.copies_s())
+        return float(values[0, self.start(values), 0])
 
     def trace(self, layers: list[Array]) -> list[Piece]:
         """The stages of the best whole plan of layers[-1]; layers[-2] was its source, and so on; one layer: its own."""
@@ -193,10 +193,10 @@ class Dynamic:
         it is too much for the workers there, or for what `values` say of all that may follow it."""
         rules = self.rules
         ends, load = self.tables.rows[i]
-        first, replicas, slot, end = self._possible(i, ends, np.flatnonzero(alive[ends]))
+        first, replicas, slot, end = self._possible(i, np.flatnonzero(alive[ends]))
         follows = values[ends[end], (first + replicas)[slot], replicas[slot]] <= self.bound
         slot, end = slot[follows], end[follows]
-        picked = type(load)(**{name: column[end] for name, column in vars(load).items()})
+        picked = _picked(load, end)
         first, replicas = first[slot], replicas[slot]
         flight = rules.in_flight(replicas, self.workers - first)
         if self.least_memory:
@@ -213,9 +213,9 @@ class Dynamic:
         crossing = rules.transfer_s(picked, 1.0)
         return _Entries(ends[end][keep], first[keep], replicas[keep], alone[keep], crossing[keep])
 
-    def _possible(self, i: int, ends: Array, some: Array) -> tuple[Array, Array, Array, Array]:
+    def _possible(self, i: int, some: Array) -> tuple[Array, Array, Array, Array]:
         """Slots (first worker, replicas) and the pairs of one of them and one of `some` ends that the bound allows."""
-        work = self.tables.forward_backward_s
+        work, (ends, load) = self.tables.forward_backward_s, self.tables.rows[i]
         first, replicas = self._slots if i else self._first_slots
         after = self.workers - first - replicas
         pairs = (ends[some] == len(work) - 1)[:, None] == (after == 0)
@@ -223,10 +223,17 @@ class Dynamic:
             most = self.bound * self.rules.copies * SLACK  # work of one worker
             kept = (work[i] <= first * most) & (work[-1] - work[i] <= (self.workers - first) * most)
             first, replicas, after, pairs = first[kept], replicas[kept], after[kept], pairs[:, kept]
-            here, later = (work[ends[some]] - work[i])[:, None], (work[-1] - work[ends[some]])[:, None]
-            pairs &= (here <= replicas * most) & (later <= after * most)
+            pairs &= (work[-1] - work[ends[some]])[:, None] <= after * most
+            pairs &= (self._at_best(_picked(load, some[:, None])) <= self.bound)[:, replicas - 1]
         slot, end = np.nonzero(pairs.T)
         return first, replicas, slot, some[end]
+
+    def _at_best(self, load: Load) -> Array:
+        """[end, replicas - 1] pace of a stage on the first workers: nowhere does its ring cross fewer links."""
+        replicas = np.arange(1, self.workers + 1)
+        averaging = self.rules.allreduce_s(load, replicas, units_between(self.rules.cluster, 0, replicas))
+        paces: Array = self.rules.stage_s(load, replicas, self.rules.compute_s(load, replicas), averaging)
+        return paces
 
     @cached_property
     def _slots(self) -> tuple[Array, Array]:
@@ -275,6 +282,11 @@ class Dynamic:
     def _place(self, first: Array) -> Array:
         """Where a worker stands among those that borders differ for."""
         return first % self._period
+
+
+def _picked(load: Load, some: Array) -> Load:
+    """Those of many."""
+    return Load(**{name: column[some] for name, column in vars(load).items()})
 
 
 def _undominated(slots: Array, paces: Array, crossing: Array, some: Array) -> Array:

@@ -41,7 +41,7 @@ class Way:
         fields = {
             "cluster": cluster, "schedule": self.schedule, "microbatches": self.microbatches, "copies": self.copies,
             "everywhere": tuple(everywhere), "spread": tuple(spread), "state_bytes": profile.optimizer_state_bytes,
-            "model_bytes": profile.parameter_bytes(set(profile.by_name)), "may_recompute": self.may_recompute,
+            "may_recompute": self.may_recompute,
         }  # fmt: skip
         if self.cost == "ours":
             return Rules(**fields)  # type: ignore[arg-type]
@@ -55,7 +55,6 @@ class Costs:
     Attributes:
         stage_s: computing and averaging together.
         waiting_s: pace that the minibatches in flight allow; () where each update flushes.
-        copies_s: averaging over all copies.
         bubble: factor for the fill and drain of a flushing schedule.
         traffic_bytes: sent by all workers together for one minibatch.
         in_flight, recompute: per stage, how it is run.
@@ -66,7 +65,6 @@ class Costs:
     transfer_s: tuple[float, ...]
     stage_s: tuple[float, ...]
     waiting_s: tuple[float, ...]
-    copies_s: float
     memory_bytes: tuple[int, ...]
     traffic_bytes: int
     bubble: float
@@ -90,7 +88,6 @@ class Costs:
             *((time, f"stage {s} compute") for s, time in enumerate(self.compute_s)),
             *((time, f"stage {s} all-reduce") for s, time in enumerate(self.allreduce_s)),
             *((time, f"border {s}|{s + 1} transfer") for s, time in enumerate(self.transfer_s)),
-            (self.copies_s, "all-reduce of the copies"),
             *((time, f"stage {s} compute and all-reduce") for s, time in enumerate(self.stage_s)),
             *((time, f"minibatches in flight at stage {s}") for s, time in enumerate(self.waiting_s)),
         ]
@@ -172,7 +169,6 @@ def evaluate(
         transfer_s=tuple(_transfers(rules, work, workers)),
         stage_s=tuple(float(rules.stage_s(*args)) for args in zip(work, replicas, compute, averaging, strict=True)),
         waiting_s=waiting if way.schedule == "1f1b" else (),
-        copies_s=rules.copies_s(),
         memory_bytes=tuple(int(rules.memory_bytes(*args)) for args in zip(work, flying, again, strict=True)),
         traffic_bytes=_traffic_bytes(rules, work, replicas),
         bubble=rules.bubble(len(stages)),

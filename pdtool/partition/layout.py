@@ -68,7 +68,8 @@ def layouts(cluster: Cluster, workers: int) -> list[Layout]:
     """All blocks and numbers of copies worth looking at with at most `workers` workers, the small blocks first.
 
     One copy: the whole, and for each level all smaller blocks of what lies below it, so that a larger cluster has all
-    that a smaller one has. Several: as many as there is room for, for each size of block that leaves most room.
+    that a smaller one has. Several: as many as there is room for, for each size of block that leaves most room; where
+    there are too many workers for one copy on all of them, for a half, a quarter, an eighth ... of each level only.
     """
     whole = tuple(level.size for level in cluster.levels)
     one = (1,) * len(whole)
@@ -78,7 +79,8 @@ def layouts(cluster: Cluster, workers: int) -> list[Layout]:
         if depth and cluster.workers <= _MOST_THINNED:
             found |= {((*whole[:depth], fewer, *whole[depth + 1 :]), one) for fewer in range(1, size)}
         found.add(((*ones, *whole[depth + 1 :]), one))
-        for blocks in {size // (size // share) for share in range(1, size + 1)}:
+        halves = [2**n for n in range(size.bit_length())]
+        for blocks in {size // (size // few) for few in (range(1, size + 1) if workers <= MOST_WORKERS else halves)}:
             grid = (*whole[:depth], blocks, *one[depth + 1 :])
             found.add(((*one[:depth], size // blocks, *whole[depth + 1 :]), grid))
     made = []

@@ -10,11 +10,12 @@ from pdtool.artifacts.plan import Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.partition.attempt import Candidate, as_plan
+from pdtool.partition.beyond import SOURCE, has_formulas, interleaved, with_simulated_figures
 from pdtool.partition.evaluate import Costs, Way, evaluate
 from pdtool.partition.rivals import rivals
 from pdtool.partition.search import Options, Search
 from pdtool.partition.settle import settled, simulated
-from pdtool.schedule import NAMES, usual_shape
+from pdtool.schedule import NAMES, POLICIES, usual_shape
 
 
 def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Options | None = None) -> Plan:
@@ -24,7 +25,15 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Op
         UsageError: the options make no sense together or on this cluster.
         NoPlanError: no plan fits the memory, the pins or the number of operators.
     """
-    search = Search(profile, cluster, options or Options())
+    options = options or Options()
+    if options.schedule == "interleaved":
+        return interleaved(profile, profile_path, cluster, options)
+    if options.schedule in SOURCE:
+        straight = options.straight or options.schedule == "zb-h1"
+        source = replace(options, schedule=SOURCE[options.schedule], straight=straight)
+        found = make_plan(profile, profile_path, cluster, source)
+        return under(found, profile, {"schedule": options.schedule, "weights": POLICIES[options.schedule][0]})
+    search = Search(profile, cluster, options)
     chosen, others = search.best()
     final, simulated_s = settled(search, chosen)
     plan = as_plan(profile, profile_path, cluster, final)
@@ -57,6 +66,8 @@ def refresh(plan: Plan, profile: Profile) -> Plan:
     Raises:
         ArtifactError: its stages do not fit the profile.
     """
+    if not has_formulas(plan):
+        return with_simulated_figures(plan, profile)
     way = way_of(plan)
     costs = evaluate(
         profile, plan.cluster.cluster(), plan.stage_nodes(profile), [stage.workers for stage in plan.stages], way,

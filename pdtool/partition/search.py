@@ -38,6 +38,7 @@ class Options:
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best pace.
         recompute: whether stages may run their forward twice to save memory.
         cost: whose formulas; see evaluate.COSTS.
+        chunks: stages on each worker, of `interleaved`, which is not searched (beyond.py).
         cuts: of the graph that are searched at most, on 16 workers or fewer; on more workers fewer.
     """
 
@@ -49,6 +50,7 @@ class Options:
     simplest: float = 0.03
     recompute: bool = True
     cost: Cost = "ours"
+    chunks: int = 2
     cuts: int = MAX_CUTS
 
     @property
@@ -193,10 +195,10 @@ class Search:
         return found
 
     def _promising(self, attempt: Attempt) -> bool:
-        """Whether there are workers enough to compute within the bound, and copies few enough to average."""
+        """Whether there are workers enough to compute within the bound."""
         work = float(attempt.tables.forward_backward_s[-1])
         least = work / (attempt.layout.workers * attempt.layout.copies)
-        return max(least, attempt.rules.copies_s()) <= attempt.bound
+        return least <= attempt.bound
 
     def _simplest(self, attempts: Sequence[Attempt], bound: float) -> Candidate | None:
         """Fewest stages first, then one copy, then the best pace; None when it takes many stages to be near."""

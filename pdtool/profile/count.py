@@ -236,8 +236,8 @@ class Subject:
 
 
 @contextmanager
-def memory_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
-    """Say what to do when a minibatch does not fit."""
+def size_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
+    """Say what to do when a minibatch does not fit, or is too small to normalise over."""
     try:
         yield
     except PdtoolError:
@@ -249,3 +249,10 @@ def memory_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
                 "choose a smaller --batch-size",
             ) from error
         raise ModelError(f"{model_file.path.name}: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ModelError(
+            f"{model_file.path.name}: a minibatch of {batch_size} is too small for batch normalisation ({error})",
+            "choose a larger --batch-size",
+        ) from error

@@ -30,7 +30,7 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Operator
 from pdtool.frontend.trace import trace
 from pdtool.profile.calibrate import fit, kind_of, measurable
-from pdtool.profile.count import Subject, memory_errors
+from pdtool.profile.count import Subject, size_errors
 from pdtool.profile.execute import differentiable, inplace_modules_off, tensors
 from pdtool.profile.kernels import PRECISIONS, Kernel, Meter, backward, recurrent, recurrent_stash, seconds
 
@@ -64,7 +64,7 @@ def estimate(
         )
     cast = next((dtype for dtype, name in PRECISIONS.items() if name == precision), None)
     fakes = _Fakes(FakeTensorMode(allow_non_fake_inputs=True), cast)
-    with memory_errors(model_file, batch_size), _without_values():
+    with size_errors(model_file, batch_size), _without_values():
         model = fakes.model(model_file)
         traced = trace(
             model, lambda n: tuple(fakes.tensor(t) for t in model_file.example_inputs(n)), batch_size, model_file.path

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.trace import trace
-from pdtool.profile.count import Subject, memory_errors
+from pdtool.profile.count import Subject, size_errors
 from pdtool.profile.execute import differentiable, inplace_modules_off, tensors
 
 _FEWEST, _MOST = 3, 15  # timed rounds
@@ -77,7 +77,7 @@ def measure(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        with memory_errors(model_file, batch_size):
+        with size_errors(model_file, batch_size):
             traced = trace(model_file.build(), model_file.example_inputs, batch_size, model_file.path)
             inplace_modules_off(traced.model.to(where))
             subject = Subject.of(model_file, traced, batch_size, where)

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from pdtool.artifacts.envelope import replacing
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.run.peers import gather
 
@@ -102,16 +102,10 @@ def export(run_dir: Path, out: Path) -> Path:
     """
     checkpoint = latest(run_dir)
     state = load(checkpoint, lambda key: key.startswith("model."))
-    temporary = None
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-        with os.fdopen(descriptor, "wb") as file:
+        with replacing(out) as file:
             torch.save({key.removeprefix("model."): value for key, value in state.items()}, file)
-        os.replace(temporary, out)
-    except (OSError, RuntimeError) as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
+    except RuntimeError as error:  # of torch, when the disk is full
         raise PdtoolError(f"{out} could not be written ({error})", "free some space or name another place") from error
     return checkpoint
 

@@ -14,7 +14,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.run.peers import Blame, gather
 from pdtool.run.spec import Place
-from pdtool.run.wiring import Wire
+from pdtool.run.wiring import Hop
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,13 @@ class Groups:
         world: everyone, gloo: facts, metrics, checkpoints.
         replicas: per stage, its replicas (None when there is one).
         tied: per tied parameter of the bundle, all replicas of all stages that hold it; gloo.
-        nccl: whether tensors go from device to device; otherwise gloo carries them through CPU memory.
-        lanes: "forward" and "backward" -> group of (sender, receiver); gloo has one for all.
+        nccl: whether tensors can go from device to device; otherwise through CPU memory.
     """
 
     world: Any
     replicas: list[Any]
     tied: list[Any]
     nccl: bool
-    lanes: dict[str, dict[tuple[int, int], Any] | Any]
-
-    def lane(self, name: str, sender: int, receiver: int) -> Any:
-        """The group for messages in one direction."""
-        return self.lanes[name][sender, receiver] if self.nccl else self.lanes[name]
 
 
 def ranks_of(places: Sequence[Place], stage: int) -> list[int]:
@@ -46,18 +40,33 @@ def ranks_of(places: Sequence[Place], stage: int) -> list[int]:
 
 
 def make_groups(
-    plan: Plan, bundle: Bundle, places: Sequence[Place], wires: Sequence[Wire], device: torch.device,
-    timeout_s: float, local_workers: int,
-) -> Groups:  # fmt: skip
-    """Make all groups; raises PeerError when a worker does not come."""
+    plan: Plan, bundle: Bundle, places: Sequence[Place], device: torch.device, timeout_s: float, local_workers: int
+) -> Groups:
+    """Make all groups but those of the hops; raises PeerError when a worker does not come."""
     with Blame("the process groups were not made"):
-        return _make(plan, bundle, places, wires, device, timedelta(seconds=timeout_s), local_workers)
+        return _make(plan, bundle, places, device, timedelta(seconds=timeout_s), local_workers)
+
+
+def make_lanes(hops: Sequence[Hop], timeout_s: float, *, nccl: bool) -> dict[int, Any]:
+    """The group of each of these hops, by its number.
+
+    gloo has one for each direction, since two ranks that send to each other on one group do it in turns. NCCL, whose
+    messages have no names, has one for each hop.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    with Blame("the process groups between stages were not made"):
+        if nccl:
+            return {
+                hop.number: dist.new_group(sorted((hop.sender, hop.receiver)), timeout=timeout, backend="nccl")
+                for hop in hops
+            }
+        lanes = {lane: dist.new_group(timeout=timeout, backend="gloo") for lane in sorted({hop.lane for hop in hops})}
+    return {hop.number: lanes[hop.lane] for hop in hops}
 
 
 def _make(
-    plan: Plan, bundle: Bundle, places: Sequence[Place], wires: Sequence[Wire], device: torch.device,
-    timeout: timedelta, local_workers: int,
-) -> Groups:  # fmt: skip
+    plan: Plan, bundle: Bundle, places: Sequence[Place], device: torch.device, timeout: timedelta, local_workers: int
+) -> Groups:
     everyone = [place.rank for place in places]
     world = dist.new_group(everyone, timeout=timeout, backend="gloo")
     own_device = device.type == "cuda" and dist.is_nccl_available() and torch.cuda.device_count() >= local_workers
@@ -70,12 +79,4 @@ def _make(
         dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
         for t in bundle.tied
     ]
-    lanes: dict[str, Any] = {}
-    for name in ("forward", "backward"):
-        if not nccl:
-            lanes[name] = dist.new_group(everyone, timeout=timeout, backend="gloo")
-            continue
-        pairs = sorted({(a, b) for w in wires for a in members[w.source] for b in members[w.destination]})
-        pairs = pairs if name == "forward" else [(b, a) for a, b in pairs]
-        lanes[name] = {pair: dist.new_group(sorted(pair), timeout=timeout, backend="nccl") for pair in pairs}
-    return Groups(world, replicas, tied, nccl, lanes)
+    return Groups(world, replicas, tied, nccl)

@@ -56,11 +56,18 @@ class Part:
         self.weight = self.loss = 0.0
         self.stage.weights.make_room()
         self.updater.step()
-        for tied in self.tied:
-            if tied.ready:
-                tied.step()
         self.look_ahead()
         return loss / weight
+
+    def catch_up(self) -> None:
+        """Before the stage's next action: take the steps of tied parameters that are due.
+
+        Not in the update itself: another holder may wait for what this worker's other stages have yet to do.
+        """
+        for tied in self.tied:
+            while tied.ready:
+                tied.step()
+                self.look_ahead()
 
     def look_ahead(self) -> None:
         """Let forwards see what the correction of delay says."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,14 +29,16 @@ class Replicas:
         device: where numbers are summed.
         waiting: context of a wait, to account for its time.
         sent: called with the bytes this worker sends.
+        message: called with lane, name, start, end and bytes of what the trace shows, see Meter.message.
     """
 
     def __init__(
         self, group: Any, size: int, parameters: Iterable[nn.Parameter], who: str, device: torch.device,
         waiting: Callable[[], AbstractContextManager[None]], sent: Callable[[int], None],
+        message: Callable[[str, str, float, float, int], None],
     ) -> None:  # fmt: skip
         self.group, self.size, self.who, self.device = group, size, who, device
-        self.waiting, self.sent = waiting, sent
+        self.waiting, self.sent, self.message = waiting, sent, message
         self.parameters = [p for p in parameters if p.requires_grad][::-1]  # the last gradient comes first
         self._buckets = [[self.parameters[i] for i in bucket] for bucket in _buckets(self.parameters)]
         self._bucket_of = {id(p): b for b, bucket in enumerate(self._buckets) for p in bucket}
@@ -45,6 +48,7 @@ class Replicas:
         """A round of minibatches begins."""
         self._missing = [len(bucket) for bucket in self._buckets]
         self._started: list[tuple[Any, Tensor]] = []
+        self._since = 0.0
 
     def final(self, parameter: nn.Parameter) -> None:
         """The round's gradient of this parameter is there: start the buckets that are complete."""
@@ -80,6 +84,7 @@ class Replicas:
         return weight, loss
 
     def _start_bucket(self) -> None:
+        self._since = self._since or time.perf_counter()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._buckets[len(self._started)]]
         flat = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in gradients])
         self._started.append((self._reduce(flat), flat))
@@ -88,6 +93,9 @@ class Replicas:
         with self.waiting(), self._blame("gradients"):
             for work, _ in self._started:
                 work.wait()
+        if self._started:
+            size = sum(self._cost(flat) for _, flat in self._started)
+            self.message("all-reduce", "gradients", self._since, time.perf_counter(), size)
         for bucket, (_, flat) in zip(self._buckets, self._started, strict=True):
             for p, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
                 p.grad = part.view_as(p)
@@ -100,7 +108,7 @@ class Replicas:
         return total.tolist()
 
     def _reduce(self, tensor: Tensor) -> Any:
-        self.sent(round(2 * (self.size - 1) / self.size * tensor.nbytes))
+        self.sent(self._cost(tensor))
         with self._blame("gradients"):
             return dist.all_reduce(tensor, group=self.group, async_op=True)
 
@@ -116,6 +124,10 @@ class Replicas:
                     self._reduce(buffer.mul_(weight / total)).wait()
                 else:
                     dist.broadcast(buffer, group=self.group, group_src=0)
+
+    def _cost(self, tensor: Tensor) -> int:
+        """Bytes that a member of a ring sends (Patarasuk and Yuan, JPDC 2009)."""
+        return round(2 * (self.size - 1) / self.size * tensor.nbytes)
 
     def _blame(self, what: str) -> Blame:
         return Blame(f"{what} were not averaged with the other replicas of {self.who}")

@@ -26,6 +26,7 @@ from pdtool.run.stage import Precision, Stage, load_module
 from pdtool.run.status import Status
 from pdtool.run.tied import Tied
 from pdtool.run.transport import Lane
+from pdtool.run.watch import watched
 from pdtool.run.wiring import Hop, Wire, describe_targets, dtype_of, hops, wires
 from pdtool.schedule import Shape, all_in_flight, delays_of, flows, lag_of
 
@@ -132,6 +133,7 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
         in_flight=all_in_flight(shape.replicas[: shape.places], shape.in_flight), device=device,
         timeout_s=spec.timeout_s, waiting=meter.waiting,
     ).channels(all_hops)  # fmt: skip
+    channels = watched(channels, all_hops, meter)
     delays = delays_of(spec.plan.schedule, shape)
     parts = {}
     for s, (stage, names, idle) in loaded.items():
@@ -141,7 +143,7 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
         members = ranks_of(everyone, s % shape.places)
         replicas = Replicas(
             groups.replicas[s], len(members), own.values(), f"stage {s} (ranks {members})",
-            device if groups.nccl else torch.device("cpu"), meter.waiting, meter.sent,
+            device if groups.nccl else torch.device("cpu"), meter.averaging, meter.sent, meter.message,
         )  # fmt: skip
         parts[s] = Part(
             number=s, replica=place.replica, stage=stage, replicas=replicas, tied=tied,
@@ -205,8 +207,8 @@ def _tied(
             first = min(own)
             updater = Updater(file, {own[first]: parameter}, spec.correction, delays[first])
             lag = lag_of(shape, described.stages, s) if flows(spec.plan.schedule) else 0
-            out.append(Tied(parameter, updater, group, len(own), lag, own[first], meter.waiting, meter.sent,
-                            first=first == s))  # fmt: skip
+            out.append(Tied(parameter, updater, group, len(own), lag, own[first], meter.averaging, meter.sent,
+                            meter.message, first=first == s))  # fmt: skip
     return out
 
 

@@ -11,11 +11,15 @@ so it waits, if at all, for a message that the first holder's schedule sends wit
 Each copy thus takes the steps 0, 1, 2, ... with the same gradients, only later in its own count of rounds, and when
 the pipeline drains at an epoch's end the sums still due are applied: the copies are equal again.
 
+A step is taken before the stage's next action, not in the update: with several stages on a worker the other holder may
+need what they have yet to do.
+
 Tied parameters have an optimizer and a learning-rate schedule of their own, so that step j is the same everywhere.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,19 +39,21 @@ class Tied:
     Args:
         group: gloo group of all replicas of all holders.
         holders: number of stages that hold it.
+        waiting, sent, message: as for Replicas.
         lag: rounds between a gradient and its step; 0 in flushing schedules.
         first: whether this is the first holder.
     """
 
     def __init__(
         self, parameter: nn.Parameter, updater: Updater, group: Any, holders: int, lag: int, name: str,
-        waiting: Callable[[], AbstractContextManager[None]], sent: Callable[[int], None], *, first: bool,
+        waiting: Callable[[], AbstractContextManager[None]], sent: Callable[[int], None],
+        message: Callable[[str, str, float, float, int], None], *, first: bool,
     ) -> None:  # fmt: skip
         self.first = first
         self.parameter, self.updater = parameter, updater
         self.group, self.holders, self.lag, self.name = group, holders, lag, name
-        self.waiting, self.sent = waiting, sent
-        self._due: deque[tuple[Any, Tensor]] = deque()
+        self.waiting, self.sent, self.message = waiting, sent, message
+        self._due: deque[tuple[Any, Tensor, float]] = deque()
 
     def start(self, weight: float) -> None:
         """Take this round's gradient (a sum over samples; `weight`: samples, in minibatches) and start its exchange."""
@@ -57,7 +63,7 @@ class Tied:
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         message = torch.cat([gradient.detach().reshape(-1).cpu(), torch.tensor([weight], dtype=gradient.dtype)])
         with self._blame():
-            self._due.append((dist.all_reduce(message, group=self.group, async_op=True), message))
+            self._due.append((dist.all_reduce(message, group=self.group, async_op=True), message, time.perf_counter()))
         self.sent(message.nbytes)
 
     @property
@@ -72,9 +78,10 @@ class Tied:
 
     def step(self) -> None:
         """Apply the oldest sum: over the holders, and the mean over the samples of its round."""
-        work, message = self._due.popleft()
+        work, message, since = self._due.popleft()
         with self.waiting(), self._blame():
             work.wait()
+        self.message("all-reduce", "gradients", since, time.perf_counter(), message.nbytes)
         gradient = message[:-1].div_(message[-1] / self.holders)
         self.parameter.grad = gradient.view_as(self.parameter).to(self.parameter.device)
         self.updater.step()

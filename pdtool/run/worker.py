@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from pdtool import schedule
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
+from pdtool.artifacts.trace import chrome_trace
 from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches, sample_order
 from pdtool.run.log import Log
-from pdtool.run.meter import chrome_trace
 from pdtool.run.pace import Pace
 from pdtool.run.part import Part
 from pdtool.run.peers import gather
@@ -52,6 +52,7 @@ class Worker:
         for action, after in zip(actions, [*actions[1:], None], strict=True):
             i, part = action.minibatch, self.parts[action.stage]
             with self._doing(epoch, action):
+                part.catch_up()
                 match action.kind:
                     case Kind.FORWARD:
                         inputs, target = part.border.inputs(i)
@@ -74,6 +75,7 @@ class Worker:
                     part.count(minibatches.weight(i), self.losses.pop(i, 0.0))
         for part in self.parts.values():
             part.settle(len(minibatches))
+        self.meter.settle()
 
     def validate(self, epoch: int) -> dict[str, float]:
         """Forward only, with the current weights, in evaluation mode; every worker gets the means of all samples."""
@@ -113,6 +115,7 @@ class Worker:
         size = self.spec.plan.batch_size
         count = min(samples, self.spec.steps * size) if self.spec.steps else samples
         reached = self._reached() if done else None
+        self.meter.restart()
         for epoch in range(done + 1, done + 1 if reached else self.spec.epochs + 1):
             minibatches = Minibatches(sample_order(self.spec.seed, epoch, samples)[:count], size)
             start = time.perf_counter()
@@ -219,6 +222,7 @@ class Worker:
             train_s=pace.train_s, pace_s=pace.pace_s,
             peak_versions=max(part.stage.weights.peak_versions for part in self.parts.values()),
             peak_stashed=max(part.stage.peak_stashed for part in self.parts.values()),
+            peak_memory_bytes=self.meter.memory.peak_bytes,
         )  # fmt: skip
         gathered = gather((str(self.place), share, self.meter.events), self.setup.groups.world, "measurements")
         report = assemble(

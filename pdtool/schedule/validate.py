@@ -21,7 +21,7 @@ def validate(lists: Sequence[Actions], shape: Shape, minibatches: int) -> None:
         ScheduleError: the first law that is broken; the text holds the grid with the fault marked.
     """
     slots = list(shape.slots())
-    seen = reads(lists, shape.weights) if shape.weights == "vertical-sync" else [None] * len(lists)
+    seen = reads(lists, shape.weights) if shape.weights in ("vertical-sync", "2bw") else [None] * len(lists)
     if len(lists) != len(slots):
         raise ScheduleError(f"{len(lists)} action lists for {len(slots)} workers")
     for worker, (actions, (stage, replica)) in enumerate(zip(lists, slots, strict=True)):

@@ -2,7 +2,8 @@
 
 stash           the newest when its forward runs, for its backward too (PipeDream, SOSP'19, section 3.3)
 vertical-sync   the one that the first stage had when its forward ran there, at every stage (ibid.)
-2bw             as stash; updates are so rare that there are two versions (Narayanan et al., ICML'21, section 3.1)
+2bw             round j is computed with version j - 1 at every stage, one update late everywhere; updates are so rare
+                that two versions are enough (Narayanan et al., ICML'21, section 3.1)
 flush           the newest; nothing is in flight when it changes
 none            the newest when its forward runs, and the newest when its backward runs, which may be another
 """
@@ -37,10 +38,13 @@ def reads(lists: Sequence[Actions], weights: str) -> list[Reads]:
         weights: the policy. With `vertical-sync` all stages must update after the same number of minibatches.
     """
     found = [_newest(actions) for actions in lists]
-    if weights != "vertical-sync":
-        return found
-    entered = {i: version for own in found for (stage, i), version in own.items() if stage == 0}
-    return [{at: entered.get(at[1], version) for at, version in own.items()} for own in found]
+    match weights:
+        case "vertical-sync":
+            entered = {i: version for own in found for (stage, i), version in own.items() if stage == 0}
+            return [{at: entered.get(at[1], version) for at, version in own.items()} for own in found]
+        case "2bw":
+            return [own | _one_late(actions) for own, actions in zip(found, lists, strict=True)]
+    return found
 
 
 def _newest(actions: Actions) -> Reads:
@@ -51,4 +55,15 @@ def _newest(actions: Actions) -> Reads:
             updates[action.stage] += 1
         elif action.kind is Kind.FORWARD:
             found[action.stage, action.minibatch] = updates[action.stage]
+    return found
+
+
+def _one_late(actions: Actions) -> Reads:
+    rounds: dict[int, int] = {}
+    found: Reads = {}
+    for action in reversed(actions):
+        if action.kind is Kind.UPDATE:
+            rounds[action.stage] = action.minibatch
+        elif action.kind.ends:
+            found[action.stage, action.minibatch] = max(0, rounds.get(action.stage, 0) - 1)
     return found

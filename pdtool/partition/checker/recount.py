@@ -136,15 +136,6 @@ class Recount:
         latency = max((level.latency_s for level in crossed), default=0.0)
         return 2 * (members - 1) * (size / members * slowest + latency)
 
-    def _copies_s(self) -> float:
-        """All weights averaged over the copies, as if all stages lay on one member of each level."""
-        if self.plan.copies == 1:
-            return 0.0
-        whole = sum(node.parameter_bytes for node in self.profile.nodes)
-        whole -= sum(shared.bytes * (len(shared.nodes) - 1) for shared in self.profile.shared)
-        k = self.plan.copies if self.plan.schedule == "1f1b" else self.plan.microbatches
-        return self._ring_s(whole, self.plan.copies, ()) / k
-
     def _stage_s(self, s: int) -> float:
         """Averages hide behind the last backward of a round and no further; with PipeDream's formulas they do not."""
         if not self.ours:
@@ -208,7 +199,7 @@ class Recount:
         averages = [self.allreduce_s(s) for s in self.order]
         rounds = math.ceil(self.plan.microbatches / self.plan.copies)
         flush = (rounds + len(self.order) - 1) / rounds if self.plan.schedule != "1f1b" else 1.0
-        return max(*transfers, *stages, *averages, *self._waiting_s(), self._copies_s()) * flush
+        return max(*transfers, *stages, *averages, *self._waiting_s()) * flush
 
     def fits(self) -> bool:
         """Whether each worker has the memory it takes."""

@@ -8,21 +8,22 @@ is on the way through the up links of a's members and the down links of b's, at 
 Messages on a link share it, as TCP streams do: first come first served would let one all-reduce of hundreds of
 megabytes hold up every activation behind it. The shares are max-min fair (Bertsekas and Gallager, Data Networks,
 section 6.5.2): no message can have more without taking it from one that has no more, and what a message leaves unused
-because another link holds it up goes to the others.
+because another link holds it up goes to the others. All that changes at one moment changes the shares once.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
 from pdtool.cluster import Cluster
 
-Link = tuple[str, int, int]  # "up" or "down", level, member
+_TIGHT = 1 + 1e-12  # sums that come and go leave a rest
 
 
 class Clock:
@@ -30,21 +31,63 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, float, Callable[[], None]]] = []
         self._number = count()
 
     def at(self, time: float, do: Callable[[], None]) -> None:
         """Call `do` at `time`."""
         heapq.heappush(self._events, (time, next(self._number), do))
 
-    def run(self) -> None:
-        """Until nothing is left to do."""
-        while self._events:
+    def last(self, do: Callable[[], None]) -> None:
+        """Call `do` when all else of this moment is done; one call at a time may wait for that."""
+        heapq.heappush(self._events, (self.now, math.inf, do))
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Until nothing is left to do, or `until` says so."""
+        while self._events and not until():
             self.now, _, do = heapq.heappop(self._events)
             do()
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, slots=True)
+class Link:
+    """One way, up or down, between a member of a level and the others.
+
+    Attributes:
+        flows: those on it now, with how many messages each.
+        wanted: bytes/s that they would take if each had its other links for itself.
+        tight: whether it may hold up one of them; if not, none of them depends on the others for its sake.
+        room, unfilled: bandwidth left, and messages without their share of it, while shares are worked out.
+    """
+
+    way: str
+    level: int
+    member: int
+    bandwidth: float
+    flows: dict[Flow, int] = field(default_factory=dict)
+    wanted: float = 0.0
+    tight: bool = False
+    room: float = 0.0
+    unfilled: int = 0
+
+    def add(self, flow: Flow, messages: int) -> None:
+        """One more."""
+        self.flows[flow] = messages
+        self.wanted += messages * flow.most
+        self.tight = self.wanted > self.bandwidth * _TIGHT
+
+    def remove(self, flow: Flow) -> None:
+        """One less."""
+        messages = self.flows.pop(flow)
+        self.wanted = self.wanted - messages * flow.most if self.flows else 0.0
+        self.tight = self.wanted > self.bandwidth * _TIGHT
+
+    def share(self) -> float:
+        """Of each message that has none yet."""
+        return self.room / self.unfilled
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
 class Flow:
     """One message, or one ring all-reduce: what all its members send at once.
 
@@ -54,6 +97,7 @@ class Flow:
         links: with how many messages it is on each.
         ended: called with the flow when the last byte has left; the latency comes on top.
         started_s, ended_s: from when it had its channel for itself until its last byte had left.
+        most: bytes/s of one message with no other flow beside it.
     """
 
     channel: Hashable
@@ -62,6 +106,7 @@ class Flow:
     ended: Callable[[Flow], None]
     started_s: float = 0.0
     ended_s: float = 0.0
+    most: float = 0.0
     rate: float = 0.0
     left_bytes: float = 0.0
     since_s: float = 0.0
@@ -75,19 +120,24 @@ class Links:
         self.cluster, self.clock = cluster, clock
         self._below = cluster.below
         self._paths: dict[tuple[int, int], tuple[list[Link], float]] = {}
-        self._bandwidths = [level.bandwidth_bytes_per_s for level in cluster.levels]
-        self._on: dict[Link, dict[Flow, None]] = {}  # a set in order
+        self._links: dict[tuple[str, int, int], Link] = {}
         self._channels: dict[Hashable, deque[Flow]] = {}
+        self._begun: list[Flow] = []  # since rates were last worked out
+        self._changed: dict[Link, None] = {}  # tight links with other flows than then
 
     def path(self, a: int, b: int) -> tuple[list[Link], float]:
         """The links from worker a to worker b, and the latency: that of the slowest level on the way."""
         if (a, b) not in self._paths:
             crossed = [(depth, below) for depth, below in enumerate(self._below) if a // below != b // below]
-            up: list[Link] = [("up", depth, a // below) for depth, below in crossed]
-            down: list[Link] = [("down", depth, b // below) for depth, below in crossed]
+            up = [self._link("up", depth, a // below) for depth, below in crossed]
+            down = [self._link("down", depth, b // below) for depth, below in crossed]
             late = max((self.cluster.levels[depth].latency_s for depth, _ in crossed), default=0.0)
             self._paths[a, b] = up + down, late
         return self._paths[a, b]
+
+    def _link(self, way: str, level: int, member: int) -> Link:
+        bandwidth = self.cluster.levels[level].bandwidth_bytes_per_s
+        return self._links.setdefault((way, level, member), Link(way, level, member, bandwidth))
 
     def send(self, flow: Flow) -> None:
         """Start a flow, or let it wait behind those of its channel."""
@@ -102,66 +152,87 @@ class Links:
         if flow.size_bytes <= 0:
             self.clock.at(self.clock.now, partial(self._ring, flow, flow.alarm))
             return
-        for link in flow.links:
-            self._on.setdefault(link, {})[flow] = None
-        self._share(flow.links)
+        flow.most = min(link.bandwidth / n for link, n in flow.links.items())
+        self._soon()
+        self._begun.append(flow)
+        for link, n in flow.links.items():
+            link.add(flow, n)
+            if link.tight:
+                self._changed[link] = None
 
     def _end(self, flow: Flow) -> None:
         flow.ended_s = self.clock.now
         if flow.rate:
             for link in flow.links:
-                del self._on[link][flow]
-            self._share(flow.links)
+                if link.tight:
+                    self._soon()
+                    self._changed[link] = None
+                link.remove(flow)
         queue = self._channels[flow.channel]
         queue.popleft()
         if queue:
             self._start(queue[0])
         flow.ended(flow)
 
-    def _share(self, links: Iterable[Link]) -> None:
-        """Give all flows that depend on these links, at any distance, their new rates, and set their alarms."""
+    def _soon(self) -> None:
+        """Work out the rates anew when all that happens at this moment has happened."""
+        if not self._begun and not self._changed:
+            self.clock.last(self._share)
+
+    def _share(self) -> None:
+        """Give all flows that begun, or that depend on links that changed, their rates, and set their alarms."""
         now = self.clock.now
-        for flow, rate in self._fair(self._together(links)).items():
+        flows = _together(self._begun, self._changed)
+        self._begun, self._changed = [], {}
+        for flow, rate in _fair(flows).items():
             if rate != flow.rate:
                 flow.left_bytes -= flow.rate * (now - flow.since_s)
                 flow.rate, flow.since_s = rate, now
                 flow.alarm += 1
                 self.clock.at(now + max(flow.left_bytes, 0.0) / rate, partial(self._ring, flow, flow.alarm))
 
-    def _together(self, links: Iterable[Link]) -> dict[Flow, None]:
-        """The flows on these links, those on the links of those, and so on."""
-        found: dict[Flow, None] = {}
-        seen = dict.fromkeys(links)
-        queue = list(seen)
-        for link in queue:
-            for flow in self._on[link]:
-                if flow not in found:
-                    found[flow] = None
-                    queue += [other for other in flow.links if other not in seen]  # the loop comes to them, too
-                    seen |= dict.fromkeys(flow.links)
-        return found
-
-    def _fair(self, flows: Collection[Flow]) -> dict[Flow, float]:
-        """Fill all flows alike until a link is full; those on it have their rate, the others go on."""
-        if len(flows) == 1:
-            return {flow: min(self._bandwidths[link[1]] / n for link, n in flow.links.items()) for flow in flows}
-        load: Counter[Link] = Counter()
-        for flow in flows:
-            load.update(flow.links)
-        room = {link: self._bandwidths[link[1]] for link in load}
-        rates: dict[Flow, float] = {}
-        rate = 0.0
-        while load:
-            full = min(load, key=lambda link: room[link] / load[link])
-            rate = max(rate, room[full] / load[full])  # it only grows, but for rounding
-            for flow in [flow for flow in self._on[full] if flow not in rates]:
-                rates[flow] = rate
-                for link, messages in flow.links.items():
-                    room[link] = max(0.0, room[link] - messages * rate)
-                    load[link] -= messages
-            load = +load  # those without flows to fill are done
-        return rates
-
     def _ring(self, flow: Flow, alarm: int) -> None:
         if alarm == flow.alarm:  # or else its rate has changed since
             self._end(flow)
+
+
+def _together(flows: Iterable[Flow], links: Iterable[Link]) -> dict[Flow, None]:
+    """These flows, those on these links, on the tight links of those, and so on."""
+    found = dict.fromkeys(flows)
+    queue = [*links, *(link for flow in found for link in flow.links if link.tight)]
+    seen = dict.fromkeys(queue)
+    for link in queue:
+        for flow in link.flows:
+            if flow not in found:
+                found[flow] = None
+                more = [other for other in flow.links if other.tight and other not in seen]
+                queue += more  # the loop comes to them, too
+                seen |= dict.fromkeys(more)
+    return found
+
+
+def _fair(flows: Collection[Flow]) -> dict[Flow, float]:
+    """Fill all flows alike until one has the most it can, or a link is full; those on it have their rate, the others go
+    on."""
+    links = list(dict.fromkeys(link for flow in flows for link in flow.links if link.tight))
+    for link in links:
+        link.room, link.unfilled = link.bandwidth, sum(link.flows.values())
+    rates: dict[Flow, float] = {}
+    rate = 0.0
+    waiting = sorted(flows, key=lambda flow: -flow.most)
+    while waiting:
+        full = min(links, key=Link.share, default=None)
+        if full and full.share() < waiting[-1].most:
+            rate = max(rate, full.share())  # it only grows, but for rounding
+            filled = [flow for flow in full.flows if flow not in rates]
+        else:
+            filled = [waiting.pop()]
+            rate = filled[0].most
+        for flow in filled:
+            rates[flow] = rate
+            for link, messages in flow.links.items():
+                link.room = max(0.0, link.room - messages * rate)
+                link.unfilled -= messages
+        waiting = [flow for flow in waiting if flow not in rates]
+        links = [link for link in links if link.unfilled]  # those without flows to fill are done
+    return rates

@@ -1,0 +1,119 @@
+"""Law 2: a schedule with a flush, and data parallelism, train to the weights of the unsplit model; law 5 for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import replay
+import torch
+from harness import (
+    CONV1,
+    CONV2,
+    CONV3,
+    CONV4,
+    LSTM3,
+    MLP6,
+    SKIP1,
+    SKIP3,
+    SKIP4,
+    TIED3,
+    TIED4,
+    TOLERANCE,
+    UNUSED1,
+    Toy,
+    assert_same,
+    batches,
+    weights,
+    without_statistics,
+)
+
+from pdtool.frontend.modelfile import ModelFile
+
+TWO: dict[str, Any] = {"chunks": 2}
+
+CASES = [
+    pytest.param(CONV3, (1, 1, 1), "1f1b-flush", 3, "sgd", {}, id="flush"),
+    pytest.param(CONV3, (1, 1, 1), "gpipe", 3, "adam", {}, id="gpipe"),
+    pytest.param(CONV2, (2, 1), "1f1b-flush", 4, "adam", {}, id="flush-2-1"),
+    pytest.param(SKIP3, (1, 2, 1), "gpipe", 2, "sgd", {}, id="skip-gpipe-1-2-1"),
+    pytest.param(LSTM3, (1, 1, 1), "1f1b-flush", 2, "sgd", {}, id="lstm-flush"),
+    pytest.param(TIED3, (1, 1, 1), "1f1b-flush", 3, "adam", {}, id="tied-flush"),
+    pytest.param(TIED3, (2, 1, 1), "gpipe", 2, "sgd", {}, id="tied-gpipe-2-1-1"),
+    pytest.param(CONV1, (1,), "1f1b", 1, "adam", {}, id="one-worker"),
+    # two or three stages on each of two workers
+    pytest.param(CONV4, (1, 1), "interleaved", 4, "sgd", TWO | {"steps": 6}, id="interleaved"),
+    pytest.param(MLP6, (1, 1), "interleaved", 4, "sgd", {"chunks": 3, "steps": 6}, id="interleaved-3-chunks"),
+    pytest.param(CONV4, (2, 2), "interleaved", 4, "sgd", TWO, id="interleaved-2-2"),
+    pytest.param(SKIP4, (1, 1), "interleaved", 2, "sgd", TWO, id="skip-interleaved"),
+    pytest.param(TIED4, (1, 1), "interleaved", 4, "adam", TWO | {"steps": 6}, id="tied-interleaved"),
+    pytest.param(CONV3, (1, 1, 1), "zb-h1", 4, "sgd", {}, id="zb"),
+    pytest.param(CONV2, (2, 2), "zb-h1", 4, "adam", {}, id="zb-2-2"),
+    pytest.param(LSTM3, (1, 1, 1), "zb-h1", 3, "sgd", {}, id="lstm-zb"),
+    pytest.param(SKIP3, (1, 1, 1), "zb-h1", 3, "adam", {}, id="skip-zb"),
+    pytest.param(TIED3, (1, 1, 1), "zb-h1", 3, "sgd", {}, id="tied-zb"),
+]
+
+
+@pytest.mark.parametrize(("toy", "replicas", "schedule", "microbatches", "optimizer", "settings"), CASES)
+def test_a_synchronous_schedule_equals_the_unsplit_model(
+    tmp_path: Path, toy: Toy, replicas: tuple[int, ...], schedule: str, microbatches: int, optimizer: str,
+    settings: dict[str, Any],
+) -> None:  # fmt: skip
+    """Gradients accumulated over the microbatches of a round, on the same samples. 7 minibatches of 4, the last one
+    and the last round short; where that makes groups of another size than the paper's, 6."""
+    spec = harness.job(tmp_path, toy, replicas, schedule=schedule, microbatches=microbatches, optimizer=optimizer,
+                       epochs=2, **settings)  # fmt: skip
+    outcomes = harness.run(spec)
+    file = ModelFile.load(spec.model, trusted=True)
+    expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, microbatches)
+    found = weights(outcomes)
+    assert_same(found, expected if max(replicas) == 1 else without_statistics(expected))
+    assert all(outcome.peak_versions == 1 for outcome in outcomes)
+    for o in outcomes:
+        mine = len(range(o.replica, microbatches, replicas[o.stage % len(replicas)]))
+        assert o.peak_stashed == replay.peak_stashed(schedule, replicas, o.stage, mine, spec.plan.chunks)
+
+
+def test_interleaved_groups_may_be_larger_than_the_paper_has_them(tmp_path: Path) -> None:
+    """Rounds of 5 and 2 minibatches on two workers: groups of 3 and 2, and of 2."""
+    spec = harness.job(tmp_path, CONV4, schedule="interleaved", chunks=2, microbatches=5, optimizer="adam", epochs=2)
+    outcomes = harness.run(spec)
+    file = ModelFile.load(spec.model, trusted=True)
+    expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, 5)
+    assert_same(weights(outcomes), expected)
+    assert all(o.peak_stashed <= spec.plan.stages[o.stage].in_flight for o in outcomes)
+
+
+@pytest.mark.parametrize(("toy", "optimizer"), [(SKIP1, "sgd"), (UNUSED1, "decay")], ids=["skip", "unused"])
+def test_data_parallelism_equals_one_process_with_the_same_global_minibatch(
+    tmp_path: Path, toy: Toy, optimizer: str
+) -> None:
+    """One stage on three workers: an update every three minibatches (7 of them: the last round is short)."""
+    spec = harness.job(tmp_path, toy, (3,), optimizer=optimizer, epochs=2)
+    outcomes = harness.run(spec)
+    file = ModelFile.load(spec.model, trusted=True)
+    expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, 3)
+    for replica in range(3):
+        assert_same(weights(outcomes, replica), without_statistics(expected))
+
+
+def test_replicas_share_their_running_statistics(tmp_path: Path) -> None:
+    """Buffers are averaged when an epoch ends, weighted by the minibatches each replica saw: here 0 and 2, and 1."""
+    spec = harness.job(tmp_path, CONV1, (2,), steps=3)
+    left, right = harness.run(spec)
+    assert_same(left.state, right.state, rtol=0, atol=0)
+    file = ModelFile.load(spec.model, trusted=True)
+    first, second, third = batches(spec)[0]
+    models = [file.build(spec.seed), file.build(spec.seed)]
+    models[0](first[0])
+    models[1](second[0])
+    trained = replay.synchronous(file.build(spec.seed), [[first, second]], file.loss, file.optimizer, 2)
+    models[0].load_state_dict({n: v for n, v in trained.items() if not n.startswith("bn.")}, strict=False)
+    models[0](third[0])
+    for name in ("bn.running_mean", "bn.running_var"):
+        torch.testing.assert_close(
+            left.state[name], (2 * models[0].get_buffer(name) + models[1].get_buffer(name)) / 3, **TOLERANCE
+        )
