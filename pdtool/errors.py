@@ -70,9 +70,13 @@ class NoPlanError(PdtoolError):
 
 
 class ScheduleError(PdtoolError):
-    """A list of actions breaks a law of schedules; the text holds the grid with the fault marked."""
+    """A list of actions breaks a law of schedules; below its first line the text has the grid with the fault marked."""
 
     exit_code = 3
+
+    def __str__(self) -> str:
+        fault, *grid = self.what.split("\n", 1)
+        return "\n".join([str(PdtoolError(fault, self.remedy)), *grid])
 
 
 class WorkerDiedError(PdtoolError):

@@ -131,9 +131,9 @@ def _reason(errors: str) -> str:
 
 
 def _config(plan: Plan) -> str:
-    """`15-1`, or a summary where that is long; copies in front."""
-    text = plan.config if len(plan.config) <= 16 else f"{len(plan.stages)} stages"
-    return f"{text} ({plan.copies} copies)" if plan.copies > 1 else text
+    """`15-1`, or a summary where that is long."""
+    copies = f" ({plan.copies} copies)" if plan.copies > 1 else ""
+    return plan.config if len(plan.config) <= 20 else f"{len(plan.stages)} stages{copies}"
 
 
 def start_up(folder: Path) -> float:

@@ -327,7 +327,7 @@ def run(spec: RunSpec) -> list[Outcome]:
     context.set_forkserver_preload(["pdtool.run.worker", "pdtool.run.launch", "harness"])
     spec.out.mkdir(parents=True, exist_ok=True)
     store = spec.out / f"store-{len(list(spec.out.glob('store-*')))}"
-    world = sum(stage.replicas for stage in spec.plan.stages[: spec.plan.places])
+    world = spec.plan.workers
     processes = [context.Process(target=_work, args=(spec, rank, world, store)) for rank in range(world)]
     for process in processes:
         process.start()

@@ -40,10 +40,10 @@ def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
         assert stage.busy_s == pytest.approx(stage.forward_s + stage.backward_s + stage.update_s)
         assert stage.busy_s > 0
     trace = json.loads((spec.out / "trace.json").read_text())["traceEvents"]
-    assert [e["args"]["name"] for e in trace if e["ph"] == "M"] == [
+    assert [e["args"]["name"] for e in trace if e["name"] == "process_name"] == [
         "rank 0 (stage 0, replica 0)", "rank 1 (stage 0, replica 1)", "rank 2 (stage 1, replica 0)",
     ]  # fmt: skip
-    done = [e["name"] for e in trace if e["ph"] == "X" and e["tid"] == 2 and e["cat"] != "wait"]
+    done = [e["name"] for e in trace if e["ph"] == "X" and e["pid"] == 2 and e["cat"] in ("forward", "backward", "update")]
     assert done[:3] == ["1F0", "1B0", "1U0"]
     assert len(done) == 2 * 3 * 7
 

@@ -24,8 +24,8 @@ from pdtool.artifacts.envelope import (
     YamlArtifact,
 )  # fmt: skip
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError
-from pdtool.schedule import POLICIES, Shape, all_in_flight, build, flows, validate
+from pdtool.errors import ArtifactError, ScheduleError
+from pdtool.schedule import POLICIES, Shape, all_in_flight, build, flows, usual_shape, validate
 
 MOST_IN_FLIGHT = 10_000  # a schedule is a list: a slip of the finger must not fill the memory
 
@@ -226,11 +226,16 @@ class Plan(YamlArtifact):
         return every
 
     def check_schedule(self) -> None:
-        """Raises ScheduleError when the numbers in flight make the schedule deadlock."""
+        """Raises ScheduleError when the numbers in flight make the schedule deadlock; it says which ones do not."""
         shape = self.shape()
         started = all_in_flight(shape.replicas[: shape.places], shape.in_flight)
         minibatches = 2 * max(*shape.update_every, started) + 1  # fill, steady state and drain
-        validate(build(self.schedule, shape, minibatches), shape, minibatches)
+        try:
+            validate(build(self.schedule, shape, minibatches), shape, minibatches)
+        except ScheduleError as error:
+            usual = usual_shape(self.schedule, shape.replicas[: shape.places], self.microbatches, self.chunks).in_flight
+            wanted = ", ".join(map(str, usual))
+            raise ScheduleError(error.what, f"give the stages in_flight {wanted}, as {self.schedule} wants") from error
 
     @property
     def plan_sha256(self) -> str:
@@ -248,8 +253,14 @@ class Plan(YamlArtifact):
 
     @property
     def config(self) -> str:
-        """`15-1`: the replicas of each stage in one copy."""
-        return "-".join(str(stage.replicas // self.copies) for stage in self.stages)
+        """`15-1`: the replicas of each stage in one copy; `1-1 (2 chunks)`: two stages on each of two workers."""
+        replicas = "-".join(str(stage.replicas // self.copies) for stage in self.stages[: self.places])
+        return f"{replicas} ({self.chunks} chunks)" if self.chunks > 1 else replicas
+
+    @property
+    def workers(self) -> int:
+        """That the plan uses."""
+        return sum(stage.replicas for stage in self.stages[: self.places])
 
     @property
     def places(self) -> int:

@@ -11,7 +11,7 @@ from pdtool.cli import options
 from pdtool.cli.console import note, show
 from pdtool.cli.deliver import deliver
 from pdtool.errors import UsageError
-from pdtool.schedule import NAMES
+from pdtool.schedule import SCHEDULES, flows
 
 if TYPE_CHECKING:
     from pdtool.cluster import Cluster
@@ -41,8 +41,12 @@ _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3
     help="Number of workers to use.",
 )  # fmt: skip
 @click.option("--straight", is_flag=True, help="Replicate no stage.")
-@options.schedule([*NAMES, "auto"], "1f1b")
-@options.microbatches("4 with --schedule 1f1b-flush or gpipe")
+@options.schedule([*SCHEDULES, "auto"], "1f1b")
+@options.microbatches("4 with a flushing --schedule")
+@click.option(
+    "--chunks", type=click.IntRange(min=2, max=100), default=2, show_default=True, metavar="N",
+    help="Stages on each worker with --schedule interleaved.",
+)  # fmt: skip
 @click.option(
     "--recompute/--no-recompute", default=True, show_default=True,
     help="Let stages that lack memory run their forward twice.",
@@ -63,8 +67,8 @@ _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(
     profile: str | None, topology: str | None, file: str | None, bandwidth: str | None, latency: str | None,
-    memory: str | None, workers: int | None, straight: bool, schedule: str, microbatches: int | None, recompute: bool,
-    cost: Cost, simplest: str, cuts: int, as_json: bool, output: str | None,
+    memory: str | None, workers: int | None, straight: bool, schedule: str, microbatches: int | None, chunks: int,
+    recompute: bool, cost: Cost, simplest: str, cuts: int, as_json: bool, output: str | None,
 ) -> None:  # fmt: skip
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.artifacts.profile import Profile
@@ -75,7 +79,7 @@ def partition(
     path = options.candidate("profile", profile)
     wanted = Options(
         workers=workers, straight=straight, schedule=schedule, microbatches=_microbatches(schedule, microbatches),
-        simplest=_share(simplest), recompute=recompute, cost=cost, cuts=cuts,
+        simplest=_share(simplest), recompute=recompute, cost=cost, chunks=chunks, cuts=cuts,
     )  # fmt: skip
     cluster = (
         _from_file(file, topology or bandwidth or latency, memory)
@@ -120,7 +124,7 @@ def _cluster(topology: str | None, bandwidth: str | None, latency: str | None, m
 
 
 def _microbatches(schedule: str, given: int | None) -> int:
-    return given or (4 if schedule in ("1f1b-flush", "gpipe") else 1)
+    return given or (1 if schedule == "auto" or flows(schedule) else 4)
 
 
 def _share(text: str) -> float:

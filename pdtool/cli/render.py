@@ -102,8 +102,7 @@ def plan_view(plan: Plan) -> Parts:
         flight = f"{stage.in_flight}, recomputed" if stage.recompute else stage.in_flight
         rows.append([s, _brief(stage.nodes), _ranges(stage.workers), flight, *figures])
     levels = ", ".join(f"{v.size} at {format_rate(v.bandwidth_bytes_per_s)}" for v in plan.cluster.levels)
-    copies = f"{plan.copies} copies of " if plan.copies > 1 else ""
-    title = f"{plan.name}: {copies}{plan.config} on {levels}, schedule {plan.schedule}"
+    title = f"{plan.name}: {plan.config} on {levels}, schedule {plan.schedule}"
     columns = ("stage", "holds", "workers", "in flight", "compute", "all-reduce", "to next", "memory")
     yield _table(columns, rows, names=3, title=title)
     if plan.edited:
@@ -159,10 +158,11 @@ def places_table(plan: Plan, nnodes: int) -> Table:
                          "give --nnodes that divides them")  # fmt: skip
     each = cluster.workers // nnodes
     used = sorted((w, s, k) for s, stage in enumerate(plan.stages) for k, w in enumerate(stage.workers))
+    ranks = {worker: rank for rank, worker in enumerate(dict.fromkeys(worker for worker, _, _ in used))}
     rows = [
-        (rank, f"machine {worker // each}" if nnodes > 1 else "this machine", f"stage {s}, replica {k}",
+        (ranks[worker], f"machine {worker // each}" if nnodes > 1 else "this machine", f"stage {s}, replica {k}",
          f"minibatches {k}, {k + r}, {k + 2 * r}, ...", _brief(plan.stages[s].nodes), worker)
-        for rank, (worker, s, k) in enumerate(used)
+        for worker, s, k in used
         for r in (plan.stages[s].replicas,)
     ]  # fmt: skip
     return _table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5)

@@ -171,8 +171,7 @@ def _launched(spec: RunSpec) -> Report:
     from pdtool.run.launch import launch
 
     if _speaks():
-        count = sum(stage.replicas for stage in spec.plan.stages)
-        note(f"training on {count} worker(s) ({spec.plan.config}), schedule {spec.plan.schedule}, into {spec.out}/")
+        note(f"training on {spec.plan.workers} worker(s) ({spec.plan.config}), schedule {spec.plan.schedule}, into {spec.out}/")
     with _following(spec) as on_event:
         return launch(spec, on_event)
 

@@ -14,7 +14,7 @@ from pdtool.partition.cost import Load
 from pdtool.partition.evaluate import loads
 from pdtool.partition.simulator.job import Border, Job, Tied, Work
 from pdtool.partition.simulator.simulation import filling, period
-from pdtool.schedule import Kind, Shape, build, lag_of, usual_shape
+from pdtool.schedule import Kind, Shape, build, flows, lag_of, usual_shape
 
 LEAST_STEADY = 32  # minibatches in steady state
 
@@ -36,7 +36,7 @@ def planned_job(
     name = schedule or plan.schedule
     stages: Sequence[Collection[str]] = plan.stage_nodes(profile)
     recompute = [stage.recompute for stage in plan.stages]
-    if name == "interleaved":
+    if name == "interleaved" != plan.schedule:
         stages, recompute = pieces(profile, len(stages) * chunks), recompute * chunks
     sizes = _tied_bytes(profile, stages)
     if name == plan.schedule:
@@ -45,11 +45,10 @@ def planned_job(
         replicas = [stage.replicas for stage in plan.stages]
         microbatches = plan.microbatches if plan.microbatches > 1 else 4 * len(replicas)
         shape = usual_shape(name, replicas, microbatches, chunks if name == "interleaved" else 1)
-    flows = name in ("1f1b", "2bw")  # without a flush, who holds a tied parameter later waits for an earlier round
     return Job(
         shape=shape,
         lists=build(name, shape, minibatches or enough(shape)),
-        workers=[worker for stage in plan.stages for worker in stage.workers],
+        workers=[worker for stage in plan.stages[: plan.places] for worker in stage.workers],
         cluster=plan.cluster.cluster(),
         stages=[
             _work(profile, load, nodes, again=again)
@@ -57,7 +56,7 @@ def planned_job(
         ],
         borders=borders(profile, stages),
         tied=[
-            Tied(stages=group, size_bytes=size, lags=tuple(lag_of(shape, group, s) if flows else 0 for s in group))
+            Tied(stages=group, size_bytes=size, lags=tuple(lag_of(shape, group, s) * flows(name) for s in group))
             for group, size in sizes.items()
         ],
         batch_size=plan.batch_size,

@@ -17,7 +17,7 @@ from pdtool.partition.simulator.averages import Averages
 from pdtool.partition.simulator.job import Job
 from pdtool.partition.simulator.links import Clock, Flow, Links
 from pdtool.partition.simulator.simulation import Record, Share, Simulation, pace
-from pdtool.schedule import Action, Held, Kind, grid
+from pdtool.schedule import Action, Held, Kind, Reads, grid, reads
 
 Tensors = tuple[int, bool, int]  # stage that waits for them, whether they are gradients, minibatch
 Turn = tuple[int, bool, int]  # worker, whether gradients, how many it takes before
@@ -39,7 +39,8 @@ def simulate(job: Job) -> Simulation:
     workers: list[_Worker] = []
     averages = Averages(job, homes, links, clock, record, lambda w: workers[w].go_on())
     mail = _Mail(job, homes, links, record, workers)
-    workers += [_Worker(w, stage, job, clock, mail, averages, record) for w, (stage, _) in enumerate(slots)]
+    seen = reads(job.lists, job.shape.weights)
+    workers += [_Worker(w, stage, job, seen[w], clock, mail, averages, record) for w, (stage, _) in enumerate(slots)]
     for worker in workers:
         worker.go_on()
     clock.run()
@@ -135,7 +136,7 @@ class _Worker:
     """One worker on its way through its list."""
 
     def __init__(
-        self, w: int, stage: int, job: Job, clock: Clock, mail: _Mail, averages: Averages, record: Record
+        self, w: int, stage: int, job: Job, seen: Reads, clock: Clock, mail: _Mail, averages: Averages, record: Record
     ) -> None:
         self.w, self.stage, self.job, self.actions = w, stage, job, job.lists[w]
         self.clock, self.mail, self.averages, self.record = clock, mail, averages, record
@@ -144,7 +145,7 @@ class _Worker:
         self.busy_s = self.communication_s = 0.0
         self.begun_s, self.free_s = math.inf, 0.0
         self.done_s: dict[int, float] = {}  # when it had done with each minibatch
-        self.held = Held()
+        self.held = Held(seen, stashing=job.shape.weights != "none")
         self.fixed_bytes = sum(job.stages[s].fixed_bytes for s in self.stages)
         self.memory_bytes = self.kept_bytes = self.versions = 0
 

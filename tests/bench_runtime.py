@@ -1,0 +1,65 @@
+"""Print how near the runtime comes to what is possible: `make bench-runtime`. Figures beside targets, no pass or fail.
+
+    a  emulated compute against the pace of the slowest stage     runtime_bench/emulated.py
+    b  real compute against one process, two, and others' ways    runtime_bench/real.py
+    c  memory against the plan's prediction                       runtime_bench/memory.py
+    d  pdtool's own time per action                               runtime_bench/overhead.py
+
+Every figure is a ratio within one repeat, or a time; the median of the repeats counts. On a machine that others use
+only the ratios mean something, and those less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from runtime_bench import emulated, memory, overhead, real
+from runtime_bench.rows import heading
+
+PARTS = {
+    "a": (emulated, "emulated compute: throughput over what the slowest stage allows"),
+    "b": (real, "real compute: samples/s over those of one process"),
+    "c": (memory, "memory: peak of a worker over the plan's prediction"),
+    "d": (overhead, "overhead: microseconds per action"),
+}
+
+
+def main() -> None:
+    """Run the parts asked for in a temporary folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="abcd", metavar="PARTS", help="Some of a, b, c, d.")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Of each measurement.")
+    parser.add_argument("--quick", action="store_true", help="Tiny sizes, to see that it works: figures mean nothing.")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench-runtime.json"), metavar="FILE",
+                        help="Where the figures go, too.")  # fmt: skip
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Leave all runs there, with their traces.")
+    arguments = parser.parse_args()
+    repeats = 1 if arguments.quick else arguments.repeats
+    os.environ["OMP_NUM_THREADS"] = "1"  # as torch elastic has it for its workers
+    rows, start = [], time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = (arguments.keep or Path(name)).resolve()
+        for part in arguments.only:
+            module, title = PARTS[part]
+            heading(f"{part}. {title}")
+            for row in module.rows(folder / part, repeats, arguments.quick):
+                row.show()
+                rows.append(row)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "cores": os.cpu_count(), "load": os.getloadavg(), "repeats": repeats, "quick": arguments.quick,
+        "seconds": time.perf_counter() - start, "rows": [asdict(row) | {"value": row.value} for row in rows],
+    }  # fmt: skip
+    arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    sys.stdout.write(f"\nwrote {arguments.json}; {content['seconds']:.0f} s, load {content['load'][0]:.1f}\n")
+
+
+if __name__ == "__main__":
+    main()

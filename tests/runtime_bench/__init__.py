@@ -1,0 +1,1 @@
+"""The parts of bench_runtime.py: what each measures, and against what."""
