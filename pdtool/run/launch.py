@@ -88,6 +88,12 @@ def check(spec: RunSpec) -> None:
             f"it has {len(bundle.stages)} stages, the plan {len(plan.stages)}",
             "run `pdtool codegen` again",
         )
+    for tied in bundle.tied:
+        if len({s % plan.places for s in tied.stages}) < len(tied.stages):
+            raise UsageError(
+                f"stages {' and '.join(map(str, tied.stages))} share {tied.names[0]}, and two of them are on one worker",
+                "partition with another number of --chunks or --workers",
+            )
     bundle.check_files(spec.bundle_dir)
     shape = plan.shape(tuple(tied.stages for tied in bundle.tied))
     enough = 2 * max(shape.update_every) * max(shape.in_flight) + 1
