@@ -17,7 +17,7 @@ DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 .DELETE_ON_ERROR:
 .SECONDARY:
 .SECONDEXPANSION:
-.PHONY: help venv test check demo bench-road bench-planner bench-transport gpu-check examples clean
+.PHONY: help venv test check demo bench-road bench-planner bench-runtime bench-transport soak gpu-check examples clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,8 +54,14 @@ bench-road: $(STAMP) ## print how long each part of the road takes here
 bench-planner: $(STAMP) ## print what the planner takes and finds on large models and clusters (several minutes)
 	$(BIN)/python tests/bench_planner.py
 
+bench-runtime: $(STAMP) ## print how near the runtime comes to the limit, beside its peers (twenty minutes or so)
+	$(BIN)/python tests/bench_runtime.py
+
 bench-transport: $(STAMP) ## print what a message between two workers costs
 	PYTHONPATH=. $(BIN)/python tests/bench_transport.py
+
+soak: $(STAMP) ## train for 2,000 updates on four workers, twice: is memory flat, are the results equal?
+	$(BIN)/python tests/soak.py
 
 gpu-check: $(STAMP) ## the tests that need a CUDA device; elsewhere they skip
 	$(BIN)/python -m pytest -m gpu -rs

@@ -324,7 +324,9 @@ class Outcome:
 def run(spec: RunSpec) -> list[Outcome]:
     """Run a job on real processes and collect what they end with, by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pdtool.run.worker", "pdtool.run.launch", "harness"])
+    context.set_forkserver_preload([  # the first optimizer that is made imports torch._dynamo, for half a second
+        "pdtool.run.worker", "pdtool.run.launch", "harness", "torch._dynamo",
+    ])  # fmt: skip
     spec.out.mkdir(parents=True, exist_ok=True)
     store = spec.out / f"store-{len(list(spec.out.glob('store-*')))}"
     world = spec.plan.workers
@@ -350,8 +352,11 @@ def _work(spec: RunSpec, rank: int, world: int, store: Path) -> None:
     setup = set_up(spec, rank, torch.device("cpu"), world)
     Worker(setup).run()
     outcomes = [
-        Outcome(s, part.replica, {name: value.detach().clone() for name, value in part.stage.module.state_dict().items()},
-                part.stage.weights.peak_versions, part.stage.peak_stashed)
+        Outcome(
+            stage=s, replica=part.replica,
+            state={name: value.detach().clone() for name, value in part.stage.module.state_dict().items()},
+            peak_versions=part.stage.weights.peak_versions, peak_stashed=part.stage.peak_stashed,
+        )
         for s, part in setup.parts.items()
     ]  # fmt: skip
     torch.save(outcomes, spec.out / f"outcome-{rank}.pt")

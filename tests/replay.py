@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,18 @@ class Pipeline:
         return min(self.in_flight[s], len(range(replica, minibatches, self.replicas[s])))
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The models are so small that a second thread only costs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
 def asynchronous(
     model: nn.Module, stage_of: Callable[[str], int], epochs: Sequence[Sequence[Batch]],
     loss: Callable[[Any, Any], Tensor], make_optimizer: Callable[[Any], torch.optim.Optimizer],
@@ -100,7 +113,8 @@ def asynchronous(
     optimizers = [make_optimizer([(n, named[n]) for n in names]) for names in own]
     for batches in epochs:
         history = {n: [named[n].detach().clone()] for names in own for n in names}  # by updates in this epoch
-        history |= {n: history[tied[0]] for n in tied[1:]}
+        for n in tied[1:]:
+            history[n] = history[tied[0]]
         gradients: list[dict[str, Tensor]] = []
         for t, (x, y) in enumerate(batches):
             weights = {n: history[n][max(0, pipeline.forward(s, t) - lag[n])].clone() for n, s in stage.items()}
@@ -129,6 +143,7 @@ def _step(optimizer: Any, named: Any, names: Any, part: range, gradients: Any, s
     optimizer.zero_grad()
 
 
+@_one_thread()
 def synchronous(
     model: nn.Module, epochs: Sequence[Sequence[Batch]], loss: Callable[[Any, Any], Tensor],
     make_optimizer: Callable[[Any], torch.optim.Optimizer], every: int,
@@ -150,9 +165,9 @@ def peak_stashed(schedule: str, replicas: Sequence[int], s: int, microbatches: i
     """Most minibatches in flight at a replica of stage s, with `microbatches` at each replica of it in an update.
 
     GPipe (NeurIPS'19, section 2.2): all. 1F1B: as many as it takes to keep the later workers busy (PipeDream, section
-    3.2: NOAM). ZB-H1 (ICLR'24, section 2.1): everywhere as many as 1F1B has at the first stage. Interleaved (Megatron-LM,
-    SC'21, section 2.2): p minibatches through one chunk, then through the next; worker d begins with 2 (p - d - 1) +
-    (v - 1) p forwards, goes on by forward and backward in turns, and ends with backwards.
+    3.2: NOAM). ZB-H1 (ICLR'24, section 2.1): everywhere as many as 1F1B has at the first stage. Interleaved (SC'21,
+    section 2.2): p minibatches go through one chunk, then through the next; worker d begins with
+    2 (p - d - 1) + (v - 1) p forwards, goes on by forward and backward in turns, and ends with backwards.
     """
     p = len(replicas)
     match schedule:

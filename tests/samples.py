@@ -77,7 +77,8 @@ def bundle() -> Bundle:
 def report() -> Report:
     """Of a run of `plan`."""
     stage = StageReport(replicas=2, busy_s=3e-3, forward_s=1e-3, backward_s=1.5e-3, update_s=5e-4, wait_s=1e-3,
-                        sent_bytes=100, peak_versions=2, peak_stashed=2)  # fmt: skip
+                        allreduce_s=7e-4, rest_s=3e-4, send_s=2e-4, sent_bytes=100, peak_versions=2, peak_stashed=2,
+                        peak_memory_bytes=12_000_000)  # fmt: skip
     return Report(
         plan="net-2x2", config="2-1", schedule="1f1b", batch_size=8, epochs=2, minibatches=10,
         throughput_samples_per_s=2000.5, target="accuracy=0.98", target_reached=False,
@@ -172,8 +173,8 @@ def reports(draw: st.DrawFn) -> Report:
     """Any figures."""
     stage = st.builds(
         StageReport, replicas=st.integers(1, 9), busy_s=_seconds, forward_s=_seconds, backward_s=_seconds,
-        update_s=_seconds, wait_s=_seconds, sent_bytes=_bytes, peak_versions=st.integers(0, 9),
-        peak_stashed=st.integers(0, 9),
+        update_s=_seconds, wait_s=_seconds, allreduce_s=_seconds, rest_s=_seconds, send_s=_seconds, sent_bytes=_bytes,
+        peak_versions=st.integers(0, 9), peak_stashed=st.integers(0, 9), peak_memory_bytes=st.none() | _bytes,
     )  # fmt: skip
     finite = st.floats(allow_nan=False, allow_infinity=False)
     return report().model_copy(

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import random
 import re
 import stat
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import samples
 import yaml
+from graphs import chain, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +26,9 @@ from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
+from pdtool.cluster import make_cluster
 from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError
+from pdtool.schedule import POLICIES, flows
 
 each = pytest.mark.parametrize("artifact", samples.ALL, ids=lambda a: a.KIND)
 SEALED = [a for a in samples.ALL if a.SEALED]
@@ -289,6 +293,7 @@ def test_sizes_follow_the_minibatch():
         ({"weights": "flush"}, "weights: 'flush': schedule 1f1b goes with stash or vertical-sync or none"),
         ({"weights": "2bw"}, "weights: '2bw': schedule 1f1b goes with stash"),
         ({"schedule": "gpipe", "weights": "flush", "update_every": 4}, "update_every: 4: a flushing schedule updates"),
+        ({"update_every": 1}, "update_every: 1: each of 2 replicas must have one"),
         ({"chunks": 2}, "chunks: 2: interleaved has 2 or more"),
         ({"schedule": "interleaved", "weights": "flush", "chunks": 3}, "chunks: 2 stages do not divide into 3"),
         ({"schedule": "interleaved", "weights": "flush"}, "chunks: 1: interleaved has 2 or more"),
@@ -357,8 +362,33 @@ def test_numbers_in_flight_that_deadlock_are_refused():
     fine.check_schedule()
     thrice = tuple(stage.model_copy(update={"replicas": 1, "workers": (s,), "in_flight": 1 + s})
                    for s, stage in enumerate(fine.stages))  # fmt: skip
-    with pytest.raises(ScheduleError, match="deadlock"):
+    with pytest.raises(ScheduleError, match=r"^deadlock: .*; give the stages in_flight [0-9, ]+, as 1f1b wants\n"):
         fine.model_copy(update={"stages": thrice}).check_schedule()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe"])
+def test_the_numbers_in_flight_that_a_schedule_wants_do_not_deadlock(schedule):
+    """Whatever stood there before: what the error asks for is enough."""
+    remedied = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        sizes = [rng.randint(1, 3) for _ in range(3)]
+        plan = plan_of(
+            chain([1.0] * 3), [["x", "a0"], ["a1"], ["a2"]],
+            [range(sum(sizes[:s]), sum(sizes[: s + 1])) for s in range(3)], make_cluster((9,), (1e9,)),
+            in_flight=[rng.randint(1, 6) for _ in sizes],
+        ).model_copy(update={
+            "schedule": schedule, "weights": POLICIES[schedule][0],
+            "microbatches": 1 if flows(schedule) else rng.randint(1, 9),
+        })  # fmt: skip
+        try:
+            plan.check_schedule()
+        except ScheduleError as error:
+            wanted = map(int, re.findall(r"in_flight ([0-9, ]+), as", str(error))[0].split(", "))
+            stages = [s.model_copy(update={"in_flight": w}) for s, w in zip(plan.stages, wanted, strict=True)]
+            plan.model_copy(update={"stages": tuple(stages)}).check_schedule()
+            remedied += 1
+    assert remedied
 
 
 def test_an_edit_is_noticed_and_a_comment_is_not():

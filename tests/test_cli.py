@@ -27,6 +27,7 @@ from pdtool.errors import (
     UsageError,
     WorkerDiedError,
 )
+from pdtool.units import format_bytes, format_seconds
 
 COMMANDS = (
     "profile", "import", "probe", "partition", "simulate", "check", "codegen", "run", "show", "export", "schema",
@@ -230,6 +231,23 @@ def test_dashes_are_the_standard_streams(planned):
     assert "net-2" in planned.pdtool("show", "-", stdin=result.stdout).stdout
 
 
+def test_a_plan_whose_profile_came_through_a_pipe_is_told_where_it_is(planned):
+    """Its path is nowhere in the plan; once it is put there, the digest still guards it."""
+    text = samples.profile().dump()
+    planned.pdtool("partition", "-", "--topology", "2", "-o", "plans/piped.yaml", stdin=text)
+    plan = (planned.path / "plans/piped.yaml").read_text()
+    for command in ("simulate", "check", "codegen"):
+        error = planned.pdtool(command, "plans/piped.yaml", code=3, stdin=text).stderr
+        assert "piped.yaml: profile: the profile was read from stdin, and the plan does not say where it is" in error
+        assert "put its path there, as `profile: profiles/net.json`" in error
+    assert "put its path there" in planned.pdtool("show", "--graph", "plans/piped.yaml", code=3).stderr
+    planned.write("plans/piped.yaml", plan.replace("profile: '-'", "profile: here.json"))
+    planned.write("here.json", text)
+    planned.pdtool("simulate", "plans/piped.yaml")
+    planned.write("here.json", samples.profile().model_copy(update={"batch_size": 9}).dump())
+    assert "here.json has changed since" in planned.pdtool("simulate", "plans/piped.yaml", code=3).stderr
+
+
 def test_json_prints_the_artifact_itself(planned):
     result = planned.pdtool("partition", "--topology", "2", "--json")
     content = json.loads(result.stdout)
@@ -280,6 +298,21 @@ def test_show_finds_what_a_folder_holds(folder):
     assert "measured" in folder.pdtool("show", "runs/a").stdout
     assert "stage_0.py" in folder.pdtool("show", "plans/a").stdout
     assert "holds neither report.json nor bundle.yaml" in folder.pdtool("show", ".", code=3).stderr
+
+
+def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(folder):
+    report = samples.report()
+    report.save("runs/a/report.json")
+    text = folder.pdtool("show", "runs/a").stdout
+    # 3 ms of 5 computing, 1 ms for messages, 0.7 ms for gradients
+    assert len(re.findall(r"^[01] +[12] +60% +20% +14% +6% +1 ms +1.5 ms +500 µs +200 µs$", text, re.MULTILINE)) == 2
+    compute, memory = format_seconds(report.predicted.compute_s[1]), format_bytes(report.predicted.memory_bytes[1])
+    assert re.search(rf"^1 +{compute} +3 ms +{memory} +12 MB +2 +2 +100 B$", text, re.MULTILINE)
+    unknown = [stage.model_copy(update={"peak_memory_bytes": None}) for stage in report.stages]
+    report.model_copy(update={"predicted": None, "stages": tuple(unknown)}).save("runs/a/report.json")
+    text = folder.pdtool("show", "runs/a").stdout
+    assert re.search(r"^1 +\? +3 ms +\? +\? +2 +2 +100 B$", text, re.MULTILINE)
+    assert "per minibatch: measured 4 ms" in text
 
 
 @pytest.mark.parametrize(

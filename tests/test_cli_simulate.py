@@ -70,8 +70,8 @@ def test_what_would_take_too_long_is_named_and_left_out(planned, monkeypatch):
 def test_another_schedule_and_what_does_not_fit_it(planned):
     assert data_of(planned, "--schedule", "2bw")["schedule"] == "2bw"
     assert "predicted" not in planned.pdtool("simulate", "--schedule", "gpipe").stdout
-    result = planned.pdtool("simulate", "--schedule", "zb-h1", code=2)
-    assert "schedule zb-h1 has no replicas, but the plan is 2-1; use a straight plan or 1f1b-flush" in result.stderr
+    error = planned.pdtool("simulate", "--schedule", "zb-h1", code=2).stderr
+    assert "zb-h1 needs as many replicas of each stage, but the plan is 2-1; use a straight plan, or 1f1b-fl" in error
 
 
 def test_the_trace_has_a_process_per_worker_and_no_events_that_overlap_in_a_lane(planned):
@@ -156,6 +156,33 @@ def test_the_graph_has_a_cluster_per_stage_and_bytes_on_its_borders(planned):
 def test_names_in_an_artifact_are_no_syntax_of_dot():
     plan = samples.plan().model_copy(update={"name": 'a"]; b [label="'})
     assert dot(plan, samples.profile()).startswith('digraph "a\\"]; b [label=\\"" {\n')
+
+
+@pytest.mark.parametrize(("option", "start"), [("--svg", "<svg"), ("--trace", '{"traceEvents"')])
+def test_a_dash_is_stdout_and_the_tables_go_to_stderr(planned, option, start):
+    alone = planned.pdtool("simulate", option, "file", "--minibatches", "12")
+    piped = planned.pdtool("simulate", option, "-", "--minibatches", "12")
+    assert piped.stdout == Path("file").read_text(encoding="utf-8")
+    assert piped.stdout.startswith(start)
+    assert alone.stdout.startswith("net: 2-1")
+    assert alone.stdout in piped.stderr
+    assert not Path("-").exists()
+
+
+def test_stdout_takes_one_thing_only(planned):
+    error = planned.pdtool("simulate", "--svg", "-", "--json", code=2).stderr
+    assert "--svg - and --json would all go to stdout; name files for all but one" in error
+    assert "--trace - and --svg -" in planned.pdtool("simulate", "--svg", "-", "--trace", "-", code=2).stderr
+
+
+def test_copies_stand_in_the_tables(planned):
+    net = Profile.load("profiles/net.json")
+    plan = plan_of(net, [["x", "a0", "a1"], ["a2", "a3"]], [[0, 2], [1, 3]], make_cluster((4,), (1000.0,)), copies=2)
+    plan.model_copy(update={"profile": "profiles/net.json"}).save("plans/net.yaml")
+    text = planned.pdtool("simulate").stdout
+    assert text.startswith("net: 2 x 1-1, schedule 1f1b")
+    assert re.search(r"^this plan +2 x 1-1 ", text, re.MULTILINE)
+    assert data_of(planned)["compared"][0]["config"] == "2 x 1-1"
 
 
 def test_svg_needs_graphviz(planned, monkeypatch):

@@ -12,8 +12,7 @@ import harness
 import pytest
 import replay
 import torch
-from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3
-from test_laws_training import assert_same, batches, weights
+from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3, assert_same, batches, weights
 
 from pdtool.errors import PdtoolError, UsageError
 from pdtool.frontend.modelfile import ModelFile

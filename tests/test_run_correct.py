@@ -9,8 +9,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import CONV3, LSTM3, TIED3, Toy
-from test_laws_training import assert_same, batches, stage_of, weights
+from harness import CONV3, LSTM3, TIED3, Toy, assert_same, batches, stage_of, weights
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -116,5 +115,5 @@ def test_the_delay_of_a_stage_is_that_of_its_schedule() -> None:
 
 @pytest.mark.parametrize("text", ["adam", "nesterov=1", "nesterov=x", "lr-discount=0", "weight-prediction=2", ""])
 def test_what_is_no_correction_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="correction .* is unknown; give lr-discount"):
+    with pytest.raises(UsageError, match=r"correction .* is unknown; give lr-discount"):
         Correction.parse(text)

@@ -8,8 +8,7 @@ import harness
 import pytest
 import replay
 import torch
-from harness import CONV2, CONV3, LSTM3
-from test_laws_training import batches, stage_of
+from harness import CONV2, CONV3, LSTM3, batches, stage_of
 
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
@@ -34,8 +33,8 @@ def test_1f1b_equals_its_replay_on_the_cpu(tmp_path: Path, toy: harness.Toy, rep
     file = ModelFile.load(spec.model, trusted=True)
     shape = spec.plan.shape()
     expected = replay.asynchronous(
-        file.build(spec.seed), stage_of(spec).__getitem__, batches(spec), file.loss, file.optimizer, replicas,
-        shape.in_flight, replicas,
+        file.build(spec.seed), stage_of(spec).__getitem__, batches(spec), file.loss, file.optimizer,
+        replay.Pipeline(replicas, shape.in_flight, replicas),
     )  # fmt: skip
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import harness
 import pytest
-from harness import CONV2, CONV3
+from harness import CONV2, CONV3, CONV4, TIED3
 
 from pdtool.artifacts.report import Report
+from pdtool.artifacts.trace import LANES
+from pdtool.cli.trace import chrome_trace
+from pdtool.partition.simulator.job import Border, Job, Tied, Work
+from pdtool.partition.simulator.simulate import simulate
 from pdtool.run.launch import launch
 from pdtool.run.log import read
-from pdtool.run.spec import Target, seed_of
+from pdtool.run.spec import Target, places, seed_of
+from pdtool.schedule import Kind, build
 
 
 def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
@@ -43,9 +51,101 @@ def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
     assert [e["args"]["name"] for e in trace if e["name"] == "process_name"] == [
         "rank 0 (stage 0, replica 0)", "rank 1 (stage 0, replica 1)", "rank 2 (stage 1, replica 0)",
     ]  # fmt: skip
-    done = [e["name"] for e in trace if e["ph"] == "X" and e["pid"] == 2 and e["cat"] in ("forward", "backward", "update")]
+    done = [
+        e["name"] for e in trace if e["ph"] == "X" and e["pid"] == 2 and e["cat"] in ("forward", "backward", "update")
+    ]
+    done = [name for name, _ in groupby(done)]  # a wait may cut an action in two
     assert done[:3] == ["1F0", "1B0", "1U0"]
     assert len(done) == 2 * 3 * 7
+
+
+MINIBATCHES = 6
+RUNS = {
+    "2-1": (CONV2, {"replicas": (2, 1)}),
+    "tied": (TIED3, {}),
+    "interleaved": (CONV4, {"schedule": "interleaved", "chunks": 2, "microbatches": 2}),
+    "zb-h1": (CONV3, {"schedule": "zb-h1", "microbatches": 3}),
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    """A run of one epoch: its spec, its report and the events of its trace."""
+    toy, settings = RUNS[request.param]
+    spec = harness.job(tmp_path_factory.mktemp("run"), toy, steps=MINIBATCHES, **settings)
+    report = launch(spec)
+    return spec, report, json.loads((spec.out / "trace.json").read_text())["traceEvents"]
+
+
+def simulated(spec: Any) -> list[dict[str, Any]]:
+    """The trace of a simulation of the same lists, with costs of no meaning."""
+    plan, bundle = spec.plan, spec.bundle
+    shape = plan.shape(tuple(tied.stages for tied in bundle.tied))
+    last = len(plan.stages) - 1
+    ends = {(max(t.producer, 0), c): t.gradient for t in bundle.tensors for c in t.consumers if max(t.producer, 0) != c}
+    ends |= {(0, last): ends.get((0, last), False)}  # the target
+    found = simulate(Job(
+        shape=shape, lists=build(plan.schedule, shape, MINIBATCHES), cluster=plan.cluster.cluster(),
+        workers=[w for stage in plan.stages[: plan.places] for w in stage.workers],
+        stages=[Work(seconds=dict.fromkeys(Kind, 1.0), averaged_bytes=8)] * (last + 1),
+        borders=[Border(source=a, destination=b, forward_bytes=8, backward_bytes=8, returns=gradient)
+                 for (a, b), gradient in ends.items()],
+        tied=[Tied(stages=t.stages, lags=(0,) * len(t.stages), size_bytes=8) for t in bundle.tied],
+    ))  # fmt: skip
+    return list(chrome_trace(found)["traceEvents"])
+
+
+def lane_of(event: dict[str, Any]) -> str:
+    return LANES[event["tid"] // 1000]
+
+
+def test_the_trace_of_a_run_has_the_lanes_and_names_of_its_simulation(traced: tuple[Any, ...]) -> None:
+    """Actions in the same order; the same messages, each once; averages where there are some."""
+    spec, _, events = traced
+    found, expected = ([e for e in made if e["ph"] == "X"] for made in (events, simulated(spec)))
+    for pid in {e["pid"] for e in expected}:
+        actions, messages, averages = [], [], []
+        for made in (found, expected):
+            mine = [e for e in made if e["pid"] == pid]
+            compute = [(e["cat"], e["name"]) for e in mine if lane_of(e) == "compute" and e["cat"] != "wait"]
+            actions.append([name for name, _ in groupby(compute)])
+            messages.append(Counter((lane_of(e), e["cat"], e["name"]) for e in mine if e["cat"] in ("send", "receive")))
+            averages.append({(e["cat"], e["name"]) for e in mine if lane_of(e) == "all-reduce"})
+        assert actions[0] == actions[1]
+        assert messages[0] == messages[1]
+        assert averages[0] == averages[1]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == set(map(str, places(spec.plan)))
+
+
+def test_a_worker_does_one_thing_at_a_time(traced: tuple[Any, ...]) -> None:
+    """Its compute lane is one row, without overlap; to the nanosecond that the file holds."""
+    _, _, events = traced
+    lanes = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X" and lane_of(e) == "compute"}
+    assert lanes == {(pid, 0) for pid in {e["pid"] for e in events}}
+    for pid, _ in lanes:
+        spans = sorted(
+            (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, 0)
+        )
+        assert all(end <= start + 2e-3 for (_, end), (start, _) in pairwise(spans))
+
+
+def test_shares_of_the_time_add_up(traced: tuple[Any, ...]) -> None:
+    """Computing and waiting take no more than all the time; handing over messages is part of the computing."""
+    spec, report, events = traced
+    slowest = spec.plan.batch_size / report.throughput_samples_per_s
+    for stage in report.stages:
+        assert stage.busy_s == pytest.approx(stage.forward_s + stage.backward_s + stage.update_s)
+        assert stage.busy_s > 0
+        assert stage.rest_s > 0
+        assert stage.time_s <= slowest * 1.001
+        assert stage.send_s < stage.busy_s
+        assert 0 < stage.peak_memory_bytes < 2e9
+    averaged = [stage.allreduce_s > 0 for stage in report.stages]
+    assert averaged == [s in {s for t in spec.bundle.tied for s in t.stages} or stage.replicas > 1
+                        for s, stage in enumerate(report.stages)]  # fmt: skip
+    for s, stage in enumerate(report.stages if not any(averaged) else ()):
+        sent = sum(e["args"]["bytes"] for e in events if e["ph"] == "X" and (e["pid"], e["cat"]) == (s, "send"))
+        assert stage.sent_bytes == round(sent / MINIBATCHES)
 
 
 def test_a_run_stops_at_its_target(tmp_path: Path) -> None:

@@ -148,9 +148,9 @@ def test_what_cannot_be_interleaved_is_refused():
         planned_job(plan, net, schedule="interleaved", chunks=3)
     with pytest.raises(UsageError, match="a0 is pinned to stage 3 but not in chunk 3 of 4 even ones"):
         pieces(profile_of(net.nodes, pin={"a0": 3}), 4)
-    replicated = plan_of(net, [net.graph.names], [[0, 1]], make_cluster((2,), (1e9,)))
-    with pytest.raises(UsageError, match="schedule interleaved has no replicas, but the plan is 2-2"):
-        planned_job(replicated, net, schedule="interleaved")
+    uneven = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0, 1], [2]], make_cluster((3,), (1e9,)))
+    with pytest.raises(UsageError, match="interleaved needs as many replicas of each stage, but the plan is 2-1; use"):
+        planned_job(uneven, net, schedule="interleaved")
 
 
 def test_enough_minibatches_see_whole_periods():

@@ -272,7 +272,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside the target, synced and renamed over it at the end: when the disk is full the old one stays as it was.
+    """A file beside the target, synced and renamed over it at the end: when the disk is full the old one stays.
 
     A link is followed; a pipe or a device is written to, not replaced.
 

@@ -146,6 +146,9 @@ class Plan(YamlArtifact):
             raise FieldError("microbatches", f"{self.microbatches}: only flushing schedules have microbatches")
         if not flows(self.schedule) and self.update_every:
             raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
+        most = max(stage.replicas for stage in self.stages)
+        if self.update_every and self.update_every < most:
+            raise FieldError("update_every", f"{self.update_every}: each of {most} replicas must have one minibatch in it")
         if (self.schedule == "interleaved") != (self.chunks > 1):
             raise FieldError("chunks", f"{self.chunks}: interleaved has 2 or more on each worker, others have one")
         self._check_workers()
@@ -253,9 +256,11 @@ class Plan(YamlArtifact):
 
     @property
     def config(self) -> str:
-        """`15-1`: the replicas of each stage in one copy; `1-1 (2 chunks)`: two stages on each of two workers."""
-        replicas = "-".join(str(stage.replicas // self.copies) for stage in self.stages[: self.places])
-        return f"{replicas} ({self.chunks} chunks)" if self.chunks > 1 else replicas
+        """`15-1`: the replicas of each stage; `4 x 3-1`: in each of four copies; `1-1 (2 chunks)`: two stages on
+        each of two workers."""
+        copies = f"{self.copies} x " if self.copies > 1 else ""
+        chunks = f" ({self.chunks} chunks)" if self.chunks > 1 else ""
+        return copies + "-".join(str(stage.replicas // self.copies) for stage in self.stages[: self.places]) + chunks
 
     @property
     def workers(self) -> int:

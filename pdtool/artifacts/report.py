@@ -19,15 +19,15 @@ class StageReport(Part):
     Attributes:
         busy_s: forward + backward + update, without waiting; handing over messages is part of it.
         forward_s, backward_s, update_s: its parts.
-        wait_s: blocked on messages of other stages.
+        wait_s: blocked on messages from other stages, and at the end of an epoch to them.
         allreduce_s: blocked on gradients of other replicas, or of other stages with the same parameter.
         rest_s: between actions.
         send_s: of the busy time, handing over messages.
         sent_bytes: to other workers.
         peak_versions: live weight versions at one replica, at most.
         peak_stashed: minibatches with a live autograd graph at one replica, at most.
-        peak_memory_bytes: of one worker while it trained, beyond what it held before the model was loaded: tensors on a
-            GPU, resident memory otherwise. All stages of a worker count together. None: not known.
+        peak_memory_bytes: of one worker while it trained: its parameters and buffers, and all that it held beyond what
+            it held before the first minibatch: tensors on a GPU, resident memory otherwise. None: not known.
     """
 
     replicas: Count

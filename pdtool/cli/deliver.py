@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -21,6 +22,17 @@ def deliver(artifact: Artifact, path: str, *, as_json: bool) -> None:
         print_json(artifact)
     elif path == "-":
         click.echo(artifact.dump(), nl=False)
+
+
+def deliver_text(text: str, path: Path, hint: str = "") -> None:
+    """The same for what is no artifact; `hint` says what to do with the file."""
+    from pdtool.artifacts.envelope import write_atomically
+
+    if str(path) == "-":
+        click.echo(text, nl=False)
+        return
+    write_atomically(path, text)
+    note(f"wrote {path}{hint}")
 
 
 def print_json(artifact: Artifact) -> None:

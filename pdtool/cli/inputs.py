@@ -96,10 +96,26 @@ def planned(path: str) -> tuple[Plan, Profile]:
 def read(path: str) -> tuple[Plan, Profile]:
     """A plan and its profile as they are; raises StaleError when the profile changed since."""
     plan = Plan.load(path)
+    return plan, profile_of(plan, path)
+
+
+def profile_of(plan: Plan, path: str) -> Profile:
+    """What `plan`, which stands in `path`, was made from.
+
+    Raises:
+        StaleError: it changed since.
+        ArtifactError: the plan does not say where it is: it came through a pipe.
+    """
+    if plan.profile == "-":
+        raise ArtifactError(
+            path, "the profile was read from stdin, and the plan does not say where it is",
+            "write the profile to a file and put its path there, as `profile: profiles/net.json`", field="profile",
+        )  # fmt: skip
     profile = Profile.load(plan.profile)
-    if plan.digests.get(plan.profile, profile.content_sha256) != profile.content_sha256:
+    known = plan.digests.get(plan.profile) or plan.digests.get("-")
+    if known not in (None, profile.content_sha256):
         raise StaleError(path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again")
-    return plan, profile
+    return profile
 
 
 def _named(recorded: ModelRef, text: str) -> ModelRef:

@@ -63,12 +63,12 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
 def draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
     """The graph of a plan, to `output` or stdout; raises UsageError for what is no plan."""
     from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.profile import Profile
     from pdtool.cli.dot import dot, write_graph
+    from pdtool.cli.inputs import profile_of
 
     if not isinstance(artifact, Plan):
         raise UsageError(f"{file} is a {artifact.KIND}, and --graph draws plans", "name a plan")
-    profile = Profile.load(artifact.profile)
+    profile = profile_of(artifact, file)
     if output is None or output == "-":
         click.echo(dot(artifact, profile), nl=False)
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console import note, show, status
+from pdtool.cli.console import show, status
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES
 
@@ -27,15 +27,15 @@ _POINTS = 13  # of a sweep
 )  # fmt: skip
 @click.option(
     "--schedule", type=click.Choice(SCHEDULES), show_default="what the plan says",
-    help="Another order of work; interleaved and zb-h1 are for plans without replicas.",
+    help="Another order of work; interleaved and zb-h1 are for plans with as many replicas of each stage.",
 )  # fmt: skip
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE",
-    help="Write what happened when, for Perfetto or chrome://tracing.",
+    help="Write what happened when, for Perfetto or chrome://tracing; - is stdout.",
 )  # fmt: skip
 @click.option(
     "--svg", type=click.Path(path_type=Path), metavar="FILE",
-    help="Draw the timeline, or with --sweep the gain against bandwidth.",
+    help="Draw the timeline, or with --sweep the gain against bandwidth; - is stdout.",
 )  # fmt: skip
 @click.option(
     "--sweep", metavar="bandwidth=LOW..HIGH",
@@ -47,9 +47,9 @@ def simulate(
     sweep: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Execute PLAN on a clock, beside data parallelism and others."""
-    from pdtool.artifacts.envelope import write_atomically
     from pdtool.cli import simulation
     from pdtool.cli import svg as pictures
+    from pdtool.cli.deliver import deliver_text
     from pdtool.cli.inputs import planned
     from pdtool.cli.trace import chrome_trace
     from pdtool.partition.simulator import compare
@@ -57,6 +57,7 @@ def simulate(
     from pdtool.partition.simulator.simulate import simulate as execute
 
     rates = _rates(sweep) if sweep else []
+    piped = _piped(trace, svg, as_json)
     chosen, profile = planned(options.candidate("plan", plan))
     name = schedule or chosen.schedule
     with status("simulating"):
@@ -66,17 +67,24 @@ def simulate(
     if as_json:
         click.echo(json.dumps(simulation.as_data(chosen, name, found, compared, points), indent=1))
     else:
-        show(*simulation.simulation_view(chosen, name, found), "", *simulation.comparison_view(compared), err=False)
-        show(*(["", *simulation.sweep_view(points)] if points else []), err=False)
+        show(*simulation.simulation_view(chosen, name, found), "", *simulation.comparison_view(compared), err=piped)
+        show(*(["", *simulation.sweep_view(points)] if points else []), err=piped)
     if trace:
-        write_atomically(trace, json.dumps(chrome_trace(found)))
-        note(f"wrote {trace}; open it in https://ui.perfetto.dev")
+        deliver_text(json.dumps(chrome_trace(found)), trace, "; open it in https://ui.perfetto.dev")
     if svg:
         title = f"{chosen.name} ({chosen.config}, {name})"
         picture = pictures.gain_svg(points, f"gain of {title} over data parallelism") if points else (
             pictures.timeline_svg(found, title))  # fmt: skip
-        write_atomically(svg, picture)
-        note(f"wrote {svg}")
+        deliver_text(picture, svg)
+
+
+def _piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
+    """Whether a file goes to stdout, and the tables to stderr; raises UsageError where two would go there."""
+    files = [f"{option} -" for option, path in (("--trace", trace), ("--svg", svg)) if path == Path("-")]
+    there = files + ["--json"] * as_json
+    if len(there) > 1:
+        raise UsageError(f"{' and '.join(there)} would all go to stdout", "name files for all but one")
+    return bool(files)
 
 
 def _rates(text: str) -> list[float]:

@@ -19,7 +19,7 @@ class Totals:
 
     Attributes:
         forward_s, backward_s, update_s: in actions, without their waits. Zero-bubble's two backwards are one.
-        wait_s: for messages of other stages, on their way or not made yet.
+        wait_s: for messages from other stages, on their way or not made yet; and at the end of an epoch to them.
         allreduce_s: for gradients of other workers; and at the end of an epoch for their buffers.
         send_s: handing over messages, a part of the times of actions.
     """

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Memory:
-    """What this process holds beyond what it held when this was made: before the model was loaded.
+    """What training needs: the stages themselves, and what this process holds beyond what it held when that began.
 
     On a GPU, tensors there. On a CPU, resident pages without those of files: the code of libraries becomes resident as
     it is first used, and belongs to no stage. Memory shared with other workers counts in each of them.
@@ -19,7 +23,17 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._before = self._now()
+        self._before: int | None = None
+
+    def start(self, stages: Iterable[nn.Module]) -> None:
+        """Training begins; of what is held by now parameters and buffers of these stages count, libraries do not."""
+        gc.collect()
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps memory of the stages of others, which looks held
+        held = {id(t): t.nbytes for stage in stages for t in (*stage.parameters(), *stage.buffers())}
+        now = self._now()
+        self._before = None if now is None else now - sum(held.values())
+        self.restart()
 
     def restart(self) -> None:
         """Forget peaks so far."""
@@ -31,13 +45,13 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Since the last `restart`; None where the system does not say."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) - (self._before or 0)
-        known = _resident()
-        if not known or self._before is None:
+        """Since the last `restart`; None before `start`, and where the system does not say."""
+        if self._before is None:
             return None
-        return max(0, known["VmHWM"] - known["RssFile"] - self._before)
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._before
+        known = _resident()
+        return max(0, known["VmHWM"] - known["RssFile"] - self._before) if known else None
 
     def _now(self) -> int | None:
         if self.device.type == "cuda":

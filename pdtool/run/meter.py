@@ -37,7 +37,7 @@ class Meter:
     made: it would cost ten microseconds.
 
     Attributes:
-        memory: what the worker holds beyond what it held when the meter was made.
+        memory: the most that the worker holds; it is started by whom the meter belongs to.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -37,7 +37,10 @@ class Rest:
         self._sources: deque[_Source] = deque()
 
     def weight_part(self) -> None:
-        """Add the gradients of the parameters to their leaves' `.grad`, each once, letting go of what was kept."""
+        """Add the gradients of the parameters to their leaves' `.grad`, each once, letting go of what was kept.
+
+        To the bits of one backward, but that what three or more operators add up may be summed in another order.
+        """
         self._add_made()
         last = {leaf: i for i, source in enumerate(self._sources) for leaf in source.leaves}
         known: Known = []

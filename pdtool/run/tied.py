@@ -14,6 +14,8 @@ the pipeline drains at an epoch's end the sums still due are applied: the copies
 A step is taken before the stage's next action, not in the update: with several stages on a worker the other holder may
 need what they have yet to do.
 
+That is so with vertical sync and 2bw too: of a tied parameter a later holder's version has `lag` steps fewer.
+
 Tied parameters have an optimizer and a learning-rate schedule of their own, so that step j is the same everywhere.
 """
 

@@ -116,6 +116,7 @@ class Worker:
         count = min(samples, self.spec.steps * size) if self.spec.steps else samples
         reached = self._reached() if done else None
         self.meter.restart()
+        self.meter.memory.start(part.stage.module for part in self.parts.values())
         for epoch in range(done + 1, done + 1 if reached else self.spec.epochs + 1):
             minibatches = Minibatches(sample_order(self.spec.seed, epoch, samples)[:count], size)
             start = time.perf_counter()

@@ -28,7 +28,7 @@ def build(name: str, shape: Shape, minibatches: int) -> list[Actions]:
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name!r} is unknown", f"choose one of {', '.join(SCHEDULES)}")
     if name in _EVEN and len(set(shape.replicas)) > 1:
-        config = "-".join(map(str, shape.replicas))
+        config = "-".join(map(str, shape.replicas[: shape.places]))
         raise UsageError(
             f"schedule {name} needs as many replicas of each stage, but the plan is {config}",
             "use a straight plan, or 1f1b-flush",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import harness
+
 from pdtool.artifacts.report import Report
 from pdtool.cluster import Cluster, Level
 from pdtool.partition.simulator.job import Border, Job, Work

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import harness
 import torch
 
-import harness
 from pdtool.run.launch import launch
 from runtime_bench.rows import Row, medians
 from runtime_bench.toys import Emulated, notes

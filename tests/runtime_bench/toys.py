@@ -19,7 +19,7 @@ from harness import HEAD, Toy, stage, tensor
 RECORD = struct.Struct("dddd")
 FORWARD, BACKWARD = 0.0, 1.0
 
-LAYER = '''
+LAYER = """
 import os, struct, time
 
 class Spend(torch.autograd.Function):
@@ -52,7 +52,7 @@ class Layer(nn.Module):
         self.file.write(struct.pack("dddd", kind, begin, time.perf_counter(), cpu))
     def forward(self, x):
         return Spend.apply(x, self.weight, self) if self.training else x.new_ones(len(x), self.out)
-'''
+"""
 
 MODEL = """
 import torch

@@ -10,7 +10,7 @@ from functools import partial
 
 from pdtool.partition.simulator.job import Job, Tied
 from pdtool.partition.simulator.links import Clock, Flow, Link, Links
-from pdtool.partition.simulator.simulation import Record
+from pdtool.partition.simulator.simulation import Unrecorded
 
 PIECE_BYTES, MOST_PIECES = 25_000_000, 8  # the runtime's pieces are of this size, however many
 
@@ -68,7 +68,7 @@ class Averages:
     homes: Sequence[Sequence[int]]
     links: Links
     clock: Clock
-    record: Record
+    record: Unrecorded
     go_on: Callable[[int], None]
     _rings: dict[Tied | int, Ring] = field(default_factory=dict)
     _rounds: dict[tuple[Tied | int, int], Round] = field(default_factory=dict)
@@ -80,6 +80,8 @@ class Averages:
     def offer(self, who: Tied | int, number: int, w: int, pieces: int) -> None:
         """Worker `w` has so many pieces of round `number` ready: start those that all members have."""
         ring, of = self._ring(who), self._round(who, number)
+        if of.ended:  # one worker alone
+            return
         of.ready[w] = max(of.ready[w], pieces)
         common = min(of.ready.values())
         if common == ring.pieces and of.started < common:
@@ -122,7 +124,7 @@ class Averages:
     def _sent(self, ring: Ring, of: Round, flow: Flow) -> None:
         of.done += 1
         for w in ring.members if flow.size_bytes else ():
-            self.record.message(w, "all-reduce", "gradients", flow, sent=True)
+            self.record.averaged(w, flow)
         if of.done == ring.pieces:
             self.clock.at(self.clock.now + ring.latency_s, partial(self._finish, ring, of))
 

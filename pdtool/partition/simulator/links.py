@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from operator import attrgetter
 
 from pdtool.cluster import Cluster
 
@@ -42,10 +43,15 @@ class Clock:
         """Call `do` when all else of this moment is done; one call at a time may wait for that."""
         heapq.heappush(self._events, (self.now, math.inf, do))
 
-    def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Until nothing is left to do, or `until` says so."""
-        while self._events and not until():
-            self.now, _, do = heapq.heappop(self._events)
+    def stop(self) -> None:
+        """Forget all that was to come."""
+        self._events.clear()
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        events, pop = self._events, heapq.heappop
+        while events:
+            self.now, _, do = pop(events)
             do()
 
 
@@ -214,25 +220,29 @@ def _together(flows: Iterable[Flow], links: Iterable[Link]) -> dict[Flow, None]:
 def _fair(flows: Collection[Flow]) -> dict[Flow, float]:
     """Fill all flows alike until one has the most it can, or a link is full; those on it have their rate, the others go
     on."""
-    links = list(dict.fromkeys(link for flow in flows for link in flow.links if link.tight))
+    links = [link for link in dict.fromkeys(link for flow in flows for link in flow.links) if link.tight]
     for link in links:
         link.room, link.unfilled = link.bandwidth, sum(link.flows.values())
     rates: dict[Flow, float] = {}
     rate = 0.0
-    waiting = sorted(flows, key=lambda flow: -flow.most)
-    while waiting:
-        full = min(links, key=Link.share, default=None)
-        if full and full.share() < waiting[-1].most:
+    waiting = sorted(flows, key=_most, reverse=True)
+    while links:
+        full = min(links, key=Link.share)
+        least = waiting[-1]
+        if full.share() < least.most:
             rate = max(rate, full.share())  # it only grows, but for rounding
             filled = [flow for flow in full.flows if flow not in rates]
         else:
-            filled = [waiting.pop()]
-            rate = filled[0].most
+            rate, filled = least.most, [least]
         for flow in filled:
             rates[flow] = rate
             for link, messages in flow.links.items():
-                link.room = max(0.0, link.room - messages * rate)
-                link.unfilled -= messages
+                if link.tight:
+                    link.unfilled -= messages
+                    link.room = max(0.0, link.room - messages * rate)
         waiting = [flow for flow in waiting if flow not in rates]
         links = [link for link in links if link.unfilled]  # those without flows to fill are done
-    return rates
+    return rates | {flow: flow.most for flow in waiting}
+
+
+_most = attrgetter("most")

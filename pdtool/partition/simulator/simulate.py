@@ -16,8 +16,8 @@ from pdtool.errors import ScheduleError
 from pdtool.partition.simulator.averages import Averages
 from pdtool.partition.simulator.job import Job
 from pdtool.partition.simulator.links import Clock, Flow, Links
-from pdtool.partition.simulator.simulation import Record, Share, Simulation, pace
-from pdtool.schedule import Action, Held, Kind, Reads, grid, reads
+from pdtool.partition.simulator.simulation import Record, Room, Share, Simulation, Unrecorded, pace, steady
+from pdtool.schedule import Action, Kind, grid
 
 Tensors = tuple[int, bool, int]  # stage that waits for them, whether they are gradients, minibatch
 Turn = tuple[int, bool, int]  # worker, whether gradients, how many it takes before
@@ -31,25 +31,85 @@ def simulate(job: Job) -> Simulation:
     Raises:
         ScheduleError: a worker waits forever; the text holds the grid with its action marked.
     """
+    record = Record(job)
+    workers, done = _executed(job, record)
+    end = max(worker.free_s for worker in workers)
+    shares = tuple(worker.share(end, room, sent)
+                   for worker, room, sent in zip(workers, record.rooms, record.sent_bytes, strict=True))  # fmt: skip
+    return Simulation(
+        minibatches=len(done.at_s), batch_size=job.batch_size, makespan_s=end, pace_s=done.pace_s,
+        fill_s=max(worker.begun_s for worker in workers), drain_s=end - min(worker.free_s for worker in workers),
+        shares=shares, events=tuple(record.events),
+    )  # fmt: skip
+
+
+def simulated_pace(job: Job, limit_s: float = math.inf) -> float:
+    """The pace that `simulate` finds, sooner: nothing is recorded, and what comes after the steady state is left out.
+
+    Args:
+        limit_s: paces above it are not looked for; then the answer is infinite.
+    """
+    _, done = _executed(job, Unrecorded(), limit_s)
+    return done.pace_s if done.pace_s <= limit_s else math.inf
+
+
+def _executed(job: Job, record: Unrecorded, limit_s: float | None = None) -> tuple[list[_Worker], _Done]:
+    """All workers at their end; with a limit, when the pace is known or known to be above it."""
     clock = Clock()
     links = Links(job.cluster, clock)
     slots = list(job.shape.slots())
-    record = Record(len(slots))
     homes = [[w for w, (s, _) in enumerate(slots) if s == stage % job.shape.places] for stage in range(len(job.stages))]
     workers: list[_Worker] = []
     averages = Averages(job, homes, links, clock, record, lambda w: workers[w].go_on())
     mail = _Mail(job, homes, links, record, workers)
-    seen = reads(job.lists, job.shape.weights)
-    workers += [_Worker(w, stage, job, seen[w], clock, mail, averages, record) for w, (stage, _) in enumerate(slots)]
+    done = _Done(job, clock, limit_s)
+    workers += [_Worker(w, stage, job, clock, mail, averages, record, done) for w, (stage, _) in enumerate(slots)]
     for worker in workers:
         worker.go_on()
     clock.run()
     for w, worker in enumerate(workers):
-        if not worker.finished:
+        if not worker.finished and not done.known:
             at = worker.position
             text = grid(job.lists, mark=(w, at))
             raise ScheduleError(f"worker {w} waits forever in {job.lists[w][at]}\n{text}")
-    return _result(job, workers, record)
+    return workers, done
+
+
+class _Done:
+    """Minibatches that all stages have done with.
+
+    Args:
+        limit_s: stop as soon as the pace is known or known to be above it; None: go on to the end.
+
+    Attributes:
+        at_s: when each was done, in order.
+        known: whether it was stopped.
+    """
+
+    def __init__(self, job: Job, clock: Clock, limit_s: float | None) -> None:
+        self.clock, self.limit_s, self.known = clock, limit_s, False
+        self.at_s: list[float] = []
+        ends = Counter(a.minibatch for actions in job.lists for a in actions if a.kind.ends)
+        self._missing, self._watched = ends, steady(len(ends), job.shape)
+
+    def end(self, minibatch: int) -> None:
+        """One stage has done with it."""
+        self._missing[minibatch] -= 1
+        if self._missing[minibatch]:
+            return
+        self.at_s.append(self.clock.now)
+        past = len(self.at_s) - self._watched.start
+        if self.limit_s is not None and self._watched and past >= 0:
+            took = self.clock.now - self.at_s[self._watched.start - 1]
+            self.known = past >= len(self._watched) or took > self.limit_s * len(self._watched)
+            if self.known:
+                self.clock.stop()
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds per minibatch in steady state; infinite where it was stopped before its end."""
+        stopped = self.known and len(self.at_s) < self._watched.stop
+        return math.inf if stopped else pace(self.at_s, self._watched)
 
 
 class _Mail:
@@ -64,7 +124,9 @@ class _Mail:
         needs: (stage, gradients?) -> messages for each minibatch.
     """
 
-    def __init__(self, job: Job, homes: list[list[int]], links: Links, record: Record, workers: list[_Worker]) -> None:
+    def __init__(
+        self, job: Job, homes: list[list[int]], links: Links, record: Unrecorded, workers: list[_Worker]
+    ) -> None:
         self.job, self.homes, self.links, self.record, self.workers = job, homes, links, record, workers
         self.turn: dict[Tensors, int] = {}
         self.asked: Counter[tuple[int, bool]] = Counter()
@@ -122,9 +184,7 @@ class _Mail:
             self.held.setdefault((to, gradients, self.turn[key]), []).append(flow)
 
     def _sent(self, w: int, to: int, key: Tensors, late_s: float, flow: Flow) -> None:
-        name = f"{key[0]}{'B' if key[1] else 'F'}{key[2]}"  # the action that takes it
-        self.record.message(w, "send", f"for {name}", flow, sent=True)
-        self.record.message(to, "receive", f"for {name}", flow, late_s=late_s)
+        self.record.message(w, to, key, flow, late_s)
         self.links.clock.at(self.links.clock.now + late_s, partial(self._deliver, to, key))
 
     def _deliver(self, to: int, key: Tensors) -> None:
@@ -136,18 +196,14 @@ class _Worker:
     """One worker on its way through its list."""
 
     def __init__(
-        self, w: int, stage: int, job: Job, seen: Reads, clock: Clock, mail: _Mail, averages: Averages, record: Record
-    ) -> None:
+        self, w: int, stage: int, job: Job, clock: Clock, mail: _Mail, averages: Averages, record: Unrecorded,
+        done: _Done,
+    ) -> None:  # fmt: skip
         self.w, self.stage, self.job, self.actions = w, stage, job, job.lists[w]
-        self.clock, self.mail, self.averages, self.record = clock, mail, averages, record
-        self.stages = job.shape.stages_at(stage)
+        self.clock, self.mail, self.averages, self.record, self.done = clock, mail, averages, record, done
         self.position, self.running = 0, False
         self.busy_s = self.communication_s = 0.0
         self.begun_s, self.free_s = math.inf, 0.0
-        self.done_s: dict[int, float] = {}  # when it had done with each minibatch
-        self.held = Held(seen, stashing=job.shape.weights != "none")
-        self.fixed_bytes = sum(job.stages[s].fixed_bytes for s in self.stages)
-        self.memory_bytes = self.kept_bytes = self.versions = 0
 
     @property
     def finished(self) -> bool:
@@ -167,13 +223,12 @@ class _Worker:
         """Start an action whose last input was made at `made_s`, and has been under way since."""
         now, length = self.clock.now, self.job.stages[action.stage].seconds[action.kind]
         if self.position and now > self.free_s:
-            self.record.action(self.w, "wait", "wait", self.free_s, now - self.free_s)
-        self.record.action(self.w, str(action), action.kind.name.lower(), now, length)
+            self.record.wait(self.w, self.free_s, now - self.free_s)
+        self.record.action(self.w, action, now, length)
         self.running, self.begun_s = True, min(self.begun_s, now)
         self.communication_s += now - max(self.free_s, made_s)
         self.busy_s += length
         self.mail.take(self.w, action)
-        self._hold(action)
         self._offer_gradients(action, length)
         self.clock.at(now + length, partial(self._end, action))
 
@@ -181,7 +236,7 @@ class _Worker:
         self.running, self.free_s = False, self.clock.now
         self.position += 1
         if action.kind.ends:
-            self.done_s[action.minibatch] = self.clock.now
+            self.done.end(action.minibatch)
         self.mail.post(self.w, action)
         self.go_on()
 
@@ -194,38 +249,11 @@ class _Worker:
                 offer = partial(self.averages.offer, action.stage, after[0].minibatch, self.w, n)
                 self.clock.at(self.clock.now + length * n / pieces, offer)
 
-    def _hold(self, action: Action) -> None:
-        """What was kept of a minibatch is free when its last action begins: nothing else begins before that ends."""
-        self.held.take(action)
-        work = self.job.stages[action.stage]
-        if action.kind.ends:
-            self.kept_bytes -= work.kept_bytes
-        elif action.kind in (Kind.FORWARD, Kind.UPDATE):  # only these hold more than before
-            self.kept_bytes += work.kept_bytes * (action.kind is Kind.FORWARD)
-            versions = [self.held.versions(s) for s in self.stages]
-            weights = sum(self.job.stages[s].weight_bytes * n for s, n in zip(self.stages, versions, strict=True))
-            self.memory_bytes = max(self.memory_bytes, self.fixed_bytes + weights + self.kept_bytes)
-            self.versions = max(self.versions, *versions)
-
-    def share(self, makespan_s: float, sent_bytes: float) -> Share:
+    def share(self, makespan_s: float, room: Room, sent_bytes: float) -> Share:
         """How the time was spent."""
         return Share(
             stage=self.stage, worker=self.job.workers[self.w], busy_s=self.busy_s,
             communication_s=self.communication_s, idle_s=makespan_s - self.busy_s - self.communication_s,
-            span_s=self.free_s - min(self.begun_s, self.free_s), peak_stashed=self.held.peak, versions=self.versions,
-            delay=self.held.delay, memory_bytes=self.memory_bytes, sent_bytes=round(sent_bytes),
+            span_s=self.free_s - min(self.begun_s, self.free_s), peak_stashed=room.held.peak, versions=room.versions,
+            delay=room.held.delay, memory_bytes=room.memory_bytes, sent_bytes=round(sent_bytes),
         )  # fmt: skip
-
-
-def _result(job: Job, workers: list[_Worker], record: Record) -> Simulation:
-    end = max(worker.free_s for worker in workers)
-    done_s: dict[int, float] = {}
-    for worker in workers:
-        done_s |= {i: max(time, done_s.get(i, 0.0)) for i, time in worker.done_s.items()}
-    shares = tuple(worker.share(end, sent) for worker, sent in zip(workers, record.sent_bytes, strict=True))
-    return Simulation(
-        minibatches=len(done_s), batch_size=job.batch_size, makespan_s=end,
-        pace_s=pace(sorted(done_s.values()), job.shape),
-        fill_s=max(worker.begun_s for worker in workers), drain_s=end - min(worker.free_s for worker in workers),
-        shares=shares, events=tuple(record.events),
-    )  # fmt: skip

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 
+from pdtool.partition.simulator.job import Job
 from pdtool.partition.simulator.links import Flow
-from pdtool.schedule import Shape
+from pdtool.schedule import Action, Held, Kind, Reads, Shape, reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,28 +30,89 @@ class Event:
     size_bytes: int = 0
 
 
-@dataclass
-class Record:
-    """Events so far, and what each worker sent."""
+class Unrecorded:
+    """Of all that is told to a record nothing is kept: for who asks for the pace only."""
 
-    workers: InitVar[int]
-    events: list[Event] = field(default_factory=list)
-    sent_bytes: list[float] = field(init=False)
+    def action(self, slot: int, action: Action, start_s: float, length_s: float) -> None:
+        """An action that a worker begins."""
 
-    def __post_init__(self, workers: int) -> None:
-        self.sent_bytes = [0.0] * workers
+    def wait(self, slot: int, start_s: float, length_s: float) -> None:
+        """A worker that had to wait."""
 
-    def action(self, slot: int, name: str, kind: str, start_s: float, length_s: float) -> None:
-        """Something that a worker did, or waited for."""
-        self.events.append(Event(slot=slot, lane="compute", name=name, kind=kind, start_s=start_s, length_s=length_s))
+    def message(self, sender: int, receiver: int, taker: tuple[int, bool, int], flow: Flow, late_s: float) -> None:
+        """A tensor that has just gone, `late_s` before it is there; for which action: stage, backward?, minibatch."""
 
-    def message(self, slot: int, lane: str, name: str, flow: Flow, *, late_s: float = 0.0, sent: bool = False) -> None:
-        """A message that has just gone, seen from one of its ends; `late_s` after it was sent."""
+    def averaged(self, slot: int, flow: Flow) -> None:
+        """A worker's part of a ring all-reduce that has just gone."""
+
+
+class Record(Unrecorded):
+    """Events so far, what each worker sent, and what it holds."""
+
+    def __init__(self, job: Job) -> None:
+        slots = list(job.shape.slots())
+        self.events: list[Event] = []
+        self.sent_bytes = [0.0] * len(slots)
+        self.rooms = [Room(job, stage, seen)
+                      for (stage, _), seen in zip(slots, reads(job.lists, job.shape.weights), strict=True)]  # fmt: skip
+
+    def action(self, slot: int, action: Action, start_s: float, length_s: float) -> None:
+        kind = action.kind.name.lower()
+        self.events.append(
+            Event(slot=slot, lane="compute", name=str(action), kind=kind, start_s=start_s, length_s=length_s)
+        )
+        self.rooms[slot].take(action)
+
+    def wait(self, slot: int, start_s: float, length_s: float) -> None:
+        self.events.append(
+            Event(slot=slot, lane="compute", name="wait", kind="wait", start_s=start_s, length_s=length_s)
+        )
+
+    def message(self, sender: int, receiver: int, taker: tuple[int, bool, int], flow: Flow, late_s: float) -> None:
+        stage, gradients, minibatch = taker
+        name = f"for {stage}{'B' if gradients else 'F'}{minibatch}"
+        self._moved(sender, "send", name, flow, 0.0)
+        self._moved(receiver, "receive", name, flow, late_s)
+        self.sent_bytes[sender] += flow.size_bytes
+
+    def averaged(self, slot: int, flow: Flow) -> None:
+        self._moved(slot, "all-reduce", "gradients", flow, 0.0)
+        self.sent_bytes[slot] += flow.size_bytes
+
+    def _moved(self, slot: int, lane: str, name: str, flow: Flow, late_s: float) -> None:
         self.events.append(
             Event(slot=slot, lane=lane, name=name, kind=lane, start_s=flow.started_s + late_s,
                   length_s=flow.ended_s - flow.started_s, size_bytes=round(flow.size_bytes))
         )  # fmt: skip
-        self.sent_bytes[slot] += flow.size_bytes * sent
+
+
+class Room:
+    """What one worker holds, and the most of it so far.
+
+    Args:
+        stage: its first.
+        seen: the versions of the weights that it reads.
+    """
+
+    def __init__(self, job: Job, stage: int, seen: Reads) -> None:
+        self.stages = job.shape.stages_at(stage)
+        self.work = job.stages
+        self.held = Held(seen, stashing=job.shape.weights != "none")
+        self.fixed_bytes = sum(job.stages[s].fixed_bytes for s in self.stages)
+        self.memory_bytes = self.kept_bytes = self.versions = 0
+
+    def take(self, action: Action) -> None:
+        """What was kept of a minibatch is free when its last action begins: nothing else begins before that ends."""
+        self.held.take(action)
+        kept = self.work[action.stage].kept_bytes
+        if action.kind.ends:
+            self.kept_bytes -= kept
+        elif action.kind in (Kind.FORWARD, Kind.UPDATE):  # only these hold more than before
+            self.kept_bytes += kept * (action.kind is Kind.FORWARD)
+            versions = [self.held.versions(s) for s in self.stages]
+            weights = sum(self.work[s].weight_bytes * n for s, n in zip(self.stages, versions, strict=True))
+            self.memory_bytes = max(self.memory_bytes, self.fixed_bytes + weights + self.kept_bytes)
+            self.versions = max(self.versions, *versions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +182,18 @@ def period(shape: Shape) -> int:
     return common if common <= 512 else max(shape.update_every)
 
 
-def pace(done_s: Sequence[float], shape: Shape) -> float:
-    """Seconds per minibatch over as many whole periods as there are between filling and draining; without any, over
-    all minibatches.
+def steady(minibatches: int, shape: Shape) -> range:
+    """As many minibatches, in the order in which they are done, as there are in whole periods between filling and
+    draining; there may be none."""
+    first = filling(shape)
+    return range(first, first + (minibatches - 2 * first) // period(shape) * period(shape))
+
+
+def pace(done_s: Sequence[float], watched: range) -> float:
+    """Seconds per minibatch over those that are watched; over all of them where these are none.
 
     Args:
         done_s: when each minibatch was done, in order.
     """
-    first = filling(shape) - 1
-    steps = (len(done_s) - filling(shape) - 1 - first) // period(shape) * period(shape)
-    return (done_s[first + steps] - done_s[first]) / steps if steps > 0 else done_s[-1] / len(done_s)
+    steps = len(watched)
+    return (done_s[watched[-1]] - done_s[watched[0] - 1]) / steps if steps else done_s[-1] / len(done_s)
