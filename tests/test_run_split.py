@@ -1,4 +1,4 @@
-"""A backward in two parts makes the gradients of one backward, to the bit and with the same kernels; it keeps little."""
+"""A backward in two parts makes the gradients of one backward, to the bit with the same kernels; it keeps little."""
 
 import gc
 from collections import Counter
@@ -28,6 +28,14 @@ class Tied(nn.Module):
         y = self.second(torch.relu(self.first(x)))
         y = self.conv(torch.relu(self.conv(y[:, None])))[:, 0]
         return self.third(y) @ self.third.weight
+
+
+class Mixed(Tied):
+    """The same in two precisions: each weight is cast once for both its uses."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
 
 
 class Skip(nn.Module):
@@ -221,6 +229,7 @@ CASES = {
     "gru": (recurrent(nn.GRU), [floats(3, 5, 6)]),
     "transformer": (transformer, [floats(2, 5, 8)]),
     "tied": (Tied, [floats(3, 6)]),
+    "mixed": (Mixed, [floats(3, 6)]),
     "factors": (Factors, [floats(6, 6)]),
     "made": (Made, [floats(2, 6)]),
     "apart": (Apart, [floats(3, 6)]),

@@ -12,7 +12,7 @@ from pdtool.cluster import Cluster
 from pdtool.partition.attempt import Candidate, as_plan
 from pdtool.partition.beyond import SOURCE, has_formulas, interleaved, with_simulated_figures
 from pdtool.partition.evaluate import Costs, Way, evaluate
-from pdtool.partition.rivals import rivals
+from pdtool.partition.rivals import known, rivals
 from pdtool.partition.search import Options, Search
 from pdtool.partition.settle import settled, simulated
 from pdtool.schedule import NAMES, POLICIES, usual_shape
@@ -35,13 +35,15 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Op
         return under(found, profile, {"schedule": options.schedule, "weights": POLICIES[options.schedule][0]})
     search = Search(profile, cluster, options)
     chosen, others = search.best()
-    final, simulated_s = settled(search, chosen)
+    asked = list(known(search, chosen.way))
+    alike = [plan for _, plan in asked if plan.way.schedule == chosen.way.schedule]
+    final, simulated_s = settled(search, chosen, [*others, *alike])
     plan = as_plan(profile, profile_path, cluster, final)
     bound, proof = lower_bound(search, others)
     pace = final.costs.bottleneck_s
     why = Why(
         bottleneck=final.costs.bottleneck, lower_bound_s=bound, gap=max(0.0, pace / bound - 1) if bound else 0.0,
-        proof=proof, rivals=tuple(rivals(search, final, others)),
+        proof=proof, rivals=tuple(rivals(search, final, asked, others)),
     )  # fmt: skip
     figures = predicted(plan, profile, final.costs, final.way, simulated_s)
     return plan.model_copy(update={"why": why, "predicted": figures})

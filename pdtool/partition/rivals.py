@@ -18,12 +18,14 @@ _MICROBATCHES = 4  # in one update of GPipe, for each stage: its paper's advice 
 _OTHERS = 2  # rivals besides the known ones
 
 
-def rivals(search: Search, chosen: Candidate, others: Sequence[Candidate]) -> Iterator[Rival]:
-    """What everyone asks about, then the two fastest of `others`; each once, never the chosen one."""
+def rivals(
+    search: Search, chosen: Candidate, asked: Sequence[tuple[str, Candidate]], others: Sequence[Candidate]
+) -> Iterator[Rival]:
+    """What everyone asks about (`known`), then the two fastest of `others`; each once, never the chosen one."""
     seen = [chosen]
     more = [(other.config, other) for other in others]
     left = _OTHERS
-    for label, rival in [*known(search, chosen.way), *more]:
+    for label, rival in [*asked, *more]:
         named = label != rival.config
         if any(_same(rival, other) for other in seen) or not (named or left):
             continue

@@ -184,17 +184,17 @@ class Search:
         pairs = [(layout, way) for layout in self.layouts for way in self.options.ways]
         for layout, way in pairs:  # the small ones first: what they give spares most of the work on the large ones
             attempt = self.attempt(layout, way, pace)
-            if self._promising(attempt):
+            if self.promising(attempt):
                 pace = min(pace, attempt.rough())
         found = []
         for layout, way in reversed(pairs):
             attempt = self.attempt(layout, way, pace * (1 + self.options.simplest))
-            if self._promising(attempt) and attempt.fastest.pace_s <= min(attempt.bound, _LONGEST):
+            if self.promising(attempt) and attempt.fastest.pace_s <= min(attempt.bound, _LONGEST):
                 found.append(attempt)
                 pace = min(pace, attempt.fastest.pace_s)
         return found
 
-    def _promising(self, attempt: Attempt) -> bool:
+    def promising(self, attempt: Attempt) -> bool:
         """Whether there are workers enough to compute within the bound."""
         work = float(attempt.tables.forward_backward_s[-1])
         least = work / (attempt.layout.workers * attempt.layout.copies)

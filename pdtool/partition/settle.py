@@ -1,14 +1,16 @@
 """The last word on a plan: the search takes much to be hidden, the simulator knows what is.
 
-The plan that the search likes best is simulated. Where that comes out much slower than predicted, a few others are
-simulated too, and the fastest of them is taken.
+The plan that the search likes best is simulated, and where others may be faster so are they: those that everyone asks
+about, the best of each layout that was searched, and, where it comes out much slower than predicted, a few more. None
+can be simulated faster than the formulas say, nor than its busiest link allows: most need not be simulated at all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
@@ -16,70 +18,128 @@ from pdtool.cluster import Cluster
 from pdtool.errors import ScheduleError
 from pdtool.partition.attempt import Candidate, as_plan
 from pdtool.partition.cost import SLACK, Load, Rules
-from pdtool.partition.evaluate import evaluate, rules_and_loads
-from pdtool.partition.rivals import one_worker, straight
+from pdtool.partition.evaluate import Way, evaluate, rules_and_loads
 from pdtool.partition.search import Search
 from pdtool.partition.simulator.compare import actions
 from pdtool.partition.simulator.planned import planned_job
-from pdtool.partition.simulator.simulate import simulate
+from pdtool.partition.simulator.simulate import simulated_pace
 from pdtool.partition.whole import link_loads, waits
 
 _BELIEVED = 1.1  # times the predicted pace
-_SLOWER_LINKS = 3.0  # than there are: what is planned for those sends less
-_MOST_SIMULATED = 300_000  # actions times workers, about a second
+_HOPELESS = 2.0  # times the bound: plans that are not simulated faster are not looked for
+_SLOWER_LINKS = (1.0, 2.0)  # than there are: what is planned for those sends less
+_MOST_STAGES = 5  # of these plans, but for the best
+_MOST_TRIED = 4  # of these plans, simulated
+_MOST_SIMULATED = 300_000  # actions times workers, about half a second
 _MOST_DEEPER = 2  # times the minibatches in flight that the schedule wants
 
 
-def settled(search: Search, chosen: Candidate) -> tuple[Candidate, float | None]:
-    """The plan to take, with the minibatches in flight to run it with, and its simulated pace; None: not simulated."""
-    margin = search.options.simplest
-    believed = chosen.costs.bottleneck_s * _BELIEVED
-    best, pace = chosen, _simulated(search, chosen)
-    if pace is not None and pace <= believed:
-        return best, pace  # no deeper than it needs to be: each minibatch in flight is one more update of delay
-    deeper = deepened(search.profile, search.cluster, chosen, margin)
-    if deeper.costs.in_flight != best.costs.in_flight:
-        best, pace = deeper, _simulated(search, deeper)
-    if not margin or pace is None or pace <= believed:
-        return best, pace  # without a margin the formulas' optimum is wanted, whatever comes of it
-    for plan in _others(search, best, chosen.costs.in_flight):
-        promising = search.fits(plan) and plan.costs.bottleneck_s * (1 + margin) < pace
-        found = _simulated(search, plan) if promising else None
-        if found is not None and found * (1 + margin) < pace:
-            best, pace = plan, found
-    return best, pace
+def settled(search: Search, chosen: Candidate, asked: Sequence[Candidate]) -> tuple[Candidate, float | None]:
+    """The plan to take, with the minibatches in flight to run it with, and its simulated pace; None: not simulated.
 
-
-def _others(search: Search, first: Candidate, flight: Sequence[int]) -> Iterator[Candidate]:
-    """More minibatches in flight; what is best over slower links; straight; data parallelism; one worker."""
+    Args:
+        asked: plans that it must not be slower than, but for the margin that fewer stages are worth; those that do not
+            fit, that are too large to simulate or not what the user wants are left out.
+    """
     profile, cluster, margin = search.profile, search.cluster, search.options.simplest
-    denser = [*(_MOST_DEEPER * w for w in flight[:-1]), flight[-1]]
-    if denser != list(first.costs.in_flight):
-        yield with_flight(profile, cluster, first, denser)
-    if search.options.straight:
-        return
-    slower = tuple(replace(v, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s / _SLOWER_LINKS) for v in cluster.levels)
-    frugal = replace(search, cluster=replace(cluster, levels=slower)).best()[0]
-    way = replace(first.way, copies=1)
-    for plan in (frugal, straight(search, way), search.data_parallel(way), one_worker(search, way)):
-        if plan and len(plan.stages) <= (search.options.max_stages or math.inf):
-            yield deepened(profile, cluster, plan, margin)
+    if chosen.way.cost != "ours" or _too_large(as_plan(profile, "-", cluster, chosen)):
+        return deepened(profile, cluster, chosen, margin), None
+    believed, bound = chosen.costs.bottleneck_s * _BELIEVED, bound_s(search, chosen)
+    race = _Race(search, chosen)
+    if not margin or bound <= believed:
+        race.enter(bound, chosen)
+    if margin:  # without one the formulas' optimum is wanted, whatever comes of it
+        tries = _MOST_TRIED
+        doubtful = race.pace_s > believed
+        for limit, plan in _promising(search, _more(search, chosen.way, _HOPELESS * bound) if doubtful else ()):
+            tries -= race.enter(limit, plan)
+            if not tries:
+                break
+        for limit, plan in _promising(search, [chosen, *asked]):
+            race.enter(limit, plan)
+    return race.best, race.pace_s if race.pace_s < math.inf else None
 
 
-def _simulated(search: Search, plan: Candidate) -> float | None:
-    if plan.way.cost != "ours":
-        return None  # formulas that are only for comparison
-    return simulated(as_plan(search.profile, "-", search.cluster, plan), search.profile)
+@dataclass
+class _Race:
+    """The fastest plan of those that were simulated."""
+
+    search: Search
+    best: Candidate
+    pace_s: float = math.inf
+    entered: set[object] = field(default_factory=set)
+
+    def enter(self, bound_s: float, plan: Candidate) -> bool:
+        """Simulate a plan that may win; whether that was done."""
+        margin = self.search.options.simplest
+        wanted = self.pace_s if len(plan.stages) <= len(self.best.stages) else self.pace_s / (1 + margin)
+        key = plan.way, str(plan.stages), str(plan.workers)
+        if bound_s >= wanted or key in self.entered:
+            return False
+        self.entered.add(key)
+        plan, pace_s = _tried(self.search, plan, wanted)
+        if pace_s < wanted:
+            self.best, self.pace_s = plan, pace_s
+        return True
 
 
-def simulated(plan: Plan, profile: Profile) -> float | None:
-    """Seconds per minibatch in steady state; None where it would take too long, or the plan cannot be executed."""
-    if actions(plan) * sum(stage.replicas for stage in plan.stages) > _MOST_SIMULATED:
+def bound_s(search: Search, plan: Candidate) -> float:
+    """Seconds per minibatch that no simulation of the plan beats: the formulas' pace, and that of its busiest link."""
+    rules, work = rules_and_loads(search.profile, search.cluster, plan.stages, plan.workers, plan.way)
+    links = link_loads(rules, search.profile, plan.stages, work, plan.workers)
+    return max(plan.costs.bottleneck_s, *(float(load.max()) for load in links))
+
+
+def _promising(search: Search, plans: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
+    """Those that fit and that may be taken, with their bounds, the least first."""
+    most = search.options.max_stages or math.inf
+    rest = [plan for plan in plans if search.fits(plan) and len(plan.stages) <= most and
+            (search.options.straight <= all(len(numbers) == 1 for numbers in plan.workers))]  # fmt: skip
+    return sorted(((bound_s(search, plan), plan) for plan in rest), key=lambda entry: entry[0])
+
+
+def _more(search: Search, way: Way, limit_s: float) -> Iterator[Candidate]:
+    """For each layout the best plans of at most 1, 2, ... stages and of any number, roughly, up to a pace; then those
+    for slower links."""
+    for slower in _SLOWER_LINKS:
+        levels = (replace(v, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s / slower) for v in search.cluster.levels)
+        cluster = replace(search.cluster, levels=tuple(levels))
+        for layout in search.layouts:
+            attempt = search.attempt(replace(layout, cluster=cluster), way, limit_s).coarse
+            if not search.promising(attempt) or attempt.fastest.pace_s > attempt.bound:
+                continue
+            for found in (*islice(attempt.solutions(), _MOST_STAGES), attempt.fastest):
+                if found.pace_s <= attempt.bound:
+                    plan = attempt.traced(found)
+                    yield with_flight(search.profile, search.cluster, plan, plan.costs.in_flight)
+
+
+def _tried(search: Search, plan: Candidate, limit_s: float) -> tuple[Candidate, float]:
+    """The plan with the minibatches in flight that it wants, and its simulated pace; infinite above the limit. No more
+    in flight than it needs: each is one more update of delay."""
+    deeper = deepened(search.profile, search.cluster, plan, search.options.simplest)
+    believed = min(limit_s, bound_s(search, plan) * _BELIEVED)
+    ways = [(plan, believed), (deeper, limit_s)]
+    for one, limit in ways[plan.costs.in_flight == deeper.costs.in_flight :]:
+        pace = simulated(as_plan(search.profile, "-", search.cluster, one), search.profile, limit)
+        if pace is not None and pace < math.inf:
+            return one, pace
+    return deeper, math.inf
+
+
+def simulated(plan: Plan, profile: Profile, limit_s: float = math.inf) -> float | None:
+    """Seconds per minibatch in steady state, infinite above the limit; None where it would take too long, or the plan
+    cannot be executed."""
+    if _too_large(plan):
         return None
     try:
-        return simulate(planned_job(plan, profile)).pace_s
+        return simulated_pace(planned_job(plan, profile), limit_s)
     except ScheduleError:
         return None
+
+
+def _too_large(plan: Plan) -> bool:
+    return actions(plan) * plan.workers > _MOST_SIMULATED
 
 
 def deepened(profile: Profile, cluster: Cluster, plan: Candidate, margin: float) -> Candidate:
