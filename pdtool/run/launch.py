@@ -91,7 +91,7 @@ def check(spec: RunSpec) -> None:
     for tied in bundle.tied:
         if len({s % plan.places for s in tied.stages}) < len(tied.stages):
             raise UsageError(
-                f"stages {' and '.join(map(str, tied.stages))} share {tied.names[0]}, and two of them are on one worker",
+                f"stages {', '.join(map(str, tied.stages))} share {tied.names[0]}, and two of them are on one worker",
                 "partition with another number of --chunks or --workers",
             )
     bundle.check_files(spec.bundle_dir)

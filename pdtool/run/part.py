@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from pdtool.errors import PdtoolError
 from pdtool.run.border import Border
 from pdtool.run.optimize import Updater
 from pdtool.run.replicas import Replicas
@@ -24,7 +26,8 @@ class Part:
         names: parameters and persistent buffers of the stage that a checkpoint holds.
         idle: what else of the model's state a checkpoint holds: second names of this stage's own parameters and, at
             the first stage, what no operator uses.
-        weight, loss: of the round so far: samples (in minibatches) and the sum of their losses.
+        losses: of minibatches of the round, at the last stage; numbers are read off the device once a round.
+        weights: of the minibatches that the round has so far, in whole minibatches.
     """
 
     number: int
@@ -36,28 +39,44 @@ class Part:
     tied: list[Tied]
     names: list[str]
     idle: dict[str, Tensor]
-    weight: float = 0.0
-    loss: float = 0.0
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
 
-    def count(self, weight: float, loss: float) -> None:
-        """A backward is done, of `weight` minibatches and of this loss."""
-        self.weight += weight
-        self.loss += weight * loss
+    def count(self, minibatch: int, weight: float) -> None:
+        """The backward of a minibatch is done."""
+        self.weights[minibatch] = weight
 
-    def update(self) -> float:
+    def update(self, epoch: int) -> float:
         """End a round: average the gradients over the replicas, then step in memory that nobody else needs.
 
         Returns:
             The mean loss of the round's samples.
+
+        Raises:
+            PdtoolError: a loss is not a number.
         """
+        weight, loss = sum(self.weights.values()), self._loss(epoch)
+        self.weights.clear()
         for tied in self.tied:
-            tied.start(self.weight)
-        weight, loss = self.replicas.average_gradients(self.weight, self.loss)
-        self.weight = self.loss = 0.0
+            tied.start(weight)
+        weight, loss = self.replicas.average_gradients(weight, loss)
         self.stage.weights.make_room()
         self.updater.step()
         self.look_ahead()
         return loss / weight
+
+    def _loss(self, epoch: int) -> float:
+        """The sum over the round's samples, in minibatches."""
+        total = 0.0
+        for i, weight in self.weights.items():
+            loss = self.losses.pop(i).item() if i in self.losses else 0.0
+            if not math.isfinite(loss):
+                raise PdtoolError(
+                    f"the loss is {loss} in minibatch {i} of epoch {epoch}",
+                    "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
+                )
+            total += weight * loss
+        return total
 
     def catch_up(self) -> None:
         """Before the stage's next action: take the steps of tied parameters that are due.

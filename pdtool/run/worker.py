@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pdtool import schedule
 from pdtool.artifacts.envelope import write_atomically
@@ -33,14 +32,12 @@ class Worker:
     """A replica of a stage, or of several, at work.
 
     Attributes:
-        losses: of the minibatches between forward and backward, at the last stage.
         metrics: of the last validation.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.spec, self.place = setup, setup.spec, setup.place
         self.parts, self.meter = setup.parts, setup.meter
-        self.losses: dict[int, float] = {}
         self.metrics: dict[str, float] = {}
         self.log: Log | None = None
         self.pace = Pace()
@@ -51,7 +48,8 @@ class Worker:
         self._open("train", epoch, minibatches, actions, reads)
         for action, after in zip(actions, [*actions[1:], None], strict=True):
             i, part = action.minibatch, self.parts[action.stage]
-            with self._doing(epoch, action):
+            self.setup.status.at(f"{action} of epoch {epoch}")
+            with self.meter.doing(action):
                 part.catch_up()
                 match action.kind:
                     case Kind.FORWARD:
@@ -59,7 +57,9 @@ class Worker:
                         self._seed(epoch, action)
                         outputs = part.stage.forward(i, inputs, target)
                         part.border.send_outputs(i, outputs)
-                        self._note_loss(epoch, action, outputs)
+                        if part is self.setup.last:
+                            part.losses[i] = outputs[0].detach()
+                            self.pace.note(i)
                     case Kind.BACKWARD:
                         gradients = part.stage.backward(
                             i, part.border.gradients(i), minibatches.weight(i), _final(part, after)
@@ -70,9 +70,9 @@ class Worker:
                     case Kind.WEIGHT:
                         part.stage.backward_weight(i, minibatches.weight(i), _final(part, after))
                     case Kind.UPDATE:
-                        self._log_update(epoch, part, part.update())
+                        self._log_update(epoch, part, part.update(epoch))
                 if action.kind.ends:
-                    part.count(minibatches.weight(i), self.losses.pop(i, 0.0))
+                    part.count(i, minibatches.weight(i))
         for part in self.parts.values():
             part.settle(len(minibatches))
         self.meter.settle()
@@ -153,27 +153,9 @@ class Worker:
                 [a.minibatch for a in own if a.kind.sends_gradients],
             )  # fmt: skip
 
-    @contextmanager
-    def _doing(self, epoch: int, action: Action) -> Iterator[None]:
-        self.setup.status.at(f"{action} of epoch {epoch}")
-        with self.meter.doing(action):
-            yield
-
     def _seed(self, epoch: int, action: Action) -> None:
         """Fix the random numbers (dropout) of one forward: resuming and other workers make no difference."""
         torch.manual_seed(seed_of(self.spec.seed, epoch, action.stage, action.minibatch))
-
-    def _note_loss(self, epoch: int, action: Action, outputs: Sequence[Tensor]) -> None:
-        """Keep the loss for the log; raises PdtoolError when it is not a number."""
-        if self.parts[action.stage] is not self.setup.last:
-            return
-        loss = self.losses[action.minibatch] = outputs[0].item()
-        self.pace.note(action.minibatch)
-        if not math.isfinite(loss):
-            raise PdtoolError(
-                f"the loss is {loss} in minibatch {action.minibatch} of epoch {epoch}",
-                "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
-            )
 
     def _log_update(self, epoch: int, part: Part, loss: float) -> None:
         if self.log and part is self.setup.last:
