@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pdtool.errors import UsageError
 
@@ -40,7 +41,7 @@ class Cluster:
         """Number of workers: the product of the level sizes."""
         return math.prod(level.size for level in self.levels)
 
-    @property
+    @cached_property
     def below(self) -> tuple[int, ...]:
         """Workers in one member of each level."""
         sizes = [level.size for level in self.levels]

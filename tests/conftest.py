@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from pdtool.cli import main
+
+# Before anything imports torch, and for the processes that tests start: others hold the cores, and more threads spin.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 NET = """
 from collections import OrderedDict
@@ -32,6 +37,12 @@ def optimizer(named_parameters):
 def metrics(output, target):
     return {"accuracy": ((output.argmax(1) == target).sum(), len(target))}
 """
+
+
+def pytest_collection_finish() -> None:
+    """Where tests run workers, those of `pdtool run` come from the same fork server: it imports all they need once."""
+    if harness := sys.modules.get("harness"):
+        harness.start_server()
 
 
 class Folder:

@@ -36,15 +36,25 @@ def profile(model):
     return read_published(path.read_text(), str(path), name=model).profile
 
 
-def search(row, **options):
-    cluster = make_cluster(*SHAPES[row["shape"]])
-    return Search(profile(row["profile"]), cluster, Options(simplest=0.0, **options))
+def search(row, cost="ours"):
+    return searched(row["profile"], row["shape"], cost)[0]
+
+
+def best(row, cost="ours"):
+    return searched(row["profile"], row["shape"], cost)[1]
+
+
+@cache
+def searched(model, shape, cost):
+    """The search, and what it finds; several rows ask for the same."""
+    ours = Search(profile(model), make_cluster(*SHAPES[shape]), Options(simplest=0.0, cost=cost))
+    return ours, ours.best()[0]
 
 
 @pytest.mark.parametrize("row", ONE_LEVEL, ids=name)
 def test_one_level_equals_the_original(row):
     cost = "pipedream" if row["activation_compression_ratio"] else "pipedream-free"
-    found = search(row, cost=cost).best()[0].costs.bottleneck_s
+    found = best(row, cost).costs.bottleneck_s
     gain = FASTER.get((row["profile"], row["shape"], row["activation_compression_ratio"]), 0.0)
     assert row["bottleneck_s"] * (1 - gain) <= found * (1 + 1e-6)
     assert found <= row["bottleneck_s"] * (1 + 1e-6)
@@ -54,9 +64,8 @@ def test_one_level_equals_the_original(row):
 @pytest.mark.parametrize("row", SEVERAL, ids=name)
 def test_several_levels_are_never_worse_than_the_originals_plan(row, cost):
     """Its configuration, with the best cuts for it, under the same cost."""
-    ours = search(row, cost=cost)
-    theirs = best_with(ours, [int(r) for r in row["config"].split("-")])
-    assert ours.best()[0].costs.bottleneck_s <= theirs * (1 + 1e-9)
+    theirs = best_with(search(row, cost), [int(r) for r in row["config"].split("-")])
+    assert best(row, cost).costs.bottleneck_s <= theirs * (1 + 1e-9)
 
 
 def best_with(search, replicas):
@@ -86,8 +95,7 @@ def test_the_oracle_above_is_what_evaluate_says():
     """best_with can be trusted: the search's own plans, forced through it, come out the same."""
     compared = 0
     for row in SEVERAL:
-        ours = search(row)
-        found = ours.best()[0]
+        ours, found = search(row), best(row)
         if found.way.copies == 1 and sum(map(len, found.workers)) == ours.workers:
             replicas = [len(numbers) for numbers in found.workers]
             assert best_with(ours, replicas) == pytest.approx(found.costs.bottleneck_s, rel=1e-9), name(row)

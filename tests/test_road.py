@@ -28,7 +28,10 @@ MODELS: dict[str, dict[str, JsonValue]] = {
     "gpt2": {"layers": 2, "width": 32},
     "hf_resnet": {},
 }
-CLUSTERS = {"2": [1e9], "3": [1e9], "2x2": [1e8, 1e9]}
+CLUSTERS = {"3": [1e9], "2x2": [1e8, 1e9]}
+# Straight pipelines have the most borders. On 2x2 the search is free to replicate: here with dropout, batch norm, a
+# recurrent net and a tied parameter.
+ROADS = [(name, "3") for name in MODELS] + [(name, "2x2") for name in ("digits", "resnet50", "lstm_lm", "gpt2")]
 STEPS = 20
 
 
@@ -46,12 +49,10 @@ def profiled():
     return get
 
 
-@pytest.mark.parametrize("topology", CLUSTERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "topology"), ROADS)
 def test_the_whole_road(name, topology, profiled, tmp_path):
     file, profile = profiled(name)
     cluster = make_cluster([int(n) for n in topology.split("x")], CLUSTERS[topology])
-    # Straight pipelines have the most borders; on 2x2 the search is free to replicate.
     options = Options(straight=topology != "2x2", simplest=0.0)
     plan = make_plan(profile, "profile.json", cluster, options)
     bundle = generate(plan, profile, file, tmp_path / "bundle")

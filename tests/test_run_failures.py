@@ -57,7 +57,7 @@ def processes() -> list[tuple[int, int, int]]:
         ),
         pytest.param(
             "a = a * float('nan') if self.n == 4 else a", PdtoolError,
-            r"rank 2 \(stage 2, replica 0\), at 2F4 of epoch 1: the loss is nan in minibatch 4 of epoch 1; try a lower",
+            r"rank 2 \(stage 2, replica 0\), at 2U4 of epoch 1: the loss is nan in minibatch 4 of epoch 1; try a lower",
             id="nan",
         ),
         pytest.param(

@@ -71,20 +71,33 @@ def exported(spec: RunSpec) -> dict[str, torch.Tensor]:
     return torch.load(spec.out / "model.pt", weights_only=True)  # type: ignore[no-any-return]
 
 
+def trained_the_same(spec: RunSpec, alone: RunSpec) -> None:
+    """Bit for bit what `alone` trains, with its processes all on this machine."""
+    harness.run(alone)
+    state, expected = exported(spec), exported(alone)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
 @pytest.mark.slow
-def test_two_machines_and_torchrun_train_what_one_machine_trains(tmp_path: Path, script: Path) -> None:
-    """Bit for bit; 2-2 on a 2x2 cluster, so that the border lies between the machines."""
-    specs = [harness.job(tmp_path / name, CONV2, (2, 2)) for name in ("one", "two", "torchrun")]
-    harness.run(specs[0])
-    (tmp_path / "spec").write_bytes(pickle.dumps(specs[2]))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    runs = [*machines(script, specs[1]), start([*torchrun, str(script), str(tmp_path / "spec")])]
-    for code, out, errors in end(runs):
+def test_two_machines_train_what_one_machine_trains(tmp_path: Path, script: Path) -> None:
+    """2-2 on a 2x2 cluster, so that the border lies between the machines."""
+    spec, alone = (harness.job(tmp_path / name, CONV2, (2, 2)) for name in ("two", "one"))
+    for code, out, errors in end(machines(script, spec)):
         assert code == 0, errors
         assert "2-2" in out
-    states = [exported(spec) for spec in specs]
-    for state in states[1:]:
-        assert all(torch.equal(state[name], value) for name, value in states[0].items())
+    trained_the_same(spec, alone)
+
+
+@pytest.mark.slow
+def test_torchrun_trains_what_the_command_trains(tmp_path: Path, script: Path) -> None:
+    """Each of its processes imports torch: no more of them than a pipeline needs."""
+    spec, alone = (harness.job(tmp_path / name, CONV2, (1, 1)) for name in ("torchrun", "one"))
+    (tmp_path / "spec").write_bytes(pickle.dumps(spec))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    [(code, out, errors)] = end([start([*torchrun, str(script), str(tmp_path / "spec")])])
+    assert code == 0, errors
+    assert "1-1" in out
+    trained_the_same(spec, alone)
 
 
 def test_a_worker_that_dies_ends_the_run_on_all_machines(tmp_path: Path, script: Path) -> None:

@@ -148,7 +148,7 @@ class Plan(YamlArtifact):
             raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
         most = max(stage.replicas for stage in self.stages)
         if self.update_every and self.update_every < most:
-            raise FieldError("update_every", f"{self.update_every}: each of {most} replicas must have one minibatch in it")
+            raise FieldError("update_every", f"{self.update_every}: each of {most} replicas must have one in it")
         if (self.schedule == "interleaved") != (self.chunks > 1):
             raise FieldError("chunks", f"{self.chunks}: interleaved has 2 or more on each worker, others have one")
         self._check_workers()

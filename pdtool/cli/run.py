@@ -137,7 +137,8 @@ def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
         target=Target.parse(settings["target"]) if settings["target"] else None,
         correction=Correction.parse(settings["correction"]) if settings["correction"] else None,
         **{name: settings[name] for name in (
-            "epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype", "nnodes", "node_rank", "rdzv_endpoint",
+            "epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype", "nnodes", "node_rank",
+            "rdzv_endpoint",
         )},
     )  # fmt: skip
 
@@ -171,7 +172,8 @@ def _launched(spec: RunSpec) -> Report:
     from pdtool.run.launch import launch
 
     if _speaks():
-        note(f"training on {spec.plan.workers} worker(s) ({spec.plan.config}), schedule {spec.plan.schedule}, into {spec.out}/")
+        plan = spec.plan
+        note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {spec.out}/")
     with _following(spec) as on_event:
         return launch(spec, on_event)
 

@@ -109,19 +109,12 @@ class Attempt:
     def rough(self) -> float:
         """A pace that can be had, found in a small part of the space, so that the search can leave out most of it."""
         coarse = self.coarse
-        return self.bound if coarse is self else min(self.bound, coarse.fastest.pace_s)
+        return self.bound if coarse.tables is self.tables else min(self.bound, coarse.fastest.pace_s)
 
     @property
     def coarse(self) -> Attempt:
-        """The same over few cuts, along one order of the operators; itself where there are few."""
-        inside = self.tables.space.inside
-        cuts = int(_ROUGH * self.layout.workers**-0.5)
-        if len(inside) <= cuts:
-            return self
-        last = inside.shape[1] - inside[:, ::-1].argmax(axis=1)
-        chain = np.flatnonzero(inside.sum(axis=1) == np.where(inside.any(axis=1), last, 0))
-        some = chain[np.unique(np.linspace(0, len(chain) - 1, cuts).astype(int))]
-        return replace(self, tables=Tables(self.profile, replace(self.tables.space, inside=inside[some])))
+        """The same over few cuts."""
+        return replace(self, tables=self.tables.coarse(int(_ROUGH * self.layout.workers**-0.5)))
 
     def traced(self, found: Found) -> Candidate:
         """The plan behind a value of the recurrence."""

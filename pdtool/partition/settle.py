@@ -29,7 +29,7 @@ _BELIEVED = 1.1  # times the predicted pace
 _HOPELESS = 2.0  # times the bound: plans that are not simulated faster are not looked for
 _SLOWER_LINKS = (1.0, 2.0)  # than there are: what is planned for those sends less
 _MOST_STAGES = 5  # of these plans, but for the best
-_MOST_TRIED = 4  # of these plans, simulated
+_MOST_TRIED = 3  # of these plans, simulated, besides the best for each number of copies
 _MOST_SIMULATED = 300_000  # actions times workers, about half a second
 _MOST_DEEPER = 2  # times the minibatches in flight that the schedule wants
 
@@ -49,12 +49,9 @@ def settled(search: Search, chosen: Candidate, asked: Sequence[Candidate]) -> tu
     if not margin or bound <= believed:
         race.enter(bound, chosen)
     if margin:  # without one the formulas' optimum is wanted, whatever comes of it
-        tries = _MOST_TRIED
-        doubtful = race.pace_s > believed
-        for limit, plan in _promising(search, _more(search, chosen.way, _HOPELESS * bound) if doubtful else ()):
-            tries -= race.enter(limit, plan)
-            if not tries:
-                break
+        for slower in _SLOWER_LINKS if race.pace_s > believed else ():
+            more = _more(search, chosen.way, min(race.pace_s, _HOPELESS * bound), slower)
+            race.enter_few(_promising(search, more))
         for limit, plan in _promising(search, [chosen, *asked]):
             race.enter(limit, plan)
     return race.best, race.pace_s if race.pace_s < math.inf else None
@@ -82,6 +79,15 @@ class _Race:
             self.best, self.pace_s = plan, pace_s
         return True
 
+    def enter_few(self, plans: Iterable[tuple[float, Candidate]]) -> None:
+        """The best by its bound for each number of copies, and a few more."""
+        left, seen = _MOST_TRIED, set[int]()
+        for limit, plan in plans:
+            first = plan.way.copies not in seen
+            seen.add(plan.way.copies)
+            if first or left:
+                left -= self.enter(limit, plan) and not first
+
 
 def bound_s(search: Search, plan: Candidate) -> float:
     """Seconds per minibatch that no simulation of the plan beats: the formulas' pace, and that of its busiest link."""
@@ -98,33 +104,36 @@ def _promising(search: Search, plans: Iterable[Candidate]) -> list[tuple[float, 
     return sorted(((bound_s(search, plan), plan) for plan in rest), key=lambda entry: entry[0])
 
 
-def _more(search: Search, way: Way, limit_s: float) -> Iterator[Candidate]:
-    """For each layout the best plans of at most 1, 2, ... stages and of any number, roughly, up to a pace; then those
-    for slower links."""
-    for slower in _SLOWER_LINKS:
-        levels = (replace(v, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s / slower) for v in search.cluster.levels)
-        cluster = replace(search.cluster, levels=tuple(levels))
-        for layout in search.layouts:
-            attempt = search.attempt(replace(layout, cluster=cluster), way, limit_s).coarse
-            if not search.promising(attempt) or attempt.fastest.pace_s > attempt.bound:
-                continue
-            for found in (*islice(attempt.solutions(), _MOST_STAGES), attempt.fastest):
-                if found.pace_s <= attempt.bound:
-                    plan = attempt.traced(found)
-                    yield with_flight(search.profile, search.cluster, plan, plan.costs.in_flight)
+def _more(search: Search, way: Way, limit_s: float, slower: float) -> Iterator[Candidate]:
+    """For each layout the best plans of at most 1, 2, ... stages and of any number, roughly, up to a pace, as if links
+    were so much slower."""
+    levels = (replace(v, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s / slower) for v in search.cluster.levels)
+    cluster = replace(search.cluster, levels=tuple(levels))
+    for layout in search.layouts:
+        attempt = search.attempt(replace(layout, cluster=cluster), way, limit_s).coarse
+        if not search.promising(attempt) or attempt.fastest.pace_s > attempt.bound:
+            continue
+        for found in (*islice(attempt.solutions(), _MOST_STAGES), attempt.fastest):
+            if found.pace_s <= attempt.bound:
+                plan = attempt.traced(found)
+                yield with_flight(search.profile, search.cluster, plan, plan.costs.in_flight)
 
 
 def _tried(search: Search, plan: Candidate, limit_s: float) -> tuple[Candidate, float]:
-    """The plan with the minibatches in flight that it wants, and its simulated pace; infinite above the limit. No more
-    in flight than it needs: each is one more update of delay."""
-    deeper = deepened(search.profile, search.cluster, plan, search.options.simplest)
-    believed = min(limit_s, bound_s(search, plan) * _BELIEVED)
-    ways = [(plan, believed), (deeper, limit_s)]
-    for one, limit in ways[plan.costs.in_flight == deeper.costs.in_flight :]:
-        pace = simulated(as_plan(search.profile, "-", search.cluster, one), search.profile, limit)
-        if pace is not None and pace < math.inf:
-            return one, pace
-    return deeper, math.inf
+    """The plan with the minibatches in flight that it wants, and its simulated pace; infinite above the limit. As many
+    as the schedule wants if that is nearly as fast: each more is one more update of delay."""
+    profile, cluster, margin = search.profile, search.cluster, search.options.simplest
+    deeper = deepened(profile, cluster, plan, margin)
+    pace = _pace_s(search, deeper, limit_s)
+    if pace == math.inf or deeper.costs.in_flight == plan.costs.in_flight:
+        return deeper, pace
+    usual = _pace_s(search, plan, min(limit_s, pace * (1 + margin)))
+    return (plan, usual) if usual < math.inf else (deeper, pace)
+
+
+def _pace_s(search: Search, plan: Candidate, limit_s: float) -> float:
+    pace = simulated(as_plan(search.profile, "-", search.cluster, plan), search.profile, limit_s)
+    return math.inf if pace is None else pace
 
 
 def simulated(plan: Plan, profile: Profile, limit_s: float = math.inf) -> float | None:
@@ -158,8 +167,8 @@ def deepened(profile: Profile, cluster: Cluster, plan: Candidate, margin: float)
         while flight[s] > fewest and not _fits(rules, work[s], flight[s], costs.recompute[s]):
             flight[s] -= 1
     plans = (with_flight(profile, cluster, plan, way) for way in (flight, _in_step(plan, flight)))
-    usual = with_flight(profile, cluster, plan, costs.in_flight)  # always runs
-    return next((found for found in plans if _runs(profile, cluster, found)), usual)
+    usual = with_flight(profile, cluster, plan, costs.in_flight)
+    return next((found for found in plans if found == usual or _runs(profile, cluster, found)), usual)
 
 
 def _in_step(plan: Candidate, flight: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,17 @@ class Tables:
 
     profile: Profile
     space: Space
+    _coarse: dict[int, Tables] = field(default_factory=dict)
+
+    def coarse(self, cuts: int) -> Tables:
+        """Those of so many cuts along one order of the operators; itself where there are no more."""
+        inside = self.space.inside
+        if len(inside) > cuts and cuts not in self._coarse:
+            last = inside.shape[1] - inside[:, ::-1].argmax(axis=1)
+            chain = np.flatnonzero(inside.sum(axis=1) == np.where(inside.any(axis=1), last, 0))
+            some = chain[np.unique(np.linspace(0, len(chain) - 1, cuts).astype(int))]
+            self._coarse[cuts] = Tables(self.profile, replace(self.space, inside=inside[some]))
+        return self._coarse.get(cuts, self)
 
     @cached_property
     def forward_backward_s(self) -> Array:

@@ -1,13 +1,17 @@
 """a. Against the limit: stages that sleep their time and send real tensors, and what the slowest allows.
 
 The limit is the pace of the slowest stage: its forward and backward, over its replicas. `nominal` takes the times
-asked for, `measured` those that the layers noted themselves (sleep ends late), in the same run. The schedule may
-not reach the limit even where everything else costs nothing: `schedule` is its pace in a simulation without messages.
+asked for, `measured` those that the layers noted themselves (sleep ends late), in the same run; `alone` is the slowest
+stage in a plain loop without pdtool, loss and optimizer included. The schedule may not reach the limit even where all
+else costs nothing: `schedule` is the share that it reaches in a simulation without messages.
+
+The detail is of the stage with least time to spare, per minibatch in ms: what is its own besides the sleep (forward,
+backward, update), its waits for messages and for averages, filling and draining included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +25,7 @@ from pdtool.run.launch import launch
 from pdtool.run.spec import RunSpec
 from pdtool.schedule import Kind, build
 from runtime_bench.rows import Row, medians
-from runtime_bench.toys import Emulated, notes
+from runtime_bench.toys import Emulated, alone, notes
 
 WIDTH = 1 << 16  # floats of a sample: a minibatch of 4 is 1 MB
 WEIGHTS = 1 << 16  # 256 KB
@@ -59,12 +63,11 @@ def rows(folder: Path, repeats: int, quick: bool) -> Iterator[Row]:
     for case in QUICK if quick else CASES:
         found = [measure(case, folder / f"{case.name}-{i}".replace(" ", "-")) for i in range(repeats)]
         least = 0.93 if sum(case.replicas) >= 8 else 0.97
-        detail = medians(found)
-        nominal, measured = ([each.pop(name) for each in found] for name in ("nominal", "measured"))
-        detail = {name: value for name, value in detail.items() if name not in ("nominal", "measured")}
+        measured, nominal, alone_ = ([each.pop(name) for each in found] for name in ("measured", "nominal", "alone"))
         yield Row(part="a", case=case.name, figure="throughput / limit by measured sleep", values=measured,
-                  least=least, detail=detail)  # fmt: skip
+                  least=least, detail=medians(found))  # fmt: skip
         yield Row(part="a", case=case.name, figure="throughput / limit by nominal sleep", values=nominal)
+        yield Row(part="a", case=case.name, figure="throughput / slowest stage alone in a loop", values=alone_)
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
@@ -81,19 +84,22 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     report = launch(spec)
     taken = {s: sum(n.taken_s for n in each) / len(each) ** 2 for s, each in notes(noted).items()}
     pace, slowest = report.measured.bottleneck_s, max(taken, key=taken.__getitem__)
-    allowed = max(schedule_pace(spec, seconds), case.pace_s)
+    inputs = WIDTH if slowest else emulated.inputs
+    loop = alone(folder, slowest, inputs, emulated.batch_size, 20).wall_s / case.replicas[slowest]
     return {
-        "nominal": case.pace_s / pace, "measured": taken[slowest] / pace, "pace_ms": pace * 1e3,
-        "nominal_ms": case.pace_s * 1e3, "measured_ms": taken[slowest] * 1e3,
-        "schedule": case.pace_s / allowed, "slowest": slowest, **shares(report, slowest, taken[slowest]),
+        "measured": taken[slowest] / pace, "nominal": case.pace_s / pace, "alone": loop / pace,
+        "schedule": case.pace_s / max(schedule_pace(spec, seconds), case.pace_s),
+        "pace": pace * 1e3, "sleep": taken[slowest] * 1e3, **where(report, taken),
     }  # fmt: skip
 
 
-def shares(report: Report, stage: int, taken_s: float) -> dict[str, float]:
-    """Of a stage's time in all (filling and draining too): computing, pdtool's own, and waits."""
-    of = report.stages[stage]
-    parts = {"own": of.busy_s - taken_s + of.rest_s, "wait": of.wait_s, "average": of.allreduce_s}
-    return {name: seconds / of.time_s for name, seconds in parts.items()}
+def where(report: Report, taken: Mapping[int, float]) -> dict[str, float]:
+    """Milliseconds per minibatch of the stage that waits least."""
+    s = min(taken, key=lambda s: report.stages[s].wait_s + report.stages[s].allreduce_s)
+    of = report.stages[s]
+    own = of.forward_s + of.backward_s - taken[s] + of.rest_s
+    parts = {"own": own, "update": of.update_s, "wait": of.wait_s, "average": of.allreduce_s}
+    return {"stage": s, **{name: seconds * 1e3 for name, seconds in parts.items()}}
 
 
 def schedule_pace(spec: RunSpec, seconds: Sequence[float]) -> float:

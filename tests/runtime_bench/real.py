@@ -26,7 +26,7 @@ def rows(folder: Path, repeats: int, quick: bool) -> Iterator[Row]:
     """Each model."""
     for name, (batch_size, settings) in MODELS.items():
         job = make(folder / name, name, batch_size, settings=settings)
-        found = [measure(job, i, 2 if quick else 12, quick) for i in range(repeats)]
+        found = [measure(job, i, 2 if quick else 8, quick) for i in range(repeats)]
         yield from table(name, found)
 
 

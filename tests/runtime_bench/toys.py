@@ -7,13 +7,16 @@ Each process appends to a file of its own: kind, begin and end on the clock, and
 
 from __future__ import annotations
 
+import multiprocessing
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+import torch
 from harness import HEAD, Toy, stage, tensor
 
 RECORD = struct.Struct("dddd")
@@ -157,6 +160,44 @@ def _later(records: Sequence[tuple[float, ...]], kind: float) -> Iterator[tuple[
     return iter(of_kind[len(of_kind) // 2 :])
 
 
-def gaps(values: Sequence[float]) -> list[float]:
-    """Differences of neighbours."""
-    return [b - a for a, b in pairwise(values)]
+@dataclass(frozen=True)
+class Alone:
+    """Seconds per minibatch on the clock, and of the CPU."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def alone(folder: Path, number: int, inputs: int, batch_size: int, minibatches: int) -> Alone:
+    """Stage `number` by itself, without pdtool, in a process of its own: forward, a loss, backward, step.
+
+    Args:
+        folder: of the job; what the layer notes goes to `alone` in it.
+        inputs: floats of a sample that the stage takes.
+    """
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_loop, args=(folder, number, (batch_size, inputs), minibatches, sender))
+    process.start()
+    sender.close()
+    found: Alone = receiver.recv()
+    process.join()
+    return found
+
+
+def _loop(folder: Path, number: int, shape: tuple[int, int], minibatches: int, result: Any) -> None:
+    torch.set_num_threads(1)
+    (folder / "alone").mkdir(exist_ok=True)
+    source = (folder / "bundle" / f"stage_{number}.py").read_text()
+    space: dict[str, Any] = {}
+    exec(source.replace(str(folder / "notes"), str(folder / "alone")), space)
+    module = space[f"Stage{number}"]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
+    warm_up = minibatches // 4
+    for i in range(warm_up + minibatches):
+        if i == warm_up:
+            wall, cpu = time.perf_counter(), time.process_time()
+        module(torch.zeros(*shape, requires_grad=True)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result.send(Alone((time.perf_counter() - wall) / minibatches, (time.process_time() - cpu) / minibatches))

@@ -55,9 +55,7 @@ def planned_job(
             for load, nodes, again in zip(loads(profile, stages), stages, recompute, strict=True)
         ],
         borders=borders(profile, stages),
-        tied=[
-            Tied(stages=group, size_bytes=size, lags=_lags(name, shape, group)) for group, size in sizes.items()
-        ],
+        tied=[Tied(stages=group, size_bytes=size, lags=_lags(name, shape, group)) for group, size in sizes.items()],
         batch_size=plan.batch_size,
     )
 
@@ -65,8 +63,8 @@ def planned_job(
 def _lags(schedule: str, shape: Shape, group: tuple[int, ...]) -> tuple[int, ...]:
     """Rounds between a gradient of a tied parameter and its step at each holder (run/tied.py).
 
-    With chunks a worker goes on with its other stages and takes the step before the stage's next action. As if that were
-    a round later: a little too good, since nothing waits for the last one.
+    With chunks a worker goes on with its other stages and takes the step before the stage's next action. As if that
+    were a round later: a little too good, since nothing waits for the last one.
     """
     if flows(schedule):
         return tuple(lag_of(shape, group, s) for s in group)
