@@ -17,7 +17,7 @@ from pdtool.artifacts.report import Report
 from pdtool.artifacts.trace import chrome_trace
 from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
-from pdtool.run.data import Minibatches, sample_order
+from pdtool.run.data import Minibatches, sample_order, seed_torch
 from pdtool.run.log import Log
 from pdtool.run.pace import Pace
 from pdtool.run.part import Part
@@ -155,7 +155,7 @@ class Worker:
 
     def _seed(self, epoch: int, action: Action) -> None:
         """Fix the random numbers (dropout) of one forward: resuming and other workers make no difference."""
-        torch.manual_seed(seed_of(self.spec.seed, epoch, action.stage, action.minibatch))
+        seed_torch(seed_of(self.spec.seed, epoch, action.stage, action.minibatch), self.setup.device)
 
     def _log_update(self, epoch: int, part: Part, loss: float) -> None:
         if self.log and part is self.setup.last:
