@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -321,12 +322,24 @@ class Outcome:
     peak_stashed: int
 
 
+# What a worker would import by itself otherwise, for a second or more: torch._dynamo comes with the first optimizer,
+# the others with models of the zoo. What is not installed is left out.
+PRELOAD = (
+    "harness", "pdtool.run.launch", "pdtool.run.worker", "torch._dynamo", "sklearn.datasets",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.resnet.modeling_resnet",
+)  # fmt: skip
+
+
+def start_server() -> None:
+    """The fork server of this process, if it has none yet."""
+    multiprocessing.set_forkserver_preload(list(PRELOAD))
+    forkserver.ensure_running()
+
+
 def run(spec: RunSpec) -> list[Outcome]:
     """Run a job on real processes and collect what they end with, by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([  # the first optimizer that is made imports torch._dynamo, for half a second
-        "pdtool.run.worker", "pdtool.run.launch", "harness", "torch._dynamo",
-    ])  # fmt: skip
+    start_server()
     spec.out.mkdir(parents=True, exist_ok=True)
     store = spec.out / f"store-{len(list(spec.out.glob('store-*')))}"
     world = spec.plan.workers

@@ -46,9 +46,10 @@ def settled(search: Search, chosen: Candidate, asked: Sequence[Candidate]) -> tu
         return deepened(profile, cluster, chosen, margin), None
     believed, bound = chosen.costs.bottleneck_s * _BELIEVED, bound_s(search, chosen)
     race = _Race(search, chosen)
-    if not margin or bound <= believed:
+    alone = search.options.straight or not margin  # then the formulas' optimum is wanted, whatever comes of it
+    if alone or bound <= believed:
         race.enter(bound, chosen)
-    if margin:  # without one the formulas' optimum is wanted, whatever comes of it
+    if not alone:
         for slower in _SLOWER_LINKS if race.pace_s > believed else ():
             more = _more(search, chosen.way, min(race.pace_s, _HOPELESS * bound), slower)
             race.enter_few(_promising(search, more))
@@ -99,8 +100,7 @@ def bound_s(search: Search, plan: Candidate) -> float:
 def _promising(search: Search, plans: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
     """Those that fit and that may be taken, with their bounds, the least first."""
     most = search.options.max_stages or math.inf
-    rest = [plan for plan in plans if search.fits(plan) and len(plan.stages) <= most and
-            (search.options.straight <= all(len(numbers) == 1 for numbers in plan.workers))]  # fmt: skip
+    rest = [plan for plan in plans if search.fits(plan) and len(plan.stages) <= most]
     return sorted(((bound_s(search, plan), plan) for plan in rest), key=lambda entry: entry[0])
 
 

@@ -34,7 +34,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PATIENCE_S = 2.0  # for workers to end after one has failed
 # An error crosses the process border as its text and exit code.
 ERRORS = {1: PdtoolError, 2: UsageError, 3: ScheduleError}
-MODULES = ["torch", "pdtool.run.process"]  # what the fork server imports
+# What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
+MODULES = ["torch", "torch._dynamo", "pdtool.run.process"]
 
 
 def launch(spec: RunSpec, on_event: Callable[[dict[str, Any]], None] | None = None) -> Report:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
@@ -101,11 +102,37 @@ def _whole(peer: Peer, file: ModelFile, x: Any, y: Any, rank: int, world: int) -
     return step
 
 
+class _Dense(torch.autograd.Function):
+    """The same tensor, contiguous, and its gradient, too: gloo sends no other, and LSTMs give and take others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+class _Sendable(nn.Module):
+    """A stage of one output whose borders torch.distributed.pipelining can send."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _Dense.apply(
+            self.stage(*(_Dense.apply(x) if x.is_floating_point() else x for x in inputs))
+        )
+        return output
+
+
 def _pipeline(peer: Peer, file: ModelFile, x: Any, y: Any, rank: int, world: int) -> Callable[[], None]:
     """A process that holds one stage."""
     module = load_module(peer.bundle, peer.bundle_dir, rank, file.build(0))
     optimizer = file.optimizer(list(module.named_parameters()))
-    stage = PipelineStage(module, rank, world, CPU)
+    stage = PipelineStage(_Sendable(module), rank, world, CPU)
     schedule = SCHEDULES[peer.way](stage, peer.microbatches, loss_fn=file.loss)
 
     def step() -> None:
