@@ -10,6 +10,8 @@ PARTITION ?= --straight
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two files of tests at a time; what a file makes once is made in one process.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 PDTOOL := $(BIN)/pdtool
 DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 
@@ -32,13 +34,13 @@ $(STAMP): setup.cfg pyproject.toml
 	@touch $@
 
 test: $(STAMP) ## run the tests (ten minutes or so on two cores)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(STAMP) ## ruff, mypy --strict and the tests
 	$(BIN)/ruff check pdtool tests
 	$(BIN)/ruff format --check pdtool tests
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 demo: $(STAMP) ## the whole road: profile, partition, codegen and train on real digits to 98 % (under five minutes)
 	rm -rf $(DEMO)

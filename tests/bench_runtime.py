@@ -6,7 +6,8 @@
     d  pdtool's own time per action                               runtime_bench/overhead.py
 
 Every figure is a ratio within one repeat, or a time; the median of the repeats counts. On a machine that others use
-only the ratios mean something, and those less.
+only the ratios mean something, and b's nothing; a and d compute little, so that `chrt -r 1` in front (root) keeps them
+right even there.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ The processes come from a fork server that has torch imported; they skip torch e
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -359,6 +360,7 @@ def _work(spec: RunSpec, rank: int, world: int, store: Path) -> None:
     from pdtool.run.setup import set_up
     from pdtool.run.worker import Worker
 
+    gc.freeze()  # the worker looks through nothing for garbage that the server has imported
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)

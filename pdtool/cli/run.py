@@ -137,8 +137,8 @@ def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
         target=Target.parse(settings["target"]) if settings["target"] else None,
         correction=Correction.parse(settings["correction"]) if settings["correction"] else None,
         **{name: settings[name] for name in (
-            "epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype", "nnodes", "node_rank",
-            "rdzv_endpoint",
+            "epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype",
+            "nnodes", "node_rank", "rdzv_endpoint",
         )},
     )  # fmt: skip
 

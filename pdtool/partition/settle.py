@@ -17,13 +17,13 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import ScheduleError
 from pdtool.partition.attempt import Candidate, as_plan
-from pdtool.partition.cost import SLACK, Load, Rules
-from pdtool.partition.evaluate import Way, evaluate, rules_and_loads
+from pdtool.partition.evaluate import Way, rules_and_loads
+from pdtool.partition.flight import most_first, runs, wanted, with_flight
 from pdtool.partition.search import Search
 from pdtool.partition.simulator.compare import actions
 from pdtool.partition.simulator.planned import planned_job
 from pdtool.partition.simulator.simulate import simulated_pace
-from pdtool.partition.whole import link_loads, waits
+from pdtool.partition.whole import link_loads
 
 _BELIEVED = 1.1  # times the predicted pace
 _HOPELESS = 2.0  # times the bound: plans that are not simulated faster are not looked for
@@ -31,7 +31,6 @@ _SLOWER_LINKS = (1.0, 2.0)  # than there are: what is planned for those sends le
 _MOST_STAGES = 5  # of these plans, but for the best
 _MOST_TRIED = 3  # of these plans, simulated, besides the best for each number of copies
 _MOST_SIMULATED = 300_000  # actions times workers, about half a second
-_MOST_DEEPER = 2  # times the minibatches in flight that the schedule wants
 
 
 def settled(search: Search, chosen: Candidate, asked: Sequence[Candidate]) -> tuple[Candidate, float | None]:
@@ -43,7 +42,7 @@ def settled(search: Search, chosen: Candidate, asked: Sequence[Candidate]) -> tu
     """
     profile, cluster, margin = search.profile, search.cluster, search.options.simplest
     if chosen.way.cost != "ours" or _too_large(as_plan(profile, "-", cluster, chosen)):
-        return deepened(profile, cluster, chosen, margin), None
+        return wanted(profile, cluster, chosen, margin), None
     believed, bound = chosen.costs.bottleneck_s * _BELIEVED, bound_s(search, chosen)
     race = _Race(search, chosen)
     alone = search.options.straight or not margin  # then the formulas' optimum is wanted, whatever comes of it
@@ -70,13 +69,13 @@ class _Race:
     def enter(self, bound_s: float, plan: Candidate) -> bool:
         """Simulate a plan that may win; whether that was done."""
         margin = self.search.options.simplest
-        wanted = self.pace_s if len(plan.stages) <= len(self.best.stages) else self.pace_s / (1 + margin)
+        enough = self.pace_s if len(plan.stages) <= len(self.best.stages) else self.pace_s / (1 + margin)
         key = plan.way, str(plan.stages), str(plan.workers)
-        if bound_s >= wanted or key in self.entered:
+        if bound_s >= enough or key in self.entered:
             return False
         self.entered.add(key)
-        plan, pace_s = _tried(self.search, plan, wanted)
-        if pace_s < wanted:
+        plan, pace_s = _tried(self.search, plan, enough)
+        if pace_s < enough:
             self.best, self.pace_s = plan, pace_s
         return True
 
@@ -120,20 +119,18 @@ def _more(search: Search, way: Way, limit_s: float, slower: float) -> Iterator[C
 
 
 def _tried(search: Search, plan: Candidate, limit_s: float) -> tuple[Candidate, float]:
-    """The plan with the minibatches in flight that it wants, and its simulated pace; infinite above the limit. As many
-    as the schedule wants if that is nearly as fast: each more is one more update of delay."""
-    profile, cluster, margin = search.profile, search.cluster, search.options.simplest
-    deeper = deepened(profile, cluster, plan, margin)
-    pace = _pace_s(search, deeper, limit_s)
-    if pace == math.inf or deeper.costs.in_flight == plan.costs.in_flight:
-        return deeper, pace
-    usual = _pace_s(search, plan, min(limit_s, pace * (1 + margin)))
-    return (plan, usual) if usual < math.inf else (deeper, pace)
-
-
-def _pace_s(search: Search, plan: Candidate, limit_s: float) -> float:
-    pace = simulated(as_plan(search.profile, "-", search.cluster, plan), search.profile, limit_s)
-    return math.inf if pace is None else pace
+    """The plan with as few minibatches in flight as it takes to be nearly as fast as it can be, since each is one more
+    update of delay; and its simulated pace, infinite above the limit."""
+    found, pace = plan, math.inf
+    for one in most_first(search.profile, search.cluster, plan, search.options.simplest):
+        made = as_plan(search.profile, "-", search.cluster, one)
+        seconds = simulated(made, search.profile, limit_s)
+        if seconds == math.inf:
+            break  # nor with fewer
+        if seconds is not None and runs(made):
+            limit_s = min(limit_s, seconds * (1 + search.options.simplest)) if pace == math.inf else limit_s
+            found, pace = one, seconds
+    return found, pace
 
 
 def simulated(plan: Plan, profile: Profile, limit_s: float = math.inf) -> float | None:
@@ -149,54 +146,3 @@ def simulated(plan: Plan, profile: Profile, limit_s: float = math.inf) -> float 
 
 def _too_large(plan: Plan) -> bool:
     return actions(plan) * plan.workers > _MOST_SIMULATED
-
-
-def deepened(profile: Profile, cluster: Cluster, plan: Candidate, margin: float) -> Candidate:
-    """The same with more minibatches in flight where messages or rounds would hold them up, as far as memory goes."""
-    if plan.way.schedule != "1f1b" or plan.way.cost != "ours":
-        return with_flight(profile, cluster, plan, plan.costs.in_flight)  # its costs may be those of slower links
-    rules, work = rules_and_loads(profile, cluster, plan.stages, plan.workers, plan.way)
-    links = link_loads(rules, profile, plan.stages, work, plan.workers)
-    costs, flight = plan.costs, list(plan.costs.in_flight)
-    pace = max(costs.bottleneck_s, *(float(load.max()) for load in links))
-    for s in reversed(range(len(flight))):  # from the end: what a stage wants depends on those after it
-        wait = waits(rules, work, plan.workers, costs.recompute, flight, pace)[s]
-        fewest = flight[s]
-        wanted = math.ceil(wait / (len(plan.workers[s]) * pace * (1 + margin) * SLACK)) if pace else fewest
-        flight[s] = min(max(fewest, wanted), _MOST_DEEPER * fewest)
-        while flight[s] > fewest and not _fits(rules, work[s], flight[s], costs.recompute[s]):
-            flight[s] -= 1
-    plans = (with_flight(profile, cluster, plan, way) for way in (flight, _in_step(plan, flight)))
-    usual = with_flight(profile, cluster, plan, costs.in_flight)
-    return next((found for found in plans if found == usual or _runs(profile, cluster, found)), usual)
-
-
-def _in_step(plan: Candidate, flight: Sequence[int]) -> list[int]:
-    """No stage has more in flight than the stage before it: where one lacks memory, all after it have less to do."""
-    sizes = [len(numbers) for numbers in plan.workers]
-    found = [flight[0]]
-    for s in range(1, len(flight)):
-        found.append(max(1, min(flight[s], found[-1] * sizes[s - 1] // sizes[s])))
-    return found
-
-
-def _runs(profile: Profile, cluster: Cluster, plan: Candidate) -> bool:
-    """Whether no worker waits for ever."""
-    try:
-        as_plan(profile, "-", cluster, plan).check_schedule()
-    except ScheduleError:
-        return False
-    return True
-
-
-def _fits(rules: Rules, load: Load, flight: int, recompute: bool) -> bool:
-    limit = rules.cluster.memory_bytes
-    return limit is None or bool(rules.memory_bytes(load, flight, recompute) <= limit)
-
-
-def with_flight(profile: Profile, cluster: Cluster, plan: Candidate, flight: Sequence[int]) -> Candidate:
-    """The same plan with so many minibatches in flight at each replica of each stage."""
-    costs = evaluate(
-        profile, cluster, plan.stages, plan.workers, plan.way, flight=flight, recompute=plan.costs.recompute
-    )
-    return replace(plan, costs=costs)

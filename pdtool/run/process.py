@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -29,6 +30,7 @@ ELASTIC = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
 
 def work(spec: RunSpec, environment: Mapping[str, str], folder: str, launcher: Connection) -> str:
     """Entry of a worker under torch elastic; returns the report as text, exits with an error's code."""
+    gc.freeze()  # what the fork server imported is no garbage: collecting need not look through it
     _die_with(launcher)
     os.dup2(2, 1)  # what the user's code prints; stdout is for artifacts
     signal.signal(signal.SIGINT, signal.SIG_DFL)

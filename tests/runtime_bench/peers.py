@@ -115,17 +115,19 @@ class _Dense(torch.autograd.Function):
 
 
 class _Sendable(nn.Module):
-    """A stage of one output whose borders torch.distributed.pipelining can send."""
+    """A stage whose borders torch.distributed.pipelining can send."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.stage = stage
 
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Dense.apply(
-            self.stage(*(_Dense.apply(x) if x.is_floating_point() else x for x in inputs))
-        )
-        return output
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        output = self.stage(*map(_dense, inputs))
+        return tuple(map(_dense, output)) if isinstance(output, tuple) else _dense(output)
+
+
+def _dense(x: torch.Tensor) -> Any:
+    return _Dense.apply(x) if x.is_floating_point() else x
 
 
 def _pipeline(peer: Peer, file: ModelFile, x: Any, y: Any, rank: int, world: int) -> Callable[[], None]:
