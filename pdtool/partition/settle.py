@@ -14,7 +14,6 @@ from itertools import islice
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from pdtool.errors import ScheduleError
 from pdtool.partition.attempt import Candidate, as_plan
 from pdtool.partition.evaluate import Way, rules_and_loads
@@ -80,12 +79,12 @@ class _Race:
         return True
 
     def enter_few(self, plans: Iterable[tuple[float, Candidate]]) -> None:
-        """The best by its bound for each number of copies, and a few more."""
+        """Where they may win by more than the margin: the best by its bound for each number of copies, and a few more."""
         left, seen = _MOST_TRIED, set[int]()
         for limit, plan in plans:
             first = plan.way.copies not in seen
             seen.add(plan.way.copies)
-            if first or left:
+            if (first or left) and limit * (1 + self.search.options.simplest) < self.pace_s:
                 left -= self.enter(limit, plan) and not first
 
 
@@ -121,15 +120,13 @@ def _more(search: Search, way: Way, limit_s: float, slower: float) -> Iterator[C
 def _tried(search: Search, plan: Candidate, limit_s: float) -> tuple[Candidate, float]:
     """The plan with as few minibatches in flight as it takes to be nearly as fast as it can be, since each is one more
     update of delay; and its simulated pace, infinite above the limit."""
+    margin = search.options.simplest
     found, pace = plan, math.inf
-    for one in most_first(search.profile, search.cluster, plan, search.options.simplest):
+    for one in most_first(search.profile, search.cluster, plan, margin):
         made = as_plan(search.profile, "-", search.cluster, one)
         seconds = simulated(made, search.profile, limit_s)
-        if seconds == math.inf:
-            break  # nor with fewer
-        if seconds is not None and runs(made):
-            limit_s = min(limit_s, seconds * (1 + search.options.simplest)) if pace == math.inf else limit_s
-            found, pace = one, seconds
+        if seconds is not None and seconds < math.inf and runs(made):
+            found, pace, limit_s = one, seconds, min(limit_s, seconds * (1 + margin))
     return found, pace
 
 
