@@ -79,7 +79,7 @@ class _Race:
         return True
 
     def enter_few(self, plans: Iterable[tuple[float, Candidate]]) -> None:
-        """Where they may win by more than the margin: the best by its bound for each number of copies, and a few more."""
+        """Those that may win by more than the margin: the best by its bound for each number of copies, a few more."""
         left, seen = _MOST_TRIED, set[int]()
         for limit, plan in plans:
             first = plan.way.copies not in seen
@@ -111,9 +111,10 @@ def _more(search: Search, way: Way, limit_s: float, slower: float) -> Iterator[C
         attempt = search.attempt(replace(layout, cluster=cluster), way, limit_s).coarse
         if not search.promising(attempt) or attempt.fastest.pace_s > attempt.bound:
             continue
+        best = math.nextafter(attempt.bound, math.inf)
         for found in (*islice(attempt.solutions(), _MOST_STAGES), attempt.fastest):
-            if found.pace_s <= attempt.bound:
-                plan = attempt.traced(found)
+            if found.pace_s < best:
+                best, plan = found.pace_s, attempt.traced(found)
                 yield with_flight(search.profile, search.cluster, plan, plan.costs.in_flight)
 
 
