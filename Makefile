@@ -33,7 +33,7 @@ $(STAMP): setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@
 
-test: $(STAMP) ## run the tests (ten minutes or so on two cores)
+test: $(STAMP) ## run the tests (six minutes or so on two cores)
 	$(PYTEST)
 
 check: $(STAMP) ## ruff, mypy --strict and the tests

@@ -188,9 +188,10 @@ def test_a_gradient_step_moves_parameter_gradient_and_state(tmp_path):
 
 def test_a_model_larger_than_any_memory_is_never_allocated(tmp_path):
     layers = "nn.Linear(150_000, 160_000), nn.ReLU(), nn.Linear(160_000, 10)"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     profile = estimate(one_layer(tmp_path, layers, "torch.randn(n, 150_000)"), batch_size=2, device=DEVICE)
     assert profile.parameter_bytes(set(profile.by_name)) > 96e9
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3e6  # kB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2e6  # kB
 
 
 def test_estimates_are_the_same_bytes_each_time():
