@@ -49,9 +49,9 @@ def _plan(folder: Path) -> Path:
     plan = Plan.load(path)
     first, second, third = plan.stages
     stages = (
-        first.model_copy(update={"replicas": 2, "workers": (0, 1), "in_flight": 2}),
-        second.model_copy(update={"workers": (2,)}),
-        third.model_copy(update={"workers": (3,)}),
+        first.model_copy(update={"replicas": 2, "workers": (0, 1), "in_flight": 3}),
+        second.model_copy(update={"workers": (2,), "in_flight": 2}),
+        third.model_copy(update={"workers": (3,), "in_flight": 1}),
     )
     plan.model_copy(update={"stages": stages}).save(path)
     return path
