@@ -453,7 +453,8 @@ def test_numbers_are_read_as_people_write_them(text, number):
 
 def test_bytes_may_be_written_with_an_exponent():
     content = samples.cluster().model_copy(update={"memory_bytes": 123}).dump()
-    assert ClusterFile.parse(content.replace("123", "16e9")).memory_bytes == 16 * 10**9
+    for text in ("16e9", "1.6e10", "1.6e+10"):
+        assert ClusterFile.parse(content.replace("123", text)).memory_bytes == 16 * 10**9
     with pytest.raises(ArtifactError, match="memory_bytes: Input should be a valid integer"):
         ClusterFile.parse(content.replace("123", "15e-1"))
     with pytest.raises(ArtifactError, match="Out of range float values"):

@@ -237,7 +237,7 @@ def test_pins_that_no_plan_keeps_are_refused():
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (Options(schedule="zigzag"), "schedule 'zigzag' is unknown"),
+        (Options(schedule="zigzag"), "schedule 'zigzag' is not searched"),
         (Options(microbatches=2), "--microbatches 2 with schedule 1f1b"),
         (Options(schedule="gpipe", microbatches=0), "--microbatches 0"),
         (Options(workers=5), "--workers 5: the cluster has 4"),

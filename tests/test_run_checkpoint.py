@@ -62,14 +62,16 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, toy: harness.Toy) -> N
     assert_same(found, expected)
 
 
-def test_export_is_the_models_own_state_dict(tmp_path: Path) -> None:
-    """Names that share a tensor both stand in it, and the model loads it strictly."""
+def test_export_is_the_models_own_state_dict(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Names that share a tensor both stand in it, and the model loads it strictly; `-` is stdout."""
     spec = harness.job(tmp_path, TIED3, epochs=1)
     trained = weights(harness.run(spec))
     assert checkpoint.export(spec.out, tmp_path / "model.pt") == spec.out / "checkpoints" / "epoch-1"
     model = ModelFile.load(spec.model, trusted=True).build(1)
     assert model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True)).missing_keys == []
     assert_same(dict(model.state_dict()), trained, rtol=0, atol=0)
+    checkpoint.export(spec.out, Path("-"))
+    assert_same(torch.load(io.BytesIO(capfdbinary.readouterr().out)), torch.load(tmp_path / "model.pt"))
 
 
 def test_an_export_that_cannot_be_written_says_so(tmp_path: Path) -> None:

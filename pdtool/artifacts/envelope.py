@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from pdtool import __version__
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 
+
+def _whole(value: object) -> object:
+    """1.6e10, as people write bytes, for the integer that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 # Node, module and parameter names: dotted words, so that none can carry code into a generated file.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*(@[0-9]+)?$", max_length=500)]
@@ -224,9 +230,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _exponential(loader: _Loader, node: yaml.ScalarNode) -> float | int:
-    value = float(node.value)
-    return int(value) if abs(value) < 2**53 and value.is_integer() else value  # 16e9 may stand for bytes
+def _exponential(loader: _Loader, node: yaml.ScalarNode) -> float:
+    return float(node.value)
 
 
 for _class in (_Dumper, _Loader):

@@ -50,11 +50,15 @@ class Stage(Part):
 
 
 class Predicted(Part):
-    """What the cost model says of the plan; times are seconds per minibatch in steady state.
+    """What the cost model and the simulator say of the plan; times are seconds per minibatch in steady state.
 
     Attributes:
-        bottleneck_s: the pace of the whole pipeline: that of the slowest stage or border, each for itself.
+        bottleneck_s: the pace of the whole pipeline by the formulas: that of the slowest stage or border, each for
+            itself.
         simulated_s: the pace in a simulation of the workers' own action lists; None: not simulated.
+        data_parallel_s: that of data parallelism on all workers, likewise.
+        throughput_samples_per_s: at the simulated pace; where there is none, by the formulas.
+        gain_over_data_parallel: of two simulated paces; where one is missing, of two by the formulas.
         compute_s: per stage, forward + backward + update, shared by its replicas.
         allreduce_s: per stage, synchronising the replicas' gradients.
         transfer_s: per border between stage s and s + 1, activations and gradients.
@@ -66,6 +70,7 @@ class Predicted(Part):
 
     bottleneck_s: Seconds
     simulated_s: Seconds | None = None
+    data_parallel_s: Seconds | None = None
     throughput_samples_per_s: Seconds
     gain_over_data_parallel: Seconds
     compute_s: tuple[Seconds, ...]

@@ -13,7 +13,7 @@ from pdtool.cli.console import note
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), default=Path("model.pt"), show_default=True, metavar="FILE",
-    help="File to write, for torch.load.",
+    help="File to write, for torch.load; - is stdout.",
 )  # fmt: skip
 def export(run_dir: Path, output: Path) -> None:
     """Write RUN_DIR's last checkpoint as one ordinary state_dict."""

@@ -11,7 +11,7 @@ from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.cluster import ClusterFile
 from pdtool.artifacts.device import Devices
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.artifacts.report import Report
 from pdtool.cli.tables import table as _table
@@ -108,13 +108,7 @@ def plan_view(plan: Plan) -> Parts:
     if plan.edited:
         yield "edited by hand since its predictions were computed; run and codegen compute them again"
     if predicted:
-        yield (
-            f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {plan.batch_size} "
-            f"({predicted.throughput_samples_per_s:.4g} samples/s), "
-            f"{predicted.gain_over_data_parallel:.3g} × data parallelism"
-        )
-        if predicted.simulated_s:
-            yield f"simulated: {format_seconds(predicted.simulated_s)} per minibatch"
+        yield from _speed(plan.batch_size, predicted)
     if plan.why:
         yield f"bottleneck: {plan.why.bottleneck}"
         if plan.why.lower_bound_s is not None:
@@ -124,6 +118,19 @@ def plan_view(plan: Plan) -> Parts:
             )
         for rival in plan.why.rivals:
             yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch ({rival.why})"
+
+
+def _speed(batch_size: int, predicted: Predicted) -> Parts:
+    """What the formulas say and what the simulation says; throughput and gain beside the figures they are of."""
+    throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
+    gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism"
+    simulated = predicted.simulated_s is not None
+    by_formulas = "" if simulated else throughput
+    by_formulas += gain * (predicted.data_parallel_s is None)
+    yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {batch_size}{by_formulas}"
+    if predicted.simulated_s is not None:
+        gain *= predicted.data_parallel_s is not None
+        yield f"simulated: {format_seconds(predicted.simulated_s)} per minibatch{throughput}{gain}"
 
 
 def timeline(plan: Plan) -> str:

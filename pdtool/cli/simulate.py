@@ -62,7 +62,8 @@ def simulate(
     name = schedule or chosen.schedule
     with status("simulating"):
         found = execute(planned_job(chosen, profile, schedule=schedule, minibatches=minibatches))
-        compared = compare.compare(profile, chosen, found)
+        steady = execute(planned_job(chosen, profile, schedule=schedule)) if minibatches else found
+        compared = compare.compare(profile, chosen, steady)
         points = compare.sweep(profile, chosen, rates) if rates else []
     if as_json:
         click.echo(json.dumps(simulation.as_data(chosen, name, found, compared, points), indent=1))

@@ -31,10 +31,11 @@ def simulation_view(plan: Plan, schedule: str, found: Simulation) -> Parts:
     yield table(columns, rows, names=0, title=title)
     if len(found.shares) > _MOST_WORKERS:
         yield f"({len(found.shares) - _MOST_WORKERS} more workers; --json has them all)"
-    yield (
-        f"steady state: {format_seconds(found.pace_s)} per minibatch ({found.throughput_samples_per_s:.4g} samples/s)"
-        f"{_beside(predicted_s(plan, schedule), found.pace_s)}"
-    )
+    pace = f"{format_seconds(found.pace_s)} per minibatch ({found.throughput_samples_per_s:.4g} samples/s)"
+    if found.steady:
+        yield f"steady state: {pace}{_beside(predicted_s(plan, schedule), found.pace_s)}"
+    else:
+        yield f"no steady state: too few minibatches; {pace}, filling and draining the pipeline included"
     whole, fill, drain = map(format_seconds, (found.makespan_s, found.fill_s, found.drain_s))
     yield f"all minibatches: {whole}; the last worker began after {fill} (fill), the first ended {drain} early (drain)"
 
@@ -51,10 +52,10 @@ def _beside(predicted: float | None, simulated: float) -> str:
 
 
 def comparison_view(comparison: Comparison) -> Parts:
-    """The plan and those that everyone asks about."""
+    """The plan and those that everyone asks about, whatever number of minibatches was asked for."""
     own = next(row for row in comparison.rows if row.label == CHOSEN)
     yield table(
-        ("simulated", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
+        ("in steady state", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
         [
             (row.label, _short(row.config), f"{row.throughput_samples_per_s:.4g}",
              "" if row is own else f"{row.pace_s / own.pace_s:.3g} ×",
@@ -99,7 +100,8 @@ def as_data(
     """Everything but the events, as `--json` prints it."""
     made: dict[str, Any] = {
         "plan": plan.name, "config": plan.config, "schedule": schedule, "batch_size": found.batch_size,
-        "minibatches": found.minibatches, "predicted_bottleneck_s": predicted_s(plan, schedule),
+        "minibatches": found.minibatches, "steady_minibatches": found.steady,
+        "predicted_bottleneck_s": predicted_s(plan, schedule),
         "bottleneck_s": found.pace_s, "throughput_samples_per_s": found.throughput_samples_per_s,
         "makespan_s": found.makespan_s, "fill_s": found.fill_s, "drain_s": found.drain_s,
         "sent_bytes": found.sent_bytes, "workers": [asdict(share) for share in found.shares],

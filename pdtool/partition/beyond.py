@@ -11,7 +11,8 @@ from pdtool.artifacts.plan import Plan, Predicted, Stage, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
-from pdtool.partition.evaluate import Way, evaluate
+from pdtool.partition.evaluate import Way
+from pdtool.partition.paces import speed
 from pdtool.partition.search import Options
 from pdtool.partition.simulator.planned import pieces, planned_job
 from pdtool.partition.simulator.simulate import simulate
@@ -33,18 +34,13 @@ def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
     """
     job = planned_job(plan, profile)
     found = simulate(job)
-    cluster = plan.cluster.cluster()
-    alone = evaluate(profile, cluster, [profile.graph.names], [range(cluster.workers)], Way())
     places = range(plan.places)
     shares = [[share for share in found.shares if share.stage == s] for s in places]
     pace = found.pace_s
     compute = [sum(share.busy_s for share in shares[s]) / len(shares[s]) / found.minibatches for s in places]
     slowest = max(places, key=compute.__getitem__)
     figures = Predicted(
-        bottleneck_s=pace,
-        simulated_s=pace,
-        throughput_samples_per_s=plan.batch_size / pace if pace else 0.0,
-        gain_over_data_parallel=alone.bottleneck_s / pace if pace else 1.0,
+        **speed(plan, profile, pace, pace, Way()),
         compute_s=tuple(compute[s % plan.places] / plan.chunks for s in range(len(plan.stages))),
         allreduce_s=(0.0,) * len(plan.stages),
         transfer_s=(0.0,) * (len(plan.stages) - 1),

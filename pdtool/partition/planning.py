@@ -12,9 +12,10 @@ from pdtool.cluster import Cluster
 from pdtool.partition.attempt import Candidate, as_plan
 from pdtool.partition.beyond import SOURCE, has_formulas, interleaved, with_simulated_figures
 from pdtool.partition.evaluate import Costs, Way, evaluate
+from pdtool.partition.paces import simulated, speed
 from pdtool.partition.rivals import known, rivals
 from pdtool.partition.search import Options, Search
-from pdtool.partition.settle import settled, simulated
+from pdtool.partition.settle import settled
 from pdtool.schedule import NAMES, POLICIES, usual_shape
 
 
@@ -113,16 +114,9 @@ def way_of(plan: Plan) -> Way:
 
 
 def predicted(plan: Plan, profile: Profile, costs: Costs, way: Way, simulated_s: float | None) -> Predicted:
-    """The figures of a plan. The gain is over data parallelism on all workers of the cluster, whether or not that fits
-    in memory, by the same formulas."""
-    cluster = plan.cluster.cluster()
-    alone = evaluate(profile, cluster, [profile.graph.names], [range(cluster.workers)], replace(way, copies=1))
-    pace = costs.bottleneck_s
+    """The figures of a plan."""
     return Predicted(
-        bottleneck_s=pace,
-        simulated_s=simulated_s,
-        throughput_samples_per_s=plan.batch_size / pace if pace else 0.0,
-        gain_over_data_parallel=alone.bottleneck_s / pace if pace else 1.0,
+        **speed(plan, profile, costs.bottleneck_s, simulated_s, way),
         compute_s=costs.compute_s,
         allreduce_s=costs.allreduce_s,
         transfer_s=costs.transfer_s,

@@ -78,7 +78,7 @@ class Search:
     def __post_init__(self) -> None:
         wants = self.options
         if wants.schedule not in (*NAMES, "auto"):
-            raise UsageError(f"schedule {wants.schedule!r} is unknown", f"choose one of {', '.join(NAMES)}, auto")
+            raise UsageError(f"schedule {wants.schedule!r} is not searched", f"choose one of {', '.join(NAMES)}, auto")
         if wants.cost not in COSTS:
             raise UsageError(f"cost {wants.cost!r} is unknown", f"choose one of {', '.join(COSTS)}")
         if wants.microbatches < 1 or (wants.schedule == "1f1b" and wants.microbatches != 1):

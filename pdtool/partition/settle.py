@@ -12,16 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from pdtool.artifacts.plan import Plan
-from pdtool.artifacts.profile import Profile
-from pdtool.errors import ScheduleError
 from pdtool.partition.attempt import Candidate, as_plan
 from pdtool.partition.evaluate import Way, rules_and_loads
 from pdtool.partition.flight import most_first, runs, wanted, with_flight
+from pdtool.partition.paces import simulated, too_large
 from pdtool.partition.search import Search
-from pdtool.partition.simulator.compare import actions
-from pdtool.partition.simulator.planned import planned_job
-from pdtool.partition.simulator.simulate import simulated_pace
 from pdtool.partition.whole import link_loads
 
 _BELIEVED = 1.1  # times the predicted pace
@@ -29,7 +24,6 @@ _HOPELESS = 2.0  # times the bound: plans that are not simulated faster are not 
 _SLOWER_LINKS = (1.0, 2.0)  # than there are: what is planned for those sends less
 _MOST_STAGES = 5  # of these plans, but for the best
 _MOST_TRIED = 3  # of these plans, simulated, besides the best for each number of copies
-_MOST_SIMULATED = 300_000  # actions times workers, about half a second
 
 
 def settled(search: Search, chosen: Candidate, asked: Sequence[Candidate]) -> tuple[Candidate, float | None]:
@@ -40,7 +34,7 @@ def settled(search: Search, chosen: Candidate, asked: Sequence[Candidate]) -> tu
             fit, that are too large to simulate or not what the user wants are left out.
     """
     profile, cluster, margin = search.profile, search.cluster, search.options.simplest
-    if chosen.way.cost != "ours" or _too_large(as_plan(profile, "-", cluster, chosen)):
+    if chosen.way.cost != "ours" or too_large(as_plan(profile, "-", cluster, chosen)):
         return wanted(profile, cluster, chosen, margin), None
     believed, bound = chosen.costs.bottleneck_s * _BELIEVED, bound_s(search, chosen)
     race = _Race(search, chosen)
@@ -69,7 +63,7 @@ class _Race:
         """Simulate a plan that may win; whether that was done."""
         margin = self.search.options.simplest
         enough = self.pace_s if len(plan.stages) <= len(self.best.stages) else self.pace_s / (1 + margin)
-        key = plan.way, str(plan.stages), str(plan.workers)
+        key = plan.way, tuple(map(tuple, plan.stages)), tuple(map(tuple, plan.workers))
         if bound_s >= enough or key in self.entered:
             return False
         self.entered.add(key)
@@ -89,10 +83,18 @@ class _Race:
 
 
 def bound_s(search: Search, plan: Candidate) -> float:
-    """Seconds per minibatch that no simulation of the plan beats: the formulas' pace, and that of its busiest link."""
+    """Seconds per minibatch that no simulation of the plan beats: of its slowest stage, and of its busiest link.
+
+    Of the formulas only what they are sure of: they cannot see which replicas meet at a border, who holds a tied
+    parameter, which stages do not depend on the one before, and which have less to do when the pipeline fills.
+    """
     rules, work = rules_and_loads(search.profile, search.cluster, plan.stages, plan.workers, plan.way)
     links = link_loads(rules, search.profile, plan.stages, work, plan.workers)
-    return max(plan.costs.bottleneck_s, *(float(load.max()) for load in links))
+    stages = (
+        (load.forward_s + load.backward_s) / len(numbers) if load.tied_bytes else seconds
+        for load, numbers, seconds in zip(work, plan.workers, plan.costs.stage_s, strict=True)
+    )
+    return max(*stages, *(float(load.max()) for load in links))
 
 
 def _promising(search: Search, plans: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
@@ -129,18 +131,3 @@ def _tried(search: Search, plan: Candidate, limit_s: float) -> tuple[Candidate, 
         if seconds is not None and seconds < math.inf and runs(made):
             found, pace, limit_s = one, seconds, min(limit_s, seconds * (1 + margin))
     return found, pace
-
-
-def simulated(plan: Plan, profile: Profile, limit_s: float = math.inf) -> float | None:
-    """Seconds per minibatch in steady state, infinite above the limit; None where it would take too long, or the plan
-    cannot be executed."""
-    if _too_large(plan):
-        return None
-    try:
-        return simulated_pace(planned_job(plan, profile), limit_s)
-    except ScheduleError:
-        return None
-
-
-def _too_large(plan: Plan) -> bool:
-    return actions(plan) * plan.workers > _MOST_SIMULATED

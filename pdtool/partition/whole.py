@@ -6,17 +6,18 @@ flight a plan wants; what they cost, the simulator says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.profile import Profile
-from pdtool.partition.cost import Load, Rules
-from pdtool.partition.evaluate import shares_of
-from pdtool.partition.simulator.planned import borders
+from pdtool.partition.cost import Load, Rules, shares
+from pdtool.partition.simulator.planned import borders, tied_bytes
 
 Workers = Sequence[Sequence[int]]  # of each stage, replica k in copy k mod d
+Share = NDArray[np.float64]
 
 
 def link_loads(
@@ -28,21 +29,55 @@ def link_loads(
     from the stage that makes them to each stage that takes them, gradients back, and of each ring that passes through
     it 2 (n-1)/n of the bytes, once a round.
     """
-    parts = shares_of(rules, workers)
+    sent = borders(profile, stages)
+    meeting = [_meeting(rules, workers[border.source], workers[border.destination]) for border in sent]
+    held = [_held(rules, numbers, 1) for numbers in workers]
+    rings = _rings(rules, profile, stages, work, workers)
     seconds = []
     for depth, level in enumerate(rules.cluster.levels):
-        loads = np.zeros((2, parts[0][depth].shape[-1]))  # out of each member, into it
-        for border in borders(profile, stages):
-            a, b = parts[border.source][depth], parts[border.destination][depth]
-            forth, back = (np.stack([x * (1 - y), y * (1 - x)]).sum(axis=1) for x, y in ((a, b), (b, a)))
-            loads += (forth * border.forward_bytes + back * border.backward_bytes) / rules.copies
-        for s, load in enumerate(work):
-            touched, n = parts[s][depth].any(axis=0), len(workers[s])
-            own = 2 * (n - 1) / n * (load.parameter_bytes - load.tied_bytes) * (touched.sum() > 1)
-            tied = load.tied_bytes * (rules.everywhere[depth] > 1)
-            loads += touched * (own + tied) / rules.round_size(n // rules.copies)
+        loads = np.zeros((2, held[0][depth].shape[-1]))  # out of each member, into it
+        for border, (ours, theirs) in zip(sent, meeting, strict=True):
+            a, b = ours[depth], theirs[depth]
+            forth, back = (np.stack([x * (1 - y), y * (1 - x)]).mean(axis=1) for x, y in ((a, b), (b, a)))
+            loads += forth * border.forward_bytes + back * border.backward_bytes
+        for members, size, every in rings:
+            touched = np.any([held[s][depth] for s in members], axis=(0, 1))
+            n = sum(len(workers[s]) for s in members)
+            loads += touched * (touched.sum() > 1) * 2 * (n - 1) / n * size / every
         seconds.append(loads.max(axis=0) / level.bandwidth_bytes_per_s)
     return seconds
+
+
+def _rings(
+    rules: Rules, profile: Profile, stages: Sequence[Collection[str]], work: Sequence[Load], workers: Workers
+) -> list[tuple[Sequence[int], int, int]]:
+    """(stages, bytes, minibatches in a round) of what is averaged: by the replicas of a stage what it alone holds, by
+    those of several what they all hold; then they all update after the same number of minibatches."""
+    sizes = [len(numbers) for numbers in workers]
+    tied = tied_bytes(profile, stages)
+    every = [rules.round_size(n // rules.copies) for n in sizes]
+    for group in tied if rules.schedule == "1f1b" else ():
+        for s in group:
+            every[s] = math.lcm(*(sizes[other] for other in group))
+    own = [((s,), load.parameter_bytes - load.tied_bytes, every[s]) for s, load in enumerate(work)]
+    return [*own, *((group, size, every[group[0]]) for group, size in tied.items())]
+
+
+def _meeting(rules: Rules, ours: Sequence[int], theirs: Sequence[int]) -> tuple[list[Share], list[Share]]:
+    """For two stages, of each class of replicas that exchange minibatches, and of each level: see `_held`.
+
+    Minibatch i is at replica i mod r of both: replicas of n and m meet where their numbers are alike modulo the
+    greatest common divisor, all of them equally often.
+    """
+    classes = math.gcd(len(ours), len(theirs))
+    return _held(rules, ours, classes), _held(rules, theirs, classes)
+
+
+def _held(rules: Rules, numbers: Sequence[int], classes: int) -> list[Share]:
+    """For each level, [classes, members] share on each member of the workers whose positions are alike modulo that."""
+    held = np.zeros((classes, rules.cluster.workers))
+    held[np.arange(len(numbers)) % classes, list(numbers)] = 1
+    return shares(rules.cluster, held)
 
 
 def waits(

@@ -13,8 +13,10 @@ import json
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,9 @@ def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
 def export(run_dir: Path, out: Path) -> Path:
     """Write the model of a run's last checkpoint as one ordinary state_dict, for `torch.load`; returns the checkpoint.
 
+    Args:
+        out: the file; `-` is stdout.
+
     Raises:
         UsageError: the run has no checkpoint.
         PdtoolError: the file could not be written; an older one stays.
@@ -103,7 +108,7 @@ def export(run_dir: Path, out: Path) -> Path:
     checkpoint = latest(run_dir)
     state = load(checkpoint, lambda key: key.startswith("model."))
     try:
-        with replacing(out) as file:
+        with nullcontext(sys.stdout.buffer) if str(out) == "-" else replacing(out) as file:
             torch.save({key.removeprefix("model."): value for key, value in state.items()}, file)
     except RuntimeError as error:  # of torch, when the disk is full
         raise PdtoolError(f"{out} could not be written ({error})", "free some space or name another place") from error

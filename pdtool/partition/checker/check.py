@@ -20,6 +20,7 @@ from pdtool.partition.checker.walk import Walk
 from pdtool.units import format_bytes, format_seconds
 
 _SAME = 1e-9  # relative: sums taken in another order differ in the last digits
+_PLAUSIBLE = 0.95  # of the slowest stage: a simulation looks at some thirty minibatches between two others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +93,13 @@ class Check:
         )  # fmt: skip
 
     def _figures(self, own: Recount, stored: Predicted) -> Iterator[Finding]:
+        if stored.simulated_s is not None:
+            yield self._simulated(own, stored.simulated_s)
         pace = own.bottleneck_s()
+        expected = pace if stored.simulated_s is None else stored.simulated_s
         recomputed = {
             "bottleneck_s": pace,
-            "throughput_samples_per_s": self.profile.batch_size / pace if pace else 0.0,
+            "throughput_samples_per_s": self.profile.batch_size / expected if expected else 0.0,
             "compute_s": [own.compute_s(s) for s in own.order],
             "allreduce_s": [own.allreduce_s(s) for s in own.order],
             "transfer_s": [own.transfer_s(s) for s in own.order[1:]],
@@ -105,9 +109,19 @@ class Check:
         for name, figure in recomputed.items():
             yield _compared(name, getattr(stored, name), figure)
         gains = [alone.bottleneck_s() / pace if pace else 1.0 for alone in self._alone(own, own.cluster.workers)]
+        if stored.simulated_s is not None and stored.data_parallel_s is not None:
+            gains = [stored.data_parallel_s / stored.simulated_s if stored.simulated_s else 1.0]
         name = "gain_over_data_parallel"
         found = [_compared(name, getattr(stored, name), gain) for gain in gains]
         yield next((one for one in found if one.holds), found[0])
+
+    def _simulated(self, own: Recount, stored: float) -> Finding:
+        """No simulation is faster than the passes of its slowest stage (`pdtool simulate` makes it again)."""
+        least = max(own.passes_s(s) for s in own.order)
+        return Finding(
+            claim="simulated_s", holds=stored >= least * _PLAUSIBLE, field="predicted.simulated_s", stored=stored,
+            recomputed=least, words=f"{format_seconds(stored)}, and the slowest stage computes {format_seconds(least)}",
+        )  # fmt: skip
 
     def _alone(self, own: Recount, workers: int) -> list[Recount]:
         """Data parallelism; and once more where it fits only if it recomputes: a plan does not say whether it may."""

@@ -109,11 +109,15 @@ class Recount:
                 work[s].tied += shared.bytes * (len(set(users)) > 1)
         return work
 
+    def passes_s(self, s: int) -> float:
+        """Forwards and backwards, shared by the replicas."""
+        work = self.work[s]
+        return (work.forward * (2 if self.plan.recompute[s] else 1) + work.backward) / len(self.plan.workers[s])
+
     def compute_s(self, s: int) -> float:
         """In a round a replica does its share of the minibatches, whole ones, and one update."""
         work, n, k = self.work[s], len(self.plan.workers[s]), self.plan.round(s)
-        passes = work.forward * (2 if self.plan.recompute[s] else 1) + work.backward
-        return (math.ceil(k / n) * passes + work.update) / k if self.ours else passes / n
+        return (math.ceil(k / n) * n * self.passes_s(s) + work.update) / k if self.ours else self.passes_s(s)
 
     def allreduce_s(self, s: int) -> float:
         """One ring a round; tied parameters by a ring with one member more, over all the workers of the pipeline."""

@@ -10,12 +10,11 @@ from itertools import pairwise
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.partition.rivals import known_plans
-from pdtool.partition.simulator.planned import enough, planned_job
-from pdtool.partition.simulator.simulate import simulate
+from pdtool.partition.simulator.planned import MOST_ACTIONS, enough, planned_job
+from pdtool.partition.simulator.simulate import simulate, simulated_pace
 from pdtool.partition.simulator.simulation import Simulation
 
 CHOSEN, DATA_PARALLEL = "this plan", "data parallelism"
-MOST_ACTIONS = 200_000  # about ten seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +44,17 @@ class Comparison:
     left_out: tuple[str, ...]
 
 
-def compare(profile: Profile, plan: Plan, found: Simulation | None = None) -> Comparison:
-    """The plan, data parallelism, the straight pipeline, GPipe and model parallelism, each where there is one.
+def compare(profile: Profile, plan: Plan, found: Simulation) -> Comparison:
+    """The plan, data parallelism, the straight pipeline, GPipe and model parallelism, each where there is one, and each
+    in its steady state.
 
     Args:
-        found: what the plan's own simulation said, where it was made already.
+        found: what the plan's own simulation said, with as many minibatches as that takes.
     """
     known = known_plans(profile, plan)
     small = [(label, rival) for label, rival in known if actions(rival) <= MOST_ACTIONS]
     rows = [_row(label, rival, simulate(planned_job(rival, profile))) for label, rival in small]
-    own = _row(CHOSEN, plan, found or simulate(planned_job(plan, profile)))
+    own = _row(CHOSEN, plan, found)
     return Comparison(rows=(own, *rows), left_out=tuple(label for label, rival in known if (label, rival) not in small))
 
 
@@ -89,7 +89,7 @@ class Point:
 def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[Point]:
     """The same plan, and data parallelism on all workers, at each bandwidth of the outermost level."""
     rival = next(other for label, other in known_plans(profile, plan) if label.startswith(DATA_PARALLEL))
-    paces = [[simulate(planned_job(at(one, rate), profile)).pace_s for rate in bandwidths] for one in (plan, rival)]
+    paces = [[simulated_pace(planned_job(at(one, rate), profile)) for rate in bandwidths] for one in (plan, rival)]
     return [
         Point(bandwidth_bytes_per_s=rate, pace_s=own, data_parallel_s=other)
         for rate, own, other in zip(bandwidths, *paces, strict=True)

@@ -20,11 +20,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from operator import attrgetter
 
 from pdtool.cluster import Cluster
 
 _TIGHT = 1 + 1e-12  # sums that come and go leave a rest
+_MOST_REMEMBERED = 5_000
 
 
 class Clock:
@@ -60,7 +60,7 @@ class Link:
     """One way, up or down, between a member of a level and the others.
 
     Attributes:
-        flows: those on it now, with how many messages each.
+        flows: those on it now, with how many messages each; `messages` in all.
         wanted: bytes/s that they would take if each had its other links for itself.
         tight: whether it may hold up one of them; if not, none of them depends on the others for its sake.
         room, unfilled: bandwidth left, and messages without their share of it, while shares are worked out.
@@ -71,6 +71,7 @@ class Link:
     member: int
     bandwidth: float
     flows: dict[Flow, int] = field(default_factory=dict)
+    messages: int = 0
     wanted: float = 0.0
     tight: bool = False
     room: float = 0.0
@@ -79,18 +80,16 @@ class Link:
     def add(self, flow: Flow, messages: int) -> None:
         """One more."""
         self.flows[flow] = messages
+        self.messages += messages
         self.wanted += messages * flow.most
         self.tight = self.wanted > self.bandwidth * _TIGHT
 
     def remove(self, flow: Flow) -> None:
         """One less."""
         messages = self.flows.pop(flow)
+        self.messages -= messages
         self.wanted = self.wanted - messages * flow.most if self.flows else 0.0
         self.tight = self.wanted > self.bandwidth * _TIGHT
-
-    def share(self) -> float:
-        """Of each message that has none yet."""
-        return self.room / self.unfilled
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -98,7 +97,7 @@ class Flow:
     """One message, or one ring all-reduce: what all its members send at once.
 
     Attributes:
-        channel: its flows go one after the other, those of different channels at once.
+        channel: its flows go one after the other, over the same links; those of different channels at once.
         size_bytes: to send, over each of its links.
         links: with how many messages it is on each.
         ended: called with the flow when the last byte has left; the latency comes on top.
@@ -128,6 +127,8 @@ class Links:
         self._paths: dict[tuple[int, int], tuple[list[Link], float]] = {}
         self._links: dict[tuple[str, int, int], Link] = {}
         self._channels: dict[Hashable, deque[Flow]] = {}
+        # rates by the channels that share links: in a pipeline they come again and again
+        self._shares: dict[Collection[Hashable], dict[Hashable, float]] = {}
         self._begun: list[Flow] = []  # since rates were last worked out
         self._changed: dict[Link, None] = {}  # tight links with other flows than then
 
@@ -188,9 +189,16 @@ class Links:
     def _share(self) -> None:
         """Give all flows that begun, or that depend on links that changed, their rates, and set their alarms."""
         now = self.clock.now
-        flows = _together(self._begun, self._changed)
+        flows, links = _together(self._begun, self._changed)
         self._begun, self._changed = [], {}
-        for flow, rate in _fair(flows).items():
+        busy = frozenset([flow.channel for flow in flows])
+        if busy not in self._shares:
+            if len(self._shares) > _MOST_REMEMBERED:
+                self._shares.clear()
+            self._shares[busy] = {flow.channel: rate for flow, rate in _fair(flows, links).items()}
+        rates = self._shares[busy]
+        for flow in flows:
+            rate = rates[flow.channel]
             if rate != flow.rate:
                 flow.left_bytes -= flow.rate * (now - flow.since_s)
                 flow.rate, flow.since_s = rate, now
@@ -202,47 +210,52 @@ class Links:
             self._end(flow)
 
 
-def _together(flows: Iterable[Flow], links: Iterable[Link]) -> dict[Flow, None]:
-    """These flows, those on these links, on the tight links of those, and so on."""
+def _together(flows: Iterable[Flow], links: Iterable[Link]) -> tuple[Collection[Flow], list[Link]]:
+    """These flows, those on these links, on the tight links of those, and so on; and all the tight links."""
     found = dict.fromkeys(flows)
-    queue = [*links, *(link for flow in found for link in flow.links if link.tight)]
-    seen = dict.fromkeys(queue)
+    seen = dict.fromkeys(links)
+    for flow in found:
+        seen |= dict.fromkeys(link for link in flow.links if link.tight)
+    queue = list(seen)
     for link in queue:
         for flow in link.flows:
             if flow not in found:
                 found[flow] = None
-                more = [other for other in flow.links if other.tight and other not in seen]
-                queue += more  # the loop comes to them, too
-                seen |= dict.fromkeys(more)
-    return found
+                for other in flow.links:
+                    if other.tight and other not in seen:
+                        seen[other] = None
+                        queue.append(other)  # the loop comes to it, too
+    return found, [link for link in seen if link.tight]
 
 
-def _fair(flows: Collection[Flow]) -> dict[Flow, float]:
-    """Fill all flows alike until one has the most it can, or a link is full; those on it have their rate, the others go
-    on."""
-    links = [link for link in dict.fromkeys(link for flow in flows for link in flow.links) if link.tight]
+def _fair(flows: Collection[Flow], links: list[Link]) -> dict[Flow, float]:
+    """Fill all flows alike until some have the most they can, or links are full; those on them have their rate, the
+    others go on.
+
+    Args:
+        links: the tight ones that these flows are on, and no others.
+    """
     for link in links:
-        link.room, link.unfilled = link.bandwidth, sum(link.flows.values())
+        link.room, link.unfilled = link.bandwidth, link.messages
     rates: dict[Flow, float] = {}
     rate = 0.0
-    waiting = sorted(flows, key=_most, reverse=True)
+    waiting = list(flows)
     while links:
-        full = min(links, key=Link.share)
-        least = waiting[-1]
-        if full.share() < least.most:
-            rate = max(rate, full.share())  # it only grows, but for rounding
-            filled = [flow for flow in full.flows if flow not in rates]
+        shares = [link.room / link.unfilled for link in links]
+        share, least = min(shares), min(flow.most for flow in waiting)
+        if share < least:
+            rate = max(rate, share)  # it only grows, but for rounding
+            full = [link for link, each in zip(links, shares, strict=True) if each == share]
+            filled = {flow: rate for link in full for flow in link.flows if flow not in rates}
         else:
-            rate, filled = least.most, [least]
-        for flow in filled:
-            rates[flow] = rate
+            filled = {flow: least for flow in waiting if flow.most == least}
+        rates |= filled
+        for flow, own in filled.items():
             for link, messages in flow.links.items():
                 if link.tight:
                     link.unfilled -= messages
-                    link.room = max(0.0, link.room - messages * rate)
+                    room = link.room - messages * own
+                    link.room = room if room > 0.0 else 0.0
         waiting = [flow for flow in waiting if flow not in rates]
         links = [link for link in links if link.unfilled]  # those without flows to fill are done
     return rates | {flow: flow.most for flow in waiting}
-
-
-_most = attrgetter("most")

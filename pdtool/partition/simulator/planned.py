@@ -17,6 +17,7 @@ from pdtool.partition.simulator.simulation import filling, period
 from pdtool.schedule import Kind, Shape, build, flows, lag_of, usual_shape
 
 LEAST_STEADY = 32  # minibatches in steady state
+MOST_ACTIONS = 200_000  # forwards and backwards, about ten seconds
 
 
 def planned_job(
@@ -31,20 +32,23 @@ def planned_job(
         chunks: stages on each worker of `interleaved`, for which the model is cut anew (see `pieces`).
 
     Raises:
-        UsageError: the schedule does not go with the plan.
+        UsageError: the schedule does not go with the plan, or there are more minibatches than can be simulated.
     """
     name = schedule or plan.schedule
     stages: Sequence[Collection[str]] = plan.stage_nodes(profile)
     recompute = [stage.recompute for stage in plan.stages]
     if name == "interleaved" != plan.schedule:
         stages, recompute = pieces(profile, len(stages) * chunks), recompute * chunks
-    sizes = _tied_bytes(profile, stages)
+    sizes = tied_bytes(profile, stages)
     if name == plan.schedule:
         shape = plan.shape(tuple(sizes))
     else:
         replicas = [stage.replicas for stage in plan.stages]
         microbatches = plan.microbatches if plan.microbatches > 1 else 4 * len(replicas)
         shape = usual_shape(name, replicas, microbatches, chunks if name == "interleaved" else 1)
+    most = max(MOST_ACTIONS // (2 * len(stages)), enough(shape))
+    if minibatches and minibatches > most:
+        raise UsageError(f"--minibatches {minibatches} of {len(stages)} stages take too long", f"give at most {most}")
     return Job(
         shape=shape,
         lists=build(name, shape, minibatches or enough(shape)),
@@ -144,7 +148,7 @@ def borders(profile: Profile, stages: Sequence[Collection[str]]) -> list[Border]
     return made
 
 
-def _tied_bytes(profile: Profile, stages: Sequence[Collection[str]]) -> dict[tuple[int, ...], int]:
+def tied_bytes(profile: Profile, stages: Sequence[Collection[str]]) -> dict[tuple[int, ...], int]:
     """Bytes of tied parameters by the stages that hold them, where there are several."""
     stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
     sizes: dict[tuple[int, ...], int] = {}

@@ -37,9 +37,9 @@ def simulate(job: Job) -> Simulation:
     shares = tuple(worker.share(end, room, sent)
                    for worker, room, sent in zip(workers, record.rooms, record.sent_bytes, strict=True))  # fmt: skip
     return Simulation(
-        minibatches=len(done.at_s), batch_size=job.batch_size, makespan_s=end, pace_s=done.pace_s,
-        fill_s=max(worker.begun_s for worker in workers), drain_s=end - min(worker.free_s for worker in workers),
-        shares=shares, events=tuple(record.events),
+        minibatches=len(done.at_s), steady=len(done.watched), batch_size=job.batch_size, makespan_s=end,
+        pace_s=done.pace_s, fill_s=max(worker.begun_s for worker in workers),
+        drain_s=end - min(worker.free_s for worker in workers), shares=shares, events=tuple(record.events),
     )  # fmt: skip
 
 
@@ -83,6 +83,7 @@ class _Done:
 
     Attributes:
         at_s: when each was done, in order.
+        watched: those in steady state.
         known: whether it was stopped.
     """
 
@@ -90,7 +91,7 @@ class _Done:
         self.clock, self.limit_s, self.known = clock, limit_s, False
         self.at_s: list[float] = []
         ends = Counter(a.minibatch for actions in job.lists for a in actions if a.kind.ends)
-        self._missing, self._watched = ends, steady(len(ends), job.shape)
+        self._missing, self.watched = ends, steady(len(ends), job.shape)
 
     def end(self, minibatch: int) -> None:
         """One stage has done with it."""
@@ -98,18 +99,18 @@ class _Done:
         if self._missing[minibatch]:
             return
         self.at_s.append(self.clock.now)
-        past = len(self.at_s) - self._watched.start
-        if self.limit_s is not None and self._watched and past >= 0:
-            took = self.clock.now - self.at_s[self._watched.start - 1]
-            self.known = past >= len(self._watched) or took > self.limit_s * len(self._watched)
+        past = len(self.at_s) - self.watched.start
+        if self.limit_s is not None and self.watched and past >= 0:
+            took = self.clock.now - self.at_s[self.watched.start - 1]
+            self.known = past >= len(self.watched) or took > self.limit_s * len(self.watched)
             if self.known:
                 self.clock.stop()
 
     @property
     def pace_s(self) -> float:
         """Seconds per minibatch in steady state; infinite where it was stopped before its end."""
-        stopped = self.known and len(self.at_s) < self._watched.stop
-        return math.inf if stopped else pace(self.at_s, self._watched)
+        stopped = self.known and len(self.at_s) < self.watched.stop
+        return math.inf if stopped else pace(self.at_s, self.watched)
 
 
 class _Mail:

@@ -145,12 +145,14 @@ class Simulation:
     """What came of it.
 
     Attributes:
-        pace_s: seconds per minibatch in steady state, between the filling of the pipeline and its draining.
+        steady: minibatches in steady state, between the filling of the pipeline and its draining.
+        pace_s: seconds per minibatch of those; of all where there are none.
         fill_s: until all workers have begun.
         drain_s: from when the first worker has nothing left to do.
     """
 
     minibatches: int
+    steady: int
     batch_size: int
     makespan_s: float
     pace_s: float
@@ -161,7 +163,7 @@ class Simulation:
 
     @property
     def throughput_samples_per_s(self) -> float:
-        """In steady state."""
+        """At that pace."""
         return self.batch_size / self.pace_s if self.pace_s else math.inf
 
     @property
