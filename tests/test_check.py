@@ -242,7 +242,7 @@ def test_the_command_as_json(planned):
 
 @pytest.mark.parametrize(("part", "name", "value", "match"), [
     ("predicted", "bottleneck_s", 0.125, "predicted.bottleneck_s: the plan says 0.125, recomputed it is"),
-    ("predicted", "simulated_s", 0.125, "predicted.simulated_s: the plan says 0.125, recomputed it is"),
+    ("predicted", "simulated_s", 0.125, "predicted.simulated_s: 125 ms, and the slowest stage computes 400 ms"),
     ("predicted", "traffic_bytes", 5, "predicted.traffic_bytes: the plan says 5, recomputed it is"),
     ("why", "gap", 0.25, "why.gap: this plan is 0.00% slower than the lower bound, it says 0.25"),
 ])  # fmt: skip

@@ -10,6 +10,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.partition.attempt import Candidate, as_plan
 from pdtool.partition.cost import SLACK
 from pdtool.partition.evaluate import Way, evaluate
+from pdtool.partition.flight import wanted
 from pdtool.partition.layout import MOST_WORKERS, Layout
 from pdtool.partition.search import Options, Search
 from pdtool.units import format_bytes, format_seconds
@@ -93,7 +94,11 @@ def _why_not(search: Search, rival: Candidate, chosen: Candidate) -> str:
 
 
 def known_plans(profile: Profile, plan: Plan) -> list[tuple[str, Plan]]:
-    """The same as whole plans, for the cluster and the formulas of `plan`."""
+    """The same as whole plans, for the cluster and the formulas of `plan`, with the minibatches in flight they want."""
     search = Search(profile, plan.cluster.cluster(), Options())
-    made = [(label, found) for label, found in known(search, Way()) if label != "one worker"]
-    return [(label, as_plan(profile, plan.profile, search.cluster, found)) for label, found in made]
+    made = []
+    for label, rival in known(search, Way()):
+        if label != "one worker":
+            best = rival if _one_by_one(rival) else wanted(profile, search.cluster, rival, search.options.simplest)
+            made.append((label, as_plan(profile, plan.profile, search.cluster, best)))
+    return made
