@@ -16,8 +16,11 @@ ROOT = Path(__file__).parent.parent / "pdtool"
 FILES = sorted(ROOT.rglob("*.py"))
 PARTS = ("profile", "partition", "codegen", "run")
 
-# errors, units < graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < cli
-LAYERS = (("errors", "units"), ("graph", "cluster", "schedule"), ("artifacts",), ("frontend",), PARTS, ("cli",))
+# errors, units, resident <
+# graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < cli
+LAYERS = (
+    ("errors", "units", "resident"), ("graph", "cluster", "schedule"), ("artifacts",), ("frontend",), PARTS, ("cli",),
+)  # fmt: skip
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 HOMES = {

@@ -12,6 +12,7 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
 from pdtool.profile.execute import Executor
+from pdtool.profile.gauge import Scratch
 from pdtool.profile.measure import measure
 
 TEXT = """
@@ -95,6 +96,17 @@ def test_times_are_measured(model_file):
     assert profile.step_s > 0
     total = sum(n.forward_s + n.backward_s + n.update_s for n in profile.nodes)
     assert profile.coverage == pytest.approx(total / profile.step_s)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_scratch_is_what_is_held_only_while_computing():
+    """Of 40 MB in each of three tensors, one is the result."""
+    a = torch.ones(10_000_000)
+    result, scratch = Scratch(torch.device("cpu")).of(lambda: (a + 1) * (a + 2))
+    assert scratch() == pytest.approx(80e6, rel=0.05)
+    assert result[0] == 6
+    _, none = Scratch(torch.device("cpu")).of(lambda: a + 1)
+    assert none() < 2e6
 
 
 def test_a_model_without_loss_and_data_is_profiled_without_them(tmp_path):

@@ -33,7 +33,7 @@ def test_a_straight_pipeline():
     assert costs.compute_s == (3, 2, 5)
     assert costs.allreduce_s == (0, 0, 0)
     assert costs.transfer_s == (10, 11), "a goes once to each stage that takes it, b's output to the last; full duplex"
-    working = (100, 10 + 50, 0 + 50 + 10)  # an operator's output, and the gradients of its inputs
+    working = (100, 10 + 50, 60 * 2)  # an operator's output and the gradients of its inputs, or an optimizer step
     assert costs.memory_bytes == (
         40 * (3 + 1 + 2) + 9 * 3 + working[0], 100 * 2 + working[1], 60 * (1 + 1 + 2) + 110 + working[2]
     )  # fmt: skip
@@ -45,7 +45,7 @@ def test_data_parallelism():
     costs = evaluate(SKIP, make_cluster((4,), (10.0,), latencies=[0.5]), [SKIP.graph.names], [range(4)])
     assert costs.compute_s == (10 / 4,)
     assert costs.allreduce_s == ((2 * 3 / 4 * 100 / 10 + 2 * 3 * 0.5) / 4,), "one ring in a round of four minibatches"
-    assert costs.memory_bytes == (100 * (1 + 1 + 2) + 9 + 100,)
+    assert costs.memory_bytes == (100 * (1 + 1 + 2) + 9 + 60 * 2,)
     assert costs.traffic_bytes == 2 * 3 * 100 / 4
 
 

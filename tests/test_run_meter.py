@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdtool import resident
 from pdtool.artifacts.trace import Event, chrome_trace
-from pdtool.run import ledger, memory, meter
+from pdtool.run import ledger, meter
 from pdtool.run.ledger import Totals
 from pdtool.run.memory import Memory
 from pdtool.run.meter import MOST_MARKED, Meter
@@ -216,8 +217,8 @@ def test_the_peak_of_memory_is_that_since_the_last_restart() -> None:
 @pytest.mark.parametrize("text", ["", "VmHWM: 12 kB\n"])
 def test_a_system_that_does_not_say_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     (tmp_path / "status").write_text(text)
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / ("status" if text else "gone"))
-    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "none" / "clear_refs")
+    monkeypatch.setattr(resident, "_STATUS", tmp_path / ("status" if text else "gone"))
+    monkeypatch.setattr(resident, "_CLEAR", tmp_path / "none" / "clear_refs")
     found = Memory(CPU)
     found.start([])
     assert found.peak_bytes is None

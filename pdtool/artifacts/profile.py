@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -45,6 +46,8 @@ class Node(Part):
         gradient_bytes: bytes of those that a gradient comes back for.
         parameter_bytes: bytes of its parameters (a shared parameter counts at each node; see Profile.shared).
         stash_bytes: bytes kept from its forward for its backward, parameters not counted.
+        scratch_bytes: bytes it holds while it computes and no more afterwards, as measured: reordered copies, gradients
+            of what is inside it. Neither its output nor the gradients of its inputs.
         flops: floating-point operations of its forward.
     """
 
@@ -59,6 +62,7 @@ class Node(Part):
     gradient_bytes: Bytes = 0
     parameter_bytes: Bytes = 0
     stash_bytes: Bytes = 0
+    scratch_bytes: Bytes = 0
     flops: Bytes = 0
 
 
@@ -130,12 +134,15 @@ class Profile(Artifact):
 
     @cached_property
     def working_bytes(self) -> dict[str, int]:
-        """Node name -> bytes it needs while it computes, besides what is kept: its output or that one's gradient, and
-        the gradients of its inputs."""
-        return {
+        """Node name -> bytes it needs while it computes, besides what is kept: its output or that one's gradient, the
+        gradients of its inputs, and scratch; or what an optimizer step on its parameters makes for the time being, as
+        many tensors as it keeps (so do PyTorch's own, one parameter after the other, as is usual on a CPU)."""
+        made = {
             node.name: node.output_bytes + sum(self.by_name[source].gradient_bytes for source in node.inputs)
             for node in self.nodes
         }
+        steps = {node.name: math.ceil(node.parameter_bytes * self.optimizer_state_bytes) for node in self.nodes}
+        return {node.name: max(made[node.name] + node.scratch_bytes, steps[node.name]) for node in self.nodes}
 
     def parameter_bytes(self, nodes: Collection[str]) -> int:
         """Bytes of the distinct parameters that `nodes` use."""

@@ -37,7 +37,8 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Op
     search = Search(profile, cluster, options)
     chosen, others = search.best()
     asked = list(known(search, chosen.way))
-    alike = [plan for _, plan in asked if plan.way.schedule == chosen.way.schedule]
+    way = chosen.way.schedule, chosen.way.microbatches
+    alike = [plan for _, plan in asked if (plan.way.schedule, plan.way.microbatches) == way]
     final, simulated_s = settled(search, chosen, [*others, *alike])
     plan = as_plan(profile, profile_path, cluster, final)
     bound, proof = lower_bound(search, others)

@@ -150,7 +150,7 @@ class Subject:
 
     def profile(
         self, device: Device, *, forwards: Times, backwards: Times, update_s: float, state_bytes: float, step_s: float,
-        survey: tuple[Mapping[str, int], Mapping[str, int]],
+        survey: tuple[Mapping[str, int], Mapping[str, int]], scratch: Mapping[str, int] | None = None,
     ) -> Profile:  # fmt: skip
         """The profile with these times.
 
@@ -158,8 +158,9 @@ class Subject:
             forwards, backwards: seconds of each node; update_s: of the optimizer step, shared out by parameter bytes.
             state_bytes: of the optimizer, for each byte of parameters.
             step_s: seconds of a whole step without the update; 0 when it is estimated.
+            scratch: bytes, where they were measured; see Node.
         """
-        nodes = tuple(self._nodes(*survey, forwards, backwards, update_s))
+        nodes = tuple(self._nodes(*survey, forwards, backwards, update_s, scratch or {}))
         spent = sum(n.forward_s + n.backward_s + n.update_s for n in nodes)
         profile = Profile(
             name=self.model_file.name,
@@ -176,8 +177,9 @@ class Subject:
         return profile.model_copy(update=self._hints(profile))
 
     def _nodes(
-        self, stash: Mapping[str, int], flops: Mapping[str, int], forwards: Times, backwards: Times, update_s: float
-    ) -> Iterator[Node]:
+        self, stash: Mapping[str, int], flops: Mapping[str, int], forwards: Times, backwards: Times, update_s: float,
+        scratch: Mapping[str, int],
+    ) -> Iterator[Node]:  # fmt: skip
         taken = {v for op in self.traced.operators for v in op.values} | set(self.outputs)
         all_bytes = max(1, sum(p.nbytes for p in self.traced.model.parameters()))
         charged: set[str] = set()
@@ -200,6 +202,7 @@ class Subject:
                 gradient_bytes=sum(v.nbytes(self.batch) for v in outputs if v.differentiable),
                 parameter_bytes=sum(self.run.state[name].nbytes for name in names),
                 stash_bytes=stash.get(op.name, 0),
+                scratch_bytes=scratch.get(op.name, 0),
                 flops=flops.get(op.name, 0),
             )
         if self.with_loss:
@@ -208,6 +211,7 @@ class Subject:
             yield Node(
                 name="loss", op="loss", module="", inputs=sources, forward_s=forwards["loss"],
                 backward_s=backwards.get("loss", 0.0), stash_bytes=stash.get("loss", 0),
+                scratch_bytes=scratch.get("loss", 0),
             )  # fmt: skip
 
     def _is_constant(self, value: Value) -> bool:

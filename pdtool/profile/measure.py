@@ -20,36 +20,12 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.trace import trace
 from pdtool.profile.count import Subject, size_errors
 from pdtool.profile.execute import differentiable, inplace_modules_off, tensors
+from pdtool.profile.gauge import Clock, Gauge, Reading, Scratch
 
 _FEWEST, _MOST = 3, 15  # timed rounds
 _BUDGET_S = 6.0  # for all rounds, as far as _FEWEST allows
 Progress = Callable[[int, int], None]
 Times = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Seconds that work takes on a device: CUDA events there, the processor's clock here."""
-
-    device: torch.device
-
-    def time(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
-        """Result of `work`, and a function for its seconds, to be called when the device has come to rest."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            result = work()
-            seconds = time.perf_counter() - start
-            return result, lambda: seconds
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        result = work()
-        end.record()
-        return result, lambda: float(begin.elapsed_time(end)) / 1e3
-
-    def rest(self) -> None:
-        """Wait until the device has done all its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def measure(
@@ -94,19 +70,16 @@ class _Measurement:
     device: torch.device
     progress: Progress
 
-    @property
-    def clock(self) -> Clock:
-        """Of the device."""
-        return Clock(self.device)
-
     def profile(self) -> Profile:
         """All of it."""
         survey = self.subject.survey()
         step_s, forwards, backwards = self._rounds()
         update_s, state_bytes = self._optimizer()
+        forward, backward = self._pass(Scratch(self.device))
+        scratch = {name: int(max(forward[name], backward.get(name, 0.0))) for name in forward}
         return self.subject.profile(
             Device(name=_device_name(self.device), kind="measured"), survey=survey, forwards=forwards,
-            backwards=backwards, update_s=update_s, state_bytes=state_bytes, step_s=step_s,
+            backwards=backwards, update_s=update_s, state_bytes=state_bytes, step_s=step_s, scratch=scratch,
         )  # fmt: skip
 
     def _rounds(self) -> tuple[float, Times, Times]:
@@ -115,14 +88,14 @@ class _Measurement:
         Whole steps and passes through the nodes take turns, so that both meet the same machine. A pass runs every node
         once, in order, so that caches are as in training; the first round is for warming up.
         """
-        start = time.perf_counter()
-        self._pass(), self._whole_step()
+        start, clock = time.perf_counter(), Clock(self.device)
+        self._pass(clock), self._whole_step()
         count = max(_FEWEST, min(_MOST, int(_BUDGET_S / (time.perf_counter() - start))))
         steps, passes = [], []
         for done in range(count):
             self.progress(done, count)
             steps.append(self._whole_step())
-            passes.append(self._pass())
+            passes.append(self._pass(clock))
         self.progress(count, count)
         forwards, backwards = (
             {name: statistics.median(times[kind][name] for times in passes) for name in passes[0][kind]}
@@ -139,31 +112,31 @@ class _Measurement:
         call = partial(torch.autograd.grad, x.view(1), x, torch.ones(1), retain_graph=True)
         return statistics.median(self._seconds(call) for _ in range(100))
 
-    def _pass(self) -> tuple[Times, Times]:
-        """Seconds of every node's forward, in order, and then of every node's backward, in reverse order."""
+    def _pass(self, gauge: Gauge) -> tuple[Times, Times]:
+        """What every node's forward takes, in order, and then every node's backward, in reverse order."""
         subject = self.subject
         environment = subject.environment()
         replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []
-        forwards: dict[str, Callable[[], float]] = {}
+        forwards: dict[str, Reading] = {}
         for op in subject.computed:
             inputs = subject.run.fresh(op, environment)
-            result, forwards[op.name] = self.clock.time(subject.run.prepared(op, inputs))
+            result, forwards[op.name] = gauge.of(subject.run.prepared(op, inputs))
             outputs = tensors(result)
             environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
             replayed.append((op.name, outputs, subject.run.sources(op, inputs)))
         if subject.with_loss:
             leaves, output = subject.loss_inputs(environment)
-            loss, forwards["loss"] = self.clock.time(lambda: subject.loss(output))
+            loss, forwards["loss"] = gauge.of(lambda: subject.loss(output))
             replayed.append(("loss", [loss], leaves))
-        backwards: dict[str, Callable[[], float]] = {}
+        backwards: dict[str, Reading] = {}
         while replayed:
             name, outputs, sources = replayed.pop()
             ends = differentiable(outputs)
             if ends and sources:
                 gradients = [torch.ones_like(t) for t in ends]
                 backward = partial(torch.autograd.grad, ends, sources, gradients, allow_unused=True)
-                _, backwards[name] = self.clock.time(backward)
-        self.clock.rest()
+                _, backwards[name] = gauge.of(backward)
+        self._rest()
         return ({name: t() for name, t in forwards.items()}, {name: t() for name, t in backwards.items()})
 
     def _whole_step(self) -> float:
@@ -183,9 +156,14 @@ class _Measurement:
         return self._seconds(step)
 
     def _seconds(self, work: Callable[[], Any]) -> float:
-        _, seconds = self.clock.time(work)
-        self.clock.rest()
+        _, seconds = Clock(self.device).of(work)
+        self._rest()
         return seconds()
+
+    def _rest(self) -> None:
+        """Wait until the device has done all its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _optimizer(self) -> tuple[float, float]:
         """(seconds of one step over all parameters, bytes of state for each byte of parameters)."""

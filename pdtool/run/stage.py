@@ -129,6 +129,7 @@ class Stage:
         """
         kept = self.stashed.pop(minibatch)
         outputs, known = self._roots(kept, gradients)
+        self.weights.lend(kept.version, weight)
         with self._telling(kept.version, weight, final):
             if outputs:
                 torch.autograd.backward(outputs, known)
@@ -150,6 +151,7 @@ class Stage:
         """The second part: the gradients of the parameters."""
         kept = self.stashed.pop(minibatch)
         assert kept.rest, "the first part comes first"
+        self.weights.lend(kept.version, weight)
         with self._telling(kept.version, weight, final):
             kept.rest.weight_part()
         self.weights.collect(kept.version, weight)

@@ -107,6 +107,12 @@ class Weights:
             del self._alive[version.number]
             self._spare.append([leaf.detach() for leaf in version.leaves])
 
+    def lend(self, version: Version, weight: float) -> None:
+        """Call before a backward: where nothing is to be scaled, it adds to what the Parameters have, in place."""
+        if weight == 1.0:
+            for parameter, leaf in zip(self.parameters.values(), version.leaves, strict=True):
+                leaf.grad = parameter.grad
+
     def collect(self, version: Version, weight: float) -> None:
         """Move the gradients from the version's leaves to the Parameters, times `weight`, added to what is there."""
         for parameter, leaf in zip(self.parameters.values(), version.leaves, strict=True):
@@ -184,6 +190,6 @@ class Weights:
 
 def _collect(parameter: nn.Parameter, leaf: Tensor, weight: float) -> None:
     gradient, leaf.grad = leaf.grad, None
-    if gradient is not None:
+    if gradient is not None and gradient is not parameter.grad:
         gradient = gradient if weight == 1.0 else gradient.mul_(weight)
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -89,7 +89,8 @@ class Recount:
             one.parameters += node.parameter_bytes
             one.stash += node.stash_bytes
             arriving = sum(self.profile.by_name[source].gradient_bytes for source in node.inputs)
-            one.working = max(one.working, node.output_bytes + arriving)
+            step = math.ceil(node.parameter_bytes * self.profile.optimizer_state_bytes)
+            one.working = max(one.working, node.output_bytes + arriving + node.scratch_bytes, step)
             for source in node.inputs:
                 takers.setdefault(source, set()).add(home[node.name])
         for name, stages in takers.items():

@@ -1,0 +1,67 @@
+"""What a piece of work takes on a device: its seconds, or its scratch memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pdtool import resident
+
+Reading = Callable[[], float]
+
+
+class Gauge(Protocol):
+    """Measures a piece of work."""
+
+    def of(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
+        """The result of `work`, and a function for what it took, to be called when the device has come to rest."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds: CUDA events on a GPU, the processor's clock here."""
+
+    device: torch.device
+
+    def of(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
+        """See Gauge."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            result = work()
+            seconds = time.perf_counter() - start
+            return result, lambda: seconds
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        result = work()
+        end.record()
+        return result, lambda: float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Bytes held at the peak of the work and no more at its end: what it needs besides its results. None where the
+    system does not say.
+
+    On a CPU, resident pages: also what libraries such as oneDNN take for themselves, past torch's allocator.
+    """
+
+    device: torch.device
+
+    def of(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
+        """See Gauge."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            result = work()
+            peak = torch.cuda.max_memory_allocated(self.device)
+            held: int | None = torch.cuda.memory_allocated(self.device)
+        else:
+            resident.trim()  # pages that the work takes again become resident again
+            resident.restart()
+            result = work()
+            peak, held = resident.peak() or 0, resident.now()
+        scratch = 0 if held is None else max(0, peak - held)
+        return result, lambda: float(scratch)
