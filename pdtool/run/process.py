@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pdtool import resident
 from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.run.peers import Blame, PeerError
@@ -59,6 +60,7 @@ def train_here(spec: RunSpec) -> Report:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _device(spec, int(os.environ.get("LOCAL_RANK", "0")))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    resident.keep()
     random.seed(spec.seed)
     if local == world and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing leaves this machine
