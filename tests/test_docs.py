@@ -10,7 +10,11 @@ import click
 import pytest
 
 from pdtool import __version__, errors
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
 from pdtool.cli import main
+from pdtool.partition.checker.check import Check
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,6 +60,16 @@ def test_ci_calls_the_readmes_test_command():
     assert "make test" in LINES
     assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def test_checked_in_examples_are_what_this_version_makes():
+    """Else: make examples."""
+    profile, plan = Profile.load(ROOT / "profiles" / "digits.json"), Plan.load(ROOT / "plans" / "digits-3.yaml")
+    bundle = Bundle.load(ROOT / "plans" / "digits-3" / "bundle.yaml")
+    assert not plan.edited
+    assert [one.words for one in Check(plan, profile).findings() if one.holds is False] == []
+    assert plan.digests["profiles/digits.json"] == profile.content_sha256
+    assert bundle.digests["profiles/digits.json"] == profile.content_sha256
 
 
 def test_this_version_stands_in_the_changelog():

@@ -15,14 +15,15 @@ from pathlib import Path
 import harness
 import pytest
 import torch
-from harness import CONV3, faulty
+from harness import CONV1, CONV2, CONV3, faulty
 
 from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.run import checkpoint
+from pdtool.run.correct import Correction
 from pdtool.run.launch import diagnose, joined, launch, on_this_node
 from pdtool.run.log import read
-from pdtool.run.spec import RunSpec, Target
-from pdtool.run.status import Failure, clear, write_failure
+from pdtool.run.spec import Place, RunSpec, Target
+from pdtool.run.status import FOLDER, Failure, Status, clear, read_failure, write_failure
 
 
 def workers_left() -> list[int]:
@@ -168,8 +169,43 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "epoch-1" / "epoch.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"epoch.json: is damaged"):
         checkpoint.facts(tmp_path / "epoch-1")
-    with pytest.raises(ArtifactError, match=r"epoch-1: cannot be read"):
+    with pytest.raises(ArtifactError, match=r"epoch-1: is damaged"):
         checkpoint.load(tmp_path / "epoch-1", lambda key: True)
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    for part in (spec.out / "checkpoints" / "epoch-1").glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:200])
+    with pytest.raises(ArtifactError, match=r"epoch-1: is damaged .*; remove this checkpoint"):
+        checkpoint.export(spec.out, tmp_path / "model.pt")
+    with pytest.raises(PdtoolError, match=r"epoch-1: is damaged .*; remove this checkpoint") as raised:
+        launch(replace(spec, epochs=2, resume=spec.out))
+    assert raised.value.exit_code == ArtifactError.exit_code
+
+
+def test_a_failure_is_told_where_the_disk_is_full(tmp_path: Path) -> None:
+    """The room for it is there from the start."""
+    (tmp_path / FOLDER).mkdir()
+    place = Place(rank=0, stage=0, replica=0, worker=0)
+    Status(tmp_path, place)
+    path, failure = tmp_path / FOLDER / "0.failure", Failure("no space", "make some", 1)
+    assert read_failure(tmp_path, 0) is None
+    size = path.stat().st_size
+    write_failure(tmp_path, 0, failure)
+    assert (path.stat().st_size, read_failure(tmp_path, 0)) == (size, failure)
+
+
+def test_a_target_that_no_metric_has_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, CONV2, target=Target.parse("foo=1"))
+    with pytest.raises(UsageError, match="the model reports no metric 'foo'; it reports: "):
+        launch(spec)
+    assert not checkpoint.complete(spec.out)
+    assert read(spec.out / "metrics.jsonl") == []
+
+
+def test_a_correction_of_what_is_not_late_is_refused(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, CONV2, schedule="gpipe", microbatches=2, correction=Correction.parse("nesterov"))
+    with pytest.raises(UsageError, match="correction nesterov with schedule gpipe; leave it out"):
+        launch(spec)
 
 
 def test_a_bundle_of_another_plan_or_edited_by_hand_is_stale(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.cluster import make_cluster
-from pdtool.errors import UsageError
+from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.evaluate import evaluate
+from pdtool.partition.planning import make_plan
+from pdtool.partition.search import Options
 from pdtool.partition.simulator.planned import enough, pieces, planned_job
 from pdtool.partition.simulator.simulate import simulate
 from pdtool.schedule import SCHEDULES, default_in_flight, usual_shape
@@ -144,13 +146,16 @@ def test_pieces_are_even_as_far_as_operators_go(times, count):
 def test_what_cannot_be_interleaved_is_refused():
     net = chain([1.0] * 3)
     plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
-    with pytest.raises(UsageError, match="the model has 4 operators, too few for 6 chunks; take fewer stages"):
+    with pytest.raises(NoPlanError, match="the model has 4 operators, too few for 6 chunks; take fewer stages"):
         planned_job(plan, net, schedule="interleaved", chunks=3)
     with pytest.raises(UsageError, match="a0 is pinned to stage 3 but not in chunk 3 of 4 even ones"):
         pieces(profile_of(net.nodes, pin={"a0": 3}), 4)
     uneven = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0, 1], [2]], make_cluster((3,), (1e9,)))
     with pytest.raises(UsageError, match="interleaved needs as many replicas of each stage, but the plan is 2-1; use"):
         planned_job(uneven, net, schedule="interleaved")
+    twice = make_plan(net, "net.json", make_cluster((2,), (1e9,)), Options(schedule="interleaved", microbatches=4))
+    with pytest.raises(UsageError, match="schedule 1f1b with 2 stages on each worker"):
+        planned_job(twice, net, schedule="1f1b")
 
 
 def test_enough_minibatches_see_whole_periods():

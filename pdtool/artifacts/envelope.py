@@ -147,8 +147,8 @@ class Artifact(Part):
 
     @property
     def content_sha256(self) -> str:
-        """Digest of the content, as another artifact records it."""
-        return _seal(self.model_dump(mode="json", exclude={"sha256"}))
+        """Digest of the content, as another artifact records it; a field with its default does not change it."""
+        return _seal(self.model_dump(mode="json", exclude={"sha256"}, exclude_defaults=True))
 
     @classmethod
     def _maker(cls) -> str:

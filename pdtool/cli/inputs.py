@@ -156,7 +156,8 @@ def rescheduled(
         raise UsageError(f"schedule {name} updates after its microbatches", "give --microbatches, not --update-every")
     kept = plan.weights if name == plan.schedule else POLICIES[name][0]
     if weights and weights not in POLICIES[name]:
-        raise UsageError(f"--weights {weights} with schedule {name}", f"it goes with {' or '.join(POLICIES[name])}")
+        remedy = f"give {' or '.join(POLICIES[name])}" if len(POLICIES[name]) > 1 else "leave --weights out"
+        raise UsageError(f"--weights {weights} with schedule {name}", remedy)
     if (name == "interleaved") != (plan.chunks > 1):
         raise UsageError(
             f"schedule {name} with {plan.chunks} stage(s) on each worker",

@@ -145,6 +145,8 @@ def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
 
 def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:
     """The run's folder, and the one to resume from: with one of them given, the other is the same."""
+    from pdtool.run.checkpoint import complete
+
     if resume == _LAST:
         if output is None:
             raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
@@ -154,7 +156,7 @@ def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int
             raise UsageError("workers started one by one need one folder for the run", "name it with -o")
         output = str(_new_folder(Path("runs") / inputs.folder.name))
     out = Path(output or str(resume))
-    if (out / "metrics.jsonl").exists() and (resume is None or Path(resume).resolve() != out.resolve()):
+    if complete(out) and (resume is None or Path(resume).resolve() != out.resolve()):
         raise UsageError(f"{out} holds a run already", "go on with it by --resume, or name another folder with -o")
     return out, Path(resume) if resume else None
 

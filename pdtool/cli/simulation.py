@@ -58,7 +58,7 @@ def comparison_view(comparison: Comparison) -> Parts:
         ("in steady state", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
         [
             (row.label, _short(row.config), f"{row.throughput_samples_per_s:.4g}",
-             "" if row is own else f"{row.pace_s / own.pace_s:.3g} ×",
+             f"{row.pace_s / own.pace_s:.3g} ×" if row is not own and own.pace_s else "",
              format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit"), format_bytes(row.sent_bytes))
             for row in comparison.rows
         ], names=2,

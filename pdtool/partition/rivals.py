@@ -32,7 +32,8 @@ def rivals(
             continue
         seen.append(rival)
         left -= not named
-        yield Rival(plan=label, bottleneck_s=rival.costs.bottleneck_s, why=_why_not(search, rival, chosen))
+        other = f", {rival.way.schedule}" if rival.way.schedule != chosen.way.schedule and not named else ""
+        yield Rival(plan=label + other, bottleneck_s=rival.costs.bottleneck_s, why=_why_not(search, rival, chosen))
 
 
 def _same(a: Candidate, b: Candidate) -> bool:

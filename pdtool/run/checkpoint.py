@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -34,6 +35,7 @@ from pdtool.run.peers import gather
 
 FOLDER = "checkpoints"
 FACTS = "epoch.json"
+_REMOVE = "remove this checkpoint, and the one before it is taken"
 
 
 def save(out: Path, epoch: int, state: Mapping[str, Tensor], facts: Mapping[str, Any], group: Any) -> Path:
@@ -57,12 +59,17 @@ def save(out: Path, epoch: int, state: Mapping[str, Tensor], facts: Mapping[str,
     return folder
 
 
+def complete(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints of a run's folder, by their epoch."""
+    return {int(m[1]): path for path in folder.glob(f"{FOLDER}/epoch-*")
+            if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / FACTS).is_file()}  # fmt: skip
+
+
 def latest(folder: Path) -> Path:
     """The last complete checkpoint of a run's folder, or the folder itself when it is one; raises UsageError."""
     if (folder / FACTS).is_file():
         return folder
-    found = {int(m[1]): path for path in folder.glob(f"{FOLDER}/epoch-*")
-             if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / FACTS).is_file()}  # fmt: skip
+    found = complete(folder)
     if not found:
         raise UsageError(f"{folder} holds no complete checkpoint", "name the folder of a run, or run without --resume")
     return found[max(found)]
@@ -74,7 +81,7 @@ def facts(checkpoint: Path) -> dict[str, Any]:
         content = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
         return {"epoch": int(content["epoch"]), "seed": int(content["seed"]), "metrics": dict(content["metrics"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(checkpoint / FACTS, f"is damaged ({error})", "resume from an older checkpoint") from error
+        raise ArtifactError(checkpoint / FACTS, f"is damaged ({error})", _REMOVE) from error
 
 
 def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -90,8 +97,9 @@ def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist says so
             dcp_load(state, storage_reader=reader, no_dist=True)
-    except Exception as error:
-        raise ArtifactError(checkpoint, f"cannot be read ({error})", "resume from an older checkpoint") from error
+    except (Exception, CheckpointException) as error:
+        why = " ".join(str(error).split())[-200:]
+        raise ArtifactError(checkpoint, f"is damaged ({why})", _REMOVE) from error
     return state
 
 
@@ -120,7 +128,7 @@ def _together(group: Any, step: Callable[[], object]) -> None:
     failure = ""
     try:
         step()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         failure = " ".join(str(error).split())[-300:] or type(error).__name__
     failures = gather(failure, group, "word of the checkpoint")
     if any(failures):

@@ -6,6 +6,7 @@ Workers come from a fork server that imports torch once; they end when this proc
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ from pdtool.run import checkpoint, log
 from pdtool.run.process import train_here, work
 from pdtool.run.spec import Place, RunSpec, places
 from pdtool.run.status import FOLDER, OWN, Failure, clear, read_failure, read_pid, read_status
-from pdtool.schedule import build, validate
+from pdtool.schedule import build, flows, validate
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PATIENCE_S = 2.0  # for workers to end after one has failed
@@ -68,6 +69,9 @@ def launch(spec: RunSpec, on_event: Callable[[dict[str, Any]], None] | None = No
             reports = elastic_launch(config, work)(spec, dict(os.environ), os.getcwd(), reader)
         except SignalException as error:
             stopped = error.sigval
+        except json.JSONDecodeError as error:  # what torch elastic reads when a worker could not write how it ended
+            raise PdtoolError(f"a worker died, and could not write why into {spec.out}", "see whether the disk is full"
+                              ) from error  # fmt: skip
         except ChildFailedError as error:
             failures = {mine[rank % len(mine)].rank: f.exitcode for rank, f in error.failures.items()}
             if -signal.SIGINT not in failures.values():
@@ -89,6 +93,9 @@ def check(spec: RunSpec) -> None:
             f"it has {len(bundle.stages)} stages, the plan {len(plan.stages)}",
             "run `pdtool codegen` again",
         )
+    if spec.correction and not flows(plan.schedule):
+        raise UsageError(f"correction {spec.correction} with schedule {plan.schedule}",
+                         "leave it out: with a flush no gradient comes late")  # fmt: skip
     for tied in bundle.tied:
         if len({s % plan.places for s in tied.stages}) < len(tied.stages):
             raise UsageError(
@@ -164,7 +171,7 @@ def diagnose(spec: RunSpec, exit_codes: Mapping[int, int]) -> PdtoolError:
         how = "did not answer"
     return WorkerDiedError(
         f"{everyone[rank]} {how}; it was last at {read_status(spec.out, rank)}" + (f". {told}" if told else ""),
-        "go on from the last checkpoint with --resume",
+        "go on from the last checkpoint with --resume" if checkpoint.complete(spec.out) else "start it again",
     )
 
 

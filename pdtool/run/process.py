@@ -9,6 +9,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -99,7 +100,8 @@ def _die_with(launcher: Connection) -> None:
 def _unexpected(out: Path, rank: int, error: Exception) -> Failure:
     """An error of the user's code, or ours: its kind, text and place; the whole traceback goes to a file."""
     path = out / f"worker-{rank}.traceback"
-    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    with suppress(OSError):  # of a full disk, which `error` may be of, too
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     frame = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
     return Failure(what, f"the traceback is in {path}", WorkerDiedError.exit_code, OWN)

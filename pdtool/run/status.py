@@ -13,6 +13,7 @@ from pdtool.errors import PdtoolError
 from pdtool.run.spec import Place
 
 SIZE = 128
+ROOM = 4096  # bytes, of a failure
 FOLDER = ".workers"
 OWN = -2
 
@@ -27,6 +28,7 @@ class Status:
         path.write_bytes(bytes(SIZE))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), SIZE)
+        _path(out, place.rank, "failure").write_bytes(b" " * ROOM)  # for when the disk is full
         self.at("starting")
 
     def at(self, text: str) -> None:
@@ -50,8 +52,10 @@ class Failure:
 
 
 def write_failure(out: Path, rank: int, failure: Failure) -> None:
-    """Leave a failure where `read_failure` finds it."""
-    _path(out, rank, "failure").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    """Leave a failure where `read_failure` finds it, in the room that was kept for it."""
+    path = _path(out, rank, "failure")
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.write(json.dumps(asdict(failure)).encode().ljust(ROOM))
 
 
 def read_failure(out: Path, rank: int) -> Failure | None:

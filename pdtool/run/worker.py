@@ -77,10 +77,11 @@ class Worker:
             part.settle(len(minibatches))
         self.meter.settle()
 
-    def validate(self, epoch: int) -> dict[str, float]:
-        """Forward only, with the current weights, in evaluation mode; every worker gets the means of all samples."""
+    def validate(self, epoch: int, most: int | None = None) -> dict[str, float]:
+        """Forward only, with the current weights, in evaluation mode; every worker gets the means of all samples, or of
+        the first `most`."""
         split = self.setup.splits["valid"]
-        minibatches = Minibatches(range(split.samples), self.spec.plan.batch_size)
+        minibatches = Minibatches(range(split.samples)[:most], self.spec.plan.batch_size)
         actions = [action for action in self._actions(len(minibatches))[0] if action.kind is Kind.FORWARD]
         self._open("valid", epoch, minibatches, actions, {})
         sums: dict[str, tuple[float, float]] = {}
@@ -114,6 +115,8 @@ class Worker:
         samples = self.setup.splits["train"].samples
         size = self.spec.plan.batch_size
         count = min(samples, self.spec.steps * size) if self.spec.steps else samples
+        if self.spec.target and not done:  # a metric that there is not is better missed now than after an epoch
+            self.spec.target.reached(self.validate(0, size))
         reached = self._reached() if done else None
         self.meter.restart()
         self.meter.memory.start(part.stage.module for part in self.parts.values())

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import UsageError
+from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.cost import Load
 from pdtool.partition.evaluate import loads
 from pdtool.partition.simulator.job import Border, Job, Tied, Work
@@ -37,6 +37,9 @@ def planned_job(
     name = schedule or plan.schedule
     stages: Sequence[Collection[str]] = plan.stage_nodes(profile)
     recompute = [stage.recompute for stage in plan.stages]
+    if plan.chunks > 1 and name != plan.schedule:
+        raise UsageError(f"schedule {name} with {plan.chunks} stages on each worker",
+                         "simulate a plan that was partitioned for one on each")  # fmt: skip
     if name == "interleaved" != plan.schedule:
         stages, recompute = pieces(profile, len(stages) * chunks), recompute * chunks
     sizes = tied_bytes(profile, stages)
@@ -85,12 +88,13 @@ def pieces(profile: Profile, count: int) -> list[list[str]]:
     """The operators, in the order in which they compute, in `count` pieces of about the same time.
 
     Raises:
-        UsageError: there are fewer operators than pieces, or one is pinned to another piece.
+        NoPlanError: there are fewer operators than pieces.
+        UsageError: one is pinned to another piece.
     """
     inputs = [node.name for node in profile.nodes if node.op == "input"]
     blocks = profile.graph.contracted([*profile.together, *([inputs] if inputs else [])])
     if len(blocks) < count:
-        raise UsageError(f"the model has {len(blocks)} operators, too few for {count} chunks", "take fewer stages")
+        raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "take fewer stages")
     seconds = [sum(_computing_s(profile, name) for name in block) for block in blocks]
     upto = [0.0, *accumulate(seconds)]
     cuts = [0]
