@@ -43,8 +43,8 @@ def wanted(profile: Profile, cluster: Cluster, plan: Candidate, margin: float) -
 
 
 def most_first(profile: Profile, cluster: Cluster, plan: Candidate, margin: float) -> list[Candidate]:
-    """The plan with as many as are ever tried, as many as it should want, and as many as the schedule wants, each once,
-    all as far as memory goes; not all of them need run to their end."""
+    """The plan with as many as are ever tried, as many as it should want, half as many more, and as many as the schedule
+    wants, each once, all as far as memory goes; not all of them need run to their end."""
     if plan.way.schedule != "1f1b":
         return [plan]
     rules, work = rules_and_loads(profile, cluster, plan.stages, plan.workers, plan.way)
@@ -52,7 +52,9 @@ def most_first(profile: Profile, cluster: Cluster, plan: Candidate, margin: floa
     most = [_fitting(rules, load, _MOST * w, w, again)
             for load, w, again in zip(work, usual, plan.costs.recompute, strict=True)]  # fmt: skip
     should = _wanted(profile, cluster, plan, margin)
-    tried = [_in_step(plan, [*most[:-1], usual[-1]]), should, _in_step(plan, should), list(usual)]
+    half = [(w + few + 1) // 2 for w, few in zip(should, usual, strict=True)]
+    in_step = [_in_step(plan, flight) for flight in ([*most[:-1], usual[-1]], should, half)]
+    tried = [in_step[0], should, *in_step[1:], list(usual)]
     return [with_flight(profile, cluster, plan, flight) for flight in dict.fromkeys(map(tuple, tried))]
 
 

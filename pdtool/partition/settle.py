@@ -22,6 +22,7 @@ from pdtool.partition.whole import link_loads
 _BELIEVED = 1.1  # times the predicted pace
 _HOPELESS = 2.0  # times the bound: plans that are not simulated faster are not looked for
 _SLOWER_LINKS = (1.0, 2.0)  # than there are: what is planned for those sends less
+_DELAY = 0.1  # of the pace: what more minibatches in flight must bring, since their delay may cost epochs
 _MOST_STAGES = 5  # of these plans, but for the best
 _MOST_TRIED = 3  # of these plans, simulated, besides the best for each number of copies
 
@@ -124,10 +125,11 @@ def _tried(search: Search, plan: Candidate, limit_s: float) -> tuple[Candidate, 
     """The plan with as few minibatches in flight as it takes to be nearly as fast as it can be, since each is one more
     update of delay; and its simulated pace, infinite above the limit."""
     margin = search.options.simplest
+    worth = max(margin, _DELAY) if margin else 0.0
     found, pace = plan, math.inf
     for one in most_first(search.profile, search.cluster, plan, margin):
         made = as_plan(search.profile, "-", search.cluster, one)
         seconds = simulated(made, search.profile, limit_s)
         if seconds is not None and seconds < math.inf and runs(made):
-            found, pace, limit_s = one, seconds, min(limit_s, seconds * (1 + margin))
+            found, pace, limit_s = one, seconds, min(limit_s, seconds * (1 + worth))
     return found, pace

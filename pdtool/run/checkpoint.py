@@ -98,8 +98,7 @@ def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist says so
             dcp_load(state, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:
-        why = " ".join(str(error).split())[-200:]
-        raise ArtifactError(checkpoint, f"is damaged ({why})", _REMOVE) from error
+        raise ArtifactError(checkpoint, f"is damaged ({_why(error)})", _REMOVE) from error
     return state
 
 
@@ -129,13 +128,20 @@ def _together(group: Any, step: Callable[[], object]) -> None:
     try:
         step()
     except (Exception, CheckpointException) as error:
-        failure = " ".join(str(error).split())[-300:] or type(error).__name__
+        failure = _why(error)
     failures = gather(failure, group, "word of the checkpoint")
     if any(failures):
         raise PdtoolError(
             f"the checkpoint could not be written ({next(f for f in failures if f)})",
             "free some space or name another folder with -o; the checkpoints before it are whole",
         )
+
+
+def _why(error: BaseException) -> str:
+    """In a line; torch's own error lists those of all workers, each with its traceback."""
+    causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    cause = causes[0][0] if causes else error
+    return " ".join(str(cause).split())[-300:] or type(cause).__name__
 
 
 def _fresh(partial: Path) -> None:
