@@ -43,8 +43,8 @@ def wanted(profile: Profile, cluster: Cluster, plan: Candidate, margin: float) -
 
 
 def most_first(profile: Profile, cluster: Cluster, plan: Candidate, margin: float) -> list[Candidate]:
-    """The plan with as many as are ever tried, as many as it should want, half as many more, and as many as the schedule
-    wants, each once, all as far as memory goes; not all of them need run to their end."""
+    """The plan with as many as are ever tried, as many as it should want, half as many more, and the schedule's own
+    number, each once, all as far as memory goes; not all of them need run to their end."""
     if plan.way.schedule != "1f1b":
         return [plan]
     rules, work = rules_and_loads(profile, cluster, plan.stages, plan.workers, plan.way)
