@@ -88,6 +88,8 @@ def run(plan: str | None, schedule: str | None, microbatches: int | None, weight
     inputs = Inputs.load(options.candidate("plan", plan), model)
     asked = rescheduled(inputs.plan, inputs.profile, schedule=schedule, microbatches=microbatches, weights=weights,
                         update_every=update_every)  # fmt: skip
+    if settings["compiled"] and asked.schedule == "zb-h1":
+        note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
     if dry_run:
         _print_places(asked, settings)
         return

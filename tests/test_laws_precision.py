@@ -1,0 +1,89 @@
+"""Law 3 with --precision bf16 and --compile: the same definitions, as exactly as such arithmetic allows.
+
+bf16: the replay computes the whole model under the same autocast; what goes between stages is fp32, which holds a bf16
+number exactly, so only the order of sums may differ. Against the replay in fp32 the weights may differ as bf16 rounds:
+8 bits, or 0.4 %, of each step; the runs here take 14 steps.
+
+compiled: inductor fuses and orders sums in its own way, in fp32: a few units in the last place of each step.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import replay
+import torch
+from harness import CONV3, LSTM3, TIED3, Toy, assert_same, batches, stage_of, weights
+from test_laws_training import pipeline
+
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.run.spec import RunSpec
+
+SAME_BF16 = {"rtol": 1e-3, "atol": 1e-4}
+NEAR_FP32 = {"rtol": 5e-2, "atol": 1e-2}
+COMPILED = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def trained(spec: RunSpec, replicas: tuple[int, ...], under: Callable[[Any], Any] = lambda call: call) -> Any:
+    """The replay's weights, the model and the loss computed `under` something."""
+    file = ModelFile.load(spec.model, trusted=True)
+    model = file.build(spec.seed)
+    model.forward = under(model.forward)
+    return replay.asynchronous(
+        model, stage_of(spec).__getitem__, batches(spec), under(file.loss), file.optimizer,
+        pipeline(spec, replicas, replicas),
+    )  # fmt: skip
+
+
+def autocast(call: Any) -> Any:
+    """In bf16 where that is safe; what it returns is fp32."""
+
+    def computed(*args: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(*args).float()
+
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("toy", "replicas"),
+    [
+        pytest.param(CONV3, (1, 1, 1), id="conv"), pytest.param(CONV3, (2, 1, 1), id="conv-2-1-1"),
+        pytest.param(LSTM3, (1, 1, 1), id="lstm"),
+    ],
+)  # fmt: skip
+def test_bf16_equals_its_replay_and_is_near_fp32(tmp_path: Path, toy: Toy, replicas: tuple[int, ...]) -> None:
+    spec = harness.job(tmp_path, toy, replicas, optimizer="sgd", epochs=2, precision="bf16")
+    found = weights(harness.run(spec))
+    assert all(value.dtype is not torch.bfloat16 for value in found.values())
+    exact, expected = trained(spec, replicas), trained(spec, replicas, autocast)
+    assert_same(found, expected, **SAME_BF16)
+    assert_same(found, exact, **NEAR_FP32)
+    assert any(not torch.allclose(found[n], value, rtol=1e-5, atol=1e-6) for n, value in exact.items()), "it is fp32"
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize(("weights_", "replicas"), [("stash", (1, 1, 1)), ("vertical-sync", (1, 1, 1))])
+def test_compiled_stages_equal_their_replay(tmp_path: Path, weights_: str, replicas: tuple[int, ...]) -> None:
+    """Several weight versions go through one compiled graph."""
+    spec = harness.job(tmp_path, CONV3, replicas, optimizer="sgd", epochs=2, weights=weights_, compiled=True)
+    outcomes = harness.run(spec)
+    assert max(o.peak_versions for o in outcomes) == 3
+    assert_same(weights(outcomes), trained(spec, replicas), **COMPILED)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_stages_with_a_flush_equal_the_unsplit_model(tmp_path: Path) -> None:
+    """Tied weights, in both precisions at once."""
+    spec = harness.job(tmp_path, TIED3, (1, 1, 1), optimizer="sgd", epochs=1, schedule="1f1b-flush", microbatches=2,
+                       compiled=True, precision="bf16")  # fmt: skip
+    found = weights(harness.run(spec))
+    file = ModelFile.load(spec.model, trusted=True)
+    model = file.build(spec.seed)
+    expected = replay.synchronous(model, batches(spec), file.loss, file.optimizer, 2)
+    assert_same(found, {n: v for n, v in expected.items() if n in found}, **NEAR_FP32)
