@@ -107,6 +107,8 @@ def test_scratch_is_what_is_held_only_while_computing():
     assert result[0] == 6
     _, none = Scratch(torch.device("cpu")).of(lambda: a + 1)
     assert none() < 2e6
+    _, small = Scratch(torch.device("cpu")).of(lambda: len([torch.ones(20_000) for _ in range(50)]))
+    assert small() == pytest.approx(4e6, rel=0.2), "also where glibc keeps what is freed"
 
 
 def test_a_model_without_loss_and_data_is_profiled_without_them(tmp_path):

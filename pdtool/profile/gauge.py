@@ -62,6 +62,8 @@ class Scratch:
             resident.trim()  # pages that the work takes again become resident again
             resident.restart()
             result = work()
-            peak, held = resident.peak() or 0, resident.now()
+            peak = resident.peak() or 0
+            resident.trim()  # what it has freed
+            held = resident.now()
         scratch = 0 if held is None else max(0, peak - held)
         return result, lambda: float(scratch)

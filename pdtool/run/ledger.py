@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pdtool.artifacts.trace import Event
 from pdtool.schedule import Action, Kind
 
-MOST_EVENTS = 20_000  # of actions and waits, and as many of messages: the first ones
+MOST_EVENTS = 5_000  # of actions and waits, and as many of messages: the first ones
 SHORT_S = 50e-6  # what takes less is not drawn, or drawn with what it stands in
 
 
