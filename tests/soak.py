@@ -83,13 +83,14 @@ def _train(plan: Path, out: Path, epochs: int) -> float:
 
 
 def _bytes(status: Path) -> int:
-    """Resident memory of a worker, what it shares with others counted in parts (PSS)."""
+    """Resident memory of a worker. Not its share of what workers have in common (PSS): that grows as pages of the fork
+    server, which all begin with, are written to and become the worker's own."""
     try:
         pid = int(status.read_bytes().split(b" ")[0])
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (OSError, ValueError):
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
 
 
 def _state(out: Path) -> dict[str, torch.Tensor]:
