@@ -74,6 +74,7 @@ def test_help_is_an_imperative_sentence_with_two_examples(folder, name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_are_accepted(name):
     lines = [line.split() for line in main.commands[name].epilog.splitlines() if line.startswith("  pdtool ")]
+    assert lines
     for words in lines:
         arguments = words[2 : next((i for i, w in enumerate(words) if w.startswith(">")), len(words))]
         main.commands[name].make_context(name, arguments, resilient_parsing=False)

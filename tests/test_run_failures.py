@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing.forkserver
 import os
 import pickle
@@ -200,6 +201,17 @@ def test_a_target_that_no_metric_has_is_refused_before_the_first_epoch(tmp_path:
         launch(spec)
     assert not checkpoint.complete(spec.out)
     assert read(spec.out / "metrics.jsonl") == []
+
+
+def test_a_worker_that_cannot_write_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch elastic reads a file that is cut off."""
+
+    def workers(*_: object) -> None:
+        raise json.JSONDecodeError("Expecting value", "", 0)
+
+    monkeypatch.setattr("pdtool.run.launch.elastic_launch", lambda *_: workers)
+    with pytest.raises(PdtoolError, match=r"could not write why into .*; see whether the disk is full"):
+        launch(harness.job(tmp_path, CONV2))
 
 
 def test_a_correction_of_what_is_not_late_is_refused(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,6 +215,26 @@ def test_the_peak_of_memory_is_that_since_the_last_restart() -> None:
     torch.ones(20_000_000)
     assert found.peak_bytes == pytest.approx(160e6, rel=0.05)  # the kernel counts in batches of pages
     assert held.sum() > 0
+
+
+def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options of mallopt(3) that are set."""
+    for name in list(os.environ):
+        if name.startswith(("MALLOC_", "GLIBC_TUNABLES")):
+            monkeypatch.delenv(name)
+    asked: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *option: asked.append(option))
+    monkeypatch.setattr(resident.ctypes, "CDLL", lambda _: library)
+    resident.keep()
+    assert dict(asked) == {-1: 2**31 - 1, -2: 2**24, -4: 0}
+    asked.clear()
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
+    resident.keep()
+    assert asked == [(-3, 1_000_000)]
+    asked.clear()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    resident.keep()
+    assert asked == []
 
 
 @pytest.mark.parametrize("text", ["", "VmHWM: 12 kB\n"])

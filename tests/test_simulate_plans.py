@@ -143,6 +143,13 @@ def test_pieces_are_even_as_far_as_operators_go(times, count):
         assert max(seconds) <= sum(times) / count + max(times) + 1e-9
 
 
+def test_more_minibatches_than_can_be_simulated_are_refused():
+    net = chain([1.0] * 3)
+    plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
+    with pytest.raises(UsageError, match="--minibatches 1000000 of 2 stages take too long; give at most 50000"):
+        planned_job(plan, net, minibatches=10**6)
+
+
 def test_what_cannot_be_interleaved_is_refused():
     net = chain([1.0] * 3)
     plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))

@@ -124,13 +124,11 @@ def _speed(batch_size: int, predicted: Predicted) -> Parts:
     """What the formulas say and what the simulation says; throughput and gain beside the figures they are of."""
     throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
     gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism"
-    simulated = predicted.simulated_s is not None
-    by_formulas = "" if simulated else throughput
-    by_formulas += gain * (predicted.data_parallel_s is None)
+    pace, both = predicted.simulated_s, predicted.data_parallel_s is not None
+    by_formulas = f"{throughput if pace is None else ''}{'' if both else gain}"
     yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {batch_size}{by_formulas}"
-    if predicted.simulated_s is not None:
-        gain *= predicted.data_parallel_s is not None
-        yield f"simulated: {format_seconds(predicted.simulated_s)} per minibatch{throughput}{gain}"
+    if pace is not None:
+        yield f"simulated: {format_seconds(pace)} per minibatch{throughput}{gain if both else ''}"
 
 
 def timeline(plan: Plan) -> str:

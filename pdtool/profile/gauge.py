@@ -43,7 +43,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Bytes held at the peak of the work and no more at its end: what it needs besides its results. None where the
+    """Bytes held at the peak of the work and no more at its end: what it needs besides its results. 0 where the
     system does not say.
 
     On a CPU, resident pages: also what libraries such as oneDNN take for themselves, past torch's allocator.
