@@ -83,8 +83,14 @@ def run(folder: Path, arguments: Sequence[str], limit_s: float) -> Run:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     start = time.perf_counter()
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen([*PDTOOL, *arguments], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.DEVNULL, stderr=errors)  # fmt: skip
+        process = subprocess.Popen(
+            [*PDTOOL, *arguments],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
         pid, stopped = 0, False
         while not pid:
             pid, status, used = os.wait4(process.pid, os.WNOHANG)
@@ -96,8 +102,13 @@ def run(folder: Path, arguments: Sequence[str], limit_s: float) -> Run:
         process.returncode = os.waitstatus_to_exitcode(status)
         errors.seek(0)
         text = errors.read().decode(errors="replace")
-    return Run(code=None if stopped else process.returncode, wall_s=wall, processor_s=used.ru_utime + used.ru_stime,
-               peak_bytes=used.ru_maxrss * 1024, errors=text)  # fmt: skip
+    return Run(
+        code=None if stopped else process.returncode,
+        wall_s=wall,
+        processor_s=used.ru_utime + used.ru_stime,
+        peak_bytes=used.ru_maxrss * 1024,
+        errors=text,
+    )
 
 
 def measure(case: Case, folder: Path, start_up_s: float, limit_s: float) -> Row:
@@ -116,12 +127,21 @@ def measure(case: Case, folder: Path, start_up_s: float, limit_s: float) -> Row:
     met = outcome == "done" and wall <= case.target_s and done.peak_bytes < MOST_BYTES if case.target_s else None
     why = found.why if found else None
     return Row(
-        case=case.name, topology=case.topology, memory=case.memory, nodes=len(Profile.load(path).nodes),
-        outcome=outcome, wall_s=wall, processor_s=done.processor_s, peak_bytes=done.peak_bytes, target_s=case.target_s,
-        met=met, config=_config(found) if found else outcome,
+        case=case.name,
+        topology=case.topology,
+        memory=case.memory,
+        nodes=len(Profile.load(path).nodes),
+        outcome=outcome,
+        wall_s=wall,
+        processor_s=done.processor_s,
+        peak_bytes=done.peak_bytes,
+        target_s=case.target_s,
+        met=met,
+        config=_config(found) if found else outcome,
         bottleneck_s=found.predicted.bottleneck_s if found and found.predicted else None,
-        gap=why.gap if why else None, proof=why.proof if why else "",
-    )  # fmt: skip
+        gap=why.gap if why else None,
+        proof=why.proof if why else "",
+    )
 
 
 def _reason(errors: str) -> str:
@@ -174,11 +194,18 @@ def targets() -> list[Case]:
         "resnet101": partial(written, "resnet101", biggraphs.resnet),
     }
     wanted = [
-        ("cells", "4x4", 10.0), ("transformer", "32x8", 20.0), ("chain", "128x8", 20.0), ("inception", "4x4", None),
-        ("gnmt16", "4x4", None), ("resnet101", "4x4", None),
-    ]  # fmt: skip
-    found = [Case(name=f"published {name}", profile=partial(imported, name), topology="4x4", target_s=1.0)
-             for name in ("gnmt8", "resnet50") if PUBLISHED.is_dir()]  # fmt: skip
+        ("cells", "4x4", 10.0),
+        ("transformer", "32x8", 20.0),
+        ("chain", "128x8", 20.0),
+        ("inception", "4x4", None),
+        ("gnmt16", "4x4", None),
+        ("resnet101", "4x4", None),
+    ]
+    found = [
+        Case(name=f"published {name}", profile=partial(imported, name), topology="4x4", target_s=1.0)
+        for name in ("gnmt8", "resnet50")
+        if PUBLISHED.is_dir()
+    ]
     for memory in (None, "16GB"):
         found += [
             Case(name=name, profile=made[name], topology=topology, target_s=target, memory=memory)
@@ -233,10 +260,19 @@ def line(row: Row) -> str:
     proof = row.proof.partition(" were merged into ")
     sure = f"{proof[0]} -> {proof[2].split()[0]}" if proof[1] else row.proof.partition(",")[0]
     return COLUMNS.format(
-        row.case, row.nodes, row.topology, row.memory or "", f"{row.wall_s:.2f}", f"{row.processor_s:.2f}",
-        f"{row.peak_bytes / 1e6:.0f}", "" if row.bottleneck_s is None else f"{row.bottleneck_s * 1e3:.3f}",
-        "" if row.gap is None else f"{row.gap:.1%}", target, row.config, sure,
-    )  # fmt: skip
+        row.case,
+        row.nodes,
+        row.topology,
+        row.memory or "",
+        f"{row.wall_s:.2f}",
+        f"{row.processor_s:.2f}",
+        f"{row.peak_bytes / 1e6:.0f}",
+        "" if row.bottleneck_s is None else f"{row.bottleneck_s * 1e3:.3f}",
+        "" if row.gap is None else f"{row.gap:.1%}",
+        target,
+        row.config,
+        sure,
+    )
 
 
 if __name__ == "__main__":

@@ -39,8 +39,22 @@ def joined(rate: str) -> Iterator[None]:
             sh(*inside, "ip", "address", "add", f"10.98.76.{number}/24", "dev", "veth")
             sh(*inside, "ip", "link", "set", "veth", "up")
             sh(*inside, "ip", "link", "set", "lo", "up")
-            sh(*inside, "tc", "qdisc", "add", "dev", "veth", "root", "tbf", "rate", rate, "burst", "256k",
-               "latency", "20ms")  # fmt: skip
+            sh(
+                *inside,
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                "veth",
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "256k",
+                "latency",
+                "20ms",
+            )
         yield
     finally:
         for space in SPACES:
@@ -53,13 +67,34 @@ def probed(topology: str, folder: Path) -> ClusterFile:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "veth"}
     processes = [
         subprocess.Popen(
-            ["ip", "netns", "exec", space, sys.executable, "-m", "pdtool", "probe", "--topology", topology, "-o",
-             str(path), "--device", "cpu", "--nnodes", "2", "--node-rank", str(number),
-             "--rdzv-endpoint", "10.98.76.1:29511"],
-            env=environment, stderr=subprocess.PIPE, text=True,
+            [
+                "ip",
+                "netns",
+                "exec",
+                space,
+                sys.executable,
+                "-m",
+                "pdtool",
+                "probe",
+                "--topology",
+                topology,
+                "-o",
+                str(path),
+                "--device",
+                "cpu",
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(number),
+                "--rdzv-endpoint",
+                "10.98.76.1:29511",
+            ],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for number, space in enumerate(SPACES)
-    ]  # fmt: skip
+    ]
     for process in processes:
         _, errors = process.communicate(timeout=240)
         if process.returncode:

@@ -31,8 +31,9 @@ def first_update(folder: Path, *arguments: str) -> float:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     metrics = folder / "runs" / "bench" / "metrics.jsonl"
     start = time.perf_counter()
-    process = subprocess.Popen([*PDTOOL, "run", *arguments, "-o", "runs/bench"], cwd=folder, env=environment,
-                               stderr=subprocess.DEVNULL)  # fmt: skip
+    process = subprocess.Popen(
+        [*PDTOOL, "run", *arguments, "-o", "runs/bench"], cwd=folder, env=environment, stderr=subprocess.DEVNULL
+    )
     while not (metrics.is_file() and metrics.stat().st_size) and process.poll() is None:
         time.sleep(0.02)
     seconds = time.perf_counter() - start
@@ -45,10 +46,27 @@ def load_time(folder: Path, operators: int = 2000) -> float:
     """Seconds to read and check a profile of a chain of operators."""
     nodes = [Node(name="n0", op="input", module="")]
     for i in range(1, operators):
-        nodes.append(Node(name=f"n{i}", op="Linear", module=f"layers.{i}", inputs=(f"n{i - 1}",), forward_s=1e-3,
-                          backward_s=2e-3, output_bytes=4096, parameter_bytes=65536))  # fmt: skip
-    profile = Profile(name="chain", model=None, batch_size=1, device=Device(name="none", kind="estimated"), step_s=0.0,
-                      coverage=0.0, nodes=tuple(nodes))  # fmt: skip
+        nodes.append(
+            Node(
+                name=f"n{i}",
+                op="Linear",
+                module=f"layers.{i}",
+                inputs=(f"n{i - 1}",),
+                forward_s=1e-3,
+                backward_s=2e-3,
+                output_bytes=4096,
+                parameter_bytes=65536,
+            )
+        )
+    profile = Profile(
+        name="chain",
+        model=None,
+        batch_size=1,
+        device=Device(name="none", kind="estimated"),
+        step_s=0.0,
+        coverage=0.0,
+        nodes=tuple(nodes),
+    )
     profile.save(folder / "chain.json")
     start = time.perf_counter()
     Profile.load(folder / "chain.json")
@@ -74,8 +92,11 @@ def main() -> None:
         folder = Path(name)
         tell("pdtool --help, processor time", help_cpu(), "0.5 s")
         tell("load a profile of 2,000 operators", load_time(folder), "1 s")
-        tell("profile ResNet-50 at minibatch 8",
-             pdtool(folder, "profile", "pdtool.zoo.resnet50", "--batch-size", "8"), "90 s")  # fmt: skip
+        tell(
+            "profile ResNet-50 at minibatch 8",
+            pdtool(folder, "profile", "pdtool.zoo.resnet50", "--batch-size", "8"),
+            "90 s",
+        )
         pdtool(folder, "profile", "pdtool.zoo.vgg16", "--batch-size", "4")
         pdtool(folder, "partition", "profiles/vgg16.json", "--topology", "4", "--straight", "-o", "plans/vgg16-4.yaml")
         tell("codegen of VGG-16 with its proof", pdtool(folder, "codegen", "plans/vgg16-4.yaml"), "60 s")

@@ -38,8 +38,9 @@ def main() -> None:
     parser.add_argument("--only", default="abcd", metavar="PARTS", help="Some of a, b, c, d.")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Of each measurement.")
     parser.add_argument("--quick", action="store_true", help="Tiny sizes, to see that it works: figures mean nothing.")
-    parser.add_argument("--json", type=Path, default=Path("runs/bench-runtime.json"), metavar="FILE",
-                        help="Where the figures go, too.")  # fmt: skip
+    parser.add_argument(
+        "--json", type=Path, default=Path("runs/bench-runtime.json"), metavar="FILE", help="Where the figures go, too."
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Leave all runs there, with their traces.")
     arguments = parser.parse_args()
     repeats = 1 if arguments.quick else arguments.repeats
@@ -55,9 +56,13 @@ def main() -> None:
                 rows.append(row)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "cores": os.cpu_count(), "load": os.getloadavg(), "repeats": repeats, "quick": arguments.quick,
-        "seconds": time.perf_counter() - start, "rows": [asdict(row) | {"value": row.value} for row in rows],
-    }  # fmt: skip
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "repeats": repeats,
+        "quick": arguments.quick,
+        "seconds": time.perf_counter() - start,
+        "rows": [asdict(row) | {"value": row.value} for row in rows],
+    }
     arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     sys.stdout.write(f"\nwrote {arguments.json}; {content['seconds']:.0f} s, load {content['load'][0]:.1f}\n")
 

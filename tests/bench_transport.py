@@ -46,12 +46,16 @@ def open_ends(kind: str, size: int, rank: int) -> tuple[Sender, Receiver]:
     out, into = there if rank == 0 else there[::-1]
     if kind == "gloo":
         groups = [dist.new_group(backend="gloo") for _ in there]
-        return (PostedSender(out, groups[out.number], depth=DEPTH, carrier=CPU, waiting=nullcontext),
-                PostedReceiver(into, groups[into.number], carrier=CPU))  # fmt: skip
+        return (
+            PostedSender(out, groups[out.number], depth=DEPTH, carrier=CPU, waiting=nullcontext),
+            PostedReceiver(into, groups[into.number], carrier=CPU),
+        )
     slots = Slots.of(out, 1, DEPTH)
     _, shares = meet(there, rank, dist.group.WORLD, dict.fromkeys((0, 1), slots.count * slots.size), 60.0)
-    return (SharedSender(out, slots, *shares[out.number], nullcontext),
-            SharedReceiver(into, slots, *shares[into.number]))  # fmt: skip
+    return (
+        SharedSender(out, slots, *shares[out.number], nullcontext),
+        SharedReceiver(into, slots, *shares[into.number]),
+    )
 
 
 class Ends:
@@ -110,8 +114,10 @@ def table(found: list[tuple[Any, ...]]) -> Iterator[str]:
     for size, kind in itertools.product(SIZES, KINDS):
         sides = sorted(entry for entry in found if entry[:2] == (size, kind))
         (_, _, _, latency, _, sender), (_, _, _, _, stream, receiver) = sides
-        yield (f"{size >> 10:>6} KB  {kind:<15}{latency * 1e6:>11.0f}{size / stream / 1e9:>7.2f}{sender * 1e6:>16.0f}"
-               f"{receiver * 1e6:>10.0f}")  # fmt: skip
+        yield (
+            f"{size >> 10:>6} KB  {kind:<15}{latency * 1e6:>11.0f}{size / stream / 1e9:>7.2f}{sender * 1e6:>16.0f}"
+            f"{receiver * 1e6:>10.0f}"
+        )
 
 
 def main() -> None:

@@ -46,9 +46,18 @@ class Net:
         return self.add(f"{prefix}{op}@{count}", module, op, inputs, out, **costs)
 
     def add(
-        self, name: str, module: str, op: str, inputs: Sequence[str], out: float, *, flops: float = 0.0,
-        weights: float = 0.0, stash: float | None = None, gradient: float | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        name: str,
+        module: str,
+        op: str,
+        inputs: Sequence[str],
+        out: float,
+        *,
+        flops: float = 0.0,
+        weights: float = 0.0,
+        stash: float | None = None,
+        gradient: float | None = None,
+    ) -> str:
         """A node that gives `out` bytes; its time is that of its flops or of its bytes, whichever is longer.
 
         Args:
@@ -62,11 +71,19 @@ class Net:
         scatter = 1 + self.unevenness * self.random.uniform(-1, 1)
         forward = LAUNCH_S + scatter * max(flops / self.flops_per_s, moved / BYTES_PER_S)
         self.nodes[name] = Node(
-            name=name, op=op, module=module, inputs=tuple(inputs), forward_s=forward, backward_s=2 * forward * scatter,
+            name=name,
+            op=op,
+            module=module,
+            inputs=tuple(inputs),
+            forward_s=forward,
+            backward_s=2 * forward * scatter,
             update_s=LAUNCH_S + OPTIMIZER_PASSES * weights / BYTES_PER_S if weights else 0.0,
-            output_bytes=int(out), gradient_bytes=int(out if gradient is None else gradient),
-            parameter_bytes=int(weights), stash_bytes=int(taken if stash is None else stash), flops=int(flops),
-        )  # fmt: skip
+            output_bytes=int(out),
+            gradient_bytes=int(out if gradient is None else gradient),
+            parameter_bytes=int(weights),
+            stash_bytes=int(taken if stash is None else stash),
+            flops=int(flops),
+        )
         return name
 
     def bytes(self, name: str) -> int:
@@ -77,10 +94,16 @@ class Net:
         """What was written down; optimizer state is one momentum."""
         nodes = tuple(self.nodes.values())
         made = Profile(
-            name=self.name, model=None, batch_size=self.batch_size, device=Device(name="V100", kind="estimated"),
-            step_s=sum(n.forward_s + n.backward_s + n.update_s for n in nodes), coverage=1.0,
-            optimizer_state_bytes=1.0, nodes=nodes, shared=tuple(shared),
-        )  # fmt: skip
+            name=self.name,
+            model=None,
+            batch_size=self.batch_size,
+            device=Device(name="V100", kind="estimated"),
+            step_s=sum(n.forward_s + n.backward_s + n.update_s for n in nodes),
+            coverage=1.0,
+            optimizer_state_bytes=1.0,
+            nodes=nodes,
+            shared=tuple(shared),
+        )
         made.check()
         return made
 
@@ -104,8 +127,9 @@ def chain(nodes: int = 1000, *, seed: int = 0) -> Profile:
             last = net.leaf(path, "ReLU", [last], 4 * rows * width)
         else:
             before, width = width, net.random.choice([256, 512, 1024, 1024, 2048, 4096])
-            last = net.leaf(path, "Linear", [last], 4 * rows * width, flops=2 * rows * before * width,
-                            weights=4 * before * width)  # fmt: skip
+            last = net.leaf(
+                path, "Linear", [last], 4 * rows * width, flops=2 * rows * before * width, weights=4 * before * width
+            )
     net.loss([last])
     return net.profile()
 
@@ -122,22 +146,29 @@ class Images(Net):
         return self._shaped(self.input("x", 4 * self.batch_size * channels * side**2), channels, side)
 
     def conv(
-        self, path: str, source: str, channels: int, kernel: tuple[int, int] = (3, 3), stride: int = 1,
+        self,
+        path: str,
+        source: str,
+        channels: int,
+        kernel: tuple[int, int] = (3, 3),
+        stride: int = 1,
         depthwise: bool = False,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """A convolution without a bias, padded to keep the side (over the stride)."""
         before, side = self.shapes[source]
         side = -(-side // stride)
         weights = kernel[0] * kernel[1] * channels * (1 if depthwise else before)
         pixels = self.batch_size * side**2
-        made = self.leaf(path, "Conv2d", [source], 4 * pixels * channels, flops=2 * pixels * weights,
-                         weights=4 * weights)  # fmt: skip
+        made = self.leaf(
+            path, "Conv2d", [source], 4 * pixels * channels, flops=2 * pixels * weights, weights=4 * weights
+        )
         return self._shaped(made, channels, side)
 
     def norm(self, path: str, source: str) -> str:
         """Batch normalisation."""
-        return self._like(self.leaf(path, "BatchNorm2d", [source], self.bytes(source),
-                                    weights=8 * self.shapes[source][0]), source)  # fmt: skip
+        return self._like(
+            self.leaf(path, "BatchNorm2d", [source], self.bytes(source), weights=8 * self.shapes[source][0]), source
+        )
 
     def relu(self, path: str, source: str) -> str:
         """An activation, as a module."""
@@ -177,8 +208,14 @@ class Images(Net):
         """Mean over the image, one Linear, the loss."""
         channels = self.shapes[source][0]
         mean = self.leaf("avgpool", "AdaptiveAvgPool2d", [source], 4 * self.batch_size * channels, stash=0)
-        scores = self.leaf("fc", "Linear", [mean], 4 * self.batch_size * classes, weights=4 * classes * (channels + 1),
-                           flops=2 * self.batch_size * channels * classes)  # fmt: skip
+        scores = self.leaf(
+            "fc",
+            "Linear",
+            [mean],
+            4 * self.batch_size * classes,
+            weights=4 * classes * (channels + 1),
+            flops=2 * self.batch_size * channels * classes,
+        )
         return self.loss([scores])
 
     def _shaped(self, name: str, channels: int, side: int) -> str:
@@ -294,8 +331,15 @@ def gnmt(layers: int = 16, *, seed: int = 0) -> Profile:
 
     def lstm(path: str, inputs: Sequence[str], take: int, op: str = "LSTM", times: float = 1.0) -> str:
         flops = 8 * rows * (take + width) * width * times
-        return net.leaf(path, op, inputs, out * times, flops=flops, weights=16 * (take + width) * width * times,
-                        stash=6 * out * times)  # fmt: skip
+        return net.leaf(
+            path,
+            op,
+            inputs,
+            out * times,
+            flops=flops,
+            weights=16 * (take + width) * width * times,
+            stash=6 * out * times,
+        )
 
     def drop(path: str, source: str) -> str:
         return net.leaf(path, "Dropout", [source], net.bytes(source), stash=net.bytes(source) // 4)
@@ -304,8 +348,9 @@ def gnmt(layers: int = 16, *, seed: int = 0) -> Profile:
         return net.leaf(path, "Embedding", [source], out, weights=4 * words * width, stash=8 * rows)
 
     source, lengths, target = net.input("source", 8 * rows), net.input("lengths", 8 * 64), net.input("target", 8 * rows)
-    last = drop("encoder.dropout", lstm("encoder.bidirectional", [embed("encoder.embedder", source), lengths], width,
-                                        times=2))  # fmt: skip
+    last = drop(
+        "encoder.dropout", lstm("encoder.bidirectional", [embed("encoder.embedder", source), lengths], width, times=2)
+    )
     skip = None
     for k in range(layers // 2 - 1):
         taken = last if k == 0 else drop(f"encoder.dropouts.{k}", last)
@@ -314,8 +359,13 @@ def gnmt(layers: int = 16, *, seed: int = 0) -> Profile:
         skip, last = last, net.call("encoder", "add", [made, last], out, stash=0) if skip else made
     hidden = net.call("decoder", "hidden", [lengths], 0, stash=0)
     state = net.call("decoder", "getitem", [hidden], 0, stash=0)
-    attention = lstm("decoder.attention", [embed("decoder.embedder", target), state, last, lengths], 2 * width,
-                     "RecurrentAttention", 1.5)  # fmt: skip
+    attention = lstm(
+        "decoder.attention",
+        [embed("decoder.embedder", target), state, last, lengths],
+        2 * width,
+        "RecurrentAttention",
+        1.5,
+    )
     last = net.call("decoder", "getitem", [attention], out, stash=0)
     context = net.call("decoder", "getitem", [attention], out, stash=0)
     for k in range(layers // 2 - 1):
@@ -324,8 +374,14 @@ def gnmt(layers: int = 16, *, seed: int = 0) -> Profile:
         made = lstm(f"decoder.layers.{k}", [joined, state], 2 * width)
         made = net.call("decoder", "getitem", [made], out, stash=0)
         last = net.call("decoder", "add", [made, last], out, stash=0) if k else made
-    scores = net.leaf("decoder.classifier", "Classifier", [last], 4 * rows * words, flops=2 * rows * width * words,
-                      weights=4 * words * (width + 1))  # fmt: skip
+    scores = net.leaf(
+        "decoder.classifier",
+        "Classifier",
+        [last],
+        4 * rows * words,
+        flops=2 * rows * width * words,
+        weights=4 * words * (width + 1),
+    )
     net.loss([scores])
     return net.profile()
 
@@ -349,8 +405,9 @@ def transformer(nodes: int = 2000, *, parameters: float = 7e9, sequence: int = 1
 
     def linear(path: str, source: str, into: int) -> str:
         before = net.bytes(source) // (2 * sequence)
-        return net.leaf(path, "Linear", [source], 2 * sequence * into, flops=2 * sequence * before * into,
-                        weights=2 * before * into)  # fmt: skip
+        return net.leaf(
+            path, "Linear", [source], 2 * sequence * into, flops=2 * sequence * before * into, weights=2 * before * into
+        )
 
     square, product = 2 * heads * sequence**2, 2 * sequence**2 * width
     for k in range(layers):

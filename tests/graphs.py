@@ -11,8 +11,9 @@ from pdtool.schedule import default_in_flight
 def profile_of(nodes, **fields):
     """A profile without a model behind it."""
     device = Device(name="test", kind="estimated")
-    made = Profile(name="net", model=None, batch_size=8, device=device, step_s=0.0, coverage=0.0,
-                   nodes=tuple(nodes), **fields)  # fmt: skip
+    made = Profile(
+        name="net", model=None, batch_size=8, device=device, step_s=0.0, coverage=0.0, nodes=tuple(nodes), **fields
+    )
     made.check()
     return made
 
@@ -21,11 +22,20 @@ def chain(seconds, *, parameters=0, crossing=0, stash=0):
     """input -> a0 -> a1 ...; one forward second of three is forward, the others backward."""
     nodes = [Node(name="x", op="input", module="")]
     for i, time in enumerate(seconds):
-        nodes.append(Node(
-            name=f"a{i}", op="Linear", module=f"a{i}", inputs=(nodes[-1].name,), forward_s=time / 3,
-            backward_s=2 * time / 3, parameter_bytes=parameters, output_bytes=crossing, gradient_bytes=crossing,
-            stash_bytes=stash,
-        ))  # fmt: skip
+        nodes.append(
+            Node(
+                name=f"a{i}",
+                op="Linear",
+                module=f"a{i}",
+                inputs=(nodes[-1].name,),
+                forward_s=time / 3,
+                backward_s=2 * time / 3,
+                parameter_bytes=parameters,
+                output_bytes=crossing,
+                gradient_bytes=crossing,
+                stash_bytes=stash,
+            )
+        )
     return profile_of(nodes)
 
 
@@ -37,12 +47,21 @@ def random_profile(rng: random.Random, operators: int):
     ]
     for i in range(operators):
         sources = {rng.choice(nodes[-3:]).name, *([rng.choice(nodes).name] if rng.random() < 0.4 else [])}
-        nodes.append(Node(
-            name=f"n{i}", op="op", module=rng.choice(["", "m", "m.k"]), inputs=tuple(sorted(sources)),
-            forward_s=rng.choice([0.0, 1.0, 2.0, rng.random()]), backward_s=rng.random() * 3,
-            update_s=rng.choice([0.0, 0.3]), output_bytes=rng.randrange(2000), gradient_bytes=rng.randrange(2000),
-            parameter_bytes=rng.choice([0, 400, rng.randrange(5000)]), stash_bytes=rng.randrange(3000),
-        ))  # fmt: skip
+        nodes.append(
+            Node(
+                name=f"n{i}",
+                op="op",
+                module=rng.choice(["", "m", "m.k"]),
+                inputs=tuple(sorted(sources)),
+                forward_s=rng.choice([0.0, 1.0, 2.0, rng.random()]),
+                backward_s=rng.random() * 3,
+                update_s=rng.choice([0.0, 0.3]),
+                output_bytes=rng.randrange(2000),
+                gradient_bytes=rng.randrange(2000),
+                parameter_bytes=rng.choice([0, 400, rng.randrange(5000)]),
+                stash_bytes=rng.randrange(3000),
+            )
+        )
     ends = tuple(sorted({n.name for n in nodes} - {s for n in nodes for s in n.inputs}))
     if rng.random() < 0.5:
         nodes.append(Node(name="loss", op="loss", module="", inputs=ends, forward_s=0.1))
@@ -75,9 +94,16 @@ def plan_of(profile, stages, workers, cluster, schedule="1f1b", in_flight=None, 
     flight = in_flight or default_in_flight(replicas)
     again = recompute or [False] * len(stages)
     return Plan(
-        name="net", model=None, profile="net.json", batch_size=profile.batch_size, cluster=ClusterSpec.of(cluster),
-        schedule=schedule, weights="stash" if schedule == "1f1b" else "flush",
-        stages=tuple(Stage(nodes=tuple(n), replicas=len(w), workers=tuple(w), in_flight=f, recompute=r)
-                     for n, w, f, r in zip(stages, workers, flight, again, strict=True)),
+        name="net",
+        model=None,
+        profile="net.json",
+        batch_size=profile.batch_size,
+        cluster=ClusterSpec.of(cluster),
+        schedule=schedule,
+        weights="stash" if schedule == "1f1b" else "flush",
+        stages=tuple(
+            Stage(nodes=tuple(n), replicas=len(w), workers=tuple(w), in_flight=f, recompute=r)
+            for n, w, f, r in zip(stages, workers, flight, again, strict=True)
+        ),
         **fields,
-    )  # fmt: skip
+    )

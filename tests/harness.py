@@ -40,8 +40,14 @@ class Toy:
 
 def tensor(name: str, producer: int, consumers: Sequence[int], *shape: int, dtype: str = "float32") -> Tensor:
     gradient = producer >= 0 and dtype.startswith("float")
-    return Tensor(name=name, producer=producer, consumers=tuple(consumers), shape=("batch", *shape), dtype=dtype,
-                  gradient=gradient)  # fmt: skip
+    return Tensor(
+        name=name,
+        producer=producer,
+        consumers=tuple(consumers),
+        shape=("batch", *shape),
+        dtype=dtype,
+        gradient=gradient,
+    )
 
 
 OPTIMIZERS = {
@@ -135,9 +141,10 @@ CONV1 = replace(
 def faulty(statement: str) -> Toy:
     """CONV3 with a statement in the forward of stage 1: `self.n` counts its calls from 0, `a` is its input."""
     source = stage(
-        1, f"self.n = -1; {_CONV[1]}",
+        1,
+        f"self.n = -1; {_CONV[1]}",
         f"a: import os, signal, time; self.n += 1; {statement}; {_CONV_FORWARD[1]}; return b",
-    )  # fmt: skip
+    )
     return replace(CONV3, stages=(CONV3.stages[0], (source, ("a",), ("b",)), CONV3.stages[2]))
 
 
@@ -155,15 +162,15 @@ SKIP3 = Toy(
         (stage(2, _SKIP[2], "k, h, m, x: return self.d(torch.cat([k, h * m, x], 1))"), ("k", "h", "m", "x"), ()),
     ),
     tensors=(
-        tensor("x", -1, [0, 2], 6), tensor("h", 0, [1, 2], 5), tensor("m", 0, [2], 5, dtype="bool"),
+        tensor("x", -1, [0, 2], 6),
+        tensor("h", 0, [1, 2], 5),
+        tensor("m", 0, [2], 5, dtype="bool"),
         tensor("k", 1, [2], 3),
     ),
-)  # fmt: skip
+)
 
 SKIP1 = replace(
-    SKIP3,
-    stages=((stage(0, "; ".join(_SKIP), _SKIP_FORWARD), ("x",), ()),),
-    tensors=(tensor("x", -1, [0], 6),),
+    SKIP3, stages=((stage(0, "; ".join(_SKIP), _SKIP_FORWARD), ("x",), ()),), tensors=(tensor("x", -1, [0], 6),)
 )
 
 _LSTM = (
@@ -184,10 +191,7 @@ LSTM3 = Toy(
 _TIED = ("self.embed = nn.Embedding(11, 6)", "self.mid = nn.Linear(6, 6)", "self.out = nn.Linear(6, 11)")
 _TIED_FORWARD = "x: return self.out(torch.tanh(self.mid(self.embed(x))))"
 TIED3 = Toy(
-    model=WORDS + model(
-        "; ".join(_TIED) + "; self.out.weight = self.embed.weight",
-        _TIED_FORWARD,
-    ),
+    model=WORDS + model("; ".join(_TIED) + "; self.out.weight = self.embed.weight", _TIED_FORWARD),
     stages=(
         (stage(0, _TIED[0], "x: return self.embed(x)"), ("x",), ("e",)),
         (stage(1, _TIED[1], "e: return torch.tanh(self.mid(e))"), ("e",), ("h",)),
@@ -195,7 +199,7 @@ TIED3 = Toy(
     ),
     tensors=(tensor("x", -1, [0], 5, dtype="int64"), tensor("e", 0, [1], 5, 6), tensor("h", 1, [2], 5, 6)),
     tied=(TiedParameter(stages=(0, 2), names=("embed.weight", "out.weight")),),
-)  # fmt: skip
+)
 
 
 # has parameters that nothing uses: they get no gradient, and the optimizer must leave them alone
@@ -215,28 +219,38 @@ CONV4 = replace(
         (stage(3, _CONV[2], f"b: {_CONV_FORWARD[2]}; return z"), ("b",), ()),
     ),
     tensors=(
-        tensor("x", -1, [0], 2, 6, 6), tensor("c", 0, [1], 4, 6, 6), tensor("a", 1, [2], 4, 6, 6),
+        tensor("x", -1, [0], 2, 6, 6),
+        tensor("c", 0, [1], 4, 6, 6),
+        tensor("a", 1, [2], 4, 6, 6),
         tensor("b", 2, [3], 4, 2, 2),
     ),
-)  # fmt: skip
+)
 # with two workers h and x go from a stage to another one of the same worker
 SKIP4 = replace(
     SKIP3,
     stages=(
         SKIP3.stages[0],
         (stage(1, "self.b = nn.Linear(5, 5)", "h: return torch.tanh(self.b(h))"), ("h",), ("g",)),
-        (stage(2, "self.c = nn.Linear(5, 3)", "g, h, m, x: return self.c(g) * 2, torch.cat([h * m, x], 1)"),
-         ("g", "h", "m", "x"), ("k", "j")),
+        (
+            stage(2, "self.c = nn.Linear(5, 3)", "g, h, m, x: return self.c(g) * 2, torch.cat([h * m, x], 1)"),
+            ("g", "h", "m", "x"),
+            ("k", "j"),
+        ),
         (stage(3, _SKIP[2], "k, j: return self.d(torch.cat([k, j], 1))"), ("k", "j"), ()),
     ),
     tensors=(
-        tensor("x", -1, [0, 2], 6), tensor("h", 0, [1, 2], 5), tensor("m", 0, [2], 5, dtype="bool"),
-        tensor("g", 1, [2], 5), tensor("k", 2, [3], 3), tensor("j", 2, [3], 11),
+        tensor("x", -1, [0, 2], 6),
+        tensor("h", 0, [1, 2], 5),
+        tensor("m", 0, [2], 5, dtype="bool"),
+        tensor("g", 1, [2], 5),
+        tensor("k", 2, [3], 3),
+        tensor("j", 2, [3], 11),
     ),
-)  # fmt: skip
+)
 _MLP = tuple(f"self.l{s} = nn.Linear({6 if s == 0 else 5}, {4 if s == 5 else 5})" for s in range(6))
 MLP6 = Toy(
-    model=IMAGES.replace("n, 2, 6, 6", "n, 6") + model(
+    model=IMAGES.replace("n, 2, 6, 6", "n, 6")
+    + model(
         "; ".join(_MLP), "h0: " + "; ".join(f"h{s + 1} = torch.tanh(self.l{s}(h{s}))" for s in range(6)) + "; return h6"
     ),
     stages=tuple(
@@ -245,7 +259,7 @@ MLP6 = Toy(
     ),
     tensors=tuple(tensor(f"h{s}", s - 1, [s], 6 if s == 0 else 5) for s in range(6)),
     inputs=("h0",),
-)  # fmt: skip
+)
 TIED4 = replace(
     TIED3,
     stages=(
@@ -265,10 +279,20 @@ TIED1 = replace(
 
 
 def job(
-    folder: Path, toy: Toy, replicas: Sequence[int] = (), *, schedule: str = "1f1b", weights: str = "",
-    microbatches: int = 1, update_every: int | None = None, chunks: int = 1, in_flight: Sequence[int] = (),
-    optimizer: str = "sgd", batch_size: int = 4, **settings: Any,
-) -> RunSpec:  # fmt: skip
+    folder: Path,
+    toy: Toy,
+    replicas: Sequence[int] = (),
+    *,
+    schedule: str = "1f1b",
+    weights: str = "",
+    microbatches: int = 1,
+    update_every: int | None = None,
+    chunks: int = 1,
+    in_flight: Sequence[int] = (),
+    optimizer: str = "sgd",
+    batch_size: int = 4,
+    **settings: Any,
+) -> RunSpec:
     """Write model.py and the bundle into `folder`; a spec that runs them with one worker per replica.
 
     Args:
@@ -287,29 +311,56 @@ def job(
         space: dict[str, Any] = {}
         exec(source, space)
         module = space[f"Stage{s}"]()
-        modules.append(StageModule(
-            file=path.name, class_name=f"Stage{s}", sha256=file_sha256(path), inputs=inputs, outputs=outputs,
-            parameters=tuple(dict(module.named_parameters())), buffers=tuple(dict(module.named_buffers())),
-        ))  # fmt: skip
-    bundle = Bundle(name="toy", batch_size=batch_size, proof="values", inputs=toy.inputs, stages=tuple(modules),
-                    tensors=toy.tensors, tied=toy.tied)  # fmt: skip
+        modules.append(
+            StageModule(
+                file=path.name,
+                class_name=f"Stage{s}",
+                sha256=file_sha256(path),
+                inputs=inputs,
+                outputs=outputs,
+                parameters=tuple(dict(module.named_parameters())),
+                buffers=tuple(dict(module.named_buffers())),
+            )
+        )
+    bundle = Bundle(
+        name="toy",
+        batch_size=batch_size,
+        proof="values",
+        inputs=toy.inputs,
+        stages=tuple(modules),
+        tensors=toy.tensors,
+        tied=toy.tied,
+    )
     bundle.check()
     bundle.save(folder / "bundle" / "bundle.yaml")
     total = sum(replicas)
     first = [sum(replicas[:s]) for s in range(len(replicas))]
     plan = Plan(
-        name="toy", model=None, profile="none", batch_size=batch_size, schedule=schedule,
-        weights=weights or POLICIES[schedule][0], microbatches=microbatches, update_every=update_every, chunks=chunks,
+        name="toy",
+        model=None,
+        profile="none",
+        batch_size=batch_size,
+        schedule=schedule,
+        weights=weights or POLICIES[schedule][0],
+        microbatches=microbatches,
+        update_every=update_every,
+        chunks=chunks,
         cluster=ClusterSpec(levels=(LevelSpec(size=total, bandwidth_bytes_per_s=1e9),)),
         stages=tuple(
             Stage(nodes=("n",), replicas=r, workers=tuple(range(f, f + r)), in_flight=w)
             for r, f, w in [*zip(replicas, first, in_flight, strict=True)] * chunks
         ),
-    )  # fmt: skip
+    )
     plan.check()
     settings = {"out": folder / "run", "timeout_s": 60.0} | settings
-    return RunSpec(plan=plan, bundle=bundle, bundle_dir=folder / "bundle", trusted=True,
-                   model=ModelRef(source=str(folder / "model.py")), **settings)  # fmt: skip
+    return RunSpec(
+        plan=plan,
+        bundle=bundle,
+        bundle_dir=folder / "bundle",
+        trusted=True,
+        model=ModelRef(source=str(folder / "model.py")),
+        **settings,
+    )
 
 
 @dataclass(frozen=True)
@@ -326,9 +377,14 @@ class Outcome:
 # What a worker would import by itself otherwise, for a second or more: torch._dynamo comes with the first optimizer,
 # the others with models of the zoo. What is not installed is left out.
 PRELOAD = (
-    "harness", "pdtool.run.launch", "pdtool.run.worker", "torch._dynamo", "sklearn.datasets",
-    "transformers.models.gpt2.modeling_gpt2", "transformers.models.resnet.modeling_resnet",
-)  # fmt: skip
+    "harness",
+    "pdtool.run.launch",
+    "pdtool.run.worker",
+    "torch._dynamo",
+    "sklearn.datasets",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.resnet.modeling_resnet",
+)
 
 
 def start_server() -> None:
@@ -368,12 +424,14 @@ def _work(spec: RunSpec, rank: int, world: int, store: Path) -> None:
     Worker(setup).run()
     outcomes = [
         Outcome(
-            stage=s, replica=part.replica,
+            stage=s,
+            replica=part.replica,
             state={name: value.detach().clone() for name, value in part.stage.module.state_dict().items()},
-            peak_versions=part.stage.weights.peak_versions, peak_stashed=part.stage.peak_stashed,
+            peak_versions=part.stage.weights.peak_versions,
+            peak_stashed=part.stage.peak_stashed,
         )
         for s, part in setup.parts.items()
-    ]  # fmt: skip
+    ]
     torch.save(outcomes, spec.out / f"outcome-{rank}.pt")
     torch.distributed.destroy_process_group()
 

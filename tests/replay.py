@@ -93,10 +93,14 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def asynchronous(
-    model: nn.Module, stage_of: Callable[[str], int], epochs: Sequence[Sequence[Batch]],
-    loss: Callable[[Any, Any], Tensor], make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    pipeline: Pipeline, tied: Sequence[str] = (),
-) -> dict[str, Tensor]:  # fmt: skip
+    model: nn.Module,
+    stage_of: Callable[[str], int],
+    epochs: Sequence[Sequence[Batch]],
+    loss: Callable[[Any, Any], Tensor],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    pipeline: Pipeline,
+    tied: Sequence[str] = (),
+) -> dict[str, Tensor]:
     """Train with updates while minibatches are in flight; the weights after the last epoch, by name.
 
     Args:
@@ -145,9 +149,12 @@ def _step(optimizer: Any, named: Any, names: Any, part: range, gradients: Any, s
 
 @_one_thread()
 def synchronous(
-    model: nn.Module, epochs: Sequence[Sequence[Batch]], loss: Callable[[Any, Any], Tensor],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer], every: int,
-) -> dict[str, Tensor]:  # fmt: skip
+    model: nn.Module,
+    epochs: Sequence[Sequence[Batch]],
+    loss: Callable[[Any, Any], Tensor],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    every: int,
+) -> dict[str, Tensor]:
     """Train the unsplit model, an update every `every` minibatches with the mean over their samples."""
     optimizer = make_optimizer(model.named_parameters())
     for batches in epochs:

@@ -37,9 +37,11 @@ SEALED = [a for a in samples.ALL if a.SEALED]
 def altered(artifact, **changes):
     """The text of a stranger's artifact: right format and digest, other content."""
     content = json.loads(artifact.model_dump_json(exclude={"sha256"})) | changes
-    return samples.sealed(content) if artifact.KIND in ("profile", "report") else yaml.safe_dump(
-        json.loads(samples.sealed(content)) if artifact.SEALED else content, explicit_end=True
-    )  # fmt: skip
+    return (
+        samples.sealed(content)
+        if artifact.KIND in ("profile", "report")
+        else yaml.safe_dump(json.loads(samples.sealed(content)) if artifact.SEALED else content, explicit_end=True)
+    )
 
 
 def node(index, **changes):
@@ -360,8 +362,10 @@ def test_edited_stages_keep_groups_and_pins():
 def test_numbers_in_flight_that_deadlock_are_refused():
     fine = samples.plan()
     fine.check_schedule()
-    thrice = tuple(stage.model_copy(update={"replicas": 1, "workers": (s,), "in_flight": 1 + s})
-                   for s, stage in enumerate(fine.stages))  # fmt: skip
+    thrice = tuple(
+        stage.model_copy(update={"replicas": 1, "workers": (s,), "in_flight": 1 + s})
+        for s, stage in enumerate(fine.stages)
+    )
     with pytest.raises(ScheduleError, match=r"^deadlock: .*; give the stages in_flight [0-9, ]+, as 1f1b wants\n"):
         fine.model_copy(update={"stages": thrice}).check_schedule()
 
@@ -374,13 +378,18 @@ def test_the_numbers_in_flight_that_a_schedule_wants_do_not_deadlock(schedule):
         rng = random.Random(seed)
         sizes = [rng.randint(1, 3) for _ in range(3)]
         plan = plan_of(
-            chain([1.0] * 3), [["x", "a0"], ["a1"], ["a2"]],
-            [range(sum(sizes[:s]), sum(sizes[: s + 1])) for s in range(3)], make_cluster((9,), (1e9,)),
+            chain([1.0] * 3),
+            [["x", "a0"], ["a1"], ["a2"]],
+            [range(sum(sizes[:s]), sum(sizes[: s + 1])) for s in range(3)],
+            make_cluster((9,), (1e9,)),
             in_flight=[rng.randint(1, 6) for _ in sizes],
-        ).model_copy(update={
-            "schedule": schedule, "weights": POLICIES[schedule][0],
-            "microbatches": 1 if flows(schedule) else rng.randint(1, 9),
-        })  # fmt: skip
+        ).model_copy(
+            update={
+                "schedule": schedule,
+                "weights": POLICIES[schedule][0],
+                "microbatches": 1 if flows(schedule) else rng.randint(1, 9),
+            }
+        )
         try:
             plan.check_schedule()
         except ScheduleError as error:

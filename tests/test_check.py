@@ -23,8 +23,16 @@ from pdtool.partition.planning import make_plan, refresh
 from pdtool.partition.search import Options
 
 PLANNER = Path(__file__).parent.parent / "pdtool" / "partition" / "checker"
-FIGURES = ("bottleneck_s", "throughput_samples_per_s", "gain_over_data_parallel", "compute_s", "allreduce_s",
-           "transfer_s", "memory_bytes", "traffic_bytes")  # fmt: skip
+FIGURES = (
+    "bottleneck_s",
+    "throughput_samples_per_s",
+    "gain_over_data_parallel",
+    "compute_s",
+    "allreduce_s",
+    "transfer_s",
+    "memory_bytes",
+    "traffic_bytes",
+)
 
 
 def faults(plan, profile):
@@ -45,11 +53,18 @@ def random_question(seed):
         rates = sorted(rng.choice([1e3, 3e3, 2e4, 1e5]) for _ in sizes)
         cluster = make_cluster(sizes, rates, latencies=[0.01] * len(sizes), memory_bytes=rng.choice([None, 90_000]))
     schedule = rng.choice(["1f1b", "1f1b", "1f1b-flush", "gpipe", "auto"])
-    return profile, cluster, Options(
-        schedule=schedule, microbatches=1 if schedule == "1f1b" else rng.choice([2, 4, 7]),
-        simplest=rng.choice([0.0, 0.03, 0.3]), recompute=rng.random() < 0.8, straight=rng.random() < 0.15,
-        cost=rng.choice(["ours", "ours", "ours", "ours", "pipedream", "pipedream-free"]),
-    )  # fmt: skip
+    return (
+        profile,
+        cluster,
+        Options(
+            schedule=schedule,
+            microbatches=1 if schedule == "1f1b" else rng.choice([2, 4, 7]),
+            simplest=rng.choice([0.0, 0.03, 0.3]),
+            recompute=rng.random() < 0.8,
+            straight=rng.random() < 0.15,
+            cost=rng.choice(["ours", "ours", "ours", "ours", "pipedream", "pipedream-free"]),
+        ),
+    )
 
 
 @cache
@@ -84,8 +99,11 @@ def test_the_random_plans_are_of_all_kinds():
 def test_no_formula_is_shared():
     shared = {"artifacts", "cluster", "schedule", "graph", "units", "errors"}
     for name in ("check", "recount", "walk"):
-        modules = {node.module for node in ast.walk(ast.parse((PLANNER / f"{name}.py").read_text()))
-                   if isinstance(node, ast.ImportFrom) and node.module.startswith("pdtool")}  # fmt: skip
+        modules = {
+            node.module
+            for node in ast.walk(ast.parse((PLANNER / f"{name}.py").read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("pdtool")
+        }
         own = {f"pdtool.partition.checker.{other}" for other in ("recount", "walk")}
         assert {module.split(".")[1] for module in modules - own} <= shared
         assert "numpy" not in (PLANNER / f"{name}.py").read_text().replace("no numpy", "")
@@ -147,10 +165,10 @@ def test_a_bound_above_the_plan_itself_is_caught(plan, net):
     assert "lower bound" in faults(altered(plan, "lower_bound_s", "why", 2 * plan.predicted.bottleneck_s), net)
 
 
-@pytest.mark.parametrize(("rate", "workers", "words"), [
-    (1e9, [[0], [1]], r"data parallelism \(4\) takes"),
-    (1.0, [[0, 1], [2, 3]], r"one worker takes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rate", "workers", "words"),
+    [(1e9, [[0], [1]], r"data parallelism \(4\) takes"), (1.0, [[0, 1], [2, 3]], r"one worker takes")],
+)
 def test_a_bound_above_a_simple_plan_is_caught(net, rate, workers, words):
     made = claiming(net, [["x", "a0", "a1"], ["a2", "a3", "a4"]], workers, make_cluster((4,), (rate,)))
     found = faults(made, net)
@@ -158,16 +176,20 @@ def test_a_bound_above_a_simple_plan_is_caught(net, rate, workers, words):
     assert re.match(words, found["simple plans"])
 
 
-@pytest.mark.parametrize(("stages", "workers"), [
-    ([["x", "a0"], ["a1", "a2", "a3", "a4"]], [[0], [1]]),
-    ([["x", "a0", "a1", "a2"], ["a3", "a4"]], [[0], [1, 2]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stages", "workers"),
+    [([["x", "a0"], ["a1", "a2", "a3", "a4"]], [[0], [1]]), ([["x", "a0", "a1", "a2"], ["a3", "a4"]], [[0], [1, 2]])],
+)
 def test_a_bound_above_a_neighbour_is_caught(net, stages, workers):
     """Data parallelism is slow here; one operator, or one replica, over the border makes the plan faster."""
-    heavy = net.model_copy(update={"nodes": tuple(
-        node.model_copy(update={"parameter_bytes": 10 * node.parameter_bytes * (node.name == "a4")})
-        for node in net.nodes
-    )})  # fmt: skip
+    heavy = net.model_copy(
+        update={
+            "nodes": tuple(
+                node.model_copy(update={"parameter_bytes": 10 * node.parameter_bytes * (node.name == "a4")})
+                for node in net.nodes
+            )
+        }
+    )
     found = faults(claiming(heavy, stages, workers, make_cluster((4,), (8000.0,))), heavy)
     assert "neighbours" in found
 
@@ -240,12 +262,15 @@ def test_the_command_as_json(planned):
     assert all(one["holds"] for one in found["findings"])
 
 
-@pytest.mark.parametrize(("part", "name", "value", "match"), [
-    ("predicted", "bottleneck_s", 0.125, "predicted.bottleneck_s: the plan says 0.125, recomputed it is"),
-    ("predicted", "simulated_s", 0.125, "predicted.simulated_s: 125 ms, and the slowest stage computes 400 ms"),
-    ("predicted", "traffic_bytes", 5, "predicted.traffic_bytes: the plan says 5, recomputed it is"),
-    ("why", "gap", 0.25, "why.gap: this plan is 0.00% slower than the lower bound, it says 0.25"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "name", "value", "match"),
+    [
+        ("predicted", "bottleneck_s", 0.125, "predicted.bottleneck_s: the plan says 0.125, recomputed it is"),
+        ("predicted", "simulated_s", 0.125, "predicted.simulated_s: 125 ms, and the slowest stage computes 400 ms"),
+        ("predicted", "traffic_bytes", 5, "predicted.traffic_bytes: the plan says 5, recomputed it is"),
+        ("why", "gap", 0.25, "why.gap: this plan is 0.00% slower than the lower bound, it says 0.25"),
+    ],
+)
 def test_the_command_names_what_is_false(planned, plan, part, name, value, match):
     altered(plan, name, part, value).save("plans/net.yaml")
     result = planned.pdtool("check", code=3)

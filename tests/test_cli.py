@@ -30,9 +30,19 @@ from pdtool.errors import (
 from pdtool.units import format_bytes, format_seconds
 
 COMMANDS = (
-    "profile", "import", "probe", "partition", "simulate", "check", "codegen", "run", "show", "export", "schema",
+    "profile",
+    "import",
+    "probe",
+    "partition",
+    "simulate",
+    "check",
+    "codegen",
+    "run",
+    "show",
+    "export",
+    "schema",
     "completion",
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -119,9 +129,14 @@ def test_every_error_has_its_exit_code_and_one_line(planned, monkeypatch, error,
 def test_a_cluster_file_is_the_same_as_its_figures(planned):
     samples.cluster().save("cluster.yaml")
     levels = samples.cluster().levels
-    figures = ["--topology", "x".join(str(v.size) for v in levels),
-               "--bandwidth", ",".join(f"{v.bandwidth_bytes_per_s}B/s" for v in levels),
-               "--latency", ",".join(f"{v.latency_s}s" for v in levels)]  # fmt: skip
+    figures = [
+        "--topology",
+        "x".join(str(v.size) for v in levels),
+        "--bandwidth",
+        ",".join(f"{v.bandwidth_bytes_per_s}B/s" for v in levels),
+        "--latency",
+        ",".join(f"{v.latency_s}s" for v in levels),
+    ]
     memory = ["--memory", "16GB", "--json", "-o", "out.yaml"]
     by_file = planned.pdtool("partition", "--cluster", "cluster.yaml", *memory).stdout
     assert by_file == planned.pdtool("partition", *figures, *memory).stdout
@@ -144,10 +159,16 @@ def test_a_closed_pipe_is_no_noise(planned, monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["fly"], ["profile"], ["partition", "--topology"], ["schema", "nothing"], ["run", "--epochs", "0"],
-        ["run", "--schedule", "zigzag"], ["profile", "m.py", "--batch-size", "x"], ["completion", "dos"],
+        ["fly"],
+        ["profile"],
+        ["partition", "--topology"],
+        ["schema", "nothing"],
+        ["run", "--epochs", "0"],
+        ["run", "--schedule", "zigzag"],
+        ["profile", "m.py", "--batch-size", "x"],
+        ["completion", "dos"],
     ],
-)  # fmt: skip
+)
 def test_usage_errors_exit_with_2(folder, arguments):
     assert "Error: " in folder.pdtool(*arguments, code=2).stderr
 
@@ -195,9 +216,12 @@ def test_more_stages_than_operators_exit_with_4(planned):
 
 @pytest.mark.parametrize(
     ("command", "kind", "place"),
-    [(("partition", "--topology", "2"), "profile", "profiles/"), (("codegen",), "plan", "plans/"),
-     (("run",), "plan", "plans/")],
-)  # fmt: skip
+    [
+        (("partition", "--topology", "2"), "profile", "profiles/"),
+        (("codegen",), "plan", "plans/"),
+        (("run",), "plan", "plans/"),
+    ],
+)
 def test_without_a_path_the_only_candidate_is_taken_or_all_are_listed(folder, command, kind, place):
     assert f"no {kind} is named and {place} holds none" in folder.pdtool(*command, code=2).stderr
     names = [f"{place}{name}.{'json' if kind == 'profile' else 'yaml'}" for name in ("a", "b")]
@@ -277,13 +301,22 @@ def test_names_of_files_stay_in_their_folder():
     [
         (samples.profile(), ["block.relu@1", "total", "coverage 0.99", "minibatch of 8"]),
         (samples.cluster(), ["lab: 4 workers of 16 GB, measured over gloo", "1.25 GB/s", "50 µs", "80%"]),
-        (samples.plan(), ["2-1 on 2 at 1.25 GB/s, 2 at 12 GB/s", "compute of stage 1", "1.3 × data parallelism", "F0",
-                          "stage 1 worker 2 |", "rejected: 4"]),
+        (
+            samples.plan(),
+            [
+                "2-1 on 2 at 1.25 GB/s, 2 at 12 GB/s",
+                "compute of stage 1",
+                "1.3 × data parallelism",
+                "F0",
+                "stage 1 worker 2 |",
+                "rejected: 4",
+            ],
+        ),
         (samples.bundle(), ["stage_0.py", "2*batch+1×4", "tied: a.weight (stage 0), block.b.weight (stage 1)"]),
         (samples.report(), ["2-1", "predicted 3 ms, measured 4 ms", "accuracy 0.5", "accuracy=0.98: not reached"]),
     ],
     ids=lambda x: getattr(x, "KIND", None),
-)  # fmt: skip
+)
 def test_show_prints_any_artifact(folder, artifact, words):
     artifact.save("file")
     result = folder.pdtool("show", "file")
@@ -318,10 +351,13 @@ def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(f
 
 @pytest.mark.parametrize(
     ("text", "match"),
-    [("hello", "is no artifact of pdtool"), ("format: pdtool/pizza/1\n", "unknown kind 'pizza'"),
-     ("format: pdtool/plan/9\n...\n", "has format 'pdtool/plan/9'"),
-     ('{"format": "pdtool/report/1"', "not whole JSON")],
-)  # fmt: skip
+    [
+        ("hello", "is no artifact of pdtool"),
+        ("format: pdtool/pizza/1\n", "unknown kind 'pizza'"),
+        ("format: pdtool/plan/9\n...\n", "has format 'pdtool/plan/9'"),
+        ('{"format": "pdtool/report/1"', "not whole JSON"),
+    ],
+)
 def test_show_refuses_what_is_no_artifact(folder, text, match):
     folder.write("file", text)
     assert match in folder.pdtool("show", "file", code=3).stderr

@@ -62,14 +62,25 @@ def skeleton(model_file):
     traced = traced_once(model_file.build(), model_file.example_inputs, 4, model_file.path)
     constant = {op.name for op in traced.operators if op.constant}
     nodes = tuple(
-        Node(name=op.name, op=op.op, module=op.module,
-             inputs=tuple(dict.fromkeys(v.operator for v in op.values if v.operator not in constant)))
-        for op in traced.operators if op.name not in constant
-    )  # fmt: skip
+        Node(
+            name=op.name,
+            op=op.op,
+            module=op.module,
+            inputs=tuple(dict.fromkeys(v.operator for v in op.values if v.operator not in constant)),
+        )
+        for op in traced.operators
+        if op.name not in constant
+    )
     return Profile(
-        name=model_file.name, model=model_file.ref, batch_size=4, device=Device(name="none", kind="estimated"),
-        step_s=0.0, coverage=0.0, nodes=nodes, together=traced.together,
-    )  # fmt: skip
+        name=model_file.name,
+        model=model_file.ref,
+        batch_size=4,
+        device=Device(name="none", kind="estimated"),
+        step_s=0.0,
+        coverage=0.0,
+        nodes=nodes,
+        together=traced.together,
+    )
 
 
 def plan_of(profile, count):
@@ -80,13 +91,16 @@ def plan_of(profile, count):
     stages = [[n for b in blocks[cuts[i] : cuts[i + 1]] for n in b] for i in range(count)]
     stages[0] = inputs + stages[0]
     return Plan(
-        name=f"{profile.name}-{count}", model=profile.model, profile="none", batch_size=4,
+        name=f"{profile.name}-{count}",
+        model=profile.model,
+        profile="none",
+        batch_size=4,
         cluster=ClusterSpec(levels=(LevelSpec(size=count, bandwidth_bytes_per_s=1e9),)),
         stages=tuple(
             Stage(nodes=tuple(profile.graph.compress(nodes)), replicas=1, workers=(s,), in_flight=count - s)
             for s, nodes in enumerate(stages)
         ),
-    )  # fmt: skip
+    )
 
 
 def tensors(output):

@@ -21,9 +21,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(?:sh|console)\n(.*?)```", README, re.DOTALL)
 LINES = [
-    line.removeprefix("$ ") for block in BLOCKS for line in block.splitlines()
+    line.removeprefix("$ ")
+    for block in BLOCKS
+    for line in block.splitlines()
     if re.match(r"(\$ )?(\.venv/bin/pdtool|pdtool|make|torchrun|srun) ", line)
-]  # fmt: skip
+]
 PDTOOL = [line[re.search(r"\bpdtool ", line).end() :] for line in LINES if not line.startswith("make")]
 
 

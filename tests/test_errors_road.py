@@ -40,7 +40,7 @@ BRANCH = """
         (changed("    return nn.Sequential(OrderedDict(layers))", BRANCH), [], 1, r"model.py:11: torch.export cannot"),
     ],
     ids=["model", "syntax", "import", "settings", "setting", "batch", "shape", "trace"],
-)  # fmt: skip
+)
 def test_models_that_profile_cannot_use(folder, text, options, code, match):
     folder.write("model.py", text)
     result = folder.pdtool("profile", "model.py", "--batch-size", "8", *options, code=code)
@@ -81,9 +81,14 @@ def test_a_full_disk_keeps_the_old_bundle(road, monkeypatch):
 
 @pytest.mark.parametrize(
     ("file", "command"),
-    [("profiles/model.json", ("partition", "--topology", "2")), ("profiles/model.json", ("codegen",)),
-     ("plans/model-2.yaml", ("codegen",)), ("plans/model-2.yaml", ("run",)), ("plans/model-2.yaml", ("show",))],
-)  # fmt: skip
+    [
+        ("profiles/model.json", ("partition", "--topology", "2")),
+        ("profiles/model.json", ("codegen",)),
+        ("plans/model-2.yaml", ("codegen",)),
+        ("plans/model-2.yaml", ("run",)),
+        ("plans/model-2.yaml", ("show",)),
+    ],
+)
 def test_truncated_artifacts_stop_every_command(road, file, command):
     text = Path(file).read_text()
     road.write(file, text[: len(text) // 2])
@@ -144,8 +149,11 @@ def test_ctrl_c_ends_the_run_with_130_and_leaves_no_worker(road):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     process = subprocess.Popen(
         [sys.executable, "-m", "pdtool", "run", "-o", "runs/a", "--epochs", "100000"],
-        env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     metrics = Path("runs/a/metrics.jsonl")
     deadline = time.monotonic() + 60
     while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:

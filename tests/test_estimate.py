@@ -27,9 +27,13 @@ from pdtool.profile.measure import measure
 TIMES = {"forward_s", "backward_s", "update_s"}
 MEASURED = TIMES | {"scratch_bytes"}
 DEVICE = DeviceSpec(
-    name="by hand", peak_flops_per_s={"fp32": 1e12, "tf32": 4e12, "bf16": 8e12}, bandwidth_bytes_per_s=1e11,
-    memory_bytes=10**10, launch_s=1e-6, source="a test",
-)  # fmt: skip
+    name="by hand",
+    peak_flops_per_s={"fp32": 1e12, "tf32": 4e12, "bf16": 8e12},
+    bandwidth_bytes_per_s=1e11,
+    memory_bytes=10**10,
+    launch_s=1e-6,
+    source="a test",
+)
 HEAD = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n"
 NET = (
     HEAD
@@ -377,8 +381,14 @@ def test_a_model_of_7b_parameters_takes_half_a_minute_and_2_gb(tmp_path):
     run = f"{peak}; runpy.run_module('pdtool', run_name='__main__')"
     command = [sys.executable, "-c", run, "profile", "pdtool.zoo.llm", "--device", "a100", "--batch-size", "1"]
     environment = {**os.environ, "PYTHONPATH": str(TABLE.parents[2])}
-    process = subprocess.Popen([*command, *settings, "-o", "llm.json"], cwd=tmp_path, env=environment, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+    process = subprocess.Popen(
+        [*command, *settings, "-o", "llm.json"],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     assert process.stdout
     with process.stdout:
         status = process.stdout.read()

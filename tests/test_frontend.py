@@ -40,10 +40,15 @@ def test_a_model_that_cannot_be_traced_is_refused(fault, what):
         trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
 
 
-@pytest.mark.parametrize(("fault", "code"), [
-    ("branch", "return y if y.sum() > 0"), ("slice", "y[:, 0] = 0"), ("attribute", "self.missing(y)"),
-    ("mode", "y = y.sin()"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("branch", "return y if y.sum() > 0"),
+        ("slice", "y[:, 0] = 0"),
+        ("attribute", "self.missing(y)"),
+        ("mode", "y = y.sin()"),
+    ],
+)
 def test_the_error_names_the_line_of_the_users_code(fault, code):
     line = next(i for i, text in enumerate(MODELS.read_text().splitlines(), 1) if code in text)
     model_file = load("broken", fault=fault)

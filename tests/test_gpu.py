@@ -24,10 +24,18 @@ def trained(name, workers, tmp_path):
     profile = measure(file, batch_size=16)
     plan = make_plan(profile, "p.json", make_cluster([workers], [1e9]), Options(straight=True))
     bundle = generate(plan, profile, file, tmp_path / "bundle")
-    return launch(RunSpec(
-        plan=plan, bundle=bundle, bundle_dir=tmp_path / "bundle", model=file.ref, out=tmp_path / "run",
-        steps=20, device="cuda", timeout_s=120.0,
-    ))  # fmt: skip
+    return launch(
+        RunSpec(
+            plan=plan,
+            bundle=bundle,
+            bundle_dir=tmp_path / "bundle",
+            model=file.ref,
+            out=tmp_path / "run",
+            steps=20,
+            device="cuda",
+            timeout_s=120.0,
+        )
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -206,9 +206,14 @@ def test_totals_and_counts_are_those_of_the_text(name):
 
 @pytest.mark.parametrize(
     ("name", "batch", "parameters"),
-    [("vgg16", 128, 138_357_544), ("alexnet", 256, 61_100_840), ("resnet18", 256, 11_689_512),
-     ("resnet50", 128, 25_557_032), ("gnmt8", 32, None)],
-)  # fmt: skip
+    [
+        ("vgg16", 128, 138_357_544),
+        ("alexnet", 256, 61_100_840),
+        ("resnet18", 256, 11_689_512),
+        ("resnet50", 128, 25_557_032),
+        ("gnmt8", 32, None),
+    ],
+)
 def test_minibatches_and_parameters_are_those_of_the_models(name, batch, parameters):
     profile = read(text_of(name))
     assert profile.batch_size == batch

@@ -19,8 +19,13 @@ PARTS = ("profile", "partition", "codegen", "run")
 # errors, units, resident <
 # graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < cli
 LAYERS = (
-    ("errors", "units", "resident"), ("graph", "cluster", "schedule"), ("artifacts",), ("frontend",), PARTS, ("cli",),
-)  # fmt: skip
+    ("errors", "units", "resident"),
+    ("graph", "cluster", "schedule"),
+    ("artifacts",),
+    ("frontend",),
+    PARTS,
+    ("cli",),
+)
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 HOMES = {

@@ -59,13 +59,19 @@ CASES = [
 
 @pytest.mark.parametrize(("toy", "replicas", "schedule", "microbatches", "optimizer", "settings"), CASES)
 def test_a_synchronous_schedule_equals_the_unsplit_model(
-    tmp_path: Path, toy: Toy, replicas: tuple[int, ...], schedule: str, microbatches: int, optimizer: str,
+    tmp_path: Path,
+    toy: Toy,
+    replicas: tuple[int, ...],
+    schedule: str,
+    microbatches: int,
+    optimizer: str,
     settings: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Gradients accumulated over the microbatches of a round, on the same samples. 7 minibatches of 4, the last one
     and the last round short; where that makes groups of another size than the paper's, 6."""
-    spec = harness.job(tmp_path, toy, replicas, schedule=schedule, microbatches=microbatches, optimizer=optimizer,
-                       epochs=2, **settings)  # fmt: skip
+    spec = harness.job(
+        tmp_path, toy, replicas, schedule=schedule, microbatches=microbatches, optimizer=optimizer, epochs=2, **settings
+    )
     outcomes = harness.run(spec)
     file = ModelFile.load(spec.model, trusted=True)
     expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, microbatches)

@@ -38,9 +38,13 @@ def trained(spec: RunSpec, replicas: tuple[int, ...], under: Callable[[Any], Any
     model = file.build(spec.seed)
     model.forward = under(model.forward)
     return replay.asynchronous(
-        model, stage_of(spec).__getitem__, batches(spec), under(file.loss), file.optimizer,
+        model,
+        stage_of(spec).__getitem__,
+        batches(spec),
+        under(file.loss),
+        file.optimizer,
         pipeline(spec, replicas, replicas),
-    )  # fmt: skip
+    )
 
 
 def autocast(call: Any) -> Any:
@@ -56,10 +60,11 @@ def autocast(call: Any) -> Any:
 @pytest.mark.parametrize(
     ("toy", "replicas"),
     [
-        pytest.param(CONV3, (1, 1, 1), id="conv"), pytest.param(CONV3, (2, 1, 1), id="conv-2-1-1"),
+        pytest.param(CONV3, (1, 1, 1), id="conv"),
+        pytest.param(CONV3, (2, 1, 1), id="conv-2-1-1"),
         pytest.param(LSTM3, (1, 1, 1), id="lstm"),
     ],
-)  # fmt: skip
+)
 def test_bf16_equals_its_replay_and_is_near_fp32(tmp_path: Path, toy: Toy, replicas: tuple[int, ...]) -> None:
     spec = harness.job(tmp_path, toy, replicas, optimizer="sgd", epochs=2, precision="bf16")
     found = weights(harness.run(spec))
@@ -94,8 +99,17 @@ def test_compiled_stages_equal_their_replay(tmp_path: Path, policy: str) -> None
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 def test_compiled_stages_with_a_flush_equal_the_unsplit_model(tmp_path: Path) -> None:
     """Tied weights, in both precisions at once."""
-    spec = harness.job(tmp_path, TIED3, (1, 1, 1), optimizer="sgd", epochs=1, schedule="1f1b-flush", microbatches=2,
-                       compiled=True, precision="bf16")  # fmt: skip
+    spec = harness.job(
+        tmp_path,
+        TIED3,
+        (1, 1, 1),
+        optimizer="sgd",
+        epochs=1,
+        schedule="1f1b-flush",
+        microbatches=2,
+        compiled=True,
+        precision="bf16",
+    )
     found = weights(harness.run(spec))
     file = ModelFile.load(spec.model, trusted=True)
     model = file.build(spec.seed)

@@ -76,9 +76,13 @@ def assert_kept(spec: RunSpec, outcomes: list[Outcome], expected: replay.Pipelin
 
 @pytest.mark.parametrize(("toy", "replicas", "optimizer", "settings", "every"), CASES)
 def test_1f1b_equals_its_replay_and_keeps_no_more_than_the_plan_says(
-    tmp_path: Path, toy: Toy, replicas: tuple[int, ...], optimizer: str, settings: dict[str, Any],
+    tmp_path: Path,
+    toy: Toy,
+    replicas: tuple[int, ...],
+    optimizer: str,
+    settings: dict[str, Any],
     every: tuple[int, ...],
-) -> None:  # fmt: skip
+) -> None:
     spec = harness.job(tmp_path, toy, replicas, optimizer=optimizer, epochs=2, **settings)
     outcomes = harness.run(spec)
     file = ModelFile.load(spec.model, trusted=True)
@@ -119,9 +123,14 @@ def test_tied_weights_without_flush_equal_their_replay_and_each_other(
     model, definition = file.build(spec.seed), pipeline(spec, replicas, every)
     model.out.weight = torch.nn.Parameter(model.embed.weight.detach().clone())
     expected = replay.asynchronous(
-        model, stage_of(spec).__getitem__, batches(spec), file.loss, file.optimizer, definition,
+        model,
+        stage_of(spec).__getitem__,
+        batches(spec),
+        file.loss,
+        file.optimizer,
+        definition,
         ("embed.weight", "out.weight"),
-    )  # fmt: skip
+    )
     found = weights(outcomes)
     assert torch.equal(found["embed.weight"], found["out.weight"])
     assert_same(found, expected)

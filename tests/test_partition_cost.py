@@ -17,14 +17,27 @@ from pdtool.schedule import NAMES, default_in_flight
 
 #   x -> a -> b -> c      a's output goes to b, c and d: a skip
 #        \----\--> d
-SKIP = profile_of([
-    Node(name="x", op="input", module="", output_bytes=7),
-    Node(name="a", op="op", module="", inputs=("x",), forward_s=1, backward_s=2, output_bytes=100, gradient_bytes=50,
-         parameter_bytes=40, stash_bytes=9),
-    Node(name="b", op="op", module="", inputs=("a",), forward_s=2, output_bytes=10, gradient_bytes=10),
-    Node(name="c", op="op", module="", inputs=("a", "b"), forward_s=3, update_s=1, parameter_bytes=60),
-    Node(name="d", op="op", module="", inputs=("a",), forward_s=1),
-], optimizer_state_bytes=2.0)  # fmt: skip
+SKIP = profile_of(
+    [
+        Node(name="x", op="input", module="", output_bytes=7),
+        Node(
+            name="a",
+            op="op",
+            module="",
+            inputs=("x",),
+            forward_s=1,
+            backward_s=2,
+            output_bytes=100,
+            gradient_bytes=50,
+            parameter_bytes=40,
+            stash_bytes=9,
+        ),
+        Node(name="b", op="op", module="", inputs=("a",), forward_s=2, output_bytes=10, gradient_bytes=10),
+        Node(name="c", op="op", module="", inputs=("a", "b"), forward_s=3, update_s=1, parameter_bytes=60),
+        Node(name="d", op="op", module="", inputs=("a",), forward_s=1),
+    ],
+    optimizer_state_bytes=2.0,
+)
 STAGES = [["x", "a"], ["b"], ["c", "d"]]
 
 
@@ -35,8 +48,10 @@ def test_a_straight_pipeline():
     assert costs.transfer_s == (10, 11), "a goes once to each stage that takes it, b's output to the last; full duplex"
     working = (100, 10 + 50, 60 * 2)  # an operator's output and the gradients of its inputs, or an optimizer step
     assert costs.memory_bytes == (
-        40 * (3 + 1 + 2) + 9 * 3 + working[0], 100 * 2 + working[1], 60 * (1 + 1 + 2) + 110 + working[2]
-    )  # fmt: skip
+        40 * (3 + 1 + 2) + 9 * 3 + working[0],
+        100 * 2 + working[1],
+        60 * (1 + 1 + 2) + 110 + working[2],
+    )
     assert costs.traffic_bytes == 150 + 170
     assert (costs.bottleneck_s, costs.bottleneck) == (11, "border 1|2 transfer 11 s")
 
@@ -118,8 +133,13 @@ def test_copies_side_by_side_share_the_work_and_average_over_the_servers():
 
 def test_the_ring_of_a_stage_goes_through_its_replicas_in_all_copies():
     """Two copies of 3-1: a round of six minibatches for the three replicas in each, of two for the other stage."""
-    costs = evaluate(SKIP, make_cluster((2, 4), (10.0, 100.0)), [["x", "a", "b"], ["c", "d"]],
-                     [[0, 4, 1, 5, 2, 6], [3, 7]], Way(copies=2))  # fmt: skip
+    costs = evaluate(
+        SKIP,
+        make_cluster((2, 4), (10.0, 100.0)),
+        [["x", "a", "b"], ["c", "d"]],
+        [[0, 4, 1, 5, 2, 6], [3, 7]],
+        Way(copies=2),
+    )
     assert costs.allreduce_s == pytest.approx((2 * 5 / 6 * 40 / 10 / 6, 2 * 1 / 2 * 60 / 10 / 2))
 
 
@@ -135,8 +155,10 @@ def test_copies_are_never_predicted_slower_than_they_are(block):
         layout = rng.choice([layout for layout in layouts(cluster, cluster.workers) if layout.copies > 1])
         stages, replicas = rng.choice(list(brute.plans(profile, layout.workers)))
         ends = [sum(replicas[: s + 1]) for s in range(len(replicas))]
-        workers = [[layout.place(copy, worker) for worker in range(end - r, end) for copy in range(layout.copies)]
-                   for r, end in zip(replicas, ends, strict=True)]  # fmt: skip
+        workers = [
+            [layout.place(copy, worker) for worker in range(end - r, end) for copy in range(layout.copies)]
+            for r, end in zip(replicas, ends, strict=True)
+        ]
         plan = candidate(profile, layout, stages, workers, Way(copies=layout.copies))
         simulated = simulate(planned_job(as_plan(profile, "p.json", cluster, plan), profile)).pace_s
         assert plan.costs.bottleneck_s <= simulated * (1 + 1e-9), f"seed {seed}: {plan.config} on {sizes}"

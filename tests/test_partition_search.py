@@ -28,15 +28,23 @@ def test_search_equals_brute_force(block):
         profile, cluster = random_profile(rng, rng.randint(1, 6)), random_cluster(rng)
         schedule = rng.choice(["1f1b", "1f1b", "1f1b-flush", "gpipe"])
         way = Way(
-            schedule=schedule, microbatches=1 if schedule == "1f1b" else rng.choice([1, 2, 3, 8]),
+            schedule=schedule,
+            microbatches=1 if schedule == "1f1b" else rng.choice([1, 2, 3, 8]),
             cost=rng.choice(["ours", "ours", *COSTS]) if schedule == "1f1b" else "ours",
             may_recompute=rng.random() < 0.6,
-        )  # fmt: skip
+        )
         straight = rng.random() < 0.2
         most = None if straight or rng.random() < 0.7 else rng.randint(1, 3)
         wanted, _ = brute.best(profile, cluster, way, straight=straight, max_stages=most)
-        options = Options(schedule=schedule, microbatches=way.microbatches, straight=straight, max_stages=most,
-                          simplest=0, cost=way.cost, recompute=way.may_recompute)  # fmt: skip
+        options = Options(
+            schedule=schedule,
+            microbatches=way.microbatches,
+            straight=straight,
+            max_stages=most,
+            simplest=0,
+            cost=way.cost,
+            recompute=way.may_recompute,
+        )
         outcomes.add(wanted == float("inf"))
         if wanted == float("inf"):
             with pytest.raises(NoPlanError):
@@ -81,8 +89,9 @@ def test_the_simplest_plan_within_the_margin_is_taken(simplest, stages):
 def test_fifteen_and_one():
     """VGG's shape: the compute in front, the weights behind, slow links between servers."""
     nodes = [*chain([1.0] * 15, crossing=10**6).nodes]
-    nodes.append(Node(name="fc", op="Linear", module="", inputs=("a14",), forward_s=0.3, backward_s=0.5,
-                      parameter_bytes=10**11))  # fmt: skip
+    nodes.append(
+        Node(name="fc", op="Linear", module="", inputs=("a14",), forward_s=0.3, backward_s=0.5, parameter_bytes=10**11)
+    )
     plan = make_plan(profile_of(nodes), "p.json", make_cluster((4, 4), (1.25e9, 12e9)))
     assert plan.config == "15-1"
     assert plan.stages[1].nodes == ("fc",)
@@ -165,8 +174,12 @@ def test_another_schedule_that_would_fit_is_named():
     """GPipe keeps every microbatch; 1F1B with as few in flight as need be does not."""
     profile = chain([1.0] * 2, stash=1000)
     with pytest.raises(NoPlanError, match=r"use --schedule 1f1b,"):
-        make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=2500),
-                  Options(schedule="gpipe", microbatches=8, recompute=False))  # fmt: skip
+        make_plan(
+            profile,
+            "p",
+            make_cluster((2,), (FAST,), memory_bytes=2500),
+            Options(schedule="gpipe", microbatches=8, recompute=False),
+        )
 
 
 def test_a_straight_pipeline_on_more_workers_than_are_searched_is_refused():

@@ -111,9 +111,10 @@ def test_merging_operators_that_cost_nothing_loses_no_plan():
         rng = random.Random(seed)
         nodes = [
             n.model_copy(update={"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "parameter_bytes": 0})
-            if n.op == "op" and rng.random() < 0.6 else n
+            if n.op == "op" and rng.random() < 0.6
+            else n
             for n in random_profile(rng, 7).nodes
-        ]  # fmt: skip
+        ]
         profile = profile_of(nodes)
         space = free_merged(profile)
         if space is None:

@@ -30,9 +30,11 @@ def drawn(seed, latencies):
     profile = random_profile(rng, rng.randint(1, 7))
     sizes = rng.choice(SIZES)
     cluster = make_cluster(
-        sizes, [rng.choice([200.0, 1e3, 5e3, 1e6]) for _ in sizes], latencies=[rng.choice(latencies) for _ in sizes],
+        sizes,
+        [rng.choice([200.0, 1e3, 5e3, 1e6]) for _ in sizes],
+        latencies=[rng.choice(latencies) for _ in sizes],
         memory_bytes=rng.choice([None, None, None, 8_000, 15_000, 40_000]),
-    )  # fmt: skip
+    )
     return rng, profile, cluster
 
 

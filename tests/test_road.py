@@ -58,9 +58,14 @@ def test_the_whole_road(name, topology, profiled, tmp_path):
     bundle = generate(plan, profile, file, tmp_path / "bundle")
     assert bundle.proof == "values"
     spec = RunSpec(
-        plan=plan, bundle=bundle, bundle_dir=tmp_path / "bundle", model=file.ref, out=tmp_path / "run",
-        steps=STEPS, timeout_s=60.0,
-    )  # fmt: skip
+        plan=plan,
+        bundle=bundle,
+        bundle_dir=tmp_path / "bundle",
+        model=file.ref,
+        out=tmp_path / "run",
+        steps=STEPS,
+        timeout_s=60.0,
+    )
     outcomes = run(spec)
 
     report = Report.load(tmp_path / "run" / "report.json")

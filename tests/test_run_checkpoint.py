@@ -22,13 +22,17 @@ from pdtool.run.log import read
 
 DROPOUT = replace(
     CONV3,
-    stages=(CONV3.stages[0], (CONV3.stages[1][0].replace("return b", "return F.dropout(b, 0.5, self.training)"),
-                              ("a",), ("b",)), CONV3.stages[2]),
-    model=CONV3.model + """
+    stages=(
+        CONV3.stages[0],
+        (CONV3.stages[1][0].replace("return b", "return F.dropout(b, 0.5, self.training)"), ("a",), ("b",)),
+        CONV3.stages[2],
+    ),
+    model=CONV3.model
+    + """
 def scheduler(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
 """,
-)  # fmt: skip
+)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -114,9 +118,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     launch(spec)
     with pytest.raises(UsageError, match=r"the model has a.weight of shape .*, the checkpoint .*epoch-1 none; resume"):
         launch(harness.job(tmp_path / "other", SKIP1, epochs=2, resume=spec.out))
-    wider = replace(CONV1, model=CONV1.model.replace("Linear(16, 4)", "Linear(16, 5)"), stages=(
-        (CONV1.stages[0][0].replace("Linear(16, 4)", "Linear(16, 5)"), ("x",), ()),
-    ))  # fmt: skip
+    wider = replace(
+        CONV1,
+        model=CONV1.model.replace("Linear(16, 4)", "Linear(16, 5)"),
+        stages=((CONV1.stages[0][0].replace("Linear(16, 4)", "Linear(16, 5)"), ("x",), ()),),
+    )
     with pytest.raises(
         UsageError, match=r"fc.weight of shape \[5, 16\], the checkpoint .*epoch-1 one of shape \[4, 16\]"
     ):

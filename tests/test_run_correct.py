@@ -20,10 +20,14 @@ from pdtool.schedule import Shape, delays_of, usual_shape
 
 
 def replay(
-    model: nn.Module, stage: dict[str, int], epochs: Sequence[Sequence[tuple[Tensor, Any]]],
-    loss: Callable[[Any, Any], Tensor], make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    kind: str, value: float | None,
-) -> dict[str, Tensor]:  # fmt: skip
+    model: nn.Module,
+    stage: dict[str, int],
+    epochs: Sequence[Sequence[tuple[Tensor, Any]]],
+    loss: Callable[[Any, Any], Tensor],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    kind: str,
+    value: float | None,
+) -> dict[str, Tensor]:
     """A straight pipeline of p stages, one update a minibatch: at stage s minibatch t sees version t - tau, with
     tau = p - 1 - s, of what that stage lets forwards see."""
     named = dict(model.named_parameters())

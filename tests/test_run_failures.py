@@ -50,29 +50,37 @@ def processes() -> list[tuple[int, int, int]]:
     ("statement", "error", "message"),
     [
         pytest.param(
-            "os.kill(os.getpid(), signal.SIGKILL) if self.n == 4 else 0", WorkerDiedError,
-            r"rank 1 \(stage 1, replica 0\) (was killed by SIGKILL|died); it was last at 1F4 of epoch 1", id="sigkill",
+            "os.kill(os.getpid(), signal.SIGKILL) if self.n == 4 else 0",
+            WorkerDiedError,
+            r"rank 1 \(stage 1, replica 0\) (was killed by SIGKILL|died); it was last at 1F4 of epoch 1",
+            id="sigkill",
         ),
         pytest.param(
-            "a = 1 / 0 if self.n == 4 else a", WorkerDiedError,
-            r"rank 1 \(stage 1, replica 0\), at 1F4 of epoch 1: ZeroDivisionError: division by zero", id="exception",
+            "a = 1 / 0 if self.n == 4 else a",
+            WorkerDiedError,
+            r"rank 1 \(stage 1, replica 0\), at 1F4 of epoch 1: ZeroDivisionError: division by zero",
+            id="exception",
         ),
         pytest.param(
-            "a = a * float('nan') if self.n == 4 else a", PdtoolError,
+            "a = a * float('nan') if self.n == 4 else a",
+            PdtoolError,
             r"rank 2 \(stage 2, replica 0\), at 2U4 of epoch 1: the loss is nan in minibatch 4 of epoch 1; try a lower",
             id="nan",
         ),
         pytest.param(
-            "time.sleep(600) if self.n == 4 else 0", WorkerDiedError,
+            "time.sleep(600) if self.n == 4 else 0",
+            WorkerDiedError,
             r"rank 1 .* did not answer; it was last at 1F4 of epoch 1\. .*rank 2 .*'b' of minibatch 4",
             id="hangs",
         ),
         pytest.param(
-            "os.kill(os.getpid(), signal.SIGSTOP) if self.n == 9 else 0", WorkerDiedError,
-            r"rank 1 .* did not answer; it was last at 1F2 of the validation after epoch 1", id="stopped",
+            "os.kill(os.getpid(), signal.SIGSTOP) if self.n == 9 else 0",
+            WorkerDiedError,
+            r"rank 1 .* did not answer; it was last at 1F2 of the validation after epoch 1",
+            id="stopped",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_failing_worker_is_named_and_takes_all_others_with_it(
     tmp_path: Path, statement: str, error: type[PdtoolError], message: str
 ) -> None:
@@ -104,9 +112,13 @@ def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals) 
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
     with subprocess.Popen(
-        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "spec")], env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as process:  # fmt: skip
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "spec")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
         assert process.stdout
         assert "train" in process.stdout.readline()
         assert len([session for _, _, session in processes() if session == process.pid]) >= 4
@@ -299,9 +311,10 @@ def test_inside_torchrun_or_srun_the_process_is_a_worker() -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
     assert joined(torchrun, "") == {"LOCAL_RANK": "1"}
     slurm = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
-    assert joined(slurm, "head:29400").items() >= {
-        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29400",
-    }.items()  # fmt: skip
+    assert (
+        joined(slurm, "head:29400").items()
+        >= {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29400"}.items()
+    )
     assert joined({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "") == {}  # a batch script, not a task
 
 

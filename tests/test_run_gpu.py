@@ -14,16 +14,14 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.launch import launch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize(
-    ("toy", "replicas"), [(CONV2, (1, 1)), (CONV3, (1, 1, 1)), (LSTM3, (1, 1, 1)), (CONV2, (2, 1))],
+    ("toy", "replicas"),
+    [(CONV2, (1, 1)), (CONV3, (1, 1, 1)), (LSTM3, (1, 1, 1)), (CONV2, (2, 1))],
     ids=["conv-two-stages", "conv-three-stages", "lstm", "conv-2-1"],
-)  # fmt: skip
+)
 def test_1f1b_equals_its_replay_on_the_cpu(tmp_path: Path, toy: harness.Toy, replicas: tuple[int, ...]) -> None:
     """Law 3, to the tolerance of other kernels. With as many devices as workers NCCL carries the tensors."""
     spec = harness.job(tmp_path, toy, replicas, optimizer="plain", device="cuda")
@@ -33,9 +31,13 @@ def test_1f1b_equals_its_replay_on_the_cpu(tmp_path: Path, toy: harness.Toy, rep
     file = ModelFile.load(spec.model, trusted=True)
     shape = spec.plan.shape()
     expected = replay.asynchronous(
-        file.build(spec.seed), stage_of(spec).__getitem__, batches(spec), file.loss, file.optimizer,
+        file.build(spec.seed),
+        stage_of(spec).__getitem__,
+        batches(spec),
+        file.loss,
+        file.optimizer,
         replay.Pipeline(replicas, shape.in_flight, replicas),
-    )  # fmt: skip
+    )
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
 

@@ -97,8 +97,10 @@ def test_short_waits_do_not_cut_an_action(clock: Told) -> None:
     assert found.totals.wait_s == pytest.approx(ledger.SHORT_S / 2)
 
 
-@pytest.mark.parametrize(("kind", "field"), [("F", "forward_s"), ("B", "backward_s"), ("I", "backward_s"),
-                                             ("W", "backward_s"), ("U", "update_s")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [("F", "forward_s"), ("B", "backward_s"), ("I", "backward_s"), ("W", "backward_s"), ("U", "update_s")],
+)
 def test_every_kind_of_action_is_counted(clock: Told, kind: str, field: str) -> None:
     found = Meter(CPU)
     with found.doing(Action.parse(f"0{kind}3")):
@@ -196,8 +198,12 @@ def test_events_of_a_lane_that_overlap_stand_in_rows_of_their_own() -> None:
     names = {e["tid"]: e["args"]["name"] for e in made if e["name"] == "thread_name"}
     assert names == {0: "compute", 3000: "receive", 3001: "receive 2"}
     found = {(e["name"], e["tid"], e["ts"], e["dur"]) for e in made if e["ph"] == "X"}
-    assert found == {("for 0B0", 3000, 0.0, 2e6), ("for 0B1", 3001, 1e6, 2e6), ("for 0B2", 3000, 2e6, 1e6),
-                     ("0F0", 0, 5e5, 1e6)}  # fmt: skip
+    assert found == {
+        ("for 0B0", 3000, 0.0, 2e6),
+        ("for 0B1", 3001, 1e6, 2e6),
+        ("for 0B2", 3000, 2e6, 1e6),
+        ("0F0", 0, 5e5, 1e6),
+    }
     assert [e["args"] for e in made if e["name"] == "for 0B0"] == [{"bytes": 5}]
 
 

@@ -31,9 +31,11 @@ def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
     lines = read(spec.out / "metrics.jsonl")
     assert lines == events
     assert [(line["split"], line["epoch"], line["step"]) for line in lines] == [
-        *(("train", 1, step) for step in range(1, 8)), ("valid", 1, 7),
-        *(("train", 2, step) for step in range(8, 15)), ("valid", 2, 14),
-    ]  # fmt: skip
+        *(("train", 1, step) for step in range(1, 8)),
+        ("valid", 1, 7),
+        *(("train", 2, step) for step in range(8, 15)),
+        ("valid", 2, 14),
+    ]
     assert lines[-1].keys() >= {"loss", "accuracy"}
     assert Report.load(spec.out / "report.json") == report
     assert (report.config, report.epochs, report.minibatches) == ("2-1", 2, 7)
@@ -49,8 +51,10 @@ def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
         assert stage.busy_s > 0
     trace = json.loads((spec.out / "trace.json").read_text())["traceEvents"]
     assert [e["args"]["name"] for e in trace if e["name"] == "process_name"] == [
-        "rank 0 (stage 0, replica 0)", "rank 1 (stage 0, replica 1)", "rank 2 (stage 1, replica 0)",
-    ]  # fmt: skip
+        "rank 0 (stage 0, replica 0)",
+        "rank 1 (stage 0, replica 1)",
+        "rank 2 (stage 1, replica 0)",
+    ]
     done = [
         e["name"] for e in trace if e["ph"] == "X" and e["pid"] == 2 and e["cat"] in ("forward", "backward", "update")
     ]
@@ -84,14 +88,20 @@ def simulated(spec: Any) -> list[dict[str, Any]]:
     last = len(plan.stages) - 1
     ends = {(max(t.producer, 0), c): t.gradient for t in bundle.tensors for c in t.consumers if max(t.producer, 0) != c}
     ends |= {(0, last): ends.get((0, last), False)}  # the target
-    found = simulate(Job(
-        shape=shape, lists=build(plan.schedule, shape, MINIBATCHES), cluster=plan.cluster.cluster(),
-        workers=[w for stage in plan.stages[: plan.places] for w in stage.workers],
-        stages=[Work(seconds=dict.fromkeys(Kind, 1.0), averaged_bytes=8)] * (last + 1),
-        borders=[Border(source=a, destination=b, forward_bytes=8, backward_bytes=8, returns=gradient)
-                 for (a, b), gradient in ends.items()],
-        tied=[Tied(stages=t.stages, lags=(0,) * len(t.stages), size_bytes=8) for t in bundle.tied],
-    ))  # fmt: skip
+    found = simulate(
+        Job(
+            shape=shape,
+            lists=build(plan.schedule, shape, MINIBATCHES),
+            cluster=plan.cluster.cluster(),
+            workers=[w for stage in plan.stages[: plan.places] for w in stage.workers],
+            stages=[Work(seconds=dict.fromkeys(Kind, 1.0), averaged_bytes=8)] * (last + 1),
+            borders=[
+                Border(source=a, destination=b, forward_bytes=8, backward_bytes=8, returns=gradient)
+                for (a, b), gradient in ends.items()
+            ],
+            tied=[Tied(stages=t.stages, lags=(0,) * len(t.stages), size_bytes=8) for t in bundle.tied],
+        )
+    )
     return list(chrome_trace(found)["traceEvents"])
 
 
@@ -141,8 +151,10 @@ def test_shares_of_the_time_add_up(traced: tuple[Any, ...]) -> None:
         assert stage.send_s < stage.busy_s
         assert 0 < stage.peak_memory_bytes < 2e9
     averaged = [stage.allreduce_s > 0 for stage in report.stages]
-    assert averaged == [s in {s for t in spec.bundle.tied for s in t.stages} or stage.replicas > 1
-                        for s, stage in enumerate(report.stages)]  # fmt: skip
+    assert averaged == [
+        s in {s for t in spec.bundle.tied for s in t.stages} or stage.replicas > 1
+        for s, stage in enumerate(report.stages)
+    ]
     for s, stage in enumerate(report.stages if not any(averaged) else ()):
         sent = sum(e["args"]["bytes"] for e in events if e["ph"] == "X" and (e["pid"], e["cat"]) == (s, "send"))
         assert stage.sent_bytes == round(sent / MINIBATCHES)

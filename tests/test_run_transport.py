@@ -33,9 +33,14 @@ from pdtool.run.transport import Lane
 from pdtool.run.wiring import Hop, Wire, hops
 
 KINDS = {
-    "a": (torch.float32, (3, 5)), "b": (torch.float64, (2,)), "c": (torch.int64, ()), "d": (torch.bool, (7,)),
-    "e": (torch.bfloat16, (3,)), "f": (torch.float16, (0, 2)), "g": (torch.uint8, (65,)),
-}  # fmt: skip
+    "a": (torch.float32, (3, 5)),
+    "b": (torch.float64, (2,)),
+    "c": (torch.int64, ()),
+    "d": (torch.bool, (7,)),
+    "e": (torch.bfloat16, (3,)),
+    "f": (torch.float16, (0, 2)),
+    "g": (torch.uint8, (65,)),
+}
 BATCH = 4
 
 
@@ -227,9 +232,15 @@ def lanes(
     """Stage -> its forward lane on this rank, and the bytes it sent."""
     world = distributed.new_group(backend="gloo")
     opened = Opening(
-        groups=Groups(world, [], [], nccl=False), rank=rank, transport=transport, batch_size=batch_size, in_flight=4,
-        device=torch.device("cpu"), timeout_s=timeout_s, waiting=nullcontext,
-    ).channels(all_hops)  # fmt: skip
+        groups=Groups(world, [], [], nccl=False),
+        rank=rank,
+        transport=transport,
+        batch_size=batch_size,
+        in_flight=4,
+        device=torch.device("cpu"),
+        timeout_s=timeout_s,
+        waiting=nullcontext,
+    ).channels(all_hops)
     made = {}
     for stage in {hop.source for hop in all_hops if hop.sender == rank} | {
         hop.target for hop in all_hops if hop.receiver == rank
@@ -260,8 +271,14 @@ def everything_arrives(rank: int, transport: str, narrow: torch.dtype | None) ->
             assert found.dtype == wire.dtype
             assert torch.equal(found, expected), f"{wire} of minibatch {i}"
         assert not arrived
-        lane.send(i, {w.number: value(w, i, samples[i]).requires_grad_(w.dtype.is_floating_point)
-                      for w in wires if w.source == stage})  # fmt: skip
+        lane.send(
+            i,
+            {
+                w.number: value(w, i, samples[i]).requires_grad_(w.dtype.is_floating_point)
+                for w in wires
+                if w.source == stage
+            },
+        )
     for stage, (lane, sent) in here.items():
         lane.close()
         travels = [w for w in wires if w.source == stage and members[w.destination] != members[stage]]
@@ -361,7 +378,7 @@ def test_runs_through_memory_and_by_gloo_train_the_same(
     found = [
         harness.run(harness.job(tmp_path / transport, toy, replicas, epochs=2, transport=transport))
         for transport in ("gloo", "shared")
-    ]  # fmt: skip
+    ]
     for by_gloo, through_memory in zip(*found, strict=True):
         assert all(torch.equal(value, through_memory.state[name]) for name, value in by_gloo.state.items())
 

@@ -29,8 +29,12 @@ def question(seed):
         profile = profile.model_copy(update={"nodes": tuple(nodes)})
     sizes = rng.choice([(3,), (4,), (2, 2), (2, 3), (3, 2), (2, 4), (2, 2, 2)])
     rates = sorted(rng.choice([300.0, 1e3, 5e3, 1e5]) for _ in sizes)
-    cluster = make_cluster(sizes, rates, latencies=[rng.choice([0.0, 0.05, 0.4]) for _ in sizes],
-                           memory_bytes=rng.choice([None, None, 40_000, 90_000]))  # fmt: skip
+    cluster = make_cluster(
+        sizes,
+        rates,
+        latencies=[rng.choice([0.0, 0.05, 0.4]) for _ in sizes],
+        memory_bytes=rng.choice([None, None, 40_000, 90_000]),
+    )
     return Search(profile, cluster, Options())
 
 

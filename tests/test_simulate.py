@@ -29,12 +29,15 @@ def straight(name, p, m, *, n=None, chunks=1, times=None, latency=0.0, size=0, b
     shape = usual_shape(name, (1,) * p, m, chunks)
     stages = p * chunks
     return Job(
-        shape=shape, lists=build(name, shape, n or m), workers=range(p),
+        shape=shape,
+        lists=build(name, shape, n or m),
+        workers=range(p),
         cluster=make_cluster((p,), (bandwidth,), latencies=[latency]),
         stages=[Work(seconds=times or seconds(chunks=chunks))] * stages,
-        borders=[Border(source=s, destination=s + 1, forward_bytes=size, backward_bytes=size)
-                 for s in range(stages - 1)],
-    )  # fmt: skip
+        borders=[
+            Border(source=s, destination=s + 1, forward_bytes=size, backward_bytes=size) for s in range(stages - 1)
+        ],
+    )
 
 
 # --- the table of FACTS.md: F = I = W = 1, so B = 2 -------------------------------------------------------------------
@@ -117,19 +120,31 @@ def jobs(draw, *, costly=True):
     shape = usual_shape(name, replicas, draw(st.integers(1, 6)), chunks)
     sizes = draw(st.sampled_from([(sum(replicas),), (sum(replicas), 2), (2, sum(replicas))]))
     count = st.integers(0, 50) if costly else st.just(0)
-    cluster = make_cluster(sizes, [draw(st.integers(1, 20)) for _ in sizes],
-                           latencies=[draw(count) / 16 for _ in sizes])  # fmt: skip
+    cluster = make_cluster(
+        sizes, [draw(st.integers(1, 20)) for _ in sizes], latencies=[draw(count) / 16 for _ in sizes]
+    )
     stages = [
-        Work(seconds={kind: draw(st.integers(0, 8)) / 4 for kind in Kind}, weight_bytes=draw(count),
-             kept_bytes=draw(count), fixed_bytes=draw(count), averaged_bytes=draw(count))
+        Work(
+            seconds={kind: draw(st.integers(0, 8)) / 4 for kind in Kind},
+            weight_bytes=draw(count),
+            kept_bytes=draw(count),
+            fixed_bytes=draw(count),
+            averaged_bytes=draw(count),
+        )
         for _ in shape.replicas
-    ]  # fmt: skip
+    ]
     ends = [(s, s + 1) for s in range(len(stages) - 1)]
     ends += [(s, t) for s in range(len(stages)) for t in range(s + 2, len(stages)) if costly and draw(st.booleans())]
     borders = [Border(source=s, destination=t, forward_bytes=draw(count), backward_bytes=draw(count)) for s, t in ends]
     workers = draw(st.permutations(range(cluster.workers)))[: sum(replicas)]
-    return Job(shape=shape, lists=build(name, shape, draw(st.integers(1, 15))), workers=workers, cluster=cluster,
-               stages=stages, borders=borders)  # fmt: skip
+    return Job(
+        shape=shape,
+        lists=build(name, shape, draw(st.integers(1, 15))),
+        workers=workers,
+        cluster=cluster,
+        stages=stages,
+        borders=borders,
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -138,8 +153,10 @@ def test_when_nothing_is_sent_it_is_the_timeline_of_the_schedule(job):
     """Two implementations of one execution; the schedule's own knows neither links nor averages."""
     even = replace(job, stages=[Work(seconds=seconds())] * len(job.stages))
     found = simulate(even)
-    starts = [[e.start_s for e in found.events if e.slot == w and e.lane == "compute" and e.kind != "wait"]
-              for w in range(len(job.lists))]  # fmt: skip
+    starts = [
+        [e.start_s for e in found.events if e.slot == w and e.lane == "compute" and e.kind != "wait"]
+        for w in range(len(job.lists))
+    ]
     assert starts == timeline(job.lists, 1, 2)
 
 
@@ -173,8 +190,10 @@ def test_nothing_is_used_before_it_is_there(job):
             if stage != border.destination:
                 continue
             source = slot_of[border.source, i]
-            for kind, a, b, size in ((Kind.FORWARD, border.source, stage, border.forward_bytes),
-                                     (back, stage, border.source, border.backward_bytes)):  # fmt: skip
+            for kind, a, b, size in (
+                (Kind.FORWARD, border.source, stage, border.forward_bytes),
+                (back, stage, border.source, border.backward_bytes),
+            ):
                 sender, taker = (source, w) if kind is Kind.FORWARD else (w, source)
                 soonest = at[Action(a, kind, i), sender][1] + (size / fastest if sender != taker else 0)
                 assert at[Action(b, kind, i), taker][0] >= soonest - 1e-9
@@ -183,9 +202,10 @@ def test_nothing_is_used_before_it_is_there(job):
             every = job.shape.update_every[action.stage]
             last = Kind.WEIGHT if split else Kind.BACKWARD
             ends = [
-                end for (a, _), (_, end) in at.items()
+                end
+                for (a, _), (_, end) in at.items()
                 if a.stage == action.stage and a.kind is last and a.minibatch // every == action.minibatch
-            ]  # fmt: skip
+            ]
             assert start >= max(ends, default=0.0) - 1e-9
 
 
@@ -235,8 +255,14 @@ def test_messages_share_links_fairly_and_those_of_one_channel_queue():
     ended = []
     for a, b, size in [(0, 2, 60), (0, 2, 60), (1, 3, 60), (0, 1, 1140)]:
         path, _ = links.path(a, b)
-        links.send(Flow(channel=(a, b), size_bytes=size, links=dict.fromkeys(path, 1),
-                        ended=lambda flow: ended.append((flow.channel, clock.now))))  # fmt: skip
+        links.send(
+            Flow(
+                channel=(a, b),
+                size_bytes=size,
+                links=dict.fromkeys(path, 1),
+                ended=lambda flow: ended.append((flow.channel, clock.now)),
+            )
+        )
     clock.run()
     # until 12 the first of 0 -> 2 and that of 1 -> 3 have 5 bytes/s each and 0 -> 1 has what they leave: 95; then the
     # second of 0 -> 2 has 10

@@ -49,11 +49,19 @@ def test_data_parallelism_waits_for_what_its_last_backward_does_not_hide():
 @pytest.mark.parametrize(("schedule", "lags"), [("1f1b", (0, 1)), ("gpipe", (0, 0))])
 def test_tied_parameters_are_summed_by_all_who_hold_them(schedule, lags):
     """Two stages hold 40 bytes: each sends 40 in the ring of two; the rest of the parameters stay where they are."""
-    net = profile_of(chain([3.0] * 2, parameters=100).nodes,
-                     shared=(SharedParameter(name="w", bytes=40, nodes=("a0", "a1")),))  # fmt: skip
+    net = profile_of(
+        chain([3.0] * 2, parameters=100).nodes, shared=(SharedParameter(name="w", bytes=40, nodes=("a0", "a1")),)
+    )
     flush = schedule == "gpipe"
-    plan = plan_of(net, [["x", "a0"], ["a1"]], [[0], [1]], make_cluster((2,), (10.0,)), schedule,
-                   in_flight=(2, 2) if flush else None, microbatches=2 if flush else 1)  # fmt: skip
+    plan = plan_of(
+        net,
+        [["x", "a0"], ["a1"]],
+        [[0], [1]],
+        make_cluster((2,), (10.0,)),
+        schedule,
+        in_flight=(2, 2) if flush else None,
+        microbatches=2 if flush else 1,
+    )
     job = planned_job(plan, net)
     assert [tied.lags for tied in job.tied] == [lags]
     found = simulate(job)
@@ -118,17 +126,23 @@ def test_copies_never_meet_but_to_average():
 
 def test_skips_go_straight_and_what_has_no_gradient_is_not_waited_for():
     """x -> a, b, c; a -> c. Stage 0 sends x to 1 and 2, a to 2; nothing comes back for x."""
-    net = profile_of([
-        Node(name="x", op="input", module="", output_bytes=7),
-        Node(name="a", op="op", module="", inputs=("x",), forward_s=1, backward_s=1, output_bytes=5, gradient_bytes=3),
-        Node(name="b", op="op", module="", inputs=("x",), forward_s=1, backward_s=1, output_bytes=2),
-        Node(name="c", op="op", module="", inputs=("a", "b", "x"), forward_s=1, backward_s=1),
-    ])  # fmt: skip
+    net = profile_of(
+        [
+            Node(name="x", op="input", module="", output_bytes=7),
+            Node(
+                name="a", op="op", module="", inputs=("x",), forward_s=1, backward_s=1, output_bytes=5, gradient_bytes=3
+            ),
+            Node(name="b", op="op", module="", inputs=("x",), forward_s=1, backward_s=1, output_bytes=2),
+            Node(name="c", op="op", module="", inputs=("a", "b", "x"), forward_s=1, backward_s=1),
+        ]
+    )
     plan = plan_of(net, [["x", "a"], ["b"], ["c"]], [[0], [1], [2]], make_cluster((3,), (1e9,)))
     borders = planned_job(plan, net).borders
     assert [(b.source, b.destination, b.forward_bytes, b.backward_bytes, b.returns) for b in borders] == [
-        (0, 1, 7, 0, False), (0, 2, 12, 3, True), (1, 2, 2, 0, False),
-    ]  # fmt: skip
+        (0, 1, 7, 0, False),
+        (0, 2, 12, 3, True),
+        (1, 2, 2, 0, False),
+    ]
 
 
 @given(st.lists(st.integers(1, 30), min_size=4, max_size=20), st.integers(1, 4))

@@ -93,8 +93,11 @@ class Bundle(YamlArtifact):
         known = {tensor.name for tensor in self.tensors}
         for i, tensor in enumerate(self.tensors):
             if any(s <= tensor.producer or s >= len(self.stages) for s in tensor.consumers):
-                raise FieldError(f"tensors[{i}].consumers", f"{tensor.name} goes from stage {tensor.producer} to "
-                                 f"{list(tensor.consumers)} of {len(self.stages)} stages")  # fmt: skip
+                raise FieldError(
+                    f"tensors[{i}].consumers",
+                    f"{tensor.name} goes from stage {tensor.producer} to "
+                    f"{list(tensor.consumers)} of {len(self.stages)} stages",
+                )
         for s, stage in enumerate(self.stages):
             for name in (*self.inputs, *stage.inputs, *stage.outputs):
                 if name not in known:

@@ -114,14 +114,18 @@ class Artifact(Part):
             if not found:
                 raise ArtifactError(path, f"is not a {cls.KIND} (no format field)", f"write it with `{cls._maker()}`")
             raise ArtifactError(
-                path, f"has format {found!r}, this pdtool reads {expected!r}", f"write it again with `{cls._maker()}`",
+                path,
+                f"has format {found!r}, this pdtool reads {expected!r}",
+                f"write it again with `{cls._maker()}`",
                 field="format",
-            )  # fmt: skip
+            )
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
             raise ArtifactError(
-                path, "was altered or damaged after it was written", f"write it again with `{cls._maker()}`",
+                path,
+                "was altered or damaged after it was written",
+                f"write it again with `{cls._maker()}`",
                 field="sha256",
-            )  # fmt: skip
+            )
         try:
             artifact = cls.model_validate_json(json.dumps(content))
         except ValidationError as error:
@@ -175,9 +179,14 @@ class YamlArtifact(Artifact):
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
         return yaml.dump(
-            content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None,
+            content,
+            Dumper=_Dumper,
+            sort_keys=False,
+            allow_unicode=True,
+            width=120,
+            default_flow_style=None,
             explicit_end=True,
-        )  # fmt: skip
+        )
 
     @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:

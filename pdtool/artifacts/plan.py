@@ -22,7 +22,7 @@ from pdtool.artifacts.envelope import (
     Seconds,
     Title,
     YamlArtifact,
-)  # fmt: skip
+)
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, ScheduleError
 from pdtool.schedule import POLICIES, Shape, all_in_flight, build, flows, usual_shape, validate
@@ -197,8 +197,9 @@ class Plan(YamlArtifact):
                 faults.append(f"{name} is pinned to stage {stage % len(stages)}, not {stage_of[name]}")
         if faults:
             more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-            raise ArtifactError(self.name, "; ".join(faults[:3]) + more, "mend the stages by hand or partition again",
-                                field="stages")  # fmt: skip
+            raise ArtifactError(
+                self.name, "; ".join(faults[:3]) + more, "mend the stages by hand or partition again", field="stages"
+            )
         return stages
 
     def shape(self, together: tuple[tuple[int, ...], ...] = ()) -> Shape:
@@ -210,9 +211,12 @@ class Plan(YamlArtifact):
         replicas = tuple(stage.replicas for stage in self.stages)
         in_flight = tuple(stage.in_flight for stage in self.stages[: self.places])
         return Shape(
-            replicas=replicas, in_flight=in_flight, chunks=self.chunks, weights=self.weights,
+            replicas=replicas,
+            in_flight=in_flight,
+            chunks=self.chunks,
+            weights=self.weights,
             update_every=tuple(self._update_every(replicas, in_flight, together)),
-        )  # fmt: skip
+        )
 
     def _update_every(
         self, replicas: Sequence[int], in_flight: Sequence[int], together: Sequence[Sequence[int]]
@@ -248,10 +252,21 @@ class Plan(YamlArtifact):
     @property
     def plan_sha256(self) -> str:
         """Digest of what the predictions depend on."""
-        content = self.model_dump(mode="json", include={
-            "batch_size", "cluster", "schedule", "weights", "microbatches", "update_every", "chunks", "copies",
-            "stages", "digests",
-        })  # fmt: skip
+        content = self.model_dump(
+            mode="json",
+            include={
+                "batch_size",
+                "cluster",
+                "schedule",
+                "weights",
+                "microbatches",
+                "update_every",
+                "chunks",
+                "copies",
+                "stages",
+                "digests",
+            },
+        )
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property

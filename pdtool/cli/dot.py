@@ -26,12 +26,15 @@ def write_graph(plan: Plan, profile: Profile, path: Path) -> None:
         return
     program = shutil.which("dot")
     if not program:
-        raise PdtoolError(f"{path} needs Graphviz, whose `dot` is not on PATH",
-                          f"install graphviz, or write {path.with_suffix('.dot')}")  # fmt: skip
+        raise PdtoolError(
+            f"{path} needs Graphviz, whose `dot` is not on PATH",
+            f"install graphviz, or write {path.with_suffix('.dot')}",
+        )
     done = subprocess.run([program, "-Tsvg"], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise PdtoolError(f"{program} failed: {done.stderr.strip() or done.returncode}",
-                          f"write {path.with_suffix('.dot')}")  # fmt: skip
+        raise PdtoolError(
+            f"{program} failed: {done.stderr.strip() or done.returncode}", f"write {path.with_suffix('.dot')}"
+        )
     write_atomically(path, done.stdout)
 
 

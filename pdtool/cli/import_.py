@@ -21,9 +21,12 @@ from pdtool.errors import ArtifactError
 @click.argument("graph")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), metavar="N", show_default="what the sizes in GRAPH tell, or else 128",
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="what the sizes in GRAPH tell, or else 128",
     help="Samples in the minibatch it was measured at.",
-)  # fmt: skip
+)
 @click.option("--name", metavar="NAME", show_default="that of the file or its folder", help="Name of the profile.")
 @options.as_json
 def import_(graph: str, output: str | None, batch_size: int | None, name: str | None, as_json: bool) -> None:

@@ -47,9 +47,11 @@ class Inputs:
         ref = plan.model or profile.model
         if ref is None:  # not even with --model: the operators of such a plan are those of no model that we can read
             raise ArtifactError(
-                path, f"there is no model behind {plan.profile}", "plan from a profile that `pdtool profile` wrote",
+                path,
+                f"there is no model behind {plan.profile}",
+                "plan from a profile that `pdtool profile` wrote",
                 field="model",
-            )  # fmt: skip
+            )
         inputs = cls(path, plan, profile, _named(ref, model) if model else ref, trusted=model is not None)
         inputs._check_model(ref)
         return replace(inputs, plan=_checked(plan, profile))
@@ -108,9 +110,11 @@ def profile_of(plan: Plan, path: str) -> Profile:
     """
     if plan.profile == "-":
         raise ArtifactError(
-            path, "the profile was read from stdin, and the plan does not say where it is",
-            "write the profile to a file and put its path there, as `profile: profiles/net.json`", field="profile",
-        )  # fmt: skip
+            path,
+            "the profile was read from stdin, and the plan does not say where it is",
+            "write the profile to a file and put its path there, as `profile: profiles/net.json`",
+            field="profile",
+        )
     profile = Profile.load(plan.profile)
     known = plan.digests.get(plan.profile) or plan.digests.get("-")
     if known not in (None, profile.content_sha256):
@@ -137,9 +141,14 @@ def _checked(plan: Plan, profile: Profile) -> Plan:
 
 
 def rescheduled(
-    plan: Plan, profile: Profile, *, schedule: str | None = None, microbatches: int | None = None,
-    weights: str | None = None, update_every: int | None = None,
-) -> Plan:  # fmt: skip
+    plan: Plan,
+    profile: Profile,
+    *,
+    schedule: str | None = None,
+    microbatches: int | None = None,
+    weights: str | None = None,
+    update_every: int | None = None,
+) -> Plan:
     """The same stages run in another way; None keeps what the plan says.
 
     Raises:
@@ -163,9 +172,13 @@ def rescheduled(
             f"schedule {name} with {plan.chunks} stage(s) on each worker",
             "partition with --schedule interleaved, which has several, or take another schedule",
         )
-    return under(plan, profile, {
-        "schedule": name,
-        "weights": weights or kept,
-        "microbatches": 1 if flows(name) else microbatches or max(plan.microbatches, 4),
-        "update_every": (update_every or plan.update_every) if flows(name) else None,
-    })  # fmt: skip
+    return under(
+        plan,
+        profile,
+        {
+            "schedule": name,
+            "weights": weights or kept,
+            "microbatches": 1 if flows(name) else microbatches or max(plan.microbatches, 4),
+            "update_every": (update_every or plan.update_every) if flows(name) else None,
+        },
+    )

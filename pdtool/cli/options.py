@@ -51,25 +51,33 @@ def schedule(names: Sequence[str], default: str | None) -> Callable[[Any], Any]:
     """`--schedule`; None keeps what the plan says."""
     auto = "; auto takes the fastest, flushing ones only with --microbatches" if "auto" in names else ""
     return click.option(
-        "--schedule", type=click.Choice(names), default=default, show_default=default or "what the plan says",
+        "--schedule",
+        type=click.Choice(names),
+        default=default,
+        show_default=default or "what the plan says",
         help="Order of work: 1f1b and 2bw never stop (old weights are kept); the others empty the pipeline to update"
         f"{auto}.",
-    )  # fmt: skip
+    )
 
 
 def weights(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--weights`, `--update-every`: of a schedule that never stops."""
     for option in (
         click.option(
-            "--update-every", type=click.IntRange(min=1, max=10_000), metavar="N", show_default="what the plan says",
+            "--update-every",
+            type=click.IntRange(min=1, max=10_000),
+            metavar="N",
+            show_default="what the plan says",
             help="Minibatches in one update of every stage, without a flush.",
         ),
         click.option(
-            "--weights", type=click.Choice(["stash", "vertical-sync", "none"]), show_default="what the plan says",
+            "--weights",
+            type=click.Choice(["stash", "vertical-sync", "none"]),
+            show_default="what the plan says",
             help="Weights of a minibatch under 1f1b: those of its forward (stash), of its first stage's forward "
             "(vertical-sync), or whatever is newest (none).",
         ),
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 
@@ -77,9 +85,13 @@ def weights(command: Callable[..., Any]) -> Callable[..., Any]:
 def microbatches(default: str) -> Callable[[Any], Any]:
     """`--microbatches`: size of an update of a flushing schedule."""
     return click.option(
-        "--microbatches", type=click.IntRange(min=1, max=10_000), metavar="N", show_default=default, default=None,
+        "--microbatches",
+        type=click.IntRange(min=1, max=10_000),
+        metavar="N",
+        show_default=default,
+        default=None,
         help="Minibatches in one update of a flushing schedule.",
-    )  # fmt: skip
+    )
 
 
 def machines(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,50 +26,86 @@ _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3
 )
 @click.argument("profile", required=False)
 @click.option(
-    "--topology", metavar="NxM",
+    "--topology",
+    metavar="NxM",
     help="Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
-)  # fmt: skip
+)
 @click.option("--cluster", "file", metavar="FILE", help="The same and all bandwidths, as `pdtool probe` writes them.")
 @click.option(
-    "--bandwidth", metavar="RATE,...", show_default=f"{_BETWEEN} outside, {_INSIDE} at inner levels",
+    "--bandwidth",
+    metavar="RATE,...",
+    show_default=f"{_BETWEEN} outside, {_INSIDE} at inner levels",
     help="Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
-)  # fmt: skip
+)
 @click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
 @click.option("--memory", metavar="SIZE", show_default="no limit", help="Of each device, as 16GB or 16GiB.")
 @click.option(
-    "--workers", type=click.IntRange(min=1), metavar="N", show_default="all of the topology",
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="all of the topology",
     help="Number of workers to use.",
-)  # fmt: skip
+)
 @click.option("--straight", is_flag=True, help="Replicate no stage.")
 @options.schedule([*SCHEDULES, "auto"], "1f1b")
 @options.microbatches("4 with a flushing --schedule")
 @click.option(
-    "--chunks", type=click.IntRange(min=2, max=100), default=2, show_default=True, metavar="N",
+    "--chunks",
+    type=click.IntRange(min=2, max=100),
+    default=2,
+    show_default=True,
+    metavar="N",
     help="Stages on each worker with --schedule interleaved.",
-)  # fmt: skip
+)
 @click.option(
-    "--recompute/--no-recompute", default=True, show_default=True,
+    "--recompute/--no-recompute",
+    default=True,
+    show_default=True,
     help="Let stages that lack memory run their forward twice.",
-)  # fmt: skip
+)
 @click.option(
-    "--cost", type=click.Choice(["ours", "pipedream", "pipedream-free"]), default="ours", show_default=True,
+    "--cost",
+    type=click.Choice(["ours", "pipedream", "pipedream-free"]),
+    default="ours",
+    show_default=True,
     help="Whose formulas; those of PipeDream's optimizer, with or without the traffic of activations, to compare.",
-)  # fmt: skip
+)
 @click.option(
-    "--simplest", default="3%", show_default=True, metavar="SHARE",
+    "--simplest",
+    default="3%",
+    show_default=True,
+    metavar="SHARE",
     help="Prefer fewer stages as long as the plan is at most this much slower than the fastest.",
-)  # fmt: skip
+)
 @click.option(
-    "--cuts", type=click.IntRange(min=100), default=1200, show_default=True, metavar="N",
+    "--cuts",
+    type=click.IntRange(min=100),
+    default=1200,
+    show_default=True,
+    metavar="N",
     help="Places to cut a branchy graph that are searched at most; more take longer (the square) and miss less.",
-)  # fmt: skip
+)
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(
-    profile: str | None, topology: str | None, file: str | None, bandwidth: str | None, latency: str | None,
-    memory: str | None, workers: int | None, straight: bool, schedule: str, microbatches: int | None, chunks: int,
-    recompute: bool, cost: Cost, simplest: str, cuts: int, as_json: bool, output: str | None,
-) -> None:  # fmt: skip
+    profile: str | None,
+    topology: str | None,
+    file: str | None,
+    bandwidth: str | None,
+    latency: str | None,
+    memory: str | None,
+    workers: int | None,
+    straight: bool,
+    schedule: str,
+    microbatches: int | None,
+    chunks: int,
+    recompute: bool,
+    cost: Cost,
+    simplest: str,
+    cuts: int,
+    as_json: bool,
+    output: str | None,
+) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.render import plan_view
@@ -78,9 +114,16 @@ def partition(
 
     path = options.candidate("profile", profile)
     wanted = Options(
-        workers=workers, straight=straight, schedule=schedule, microbatches=_microbatches(schedule, microbatches),
-        simplest=_share(simplest), recompute=recompute, cost=cost, chunks=chunks, cuts=cuts,
-    )  # fmt: skip
+        workers=workers,
+        straight=straight,
+        schedule=schedule,
+        microbatches=_microbatches(schedule, microbatches),
+        simplest=_share(simplest),
+        recompute=recompute,
+        cost=cost,
+        chunks=chunks,
+        cuts=cuts,
+    )
     cluster = (
         _from_file(file, topology or bandwidth or latency, memory)
         if file
@@ -118,9 +161,11 @@ def _cluster(topology: str | None, bandwidth: str | None, latency: str | None, m
             "give one per level, the outermost first",
         )
     return make_cluster(
-        sizes, [parse_bandwidth(text) for text in bandwidth.split(",")], latencies=latencies,
+        sizes,
+        [parse_bandwidth(text) for text in bandwidth.split(",")],
+        latencies=latencies,
         memory_bytes=parse_bytes(memory) if memory else None,
-    )  # fmt: skip
+    )
 
 
 def _microbatches(schedule: str, given: int | None) -> int:

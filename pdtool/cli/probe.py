@@ -14,22 +14,36 @@ from pdtool.cli.deliver import deliver
     "  pdtool probe --topology 2x4 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29511 -o cluster.yaml"
 )
 @click.option(
-    "--topology", required=True, metavar="NxM",
+    "--topology",
+    required=True,
+    metavar="NxM",
     help="Workers: sizes of the nested levels, the outermost first; 2x4 is 2 servers of 4 devices.",
-)  # fmt: skip
+)
 @options.output("File to write; - is stdout, the default.")
 @click.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
     help="Where the tensors are; auto is cuda where every worker has a CUDA device.",
-)  # fmt: skip
+)
 @click.option(
     "--timeout", default="60s", show_default=True, metavar="TIME", help="How long a worker waits for another."
 )
 @options.machines
 @options.as_json
-def probe(topology: str, output: str | None, name: str | None, device: str, timeout: str, nnodes: int,
-          node_rank: int, rdzv_endpoint: str, as_json: bool) -> None:  # fmt: skip
+def probe(
+    topology: str,
+    output: str | None,
+    name: str | None,
+    device: str,
+    timeout: str,
+    nnodes: int,
+    node_rank: int,
+    rdzv_endpoint: str,
+    as_json: bool,
+) -> None:
     """Measure the network between the workers of a launch.
 
     Starts one process per worker of this machine; on several machines, start it on each. Per level: what a member's

@@ -25,31 +25,51 @@ if TYPE_CHECKING:
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Setting for model(); may be repeated.")
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, metavar="N",
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    metavar="N",
     help="Samples in one minibatch, the size that will run.",
-)  # fmt: skip
+)
 @click.option(
-    "--device", default="cpu", show_default=True, metavar="NAME",
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="NAME",
     help="On cpu or cuda, measure on this machine. For any other (v100, a100, ...; an unknown one lists them) or a "
     "YAML file of your own, estimate without running the model.",
-)  # fmt: skip
+)
 @click.option(
-    "--threads", type=click.IntRange(min=1), metavar="N", show_default="all cores",
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="all cores",
     help="CPU threads to measure with, as many as each worker will have.",
-)  # fmt: skip
+)
 @click.option(
-    "--precision", type=click.Choice(["fp32", "tf32", "bf16", "fp16"]), show_default="the model's own",
+    "--precision",
+    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
+    show_default="the model's own",
     help="Estimate as if the model were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
-)  # fmt: skip
+)
 @click.option(
-    "--calibrate", metavar="PROFILE",
+    "--calibrate",
+    metavar="PROFILE",
     help="Estimate with factors fitted to a profile of any model that was measured on that device.",
-)  # fmt: skip
+)
 @options.as_json
 def profile(
-    model: str, output: str | None, settings: tuple[str, ...], batch_size: int, device: str, threads: int | None,
-    precision: Precision | None, calibrate: str | None, as_json: bool,
-) -> None:  # fmt: skip
+    model: str,
+    output: str | None,
+    settings: tuple[str, ...],
+    batch_size: int,
+    device: str,
+    threads: int | None,
+    precision: Precision | None,
+    calibrate: str | None,
+    as_json: bool,
+) -> None:
     """Measure what each operator of MODEL costs, or estimate it.
 
     On this machine it is measured; for another device, which need not be here, it is estimated.
@@ -83,9 +103,13 @@ def _measured(model: str, settings: tuple[str, ...], batch_size: int, device: st
 
 
 def _estimated(
-    model: str, settings: tuple[str, ...], batch_size: int, device: str, precision: Precision | None,
+    model: str,
+    settings: tuple[str, ...],
+    batch_size: int,
+    device: str,
+    precision: Precision | None,
     calibrate: str | None,
-) -> Profile:  # fmt: skip
+) -> Profile:
     from pdtool.artifacts.envelope import file_sha256
     from pdtool.artifacts.profile import Profile
     from pdtool.profile.devices import find_device

@@ -58,11 +58,14 @@ def devices_view(table: Devices) -> Parts:
     """Each device's figures, and where they come from."""
     rows = [
         [
-            key, d.name, ", ".join(f"{name} {peak / 1e12:g}" for name, peak in d.peak_flops_per_s.items()),
-            format_rate(d.bandwidth_bytes_per_s), format_bytes(d.memory_bytes),
+            key,
+            d.name,
+            ", ".join(f"{name} {peak / 1e12:g}" for name, peak in d.peak_flops_per_s.items()),
+            format_rate(d.bandwidth_bytes_per_s),
+            format_bytes(d.memory_bytes),
         ]
         for key, d in table.devices.items()
-    ]  # fmt: skip
+    ]
     yield _table(("--device", "device", "Tflop/s", "bandwidth", "memory"), rows, names=3)
     yield from dict.fromkeys(f"source: {d.source}" for d in table.devices.values())
 
@@ -82,9 +85,7 @@ def cluster_view(cluster: ClusterFile) -> Parts:
         columns += ["one pair alone", "all-reduce", "of the ring formula"]
         for row, level, measured in zip(rows, cluster.levels, found.levels, strict=True):
             share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
-            row += [
-                *map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}",
-            ]  # fmt: skip
+            row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
     yield _table(columns, rows, title=title)
     yield "bandwidth: of one member's link to the others of its level, each way at once, shared by its workers"
 
@@ -159,35 +160,53 @@ def places_table(plan: Plan, nnodes: int) -> Table:
     """
     cluster = plan.cluster.cluster()
     if cluster.workers % nnodes:
-        raise UsageError(f"{nnodes} machines cannot share the {cluster.workers} workers of {cluster.topology} evenly",
-                         "give --nnodes that divides them")  # fmt: skip
+        raise UsageError(
+            f"{nnodes} machines cannot share the {cluster.workers} workers of {cluster.topology} evenly",
+            "give --nnodes that divides them",
+        )
     each = cluster.workers // nnodes
     used = sorted((w, s, k) for s, stage in enumerate(plan.stages) for k, w in enumerate(stage.workers))
     ranks = {worker: rank for rank, worker in enumerate(dict.fromkeys(worker for worker, _, _ in used))}
     rows = [
-        (ranks[worker], f"machine {worker // each}" if nnodes > 1 else "this machine", f"stage {s}, replica {k}",
-         f"minibatches {k}, {k + r}, {k + 2 * r}, ...", _brief(plan.stages[s].nodes), worker)
+        (
+            ranks[worker],
+            f"machine {worker // each}" if nnodes > 1 else "this machine",
+            f"stage {s}, replica {k}",
+            f"minibatches {k}, {k + r}, {k + 2 * r}, ...",
+            _brief(plan.stages[s].nodes),
+            worker,
+        )
         for worker, s, k in used
         for r in (plan.stages[s].replicas,)
-    ]  # fmt: skip
+    ]
     return _table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5)
 
 
 def bundle_view(bundle: Bundle) -> Parts:
     """The stage files and the tensors between them."""
     rows = [
-        (stage.file, ", ".join(stage.inputs), ", ".join(stage.outputs) or "the model's output", len(stage.parameters),
-         len(stage.buffers))
+        (
+            stage.file,
+            ", ".join(stage.inputs),
+            ", ".join(stage.outputs) or "the model's output",
+            len(stage.parameters),
+            len(stage.buffers),
+        )
         for stage in bundle.stages
-    ]  # fmt: skip
+    ]
     title = f"{bundle.name}: minibatch of {bundle.batch_size}, proved by {bundle.proof}"
     yield _table(("file", "takes", "returns", "parameters", "buffers"), rows, names=3, title=title)
     wires = [
-        (tensor.name, "data" if tensor.producer < 0 else f"stage {tensor.producer}",
-         ", ".join(f"stage {s}" for s in tensor.consumers), "×".join(map(str, tensor.shape)), tensor.dtype,
-         "yes" if tensor.gradient else "no")
+        (
+            tensor.name,
+            "data" if tensor.producer < 0 else f"stage {tensor.producer}",
+            ", ".join(f"stage {s}" for s in tensor.consumers),
+            "×".join(map(str, tensor.shape)),
+            tensor.dtype,
+            "yes" if tensor.gradient else "no",
+        )
         for tensor in bundle.tensors
-    ]  # fmt: skip
+    ]
     yield _table(("tensor", "from", "to", "shape", "dtype", "gradient back"), wires, names=6)
     for tied in bundle.tied:
         yield f"tied: {', '.join(f'{n} (stage {s})' for s, n in zip(tied.stages, tied.names, strict=True))}"
@@ -238,10 +257,18 @@ def _figures(report: Report) -> Table:
             compute = format_seconds(sum(predicted.compute_s[s::places]))
             memory = format_bytes(sum(predicted.memory_bytes[s::places]))
         held = "?" if stage.peak_memory_bytes is None else format_bytes(stage.peak_memory_bytes)
-        rows.append([
-            s, compute, format_seconds(stage.busy_s), memory, held, stage.peak_versions, stage.peak_stashed,
-            format_bytes(stage.sent_bytes),
-        ])  # fmt: skip
+        rows.append(
+            [
+                s,
+                compute,
+                format_seconds(stage.busy_s),
+                memory,
+                held,
+                stage.peak_versions,
+                stage.peak_stashed,
+                format_bytes(stage.sent_bytes),
+            ]
+        )
     columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
     return _table(columns, rows, title="per minibatch, and at most:")
 

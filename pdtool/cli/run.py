@@ -38,23 +38,33 @@ _LAST = "the folder of -o"
 @model_option
 @click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Epochs in all.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), metavar="N", show_default="the whole training set",
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="the whole training set",
     help="Minibatches in an epoch, at most.",
-)  # fmt: skip
+)
 @click.option(
-    "--target", metavar="METRIC=VALUE",
+    "--target",
+    metavar="METRIC=VALUE",
     help="Stop when the validation reaches it, as accuracy=0.98 or loss=0.1; exit with 6 when it does not.",
-)  # fmt: skip
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Fixes everything drawn.")
 @click.option(
-    "--resume", is_flag=False, flag_value=_LAST, metavar="[RUN_DIR]",
+    "--resume",
+    is_flag=False,
+    flag_value=_LAST,
+    metavar="[RUN_DIR]",
     help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  [default: -o]",
-)  # fmt: skip
+)
 @click.option("--dry-run", is_flag=True, help="Print which worker does what on which host, and stop.")
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
     help="Device to train on; auto is cuda where there is one.",
-)  # fmt: skip
+)
 @click.option(
     "--timeout", default="300s", show_default=True, metavar="TIME", help="How long a worker waits for another."
 )
@@ -62,32 +72,58 @@ _LAST = "the folder of -o"
 @options.microbatches("what the plan says")
 @options.weights
 @click.option(
-    "--correction", metavar="NAME[=VALUE]", show_default="none",
+    "--correction",
+    metavar="NAME[=VALUE]",
+    show_default="none",
     help="Of gradients that come late: lr-discount[=UPDATES], weight-prediction or nesterov[=G].",
-)  # fmt: skip
+)
 @click.option(
-    "--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True,
+    "--precision",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
     help="What stages compute in; bf16 is autocast, weights and messages stay fp32.",
-)  # fmt: skip
+)
 @click.option(
-    "--transport", type=click.Choice(["auto", "gloo", "shared"]), default="auto", show_default=True,
+    "--transport",
+    type=click.Choice(["auto", "gloo", "shared"]),
+    default="auto",
+    show_default=True,
     help="How tensors go between workers; auto shares memory within a machine.",
-)  # fmt: skip
+)
 @click.option(
-    "--wire-dtype", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True,
+    "--wire-dtype",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    default="fp32",
+    show_default=True,
     help="What fp32 tensors are on their way between workers.",
-)  # fmt: skip
+)
 @click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
 @options.machines
 @options.as_json
-def run(plan: str | None, schedule: str | None, microbatches: int | None, weights: str | None, update_every: int | None,
-        dry_run: bool, as_json: bool, model: str | None, **settings: Any) -> None:  # fmt: skip
+def run(
+    plan: str | None,
+    schedule: str | None,
+    microbatches: int | None,
+    weights: str | None,
+    update_every: int | None,
+    dry_run: bool,
+    as_json: bool,
+    model: str | None,
+    **settings: Any,
+) -> None:
     """Train PLAN's stages, each on its workers."""
     from pdtool.cli.inputs import Inputs, rescheduled
 
     inputs = Inputs.load(options.candidate("plan", plan), model)
-    asked = rescheduled(inputs.plan, inputs.profile, schedule=schedule, microbatches=microbatches, weights=weights,
-                        update_every=update_every)  # fmt: skip
+    asked = rescheduled(
+        inputs.plan,
+        inputs.profile,
+        schedule=schedule,
+        microbatches=microbatches,
+        weights=weights,
+        update_every=update_every,
+    )
     if settings["compiled"] and asked.schedule == "zb-h1":
         note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
     if dry_run:
@@ -134,15 +170,33 @@ def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
 
     out, resume = _folders(inputs, settings["output"], settings["resume"], settings["nnodes"])
     return RunSpec(
-        plan=inputs.plan, bundle=bundle, bundle_dir=inputs.folder, model=inputs.model, trusted=inputs.trusted,
-        out=out, resume=resume, timeout_s=parse_seconds(settings["timeout"]),
+        plan=inputs.plan,
+        bundle=bundle,
+        bundle_dir=inputs.folder,
+        model=inputs.model,
+        trusted=inputs.trusted,
+        out=out,
+        resume=resume,
+        timeout_s=parse_seconds(settings["timeout"]),
         target=Target.parse(settings["target"]) if settings["target"] else None,
         correction=Correction.parse(settings["correction"]) if settings["correction"] else None,
-        **{name: settings[name] for name in (
-            "epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype",
-            "nnodes", "node_rank", "rdzv_endpoint",
-        )},
-    )  # fmt: skip
+        **{
+            name: settings[name]
+            for name in (
+                "epochs",
+                "steps",
+                "seed",
+                "device",
+                "precision",
+                "compiled",
+                "transport",
+                "wire_dtype",
+                "nnodes",
+                "node_rank",
+                "rdzv_endpoint",
+            )
+        },
+    )
 
 
 def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:

@@ -22,30 +22,45 @@ _POINTS = 13  # of a sweep
 )
 @click.argument("plan", required=False)
 @click.option(
-    "--minibatches", type=click.IntRange(min=1), metavar="N", show_default="enough to fill, run steadily and drain",
+    "--minibatches",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="enough to fill, run steadily and drain",
     help="Length of the simulation.",
-)  # fmt: skip
+)
 @click.option(
-    "--schedule", type=click.Choice(SCHEDULES), show_default="what the plan says",
+    "--schedule",
+    type=click.Choice(SCHEDULES),
+    show_default="what the plan says",
     help="Another order of work; interleaved and zb-h1 are for plans with as many replicas of each stage.",
-)  # fmt: skip
+)
 @click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="FILE",
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
     help="Write what happened when, for Perfetto or chrome://tracing; - is stdout.",
-)  # fmt: skip
+)
 @click.option(
-    "--svg", type=click.Path(path_type=Path), metavar="FILE",
+    "--svg",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
     help="Draw the timeline, or with --sweep the gain against bandwidth; - is stdout.",
-)  # fmt: skip
+)
 @click.option(
-    "--sweep", metavar="bandwidth=LOW..HIGH",
+    "--sweep",
+    metavar="bandwidth=LOW..HIGH",
     help="Give the outermost level other bandwidths, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
-)  # fmt: skip
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON on stdout.")
 def simulate(
-    plan: str | None, minibatches: int | None, schedule: str | None, trace: Path | None, svg: Path | None,
-    sweep: str | None, as_json: bool,
-) -> None:  # fmt: skip
+    plan: str | None,
+    minibatches: int | None,
+    schedule: str | None,
+    trace: Path | None,
+    svg: Path | None,
+    sweep: str | None,
+    as_json: bool,
+) -> None:
     """Execute PLAN on a clock, beside data parallelism and others."""
     from pdtool.cli import simulation
     from pdtool.cli import svg as pictures
@@ -74,8 +89,11 @@ def simulate(
         deliver_text(json.dumps(chrome_trace(found)), trace, "; open it in https://ui.perfetto.dev")
     if svg:
         title = f"{chosen.name} ({chosen.config}, {name})"
-        picture = pictures.gain_svg(points, f"gain of {title} over data parallelism") if points else (
-            pictures.timeline_svg(found, title))  # fmt: skip
+        picture = (
+            pictures.gain_svg(points, f"gain of {title} over data parallelism")
+            if points
+            else (pictures.timeline_svg(found, title))
+        )
         deliver_text(picture, svg)
 
 

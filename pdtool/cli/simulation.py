@@ -21,11 +21,20 @@ _WIDEST = 40  # bar of a plot, in characters
 def simulation_view(plan: Plan, schedule: str, found: Simulation) -> Parts:
     """How each worker spent its time, and the pace beside what was predicted."""
     rows = [
-        (share.worker, share.stage, *(f"{part / (found.makespan_s or 1.0):.0%}" for part in (
-            share.busy_s, share.communication_s, share.idle_s)),
-         share.peak_stashed, share.versions, format_bytes(share.memory_bytes), format_bytes(share.sent_bytes))
+        (
+            share.worker,
+            share.stage,
+            *(
+                f"{part / (found.makespan_s or 1.0):.0%}"
+                for part in (share.busy_s, share.communication_s, share.idle_s)
+            ),
+            share.peak_stashed,
+            share.versions,
+            format_bytes(share.memory_bytes),
+            format_bytes(share.sent_bytes),
+        )
         for share in found.shares[:_MOST_WORKERS]
-    ]  # fmt: skip
+    ]
     columns = ("worker", "stage", "busy", "communicating", "idle", "stashed", "versions", "memory", "sent")
     title = f"{plan.name}: {plan.config}, schedule {schedule}, {found.minibatches} minibatches of {found.batch_size}"
     yield table(columns, rows, names=0, title=title)
@@ -57,12 +66,18 @@ def comparison_view(comparison: Comparison) -> Parts:
     yield table(
         ("in steady state", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
         [
-            (row.label, _short(row.config), f"{row.throughput_samples_per_s:.4g}",
-             f"{row.pace_s / own.pace_s:.3g} ×" if row is not own and own.pace_s else "",
-             format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit"), format_bytes(row.sent_bytes))
+            (
+                row.label,
+                _short(row.config),
+                f"{row.throughput_samples_per_s:.4g}",
+                f"{row.pace_s / own.pace_s:.3g} ×" if row is not own and own.pace_s else "",
+                format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit"),
+                format_bytes(row.sent_bytes),
+            )
             for row in comparison.rows
-        ], names=2,
-    )  # fmt: skip
+        ],
+        names=2,
+    )
 
     for label in comparison.left_out:
         yield f"{label}: too large to simulate here"
@@ -76,10 +91,14 @@ def sweep_view(points: Sequence[Point]) -> Parts:
     """Gain over data parallelism at each bandwidth, as figures and as bars; `|` is where they are equal."""
     most = max(1.0, *(point.gain for point in points))
     rows = [
-        (format_bits_rate(p.bandwidth_bytes_per_s), *map(format_seconds, (p.pace_s, p.data_parallel_s)),
-         f"{p.gain:.3g} ×", _bar(p.gain / most, 1 / most))
+        (
+            format_bits_rate(p.bandwidth_bytes_per_s),
+            *map(format_seconds, (p.pace_s, p.data_parallel_s)),
+            f"{p.gain:.3g} ×",
+            _bar(p.gain / most, 1 / most),
+        )
         for p in points
-    ]  # fmt: skip
+    ]
     yield table(("bandwidth", "this plan", "data parallelism", "gain", ""), rows, names=0)
     found = crossings(points)
     if found:
@@ -99,14 +118,22 @@ def as_data(
 ) -> dict[str, Any]:
     """Everything but the events, as `--json` prints it."""
     made: dict[str, Any] = {
-        "plan": plan.name, "config": plan.config, "schedule": schedule, "batch_size": found.batch_size,
-        "minibatches": found.minibatches, "steady_minibatches": found.steady,
+        "plan": plan.name,
+        "config": plan.config,
+        "schedule": schedule,
+        "batch_size": found.batch_size,
+        "minibatches": found.minibatches,
+        "steady_minibatches": found.steady,
         "predicted_bottleneck_s": predicted_s(plan, schedule),
-        "bottleneck_s": found.pace_s, "throughput_samples_per_s": found.throughput_samples_per_s,
-        "makespan_s": found.makespan_s, "fill_s": found.fill_s, "drain_s": found.drain_s,
-        "sent_bytes": found.sent_bytes, "workers": [asdict(share) for share in found.shares],
+        "bottleneck_s": found.pace_s,
+        "throughput_samples_per_s": found.throughput_samples_per_s,
+        "makespan_s": found.makespan_s,
+        "fill_s": found.fill_s,
+        "drain_s": found.drain_s,
+        "sent_bytes": found.sent_bytes,
+        "workers": [asdict(share) for share in found.shares],
         "compared": [asdict(row) for row in comparison.rows],
-    }  # fmt: skip
+    }
     if points:
         made["sweep"] = [{**asdict(point), "gain": point.gain} for point in points]
         made["crossings_bytes_per_s"] = crossings(points)

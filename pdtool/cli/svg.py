@@ -13,9 +13,14 @@ from pdtool.partition.simulator.simulation import Event, Simulation
 from pdtool.units import format_bits_rate, format_seconds
 
 COLOURS = {
-    "forward": "#8ecae6", "backward": "#ffb703", "input": "#ffb703", "weight": "#fb8500", "update": "#90be6d",
-    "all-reduce": "#b5838d", "send": "#adb5bd",
-}  # fmt: skip
+    "forward": "#8ecae6",
+    "backward": "#ffb703",
+    "input": "#ffb703",
+    "weight": "#fb8500",
+    "update": "#90be6d",
+    "all-reduce": "#b5838d",
+    "send": "#adb5bd",
+}
 _LEFT, _TOP, _ROW, _BOX, _THIN = 150, 44, 34, 20, 5  # pixels
 _FORWARD, _WIDEST = 26, 12_000  # a forward's box, the picture
 
@@ -97,14 +102,18 @@ def gain_svg(points: Sequence[Point], title: str) -> str:
     for p in points:
         place = x(p.bandwidth_bytes_per_s)
         rate = format_bits_rate(p.bandwidth_bytes_per_s)
-        parts.append(f'<circle cx="{place:.1f}" cy="{y(p.gain):.1f}" r="3" fill="#1d6fa5">'
-                     f"<title>{rate}: {p.gain:.3g} ×</title></circle>")  # fmt: skip
+        parts.append(
+            f'<circle cx="{place:.1f}" cy="{y(p.gain):.1f}" r="3" fill="#1d6fa5">'
+            f"<title>{rate}: {p.gain:.3g} ×</title></circle>"
+        )
         parts.append(f'<text class="r" transform="translate({place + 4:.1f},{height - 52}) rotate(-40)">{rate}</text>')
     ticks = sorted({low * 1.1, 1.0, high / 1.1})
     parts += [f'<text class="r" x="{left - 8}" y="{y(tick) + 4:.1f}">{tick:.3g} ×</text>' for tick in ticks]
     for even in crossings(points):
         place = x(even)
-        parts.append(f'<line x1="{place:.1f}" y1="{top}" x2="{place:.1f}" y2="{height - 60}" stroke="#c1121f" '
-                     f'stroke-dasharray="4"/>')  # fmt: skip
+        parts.append(
+            f'<line x1="{place:.1f}" y1="{top}" x2="{place:.1f}" y2="{height - 60}" stroke="#c1121f" '
+            f'stroke-dasharray="4"/>'
+        )
         parts.append(f'<text class="n" x="{place:.1f}" y="{top - 6}">as fast at {format_bits_rate(even)}</text>')
     return _svg(width, height, parts)

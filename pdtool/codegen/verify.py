@@ -178,8 +178,11 @@ def _compare(expected: Tensor, found: Tensor, what: str) -> None:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
-            if isinstance(leaf, Tensor)]  # fmt: skip
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
+        if isinstance(leaf, Tensor)
+    ]
 
 
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")

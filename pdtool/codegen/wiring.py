@@ -41,8 +41,11 @@ class Wiring:
         named = {name for stage in stages for name in stage} - {"loss", "target"}
         if known != named:
             odd = sorted(known ^ named)[:3]
-            raise ArtifactError("plan", f"the model's operators are not the profile's (such as {', '.join(odd)})",
-                                "profile the model again, with this version of torch")  # fmt: skip
+            raise ArtifactError(
+                "plan",
+                f"the model's operators are not the profile's (such as {', '.join(odd)})",
+                "profile the model again, with this version of torch",
+            )
         compute = {op.name for op in traced.operators if not op.is_input}
         return cls(traced, [[name for name in stage if name in compute] for stage in stages])
 

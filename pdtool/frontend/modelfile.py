@@ -88,8 +88,7 @@ class ModelFile:
         except TypeError as error:
             known = ", ".join(inspect.signature(function).parameters) or "none"
             raise ModelError(
-                f"{self.path.name}: {self.ref.function}() does not take these settings ({error})",
-                f"it takes: {known}",
+                f"{self.path.name}: {self.ref.function}() does not take these settings ({error})", f"it takes: {known}"
             ) from error
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
@@ -203,8 +202,7 @@ class ModelFile:
                 if inspect.isfunction(v) and v.__module__ == self.module.__name__
             ]
             raise ModelError(
-                f"{self.path.name} has no function {name}()",
-                f"it defines: {', '.join(defined) or 'no functions'}",
+                f"{self.path.name} has no function {name}()", f"it defines: {', '.join(defined) or 'no functions'}"
             )
         return getattr(self.module, name)  # type: ignore[no-any-return]
 

@@ -172,10 +172,20 @@ class Reader:
         taken = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
         differentiable = any(v.differentiable for v in taken) or self._trainable(parameters)
         outputs = tuple(self._value(v, name, i, differentiable) for i, v in enumerate(node.meta["val"]))
-        self._append(Operator(
-            name=name, op=type(module).__name__, module=call.path, args=args, kwargs=kwargs, outputs=outputs,
-            structure=call.result, parameters=tuple(parameters), buffers=tuple(buffers), location=_location(node),
-        ))  # fmt: skip
+        self._append(
+            Operator(
+                name=name,
+                op=type(module).__name__,
+                module=call.path,
+                args=args,
+                kwargs=kwargs,
+                outputs=outputs,
+                structure=call.result,
+                parameters=tuple(parameters),
+                buffers=tuple(buffers),
+                location=_location(node),
+            )
+        )
         self.env[node] = list(outputs)
         if getattr(module, "inplace", False) and taken:
             self._rename(taken[0], outputs[0])
@@ -205,11 +215,20 @@ class Reader:
         meta = node.meta["val"]
         tensors = list(meta) if isinstance(meta, (tuple, list)) else [meta]
         outputs = tuple(self._value(v, name, i, differentiable) for i, v in enumerate(tensors))
-        self._append(Operator(
-            name=name, op=op, module=module, target=target, kwargs=arguments, outputs=outputs,
-            structure=list(range(len(tensors))) if isinstance(meta, (tuple, list)) else 0,
-            parameters=parameters, buffers=buffers, location=_location(node),
-        ))  # fmt: skip
+        self._append(
+            Operator(
+                name=name,
+                op=op,
+                module=module,
+                target=target,
+                kwargs=arguments,
+                outputs=outputs,
+                structure=list(range(len(tensors))) if isinstance(meta, (tuple, list)) else 0,
+                parameters=parameters,
+                buffers=buffers,
+                location=_location(node),
+            )
+        )
         self.env[node] = list(outputs) if isinstance(meta, (tuple, list)) else outputs[0]
         if isinstance(overwritten, State):
             self.changed.add(overwritten.name)

@@ -25,12 +25,15 @@ def nothing_fits(search: Search) -> NoPlanError:
     if wants.straight and search.workers > search.whole.most_stages:
         return NoPlanError(
             f"a straight pipeline on {search.workers} workers needs {search.workers} stages, but the model can be cut "
-            f"into {search.whole.most_stages} at most", f"give --workers {search.whole.most_stages}",
-        )  # fmt: skip
+            f"into {search.whole.most_stages} at most",
+            f"give --workers {search.whole.most_stages}",
+        )
     least, limit = _least(search), search.cluster.memory_bytes
     if least is None or limit is None:
-        return NoPlanError("no division into stages keeps every pinned node where it is pinned",
-                           "loosen HINTS pin, or allow another number of stages")  # fmt: skip
+        return NoPlanError(
+            "no division into stages keeps every pinned node where it is pinned",
+            "loosen HINTS pin, or allow another number of stages",
+        )
     need = max(least.costs.memory_bytes)
     stage = least.costs.memory_bytes.index(need)
     return NoPlanError(

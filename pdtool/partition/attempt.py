@@ -145,21 +145,29 @@ def candidate(
 def as_plan(profile: Profile, profile_path: str, cluster: Cluster, found: Candidate) -> Plan:
     """The plan as an artifact, without its figures."""
     way = found.way
-    return Plan.model_validate({
-        "name": f"{profile.name}-{cluster.topology}",
-        "model": profile.model,
-        "profile": str(profile_path),
-        "digests": {**profile.digests, str(profile_path): profile.content_sha256},
-        "batch_size": profile.batch_size,
-        "cluster": ClusterSpec.of(cluster),
-        "schedule": way.schedule,
-        "weights": "stash" if way.schedule == "1f1b" else "flush",
-        "microbatches": way.microbatches,
-        "copies": way.copies,
-        "stages": tuple(
-            Stage(nodes=tuple(profile.graph.compress(nodes)), replicas=len(numbers), workers=tuple(numbers),
-                  in_flight=w, recompute=again)
-            for nodes, numbers, w, again in zip(
-                found.stages, found.workers, found.costs.in_flight, found.costs.recompute, strict=True)
-        ),
-    })  # fmt: skip
+    return Plan.model_validate(
+        {
+            "name": f"{profile.name}-{cluster.topology}",
+            "model": profile.model,
+            "profile": str(profile_path),
+            "digests": {**profile.digests, str(profile_path): profile.content_sha256},
+            "batch_size": profile.batch_size,
+            "cluster": ClusterSpec.of(cluster),
+            "schedule": way.schedule,
+            "weights": "stash" if way.schedule == "1f1b" else "flush",
+            "microbatches": way.microbatches,
+            "copies": way.copies,
+            "stages": tuple(
+                Stage(
+                    nodes=tuple(profile.graph.compress(nodes)),
+                    replicas=len(numbers),
+                    workers=tuple(numbers),
+                    in_flight=w,
+                    recompute=again,
+                )
+                for nodes, numbers, w, again in zip(
+                    found.stages, found.workers, found.costs.in_flight, found.costs.recompute, strict=True
+                )
+            ),
+        }
+    )

@@ -66,15 +66,26 @@ def interleaved(profile: Profile, profile_path: str, cluster: Cluster, options: 
     microbatches, chunks = options.microbatches, options.chunks
     flight = usual_shape("interleaved", (1,) * workers, microbatches, chunks).in_flight
     stages = tuple(
-        Stage(nodes=tuple(profile.graph.compress(nodes)), replicas=1, workers=(s % workers,),
-              in_flight=flight[s % workers])
+        Stage(
+            nodes=tuple(profile.graph.compress(nodes)),
+            replicas=1,
+            workers=(s % workers,),
+            in_flight=flight[s % workers],
+        )
         for s, nodes in enumerate(pieces(profile, workers * chunks))
-    )  # fmt: skip
+    )
     plan = Plan(
-        name=f"{profile.name}-{cluster.topology}", model=profile.model, profile=profile_path,
-        digests={**profile.digests, profile_path: profile.content_sha256}, batch_size=profile.batch_size,
-        cluster=ClusterSpec.of(cluster), schedule="interleaved", weights="flush", microbatches=microbatches,
-        chunks=chunks, stages=stages,
-    )  # fmt: skip
+        name=f"{profile.name}-{cluster.topology}",
+        model=profile.model,
+        profile=profile_path,
+        digests={**profile.digests, profile_path: profile.content_sha256},
+        batch_size=profile.batch_size,
+        cluster=ClusterSpec.of(cluster),
+        schedule="interleaved",
+        weights="flush",
+        microbatches=microbatches,
+        chunks=chunks,
+        stages=stages,
+    )
     plan.check()
     return with_simulated_figures(plan, profile)

@@ -39,10 +39,15 @@ class Way:
     def rules(self, profile: Profile, cluster: Cluster, everywhere: Sequence[int], spread: Sequence[int]) -> Rules:
         """The formulas for one copy on the workers of `cluster`; units of all its workers, and of the copies."""
         fields = {
-            "cluster": cluster, "schedule": self.schedule, "microbatches": self.microbatches, "copies": self.copies,
-            "everywhere": tuple(everywhere), "spread": tuple(spread), "state_bytes": profile.optimizer_state_bytes,
+            "cluster": cluster,
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "copies": self.copies,
+            "everywhere": tuple(everywhere),
+            "spread": tuple(spread),
+            "state_bytes": profile.optimizer_state_bytes,
             "may_recompute": self.may_recompute,
-        }  # fmt: skip
+        }
         if self.cost == "ours":
             return Rules(**fields)  # type: ignore[arg-type]
         return PipeDreamRules(charged=self.cost == "pipedream", **fields)  # type: ignore[arg-type]

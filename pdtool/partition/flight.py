@@ -49,8 +49,10 @@ def most_first(profile: Profile, cluster: Cluster, plan: Candidate, margin: floa
         return [plan]
     rules, work = rules_and_loads(profile, cluster, plan.stages, plan.workers, plan.way)
     usual = plan.costs.in_flight
-    most = [_fitting(rules, load, _MOST * w, w, again)
-            for load, w, again in zip(work, usual, plan.costs.recompute, strict=True)]  # fmt: skip
+    most = [
+        _fitting(rules, load, _MOST * w, w, again)
+        for load, w, again in zip(work, usual, plan.costs.recompute, strict=True)
+    ]
     should = _wanted(profile, cluster, plan, margin)
     half = [(w + few + 1) // 2 for w, few in zip(should, usual, strict=True)]
     in_step = [_in_step(plan, flight) for flight in ([*most[:-1], usual[-1]], should, half)]

@@ -56,7 +56,9 @@ def speed(plan: Plan, profile: Profile, bottleneck_s: float, simulated_s: float 
     pace = bottleneck_s if simulated_s is None else simulated_s
     own, other = (bottleneck_s, costs.bottleneck_s) if other_s is None else (pace, other_s)
     return Speed(
-        bottleneck_s=bottleneck_s, simulated_s=simulated_s, data_parallel_s=other_s,
+        bottleneck_s=bottleneck_s,
+        simulated_s=simulated_s,
+        data_parallel_s=other_s,
         throughput_samples_per_s=plan.batch_size / pace if pace else 0.0,
         gain_over_data_parallel=other / own if own else 1.0,
-    )  # fmt: skip
+    )

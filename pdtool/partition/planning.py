@@ -44,9 +44,12 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Op
     bound, proof = lower_bound(search, others)
     pace = final.costs.bottleneck_s
     why = Why(
-        bottleneck=final.costs.bottleneck, lower_bound_s=bound, gap=max(0.0, pace / bound - 1) if bound else 0.0,
-        proof=proof, rivals=tuple(rivals(search, final, asked, others)),
-    )  # fmt: skip
+        bottleneck=final.costs.bottleneck,
+        lower_bound_s=bound,
+        gap=max(0.0, pace / bound - 1) if bound else 0.0,
+        proof=proof,
+        rivals=tuple(rivals(search, final, asked, others)),
+    )
     figures = predicted(plan, profile, final.costs, final.way, simulated_s)
     return plan.model_copy(update={"why": why, "predicted": figures})
 
@@ -58,8 +61,10 @@ def lower_bound(search: Search, others: Sequence[Candidate]) -> tuple[float, str
     if search.exact:
         kind = "straight pipeline" if search.options.straight else "plan"
         most = f" of at most {search.options.max_stages} stages" if search.options.max_stages else ""
-        return best, (f"every {kind}{most} on {workers} workers was searched, over {len(space.inside)} cuts, with the "
-                      "minibatches in flight that its schedule wants")  # fmt: skip
+        return best, (
+            f"every {kind}{most} on {workers} workers was searched, over {len(space.inside)} cuts, with the "
+            "minibatches in flight that its schedule wants"
+        )
     work = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
     return work / workers, f"{search.limits}; even so no plan beats {workers} workers that never wait"
 
@@ -74,9 +79,14 @@ def refresh(plan: Plan, profile: Profile) -> Plan:
         return with_simulated_figures(plan, profile)
     way = way_of(plan)
     costs = evaluate(
-        profile, plan.cluster.cluster(), plan.stage_nodes(profile), [stage.workers for stage in plan.stages], way,
-        flight=[stage.in_flight for stage in plan.stages], recompute=[stage.recompute for stage in plan.stages],
-    )  # fmt: skip
+        profile,
+        plan.cluster.cluster(),
+        plan.stage_nodes(profile),
+        [stage.workers for stage in plan.stages],
+        way,
+        flight=[stage.in_flight for stage in plan.stages],
+        recompute=[stage.recompute for stage in plan.stages],
+    )
     figures = predicted(plan, profile, costs, way, simulated(plan, profile) if way.cost == "ours" else None)
     return plan.model_copy(update={"why": Why(bottleneck=costs.bottleneck), "predicted": figures})
 

@@ -60,10 +60,14 @@ class Options:
         if self.schedule == "auto":
             names = NAMES if self.microbatches > 1 else ("1f1b",)
         return [
-            Way(schedule=name, microbatches=1 if name == "1f1b" else self.microbatches, cost=self.cost,
-                may_recompute=self.recompute)
+            Way(
+                schedule=name,
+                microbatches=1 if name == "1f1b" else self.microbatches,
+                cost=self.cost,
+                may_recompute=self.recompute,
+            )
             for name in names
-        ]  # fmt: skip
+        ]
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,15 @@ class Search:
         if wants.cost not in COSTS:
             raise UsageError(f"cost {wants.cost!r} is unknown", f"choose one of {', '.join(COSTS)}")
         if wants.microbatches < 1 or (wants.schedule == "1f1b" and wants.microbatches != 1):
-            raise UsageError(f"--microbatches {wants.microbatches} with schedule {wants.schedule}",
-                             "give 1 or more to 1f1b-flush or gpipe; 1f1b has none")  # fmt: skip
+            raise UsageError(
+                f"--microbatches {wants.microbatches} with schedule {wants.schedule}",
+                "give 1 or more to 1f1b-flush or gpipe; 1f1b has none",
+            )
         if not 1 <= self.workers <= self.cluster.workers:
-            raise UsageError(f"--workers {self.workers}: the cluster has {self.cluster.workers}",
-                             f"give between 1 and {self.cluster.workers}")  # fmt: skip
+            raise UsageError(
+                f"--workers {self.workers}: the cluster has {self.cluster.workers}",
+                f"give between 1 and {self.cluster.workers}",
+            )
         if wants.straight and self.workers > MOST_WORKERS:
             raise UsageError(f"a straight pipeline on {self.workers} workers", f"give at most --workers {MOST_WORKERS}")
         if wants.max_stages is not None and wants.max_stages < (self.workers if wants.straight else 1):
@@ -146,9 +154,13 @@ class Search:
         tables = self.tables(layout.workers)
         most = min(self.options.max_stages or layout.workers, tables.space.most_stages)
         return Attempt(
-            tables=tables, layout=layout, way=replace(way, copies=layout.copies), bound=bound * SLACK,
-            straight=straight or self.options.straight, most_stages=most,
-        )  # fmt: skip
+            tables=tables,
+            layout=layout,
+            way=replace(way, copies=layout.copies),
+            bound=bound * SLACK,
+            straight=straight or self.options.straight,
+            most_stages=most,
+        )
 
     def data_parallel(self, way: Way) -> Candidate:
         """One stage on all workers."""

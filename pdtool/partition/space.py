@@ -91,14 +91,19 @@ def build_space(profile: Profile, max_cuts: int = MAX_CUTS, finer: Space | None 
     count = len(blocks.members)
     coarsened = finer.coarsened if finer else ""
     if count < without_free:
-        coarsened = (f"{original} groups of operators were merged into {count} so as to have no more than {max_cuts} "
-                     "cuts to search (--cuts); a better plan may exist")  # fmt: skip
+        coarsened = (
+            f"{original} groups of operators were merged into {count} so as to have no more than {max_cuts} "
+            "cuts to search (--cuts); a better plan may exist"
+        )
     packed = b"".join(cut.to_bytes(count // 8 + 1, "little") for cut in cuts)
     bits = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(cuts), -1), axis=1, bitorder="little")
     return Space(
-        blocks=blocks.members, inside=bits[:, :count].astype(bool), pins=blocks.pins, coarsened=coarsened,
+        blocks=blocks.members,
+        inside=bits[:, :count].astype(bool),
+        pins=blocks.pins,
+        coarsened=coarsened,
         freed=original - without_free,
-    )  # fmt: skip
+    )
 
 
 class _Blocks:
@@ -219,8 +224,7 @@ class _Blocks:
         branch += [c for c in self.after[b] if beside[c] and len(self.before[c]) == len(self.after[b]) == 1]
         siblings = [c for a in self.before[b] for c in self.after[a] if self.before[c] == self.before[b]]
         others = sorted(
-            [*self.before[b], *self.after[b]],
-            key=lambda c: -max(self.edges.get((b, c), 0), self.edges.get((c, b), 0)),
+            [*self.before[b], *self.after[b]], key=lambda c: -max(self.edges.get((b, c), 0), self.edges.get((c, b), 0))
         )
         ranked = dict.fromkeys([*branch, *siblings, *others])
         return [c for c in ranked if c != b and not (self.pins[b] and self.pins[c])]

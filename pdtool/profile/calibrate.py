@@ -29,9 +29,11 @@ def measurable(profile: Profile, path: Path | str) -> ModelRef:
     """The model that the profile was measured with; raises ArtifactError where it was not, or not by pdtool."""
     if profile.device.kind != "measured" or profile.model is None:
         raise ArtifactError(
-            path, "holds no times that pdtool measured", "calibrate with a profile made with --device cpu or cuda",
+            path,
+            "holds no times that pdtool measured",
+            "calibrate with a profile made with --device cpu or cuda",
             field="device.kind",
-        )  # fmt: skip
+        )
     return profile.model
 
 
@@ -53,14 +55,18 @@ def _same_nodes(measured: Profile, estimated: Profile, path: Path | str) -> None
     for index, (found, node) in enumerate(zip(measured.nodes, estimated.nodes, strict=False)):
         if _identity(found) != _identity(node):
             raise ArtifactError(
-                path, f"is {found.op} {found.name!r} where the model has {node.op} {node.name!r}, or of another size",
-                "measure the model again", field=f"nodes[{index}]",
-            )  # fmt: skip
+                path,
+                f"is {found.op} {found.name!r} where the model has {node.op} {node.name!r}, or of another size",
+                "measure the model again",
+                field=f"nodes[{index}]",
+            )
     if len(measured.nodes) != len(estimated.nodes):
         raise ArtifactError(
-            path, f"has {len(measured.nodes)} nodes, the model has {len(estimated.nodes)}", "measure the model again",
+            path,
+            f"has {len(measured.nodes)} nodes, the model has {len(estimated.nodes)}",
+            "measure the model again",
             field="nodes",
-        )  # fmt: skip
+        )
 
 
 def _identity(node: Node) -> tuple[object, ...]:

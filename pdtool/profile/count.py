@@ -45,9 +45,13 @@ class Subject:
 
     @classmethod
     def of(
-        cls, model_file: ModelFile, traced: Traced, batch: int, device: torch.device,
+        cls,
+        model_file: ModelFile,
+        traced: Traced,
+        batch: int,
+        device: torch.device,
         move: Callable[[Tensor], Tensor] | None = None,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """The traced model with the first minibatch of its training set.
 
         Args:
@@ -57,10 +61,14 @@ class Subject:
         with_loss = model_file.has("loss") and model_file.has("dataset")
         data, target = model_file.example_batch(batch) if with_loss else (model_file.example_inputs(batch), None)
         return cls(
-            model_file=model_file, traced=traced, batch=batch, run=Executor.of(traced, batch, device),
+            model_file=model_file,
+            traced=traced,
+            batch=batch,
+            run=Executor.of(traced, batch, device),
             inputs=tuple(place(t) for t in model_file.as_inputs(data)),
-            target=pytree.tree_map(lambda t: place(t) if isinstance(t, Tensor) else t, target), with_loss=with_loss,
-        )  # fmt: skip
+            target=pytree.tree_map(lambda t: place(t) if isinstance(t, Tensor) else t, target),
+            with_loss=with_loss,
+        )
 
     @property
     def computed(self) -> list[Operator]:
@@ -149,9 +157,17 @@ class Subject:
         return stash, flops
 
     def profile(
-        self, device: Device, *, forwards: Times, backwards: Times, update_s: float, state_bytes: float, step_s: float,
-        survey: tuple[Mapping[str, int], Mapping[str, int]], scratch: Mapping[str, int] | None = None,
-    ) -> Profile:  # fmt: skip
+        self,
+        device: Device,
+        *,
+        forwards: Times,
+        backwards: Times,
+        update_s: float,
+        state_bytes: float,
+        step_s: float,
+        survey: tuple[Mapping[str, int], Mapping[str, int]],
+        scratch: Mapping[str, int] | None = None,
+    ) -> Profile:
         """The profile with these times.
 
         Args:
@@ -177,9 +193,14 @@ class Subject:
         return profile.model_copy(update=self._hints(profile))
 
     def _nodes(
-        self, stash: Mapping[str, int], flops: Mapping[str, int], forwards: Times, backwards: Times, update_s: float,
+        self,
+        stash: Mapping[str, int],
+        flops: Mapping[str, int],
+        forwards: Times,
+        backwards: Times,
+        update_s: float,
         scratch: Mapping[str, int],
-    ) -> Iterator[Node]:  # fmt: skip
+    ) -> Iterator[Node]:
         taken = {v for op in self.traced.operators for v in op.values} | set(self.outputs)
         all_bytes = max(1, sum(p.nbytes for p in self.traced.model.parameters()))
         charged: set[str] = set()
@@ -209,10 +230,15 @@ class Subject:
             sources = (*dict.fromkeys(v.operator for v in self.outputs if not self._is_constant(v)), "target")
             yield Node(name="target", op="input", module="", output_bytes=sum(t.nbytes for t in tensors(self.target)))
             yield Node(
-                name="loss", op="loss", module="", inputs=sources, forward_s=forwards["loss"],
-                backward_s=backwards.get("loss", 0.0), stash_bytes=stash.get("loss", 0),
+                name="loss",
+                op="loss",
+                module="",
+                inputs=sources,
+                forward_s=forwards["loss"],
+                backward_s=backwards.get("loss", 0.0),
+                stash_bytes=stash.get("loss", 0),
                 scratch_bytes=scratch.get("loss", 0),
-            )  # fmt: skip
+            )
 
     def _is_constant(self, value: Value) -> bool:
         return self.traced.by_name[value.operator].constant

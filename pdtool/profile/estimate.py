@@ -147,8 +147,10 @@ class _Estimate:
             forwards={name: self._seconds(f, kinds.get(name)) for name, (f, _) in kernels.items()},
             backwards={name: self._seconds(b, kinds.get(name)) for name, (_, b) in kernels.items()},
             update_s=self._seconds(update, "update", launch_s=0.0),  # fused over all parameters
-            state_bytes=state_bytes, step_s=0.0, survey=(stash, flops),
-        )  # fmt: skip
+            state_bytes=state_bytes,
+            step_s=0.0,
+            survey=(stash, flops),
+        )
 
     def _seconds(self, kernels: list[Kernel], kind: Any, launch_s: float | None = None) -> float:
         launch_s = self.device.launch_s if launch_s is None else launch_s

@@ -78,9 +78,15 @@ class _Measurement:
         forward, backward = self._pass(Scratch(self.device))
         scratch = {name: int(max(forward[name], backward.get(name, 0.0))) for name in forward}
         return self.subject.profile(
-            Device(name=_device_name(self.device), kind="measured"), survey=survey, forwards=forwards,
-            backwards=backwards, update_s=update_s, state_bytes=state_bytes, step_s=step_s, scratch=scratch,
-        )  # fmt: skip
+            Device(name=_device_name(self.device), kind="measured"),
+            survey=survey,
+            forwards=forwards,
+            backwards=backwards,
+            update_s=update_s,
+            state_bytes=state_bytes,
+            step_s=step_s,
+            scratch=scratch,
+        )
 
     def _rounds(self) -> tuple[float, Times, Times]:
         """Medians of (whole step, forward of each node, backward of each node).

@@ -72,10 +72,13 @@ class Meeting:
         end = time.monotonic() + _GRACE_S
         while True:
             missing = {
-                rank for rank in range(self.workers)
-                if not any(self.store.check([self._key(subject, rank)])
-                           for subject in (str(self.turn + 1), f"{self.turn} given up"))
-            }  # fmt: skip
+                rank
+                for rank in range(self.workers)
+                if not any(
+                    self.store.check([self._key(subject, rank)])
+                    for subject in (str(self.turn + 1), f"{self.turn} given up")
+                )
+            }
             if not missing or time.monotonic() > end:
                 return missing
             time.sleep(0.02)

@@ -150,9 +150,12 @@ class _Prober:
         everyone = range(self.request.workers)
         with self.meeting.waiting_for(everyone, "set GLOO_SOCKET_IFNAME to the network card that they share"):
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.cuda else "gloo", store=PrefixStore("groups", self.meeting.store),
-                rank=self.meeting.rank, world_size=self.request.workers, timeout=self.timeout,
-            )  # fmt: skip
+                "cpu:gloo,cuda:nccl" if self.cuda else "gloo",
+                store=PrefixStore("groups", self.meeting.store),
+                rank=self.meeting.rank,
+                world_size=self.request.workers,
+                timeout=self.timeout,
+            )
             groups = [self._group(depth) for depth in range(len(self.request.sizes))]
         return [self._level(depth, group) for depth, group in enumerate(groups)]
 

@@ -35,9 +35,14 @@ class Border:
         self._loaded: dict[str, Tensor] = {}
 
     def open(
-        self, split: Split, loader: Loader | None, minibatches: Minibatches, seed: Sequence[int | str],
-        forwards: Sequence[int], backwards: Sequence[int],
-    ) -> None:  # fmt: skip
+        self,
+        split: Split,
+        loader: Loader | None,
+        minibatches: Minibatches,
+        seed: Sequence[int | str],
+        forwards: Sequence[int],
+        backwards: Sequence[int],
+    ) -> None:
         """Begin a phase: the minibatches this worker will forward, and those it will backward, in order."""
         self.split, self.loader, self.minibatches, self.seed = split, loader, minibatches, seed
         self.forward.open([(i, minibatches.samples(i)) for i in forwards])

@@ -108,15 +108,17 @@ class Opening:
         carrier = CPU if self.staged else self.device
         waiting = nullcontext if self.staged else self.waiting  # a thread's wait holds nobody up
         sender = (
-            SharedSender(hop, slots, *share, waiting) if share
+            SharedSender(hop, slots, *share, waiting)
+            if share
             else PostedSender(hop, group, depth=slots.depth, carrier=carrier, waiting=waiting)
-        )  # fmt: skip
+        )
         return StagedSender(hop, sender, self.device) if self.staged else sender
 
     def _receiver(self, hop: Hop, slots: Slots, share: Share | None, group: Any) -> Receiver:
         carrier = CPU if self.staged else self.device
         receiver = (
-            SharedReceiver(hop, slots, *share) if share
+            SharedReceiver(hop, slots, *share)
+            if share
             else PostedReceiver(hop, group, carrier=carrier, pinned=self.staged)
-        )  # fmt: skip
+        )
         return StagedReceiver(receiver, self.device) if self.staged else receiver

@@ -61,8 +61,11 @@ def save(out: Path, epoch: int, state: Mapping[str, Tensor], facts: Mapping[str,
 
 def complete(folder: Path) -> dict[int, Path]:
     """The complete checkpoints of a run's folder, by their epoch."""
-    return {int(m[1]): path for path in folder.glob(f"{FOLDER}/epoch-*")
-            if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / FACTS).is_file()}  # fmt: skip
+    return {
+        int(m[1]): path
+        for path in folder.glob(f"{FOLDER}/epoch-*")
+        if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / FACTS).is_file()
+    }
 
 
 def latest(folder: Path) -> Path:

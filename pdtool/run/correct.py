@@ -41,8 +41,11 @@ class Correction:
             number = float(value) if equals else None
         except ValueError:
             number = math.nan
-        good = {"lr-discount": number is None or 0 < number < math.inf, "weight-prediction": number is None,
-                "nesterov": number is None or 0 <= number < 1}  # fmt: skip
+        good = {
+            "lr-discount": number is None or 0 < number < math.inf,
+            "weight-prediction": number is None,
+            "nesterov": number is None or 0 <= number < 1,
+        }
         if not good.get(kind):
             raise UsageError(
                 f"correction {text!r} is unknown",

@@ -70,8 +70,9 @@ def launch(spec: RunSpec, on_event: Callable[[dict[str, Any]], None] | None = No
         except SignalException as error:
             stopped = error.sigval
         except json.JSONDecodeError as error:  # what torch elastic reads when a worker could not write how it ended
-            raise PdtoolError(f"a worker died, and could not write why into {spec.out}", "see whether the disk is full"
-                              ) from error  # fmt: skip
+            raise PdtoolError(
+                f"a worker died, and could not write why into {spec.out}", "see whether the disk is full"
+            ) from error
         except ChildFailedError as error:
             failures = {mine[rank % len(mine)].rank: f.exitcode for rank, f in error.failures.items()}
             if -signal.SIGINT not in failures.values():
@@ -94,8 +95,10 @@ def check(spec: RunSpec) -> None:
             "run `pdtool codegen` again",
         )
     if spec.correction and not flows(plan.schedule):
-        raise UsageError(f"correction {spec.correction} with schedule {plan.schedule}",
-                         "leave it out: with a flush no gradient comes late")  # fmt: skip
+        raise UsageError(
+            f"correction {spec.correction} with schedule {plan.schedule}",
+            "leave it out: with a flush no gradient comes late",
+        )
     for tied in bundle.tied:
         if len({s % plan.places for s in tied.stages}) < len(tied.stages):
             raise UsageError(

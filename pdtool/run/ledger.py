@@ -34,9 +34,12 @@ class Totals:
 
 
 _FIELD = {
-    Kind.FORWARD: "forward_s", Kind.BACKWARD: "backward_s", Kind.INPUT: "backward_s", Kind.WEIGHT: "backward_s",
+    Kind.FORWARD: "forward_s",
+    Kind.BACKWARD: "backward_s",
+    Kind.INPUT: "backward_s",
+    Kind.WEIGHT: "backward_s",
     Kind.UPDATE: "update_s",
-}  # fmt: skip
+}
 State = tuple[Totals, int, int]
 
 
@@ -48,9 +51,7 @@ class Ledger:
     _done: list[tuple[Action | None, float, float]] = field(default_factory=list)  # None: a wait
     _messages: list[tuple[str, str, float, float, int]] = field(default_factory=list)
 
-    def note(
-        self, action: Action | None, start: float, end: float, waits: Sequence[tuple[float, float, bool]]
-    ) -> None:  # fmt: skip
+    def note(self, action: Action | None, start: float, end: float, waits: Sequence[tuple[float, float, bool]]) -> None:
         """An action from start to end, with the waits in it, and whether they were for an average; or only a wait."""
         totals = self.totals
         own = end - start
@@ -95,10 +96,11 @@ class Ledger:
         may start anywhere."""
         offset = time.time() - time.perf_counter()
         found = [
-            ("compute", str(action), action.kind.name.lower(), start, end, 0) if action
+            ("compute", str(action), action.kind.name.lower(), start, end, 0)
+            if action
             else ("compute", "wait", "wait", start, end, 0)
             for action, start, end in self._done
-        ]  # fmt: skip
+        ]
         found += [(lane, name, lane, start, end, size) for lane, name, start, end, size in self._messages]
         return [  # rounded before they are subtracted: events that touch still do
             Event(lane, name, kind, start + offset, (end + offset) - (start + offset), size)

@@ -57,9 +57,10 @@ def meet(
         made = {
             hop.number: share
             for hop in near
-            if hop.sender == rank and told[hop.receiver][0] == here
+            if hop.sender == rank
+            and told[hop.receiver][0] == here
             and (share := _call(told[hop.receiver][1], hop.number, sizes[hop.number]))
-        }  # fmt: skip
+        }
         called = set().union(*gather(set(made), world, "the offers to share memory"))
         taken = _answer(listener, {n: sizes[n] for n in called if hops[n].receiver == rank})
     agreed = set().union(*gather(set(taken), world, "the memory shared"))

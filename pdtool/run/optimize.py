@@ -27,9 +27,12 @@ class Updater:
     """
 
     def __init__(
-        self, file: ModelFile, parameters: Mapping[str, nn.Parameter], correction: Correction | None = None,
+        self,
+        file: ModelFile,
+        parameters: Mapping[str, nn.Parameter],
+        correction: Correction | None = None,
         delay: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.parameters = dict(parameters)
         self.updates = 0
         self.optimizer = _optimizer(file, self.parameters)

@@ -33,9 +33,14 @@ class PostedSender:
     """
 
     def __init__(
-        self, hop: Hop, group: Any, *, depth: int, carrier: torch.device,
+        self,
+        hop: Hop,
+        group: Any,
+        *,
+        depth: int,
+        carrier: torch.device,
         waiting: Callable[[], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.hop, self.group, self.depth, self.carrier, self.waiting = hop, group, depth, carrier, waiting
         self._under_way: deque[tuple[int, list[tuple[Any, Tensor]]]] = deque()
 

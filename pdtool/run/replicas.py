@@ -33,10 +33,16 @@ class Replicas:
     """
 
     def __init__(
-        self, group: Any, size: int, parameters: Iterable[nn.Parameter], who: str, device: torch.device,
-        waiting: Callable[[], AbstractContextManager[None]], sent: Callable[[int], None],
+        self,
+        group: Any,
+        size: int,
+        parameters: Iterable[nn.Parameter],
+        who: str,
+        device: torch.device,
+        waiting: Callable[[], AbstractContextManager[None]],
+        sent: Callable[[int], None],
         message: Callable[[str, str, float, float, int], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.group, self.size, self.who, self.device = group, size, who, device
         self.waiting, self.sent, self.message = waiting, sent, message
         self.parameters = [p for p in parameters if p.requires_grad][::-1]  # the last gradient comes first

@@ -34,9 +34,14 @@ class Share:
 
 
 def assemble(
-    spec: RunSpec, shares: Sequence[Share], *, epochs: int, minibatches: int, metrics: Mapping[str, float],
+    spec: RunSpec,
+    shares: Sequence[Share],
+    *,
+    epochs: int,
+    minibatches: int,
+    metrics: Mapping[str, float],
     reached: bool | None,
-) -> Report:  # fmt: skip
+) -> Report:
     """The report of a run that did `epochs` epochs of `minibatches` each."""
     slowest = max(share.train_s for share in shares)
     pace = max(share.pace_s for share in shares) or slowest / max(1, shares[0].minibatches)

@@ -129,10 +129,15 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
     all_hops = hops(all_wires, [ranks_of(everyone, s % shape.places) for s in range(len(spec.plan.stages))])
     groups = make_groups(spec.plan, spec.bundle, everyone, device, spec.timeout_s, local_workers)
     channels = Opening(
-        groups=groups, rank=rank, transport=spec.transport, batch_size=spec.plan.batch_size,
-        in_flight=all_in_flight(shape.replicas[: shape.places], shape.in_flight), device=device,
-        timeout_s=spec.timeout_s, waiting=meter.waiting,
-    ).channels(all_hops)  # fmt: skip
+        groups=groups,
+        rank=rank,
+        transport=spec.transport,
+        batch_size=spec.plan.batch_size,
+        in_flight=all_in_flight(shape.replicas[: shape.places], shape.in_flight),
+        device=device,
+        timeout_s=spec.timeout_s,
+        waiting=meter.waiting,
+    ).channels(all_hops)
     channels = watched(channels, all_hops, meter)
     delays = delays_of(spec.plan.schedule, shape)
     parts = {}
@@ -142,18 +147,40 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
         own = {name: p for name, p in stage.weights.parameters.items() if id(p) not in shared}
         members = ranks_of(everyone, s % shape.places)
         replicas = Replicas(
-            groups.replicas[s], len(members), own.values(), f"stage {s} (ranks {members})",
-            device if groups.nccl else torch.device("cpu"), meter.averaging, meter.sent, meter.message,
-        )  # fmt: skip
+            groups.replicas[s],
+            len(members),
+            own.values(),
+            f"stage {s} (ranks {members})",
+            device if groups.nccl else torch.device("cpu"),
+            meter.averaging,
+            meter.sent,
+            meter.message,
+        )
         parts[s] = Part(
-            number=s, replica=place.replica, stage=stage, replicas=replicas, tied=tied,
+            number=s,
+            replica=place.replica,
+            stage=stage,
+            replicas=replicas,
+            tied=tied,
             updater=Updater(file, own, spec.correction, delays[s]),
-            border=_border(spec, s, all_wires, all_hops, channels, shape, device, meter), names=names, idle=idle,
-        )  # fmt: skip
+            border=_border(spec, s, all_wires, all_hops, channels, shape, device, meter),
+            names=names,
+            idle=idle,
+        )
     return Setup(
-        spec=spec, place=place, device=device, shape=shape, file=file, status=status, meter=meter, groups=groups,
-        parts=parts, canonical=canonical, splits=splits, loaders=loaders,
-    )  # fmt: skip
+        spec=spec,
+        place=place,
+        device=device,
+        shape=shape,
+        file=file,
+        status=status,
+        meter=meter,
+        groups=groups,
+        parts=parts,
+        canonical=canonical,
+        splits=splits,
+        loaders=loaders,
+    )
 
 
 def _load_stage(
@@ -169,10 +196,14 @@ def _load_stage(
     loss = file.loss if s == len(spec.plan.stages) - 1 else None
     outputs = [dtype_of(spec.bundle.by_name[name]) for name in spec.bundle.stages[s].outputs]
     stage = Stage(
-        module, loss, recompute=spec.plan.stages[s].recompute, stashing=spec.plan.weights != "none",
+        module,
+        loss,
+        recompute=spec.plan.stages[s].recompute,
+        stashing=spec.plan.weights != "none",
         ahead=spec.correction is not None and spec.correction.ahead,
-        precision=Precision(device, outputs) if spec.precision == "bf16" else None, compiled=spec.compiled,
-    )  # fmt: skip
+        precision=Precision(device, outputs) if spec.precision == "bf16" else None,
+        compiled=spec.compiled,
+    )
     idle: dict[str, Tensor] = {}
     for name in kept.keys() - used:
         first_name = canonical.get(name, name)
@@ -195,9 +226,15 @@ def _describe_data(
 
 
 def _tied(
-    spec: RunSpec, file: ModelFile, s: int, shape: Shape, stage: Stage, groups: Groups, meter: Meter,
+    spec: RunSpec,
+    file: ModelFile,
+    s: int,
+    shape: Shape,
+    stage: Stage,
+    groups: Groups,
+    meter: Meter,
     delays: Sequence[int],
-) -> list[Tied]:  # fmt: skip
+) -> list[Tied]:
     """The tied parameters this stage holds, each with an updater of its own under the first holder's name."""
     out = []
     for described, group in zip(spec.bundle.tied, groups.tied, strict=True):
@@ -207,15 +244,33 @@ def _tied(
             first = min(own)
             updater = Updater(file, {own[first]: parameter}, spec.correction, delays[first])
             lag = lag_of(shape, described.stages, s) if flows(spec.plan.schedule) else 0
-            out.append(Tied(parameter, updater, group, len(own), lag, own[first], meter.averaging, meter.sent,
-                            meter.message, first=first == s))  # fmt: skip
+            out.append(
+                Tied(
+                    parameter,
+                    updater,
+                    group,
+                    len(own),
+                    lag,
+                    own[first],
+                    meter.averaging,
+                    meter.sent,
+                    meter.message,
+                    first=first == s,
+                )
+            )
     return out
 
 
 def _border(
-    spec: RunSpec, s: int, all_wires: Sequence[Wire], all_hops: Sequence[Hop], channels: Channels, shape: Shape,
-    device: torch.device, meter: Meter,
-) -> Border:  # fmt: skip
+    spec: RunSpec,
+    s: int,
+    all_wires: Sequence[Wire],
+    all_hops: Sequence[Hop],
+    channels: Channels,
+    shape: Shape,
+    device: torch.device,
+    meter: Meter,
+) -> Border:
     """The two lanes of stage s: activations and data forward, gradients backward."""
 
     def lane(name: str) -> Lane:

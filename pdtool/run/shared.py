@@ -80,9 +80,13 @@ class SharedSender:
     """
 
     def __init__(
-        self, hop: Hop, slots: Slots, memory: mmap.mmap, line: socket.socket,
+        self,
+        hop: Hop,
+        slots: Slots,
+        memory: mmap.mmap,
+        line: socket.socket,
         waiting: Callable[[], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.hop, self.slots, self.line, self.waiting = hop, slots, line, waiting
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._free = list(range(slots.count))[::-1]  # the last one freed is used next: it is in the cache
@@ -101,8 +105,9 @@ class SharedSender:
                 size += place.nbytes
             self.line.send(HEADER.pack(minibatch, slot, size))
         except OSError as error:
-            raise PeerError(f"{not_away(self.hop, minibatch)} ({_reason(error, self.line)})",
-                            peer=self.hop.receiver) from error  # fmt: skip
+            raise PeerError(
+                f"{not_away(self.hop, minibatch)} ({_reason(error, self.line)})", peer=self.hop.receiver
+            ) from error
         return size
 
     def finish(self) -> None:

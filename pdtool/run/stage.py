@@ -66,9 +66,16 @@ class Stage:
     """
 
     def __init__(
-        self, module: nn.Module, loss: Callable[[Any, Any], Tensor] | None, *, recompute: bool = False,
-        stashing: bool = True, ahead: bool = False, precision: Precision | None = None, compiled: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        loss: Callable[[Any, Any], Tensor] | None,
+        *,
+        recompute: bool = False,
+        stashing: bool = True,
+        ahead: bool = False,
+        precision: Precision | None = None,
+        compiled: bool = False,
+    ) -> None:
         """`loss` of (output, target): for the last stage; `stashing` and `ahead`: see Weights."""
         self.module, self.precision = module, precision
         self._call: Callable[..., Any] = torch.compile(module) if compiled else module
@@ -115,9 +122,12 @@ class Stage:
         return self.precision.outside(as_tuple(output)) if self.precision else as_tuple(output)
 
     def backward(
-        self, minibatch: int, gradients: Sequence[Tensor | None], weight: float = 1.0,
+        self,
+        minibatch: int,
+        gradients: Sequence[Tensor | None],
+        weight: float = 1.0,
         final: Callable[[nn.Parameter], None] | None = None,
-    ) -> list[Tensor | None]:  # fmt: skip
+    ) -> list[Tensor | None]:
         """Compute with the weights of this minibatch's forward; its parameters' gradients are added, times `weight`.
 
         Args:

@@ -47,10 +47,19 @@ class Tied:
     """
 
     def __init__(
-        self, parameter: nn.Parameter, updater: Updater, group: Any, holders: int, lag: int, name: str,
-        waiting: Callable[[], AbstractContextManager[None]], sent: Callable[[int], None],
-        message: Callable[[str, str, float, float, int], None], *, first: bool,
-    ) -> None:  # fmt: skip
+        self,
+        parameter: nn.Parameter,
+        updater: Updater,
+        group: Any,
+        holders: int,
+        lag: int,
+        name: str,
+        waiting: Callable[[], AbstractContextManager[None]],
+        sent: Callable[[int], None],
+        message: Callable[[str, str, float, float, int], None],
+        *,
+        first: bool,
+    ) -> None:
         self.first = first
         self.parameter, self.updater = parameter, updater
         self.group, self.holders, self.lag, self.name = group, holders, lag, name

@@ -27,9 +27,14 @@ class Lane:
     """
 
     def __init__(
-        self, incoming: Sequence[tuple[Hop, Receiver]], outgoing: Sequence[tuple[Hop, Sender]], *, ahead: int,
-        waiting: Callable[[], AbstractContextManager[None]], sent: Callable[[int], None],
-    ) -> None:  # fmt: skip
+        self,
+        incoming: Sequence[tuple[Hop, Receiver]],
+        outgoing: Sequence[tuple[Hop, Sender]],
+        *,
+        ahead: int,
+        waiting: Callable[[], AbstractContextManager[None]],
+        sent: Callable[[int], None],
+    ) -> None:
         self.incoming, self.outgoing = list(incoming), list(outgoing)
         self.ahead, self.waiting, self.sent = ahead, waiting, sent
         self._to_post: deque[tuple[int, int]] = deque()

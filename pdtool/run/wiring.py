@@ -84,8 +84,11 @@ class Hop:
 def wires(bundle: Bundle, targets: Sequence[Described], narrow: torch.dtype | None = None) -> list[Wire]:
     """All wires; what stage 0's workers load (model inputs used later, targets) leaves from stage 0."""
     last = len(bundle.stages) - 1
-    ends = [(tensor.name, max(tensor.producer, 0), consumer, tensor)
-            for tensor in bundle.tensors for consumer in tensor.consumers]  # fmt: skip
+    ends = [
+        (tensor.name, max(tensor.producer, 0), consumer, tensor)
+        for tensor in bundle.tensors
+        for consumer in tensor.consumers
+    ]
     ends += [(f"{TARGET} {i}", 0, last, target) for i, target in enumerate(targets)]
     return [Wire(n, *end, narrow) for n, end in enumerate(end for end in ends if end[1] != end[2])]
 
@@ -121,11 +124,15 @@ def describe_targets(leaves: Sequence[Any]) -> list[Described]:
             )
     return [
         Described(
-            name=f"target_{i}", producer=-1, consumers=(), shape=("batch", *leaf.shape[1:]),
-            dtype=str(leaf.dtype).removeprefix("torch."), gradient=False,
+            name=f"target_{i}",
+            producer=-1,
+            consumers=(),
+            shape=("batch", *leaf.shape[1:]),
+            dtype=str(leaf.dtype).removeprefix("torch."),
+            gradient=False,
         )
         for i, leaf in enumerate(leaves)
-    ]  # fmt: skip
+    ]
 
 
 def dtype_of(tensor: Described) -> torch.dtype:

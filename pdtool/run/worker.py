@@ -151,10 +151,13 @@ class Worker:
             own = [action for action in actions if action.stage == s]
             part.stage.weights.open({i: version for (stage, i), version in reads.items() if stage == s})
             part.border.open(
-                self.setup.splits[split], loaders.get(s), minibatches, (self.spec.seed, split, epoch),
+                self.setup.splits[split],
+                loaders.get(s),
+                minibatches,
+                (self.spec.seed, split, epoch),
                 [a.minibatch for a in own if a.kind is Kind.FORWARD],
                 [a.minibatch for a in own if a.kind.sends_gradients],
-            )  # fmt: skip
+            )
 
     def _seed(self, epoch: int, action: Action) -> None:
         """Fix the random numbers (dropout) of one forward: resuming and other workers make no difference."""
@@ -204,17 +207,25 @@ class Worker:
         """Gather everyone's measurements; rank 0 writes report.json and trace.json."""
         pace = self.pace
         share = Share(
-            stage=self.place.stage, totals=self.meter.totals, minibatches=pace.minibatches, samples=pace.samples,
-            train_s=pace.train_s, pace_s=pace.pace_s,
+            stage=self.place.stage,
+            totals=self.meter.totals,
+            minibatches=pace.minibatches,
+            samples=pace.samples,
+            train_s=pace.train_s,
+            pace_s=pace.pace_s,
             peak_versions=max(part.stage.weights.peak_versions for part in self.parts.values()),
             peak_stashed=max(part.stage.peak_stashed for part in self.parts.values()),
             peak_memory_bytes=self.meter.memory.peak_bytes,
-        )  # fmt: skip
+        )
         gathered = gather((str(self.place), share, self.meter.events), self.setup.groups.world, "measurements")
         report = assemble(
-            self.spec, [share for _, share, _ in gathered],
-            epochs=epochs, minibatches=minibatches, metrics=self.metrics, reached=reached,
-        )  # fmt: skip
+            self.spec,
+            [share for _, share, _ in gathered],
+            epochs=epochs,
+            minibatches=minibatches,
+            metrics=self.metrics,
+            reached=reached,
+        )
         if self.place.rank == 0:
             trace = chrome_trace({name: events for name, _, events in gathered})
             write_atomically(self.spec.out / "trace.json", json.dumps(trace))

@@ -94,9 +94,12 @@ def usual_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunk
             in_flight = tuple(most)
     stages = p * chunks
     return Shape(
-        replicas=tuple(replicas) * chunks, in_flight=in_flight, update_every=(microbatches,) * stages,
-        chunks=chunks, weights=weights,
-    )  # fmt: skip
+        replicas=tuple(replicas) * chunks,
+        in_flight=in_flight,
+        update_every=(microbatches,) * stages,
+        chunks=chunks,
+        weights=weights,
+    )
 
 
 def all_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:

@@ -82,9 +82,13 @@ class LLM(nn.Module):
 
 
 def model(
-    layers: int = 32, width: int = 4096, heads: int = 32, hidden: int = 11008, vocabulary: int = 32000,
+    layers: int = 32,
+    width: int = 4096,
+    heads: int = 32,
+    hidden: int = 11008,
+    vocabulary: int = 32000,
     dtype: str = "float32",
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """The network; by default the sizes of Llama 7B, 6,738,415,616 parameters."""
     return LLM(layers, width, heads, hidden, vocabulary, LENGTH, getattr(torch, dtype))
 

@@ -60,10 +60,14 @@ class Case:
 # `pdtool profile pdtool/zoo/vgg16.py --device v100 --batch-size 64`, the total.
 PROFILED_S = 0.405
 CASES = (
-    Case((1, 1), PROFILED_S / 2, 40), Case((1,) * 4, PROFILED_S / 4, 60), Case((1,) * 8, PROFILED_S / 8, 100),
-    Case((3, 1), PROFILED_S / 4, 60), Case((2, 1, 1), PROFILED_S / 4, 60, (3, 2, 1)),
-    Case((15, 1), PROFILED_S / 16, 180), Case((1, 1), 0.03, 120, wanted=False),
-)  # fmt: skip
+    Case((1, 1), PROFILED_S / 2, 40),
+    Case((1,) * 4, PROFILED_S / 4, 60),
+    Case((1,) * 8, PROFILED_S / 8, 100),
+    Case((3, 1), PROFILED_S / 4, 60),
+    Case((2, 1, 1), PROFILED_S / 4, 60, (3, 2, 1)),
+    Case((15, 1), PROFILED_S / 16, 180),
+    Case((1, 1), 0.03, 120, wanted=False),
+)
 QUICK = (Case((1, 1), 0.02, 30), Case((3, 1), 0.02, 30))
 
 
@@ -73,8 +77,14 @@ def rows(folder: Path, repeats: int, quick: bool) -> Iterator[Row]:
         found = [measure(case, folder / f"{case.name}-{i}".replace(",", "").replace(" ", "-")) for i in range(repeats)]
         least = (0.93 if sum(case.replicas) >= 8 else 0.97) if case.wanted else None
         measured, nominal, alone_ = ([each.pop(name) for each in found] for name in ("measured", "nominal", "alone"))
-        yield Row(part="a", case=case.name, figure="throughput / limit by measured sleep", values=measured,
-                  least=least, detail=medians(found))  # fmt: skip
+        yield Row(
+            part="a",
+            case=case.name,
+            figure="throughput / limit by measured sleep",
+            values=measured,
+            least=least,
+            detail=medians(found),
+        )
         yield Row(part="a", case=case.name, figure="throughput / limit by nominal sleep", values=nominal)
         yield Row(part="a", case=case.name, figure="throughput / slowest stage alone in a loop", values=alone_)
 
@@ -83,23 +93,37 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     """One run: the ratios, and of the slowest stage where a minibatch's time went, as shares of the pace."""
     seconds = [case.pace_s * r for r in case.replicas]
     emulated = Emulated(
-        forward_s=[t / 3 for t in seconds], backward_s=[t * 2 / 3 for t in seconds], width=WIDTH, weights=WEIGHTS,
+        forward_s=[t / 3 for t in seconds],
+        backward_s=[t * 2 / 3 for t in seconds],
+        width=WIDTH,
+        weights=WEIGHTS,
         minibatches=case.minibatches,
-    )  # fmt: skip
+    )
     noted = folder / "notes"
     noted.mkdir(parents=True)
-    spec = harness.job(folder, emulated.toy(noted), case.replicas, batch_size=emulated.batch_size, epochs=2,
-                       device="cpu", in_flight=case.in_flight)  # fmt: skip
+    spec = harness.job(
+        folder,
+        emulated.toy(noted),
+        case.replicas,
+        batch_size=emulated.batch_size,
+        epochs=2,
+        device="cpu",
+        in_flight=case.in_flight,
+    )
     report = launch(spec)
     taken = {s: sum(n.taken_s for n in each) / len(each) ** 2 for s, each in notes(noted).items()}
     pace, slowest = report.measured.bottleneck_s, max(taken, key=taken.__getitem__)
     inputs = WIDTH if slowest else emulated.inputs
     loop = alone(folder, slowest, inputs, emulated.batch_size, 20).wall_s / case.replicas[slowest]
     return {
-        "measured": taken[slowest] / pace, "nominal": case.pace_s / pace, "alone": loop / pace,
+        "measured": taken[slowest] / pace,
+        "nominal": case.pace_s / pace,
+        "alone": loop / pace,
         "schedule": case.pace_s / max(schedule_pace(spec, seconds), case.pace_s),
-        "pace": pace * 1e3, "sleep": taken[slowest] * 1e3, **where(report, taken),
-    }  # fmt: skip
+        "pace": pace * 1e3,
+        "sleep": taken[slowest] * 1e3,
+        **where(report, taken),
+    }
 
 
 def where(report: Report, taken: Mapping[int, float]) -> dict[str, float]:
@@ -115,11 +139,16 @@ def schedule_pace(spec: RunSpec, seconds: Sequence[float]) -> float:
     """Seconds per minibatch of the action lists where messages take no time."""
     shape, count = spec.plan.shape(), 20 * max(spec.plan.shape().replicas) + 40
     job = Job(
-        shape=shape, lists=build(spec.plan.schedule, shape, count), workers=range(sum(shape.replicas)),
+        shape=shape,
+        lists=build(spec.plan.schedule, shape, count),
+        workers=range(sum(shape.replicas)),
         cluster=Cluster(levels=(Level(size=sum(shape.replicas), bandwidth_bytes_per_s=FREE),)),
-        stages=[Work(seconds={**dict.fromkeys(Kind, 0.0), Kind.FORWARD: t / 3, Kind.BACKWARD: t * 2 / 3},
-                     averaged_bytes=4) for t in seconds],
-        borders=[Border(source=s, destination=s + 1, forward_bytes=4, backward_bytes=4)
-                 for s in range(len(seconds) - 1)],
-    )  # fmt: skip
+        stages=[
+            Work(seconds={**dict.fromkeys(Kind, 0.0), Kind.FORWARD: t / 3, Kind.BACKWARD: t * 2 / 3}, averaged_bytes=4)
+            for t in seconds
+        ],
+        borders=[
+            Border(source=s, destination=s + 1, forward_bytes=4, backward_bytes=4) for s in range(len(seconds) - 1)
+        ],
+    )
     return simulate(job).pace_s

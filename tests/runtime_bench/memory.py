@@ -33,8 +33,10 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "gpipe 4": {"schedule": "gpipe", "microbatches": 4},
 }
 MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # several hundred MB at each stage
-    "cnn": (256, {}), "mlp": (32, {}), "gpt": (64, {"width": 256}),
-}  # fmt: skip
+    "cnn": (256, {}),
+    "mlp": (32, {}),
+    "gpt": (64, {"width": 256}),
+}
 
 
 def rows(folder: Path, repeats: int, quick: bool) -> Iterator[Row]:
@@ -49,11 +51,19 @@ def rows(folder: Path, repeats: int, quick: bool) -> Iterator[Row]:
             for s, predicted in enumerate(plan.predicted.memory_bytes):
                 peaks, whole = ([each[s] for each in kind] for kind in zip(*found, strict=True))
                 yield Row(
-                    part="c", case=f"{name}, {way}", figure=f"stage {s}: peak / predicted", least=1 - MARGIN,
-                    most=1 + MARGIN, values=[peak / predicted for peak in peaks],
-                    detail={"kept": kept[s] / predicted, "predicted_MB": predicted / 1e6,
-                            "peak_MB": max(peaks) / 1e6, "whole_MB": max(whole) / 1e6},
-                )  # fmt: skip
+                    part="c",
+                    case=f"{name}, {way}",
+                    figure=f"stage {s}: peak / predicted",
+                    least=1 - MARGIN,
+                    most=1 + MARGIN,
+                    values=[peak / predicted for peak in peaks],
+                    detail={
+                        "kept": kept[s] / predicted,
+                        "predicted_MB": predicted / 1e6,
+                        "peak_MB": max(peaks) / 1e6,
+                        "whole_MB": max(whole) / 1e6,
+                    },
+                )
 
 
 def measure(

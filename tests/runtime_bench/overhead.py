@@ -28,8 +28,14 @@ def rows(folder: Path, repeats: int, quick: bool) -> Iterator[Row]:
         found = [measure(stages, 60 if quick else 500, folder / f"{stages}-{i}") for i in range(repeats)]
         detail = medians(found)
         own, clock = ([each[name] for each in found] for name in ("own", "clock"))
-        yield Row(part="d", case=f"straight {stages}", figure="us of CPU per action, own (mean of workers)", values=own,
-                  most=MOST_US, detail={n: v for n, v in detail.items() if n not in ("own", "clock")})  # fmt: skip
+        yield Row(
+            part="d",
+            case=f"straight {stages}",
+            figure="us of CPU per action, own (mean of workers)",
+            values=own,
+            most=MOST_US,
+            detail={n: v for n, v in detail.items() if n not in ("own", "clock")},
+        )
         yield Row(part="d", case=f"straight {stages}", figure="us on the clock per minibatch / 3", values=clock)
 
 
@@ -46,7 +52,11 @@ def measure(stages: int, minibatches: int, folder: Path) -> dict[str, float]:
     us = {s: (value - plain.cpu_s) / ACTIONS * 1e6 for s, value in per_minibatch.items()}
     busy = fmean(of.busy_s + of.rest_s for of in report.stages)
     return {
-        "own": fmean(us.values()), "clock": report.measured.bottleneck_s / ACTIONS * 1e6, "first": us[0],
-        "last": us[stages - 1], "most": max(us.values()), "clock_busy": (busy - plain.wall_s) / ACTIONS * 1e6,
+        "own": fmean(us.values()),
+        "clock": report.measured.bottleneck_s / ACTIONS * 1e6,
+        "first": us[0],
+        "last": us[stages - 1],
+        "most": max(us.values()),
+        "clock_busy": (busy - plain.wall_s) / ACTIONS * 1e6,
         "alone": plain.cpu_s / ACTIONS * 1e6,
-    }  # fmt: skip
+    }

@@ -34,8 +34,13 @@ def measure(job: Job, repeat: int, steps: int, quick: bool) -> dict[str, float]:
     """One round of all ways: samples/s by way, and the balance of the cut."""
     size, counts = job.plan.batch_size, MICROBATCHES[:1] if quick else MICROBATCHES
     assert job.plan.model
-    fixed: dict[str, Any] = {"model": job.plan.model, "bundle": job.bundle, "bundle_dir": job.bundle_dir,
-                             "batch_size": size, "steps": steps}  # fmt: skip
+    fixed: dict[str, Any] = {
+        "model": job.plan.model,
+        "bundle": job.bundle,
+        "bundle_dir": job.bundle_dir,
+        "batch_size": size,
+        "steps": steps,
+    }
     ways = [(way, way, 1) for way in ("one", "two", "ddp")]
     ways += [(f"torch {way} {m}", way, m) for way in SCHEDULES for m in counts]
     found = {
@@ -65,15 +70,34 @@ def table(name: str, found: Sequence[Mapping[str, float]]) -> Iterator[Row]:
     middle = medians(found)
     for way in middle:
         if way not in ("one", "balance"):
-            yield Row(part="b", case=name, figure=f"{way} / one process", values=[f[way] / f["one"] for f in found],
-                      detail={"samples/s": middle[way]})  # fmt: skip
+            yield Row(
+                part="b",
+                case=name,
+                figure=f"{way} / one process",
+                values=[f[way] / f["one"] for f in found],
+                detail={"samples/s": middle[way]},
+            )
     torchs = [way for way in middle if way.startswith("torch ")]
-    yield Row(part="b", case=name, figure="pdtool 1f1b / (two processes x balance)", least=LIMIT,
-              values=[f["pdtool 1f1b"] / (f["two"] * f["balance"]) for f in found],
-              detail={"balance": middle["balance"], "one process, samples/s": middle["one"]})  # fmt: skip
-    yield Row(part="b", case=name, figure="pdtool 1f1b / best of torch's pipelines", least=OVER_TORCH,
-              values=[f["pdtool 1f1b"] / max(f[way] for way in torchs) for f in found])  # fmt: skip
+    yield Row(
+        part="b",
+        case=name,
+        figure="pdtool 1f1b / (two processes x balance)",
+        least=LIMIT,
+        values=[f["pdtool 1f1b"] / (f["two"] * f["balance"]) for f in found],
+        detail={"balance": middle["balance"], "one process, samples/s": middle["one"]},
+    )
+    yield Row(
+        part="b",
+        case=name,
+        figure="pdtool 1f1b / best of torch's pipelines",
+        least=OVER_TORCH,
+        values=[f["pdtool 1f1b"] / max(f[way] for way in torchs) for f in found],
+    )
     for m in [m for m in MICROBATCHES if f"pdtool 1f1b-flush {m}" in middle]:
-        yield Row(part="b", case=name, figure=f"pdtool 1f1b-flush {m} / better of torch's, {m}", least=FLUSH,
-                  values=[f[f"pdtool 1f1b-flush {m}"] / max(f[f"torch {way} {m}"] for way in SCHEDULES)
-                          for f in found])  # fmt: skip
+        yield Row(
+            part="b",
+            case=name,
+            figure=f"pdtool 1f1b-flush {m} / better of torch's, {m}",
+            least=FLUSH,
+            values=[f[f"pdtool 1f1b-flush {m}"] / max(f[f"torch {way} {m}"] for way in SCHEDULES) for f in found],
+        )

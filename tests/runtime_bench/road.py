@@ -41,10 +41,19 @@ class Job:
     def run(self, name: str, plan: Plan, steps: int) -> Report:
         """Two epochs of `steps` minibatches, the first to warm up; measured is the second."""
         assert plan.model
-        return launch(RunSpec(
-            plan=plan, bundle=self.bundle, bundle_dir=self.bundle_dir, model=plan.model, trusted=True,
-            out=self.folder / "runs" / name, epochs=2, steps=steps, device="cpu",
-        ))  # fmt: skip
+        return launch(
+            RunSpec(
+                plan=plan,
+                bundle=self.bundle,
+                bundle_dir=self.bundle_dir,
+                model=plan.model,
+                trusted=True,
+                out=self.folder / "runs" / name,
+                epochs=2,
+                steps=steps,
+                device="cpu",
+            )
+        )
 
 
 def make(folder: Path, name: str, batch_size: int, *, stages: int = 2, settings: Mapping[str, Any]) -> Job:
@@ -53,8 +62,20 @@ def make(folder: Path, name: str, batch_size: int, *, stages: int = 2, settings:
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     model = str(MODELS / f"{name}.py")
     pdtool(folder, "profile", model, "--batch-size", str(batch_size), "--threads", "1", *sets, "-o", "profile.json")
-    pdtool(folder, "partition", "profile.json", "--topology", str(stages), "--bandwidth", "16Gbit/s", "--straight",
-           "--simplest", "0%", "-o", "plan.yaml")  # fmt: skip
+    pdtool(
+        folder,
+        "partition",
+        "profile.json",
+        "--topology",
+        str(stages),
+        "--bandwidth",
+        "16Gbit/s",
+        "--straight",
+        "--simplest",
+        "0%",
+        "-o",
+        "plan.yaml",
+    )
     pdtool(folder, "codegen", "plan.yaml", "--model", model)
     plan = Plan.load(folder / "plan.yaml")
     if len(plan.stages) != stages:
@@ -65,7 +86,12 @@ def make(folder: Path, name: str, batch_size: int, *, stages: int = 2, settings:
 
 def pdtool(folder: Path, *arguments: str) -> None:
     """One command, in a folder that holds what earlier ones wrote."""
-    done = subprocess.run([sys.executable, "-m", "pdtool", *arguments], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "pdtool", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     if done.returncode:
         raise SystemExit(f"pdtool {' '.join(arguments)}: exit code {done.returncode}\n{done.stderr}")

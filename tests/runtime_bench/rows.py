@@ -43,8 +43,13 @@ class Row:
             return ""
         least, most = self.least if self.least is not None else -float("inf"), self.most
         met = least <= self.value and (most is None or self.value <= most)
-        bounds = f"{least:g}..{most:g}" if self.least is not None and most else f">={least:g}" if most is None else (
-            f"<={most:g}")  # fmt: skip
+        bounds = (
+            f"{least:g}..{most:g}"
+            if self.least is not None and most
+            else f">={least:g}"
+            if most is None
+            else (f"<={most:g}")
+        )
         return f"{bounds} {'met' if met else 'MISSED'}"
 
     def show(self) -> None:

@@ -99,8 +99,13 @@ class Emulated:
             f"self.l{s} = Layer({s}, {self.weights}, {4 if s == last else self.width}, {f!r}, {b!r})"
             for s, (f, b) in enumerate(zip(self.forward_s, self.backward_s, strict=True))
         ]
-        body = stage(9, "; ".join(made), "h0: " + "; ".join(f"h0 = self.l{s}(h0)" for s in range(last + 1))
-                     + "; return h0").replace("Stage9", "Net").replace(HEAD, "")  # fmt: skip
+        body = (
+            stage(
+                9, "; ".join(made), "h0: " + "; ".join(f"h0 = self.l{s}(h0)" for s in range(last + 1)) + "; return h0"
+            )
+            .replace("Stage9", "Net")
+            .replace(HEAD, "")
+        )
         numbers = {"SAMPLES": self.batch_size * self.minibatches, "BATCH": self.batch_size, "INPUTS": self.inputs}
         data = MODEL
         for name, number in numbers.items():
@@ -108,13 +113,16 @@ class Emulated:
         return Toy(
             model=f"{HEAD}{layer}{data}\n{body}\ndef model():\n    return Net()\n",
             stages=tuple(
-                (HEAD + layer + stage(s, init, f"h{s}: return self.l{s}(h{s})").replace(HEAD, ""),
-                 (f"h{s}",), (f"h{s + 1}",) if s < last else ())
+                (
+                    HEAD + layer + stage(s, init, f"h{s}: return self.l{s}(h{s})").replace(HEAD, ""),
+                    (f"h{s}",),
+                    (f"h{s + 1}",) if s < last else (),
+                )
                 for s, init in enumerate(made)
             ),
             tensors=tuple(tensor(f"h{s}", s - 1, [s], self.width if s else self.inputs) for s in range(last + 1)),
             inputs=("h0",),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -150,9 +158,11 @@ def read(path: Path) -> Notes:
     records = list(RECORD.iter_unpack(path.read_bytes()))
     forwards, backwards = (list(_later(records, kind)) for kind in (FORWARD, BACKWARD))
     return Notes(
-        [end - begin for _, begin, end, _ in forwards], [end - begin for _, begin, end, _ in backwards],
-        [begin for _, begin, _, _ in forwards], [cpu for _, _, _, cpu in forwards],
-    )  # fmt: skip
+        [end - begin for _, begin, end, _ in forwards],
+        [end - begin for _, begin, end, _ in backwards],
+        [begin for _, begin, _, _ in forwards],
+        [cpu for _, _, _, cpu in forwards],
+    )
 
 
 def _later(records: Sequence[tuple[float, ...]], kind: float) -> Iterator[tuple[float, ...]]:

@@ -58,17 +58,24 @@ class Check:
             yield Finding(claim="stages", holds=False, words=error.what.partition(": stages: ")[2], field="stages")
             return
         nodes = len(self.profile.nodes)
-        yield Finding(claim="stages", holds=True, words=f"each of {nodes} operators in one of {len(division.stages)}, "
-                      "nothing is sent backwards, groups and pins are kept")  # fmt: skip
+        yield Finding(
+            claim="stages",
+            holds=True,
+            words=f"each of {nodes} operators in one of {len(division.stages)}, "
+            "nothing is sent backwards, groups and pins are kept",
+        )
         yield self._schedule()
         own = Recount(self.profile, self.plan.cluster.cluster(), division)
         yield self._memory(own)
         if self.plan.edited or not self.plan.predicted:  # the second for the type checker: without figures it is edited
             yield Finding(
-                claim="figures", holds=False, field="predicted", recomputed=own.bottleneck_s(),
+                claim="figures",
+                holds=False,
+                field="predicted",
+                recomputed=own.bottleneck_s(),
                 words="those of another plan, this one was edited by hand since; as it is now it takes "
                 f"{format_seconds(own.bottleneck_s())} per minibatch",
-            )  # fmt: skip
+            )
             return
         yield from self._figures(own, self.plan.predicted)
         yield from self._certificate(own)
@@ -88,9 +95,13 @@ class Check:
         words = f"stage {worst} needs most, {format_bytes(needs[worst])} on a worker that has "
         words += "no limit" if limit is None else format_bytes(limit)
         return Finding(
-            claim="memory", holds=own.fits(), words=words, field=f"stages[{worst}]", stored=limit,
+            claim="memory",
+            holds=own.fits(),
+            words=words,
+            field=f"stages[{worst}]",
+            stored=limit,
             recomputed=needs[worst],
-        )  # fmt: skip
+        )
 
     def _figures(self, own: Recount, stored: Predicted) -> Iterator[Finding]:
         if stored.simulated_s is not None:
@@ -119,17 +130,25 @@ class Check:
         """No simulation is faster than the passes of its slowest stage (`pdtool simulate` makes it again)."""
         least = max(own.passes_s(s) for s in own.order)
         return Finding(
-            claim="simulated_s", holds=stored >= least * _PLAUSIBLE, field="predicted.simulated_s", stored=stored,
-            recomputed=least, words=f"{format_seconds(stored)}, and the slowest stage computes {format_seconds(least)}",
-        )  # fmt: skip
+            claim="simulated_s",
+            holds=stored >= least * _PLAUSIBLE,
+            field="predicted.simulated_s",
+            stored=stored,
+            recomputed=least,
+            words=f"{format_seconds(stored)}, and the slowest stage computes {format_seconds(least)}",
+        )
 
     def _alone(self, own: Recount, workers: int) -> list[Recount]:
         """Data parallelism; and once more where it fits only if it recomputes: a plan does not say whether it may."""
         flight = math.ceil(self.plan.microbatches / workers) if self.plan.schedule == "gpipe" else 1
         whole = replace(
-            own.plan, stages=[[node.name for node in self.profile.nodes]], workers=[range(workers)], flight=[flight],
-            recompute=[False], copies=1,
-        )  # fmt: skip
+            own.plan,
+            stages=[[node.name for node in self.profile.nodes]],
+            workers=[range(workers)],
+            flight=[flight],
+            recompute=[False],
+            copies=1,
+        )
         kept, again = (Recount(self.profile, own.cluster, replace(whole, recompute=[v])) for v in (False, True))
         return [kept, again] if again.fits() and not kept.fits() else [kept]
 
@@ -187,9 +206,13 @@ def _bounded(claim: str, bound: float, pace: float, words: str) -> Finding:
     """Whether a pace that can be had leaves the lower bound true."""
     holds = pace >= bound * (1 - _SAME)
     return Finding(
-        claim=claim, holds=holds, words=words, field="why.lower_bound_s", stored=bound,
+        claim=claim,
+        holds=holds,
+        words=words,
+        field="why.lower_bound_s",
+        stored=bound,
         recomputed=None if math.isinf(pace) else pace,
-    )  # fmt: skip
+    )
 
 
 def _compared(name: str, stored: Any, recomputed: Any) -> Finding:

@@ -35,11 +35,15 @@ class Division:
     def of(cls, plan: Plan, profile: Profile) -> Division:
         """Raises ArtifactError when the stages do not fit the profile."""
         return cls(
-            stages=plan.stage_nodes(profile), workers=[stage.workers for stage in plan.stages],
-            flight=[stage.in_flight for stage in plan.stages], recompute=[stage.recompute for stage in plan.stages],
-            schedule=plan.schedule, microbatches=plan.microbatches, copies=plan.copies,
+            stages=plan.stage_nodes(profile),
+            workers=[stage.workers for stage in plan.stages],
+            flight=[stage.in_flight for stage in plan.stages],
+            recompute=[stage.recompute for stage in plan.stages],
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+            copies=plan.copies,
             cost=plan.predicted.cost if plan.predicted else "ours",
-        )  # fmt: skip
+        )
 
     def round(self, s: int) -> int:
         """k: without a flush each replica does one minibatch between two updates."""

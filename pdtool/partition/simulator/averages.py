@@ -107,8 +107,10 @@ class Averages:
             stages = (who,) if isinstance(who, int) else who.stages
             size = self.job.stages[who].averaged_bytes if isinstance(who, int) else who.size_bytes
             members = sorted({w for s in stages for w in self.homes[s]}, key=self.job.workers.__getitem__)
-            ways = [self.links.path(self.job.workers[a], self.job.workers[b])
-                    for a, b in zip(members, [*members[1:], members[0]], strict=True)]  # fmt: skip
+            ways = [
+                self.links.path(self.job.workers[a], self.job.workers[b])
+                for a, b in zip(members, [*members[1:], members[0]], strict=True)
+            ]
             pieces = min(MOST_PIECES, max(1, math.ceil(size / PIECE_BYTES))) if isinstance(who, int) else 1
             latency = 2 * (len(members) - 1) * max(late for _, late in ways) * (size > 0)
             links = Counter(link for way, _ in ways for link in way)

@@ -66,10 +66,14 @@ def actions(plan: Plan) -> int:
 def _row(label: str, plan: Plan, found: Simulation) -> Row:
     memory = max(share.memory_bytes for share in found.shares)
     return Row(
-        label=label, config=plan.config, pace_s=found.pace_s,
-        throughput_samples_per_s=found.throughput_samples_per_s, memory_bytes=memory, sent_bytes=found.sent_bytes,
+        label=label,
+        config=plan.config,
+        pace_s=found.pace_s,
+        throughput_samples_per_s=found.throughput_samples_per_s,
+        memory_bytes=memory,
+        sent_bytes=found.sent_bytes,
         fits=memory <= (plan.cluster.memory_bytes or math.inf),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

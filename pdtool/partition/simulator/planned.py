@@ -38,8 +38,10 @@ def planned_job(
     stages: Sequence[Collection[str]] = plan.stage_nodes(profile)
     recompute = [stage.recompute for stage in plan.stages]
     if plan.chunks > 1 and name != plan.schedule:
-        raise UsageError(f"schedule {name} with {plan.chunks} stages on each worker",
-                         "simulate a plan that was partitioned for one on each")  # fmt: skip
+        raise UsageError(
+            f"schedule {name} with {plan.chunks} stages on each worker",
+            "simulate a plan that was partitioned for one on each",
+        )
     if name == "interleaved" != plan.schedule:
         stages, recompute = pieces(profile, len(stages) * chunks), recompute * chunks
     sizes = tied_bytes(profile, stages)
@@ -101,8 +103,9 @@ def pieces(profile: Profile, count: int) -> list[list[str]]:
     for piece in range(1, count):
         even = bisect_left(upto, upto[-1] * piece / count)
         cuts.append(min(max(even, cuts[-1] + 1), len(blocks) - count + piece))
-    made = [[name for block in blocks[a:b] for name in block]
-            for a, b in zip(cuts, [*cuts[1:], len(blocks)], strict=True)]  # fmt: skip
+    made = [
+        [name for block in blocks[a:b] for name in block] for a, b in zip(cuts, [*cuts[1:], len(blocks)], strict=True)
+    ]
     for name, stage in profile.pin.items():
         if name not in made[stage % count]:
             where = f"chunk {stage % count} of {count} even ones"
@@ -144,11 +147,15 @@ def borders(profile: Profile, stages: Sequence[Collection[str]]) -> list[Border]
     made = []
     for (source, destination), names in sorted(sent.items()):
         nodes = [profile.by_name[name] for name in names]
-        made.append(Border(
-            source=source, destination=destination, forward_bytes=sum(node.output_bytes for node in nodes),
-            backward_bytes=sum(node.gradient_bytes for node in nodes),
-            returns=any(node.gradient_bytes or not node.output_bytes for node in nodes),
-        ))  # fmt: skip
+        made.append(
+            Border(
+                source=source,
+                destination=destination,
+                forward_bytes=sum(node.output_bytes for node in nodes),
+                backward_bytes=sum(node.gradient_bytes for node in nodes),
+                returns=any(node.gradient_bytes or not node.output_bytes for node in nodes),
+            )
+        )
     return made
 
 

@@ -34,13 +34,21 @@ def simulate(job: Job) -> Simulation:
     record = Record(job)
     workers, done = _executed(job, record)
     end = max(worker.free_s for worker in workers)
-    shares = tuple(worker.share(end, room, sent)
-                   for worker, room, sent in zip(workers, record.rooms, record.sent_bytes, strict=True))  # fmt: skip
+    shares = tuple(
+        worker.share(end, room, sent)
+        for worker, room, sent in zip(workers, record.rooms, record.sent_bytes, strict=True)
+    )
     return Simulation(
-        minibatches=len(done.at_s), steady=len(done.watched), batch_size=job.batch_size, makespan_s=end,
-        pace_s=done.pace_s, fill_s=max(worker.begun_s for worker in workers),
-        drain_s=end - min(worker.free_s for worker in workers), shares=shares, events=tuple(record.events),
-    )  # fmt: skip
+        minibatches=len(done.at_s),
+        steady=len(done.watched),
+        batch_size=job.batch_size,
+        makespan_s=end,
+        pace_s=done.pace_s,
+        fill_s=max(worker.begun_s for worker in workers),
+        drain_s=end - min(worker.free_s for worker in workers),
+        shares=shares,
+        events=tuple(record.events),
+    )
 
 
 def simulated_pace(job: Job, limit_s: float = math.inf) -> float:
@@ -197,9 +205,16 @@ class _Worker:
     """One worker on its way through its list."""
 
     def __init__(
-        self, w: int, stage: int, job: Job, clock: Clock, mail: _Mail, averages: Averages, record: Unrecorded,
+        self,
+        w: int,
+        stage: int,
+        job: Job,
+        clock: Clock,
+        mail: _Mail,
+        averages: Averages,
+        record: Unrecorded,
         done: _Done,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.w, self.stage, self.job, self.actions = w, stage, job, job.lists[w]
         self.clock, self.mail, self.averages, self.record, self.done = clock, mail, averages, record, done
         self.position, self.running = 0, False
@@ -253,8 +268,15 @@ class _Worker:
     def share(self, makespan_s: float, room: Room, sent_bytes: float) -> Share:
         """How the time was spent."""
         return Share(
-            stage=self.stage, worker=self.job.workers[self.w], busy_s=self.busy_s,
-            communication_s=self.communication_s, idle_s=makespan_s - self.busy_s - self.communication_s,
-            span_s=self.free_s - min(self.begun_s, self.free_s), peak_stashed=room.held.peak, versions=room.versions,
-            delay=room.held.delay, memory_bytes=room.memory_bytes, sent_bytes=round(sent_bytes),
-        )  # fmt: skip
+            stage=self.stage,
+            worker=self.job.workers[self.w],
+            busy_s=self.busy_s,
+            communication_s=self.communication_s,
+            idle_s=makespan_s - self.busy_s - self.communication_s,
+            span_s=self.free_s - min(self.begun_s, self.free_s),
+            peak_stashed=room.held.peak,
+            versions=room.versions,
+            delay=room.held.delay,
+            memory_bytes=room.memory_bytes,
+            sent_bytes=round(sent_bytes),
+        )

@@ -53,8 +53,9 @@ class Record(Unrecorded):
         slots = list(job.shape.slots())
         self.events: list[Event] = []
         self.sent_bytes = [0.0] * len(slots)
-        self.rooms = [Room(job, stage, seen)
-                      for (stage, _), seen in zip(slots, reads(job.lists, job.shape.weights), strict=True)]  # fmt: skip
+        self.rooms = [
+            Room(job, stage, seen) for (stage, _), seen in zip(slots, reads(job.lists, job.shape.weights), strict=True)
+        ]
 
     def action(self, slot: int, action: Action, start_s: float, length_s: float) -> None:
         kind = action.kind.name.lower()
@@ -81,9 +82,16 @@ class Record(Unrecorded):
 
     def _moved(self, slot: int, lane: str, name: str, flow: Flow, late_s: float) -> None:
         self.events.append(
-            Event(slot=slot, lane=lane, name=name, kind=lane, start_s=flow.started_s + late_s,
-                  length_s=flow.ended_s - flow.started_s, size_bytes=round(flow.size_bytes))
-        )  # fmt: skip
+            Event(
+                slot=slot,
+                lane=lane,
+                name=name,
+                kind=lane,
+                start_s=flow.started_s + late_s,
+                length_s=flow.ended_s - flow.started_s,
+                size_bytes=round(flow.size_bytes),
+            )
+        )
 
 
 class Room:
