@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pdtool.artifacts.bundle import Tensor
+from pdtool.artifacts.bundle import TensorSpec
 from pdtool.run.channel import Receiver, Sender
 from pdtool.run.meeting import meet
 from pdtool.run.posted import PostedReceiver, PostedSender
@@ -35,7 +35,9 @@ CPU = torch.device("cpu")
 
 def there_and_back(size: int) -> tuple[Hop, Hop]:
     """The two hops between rank 0 and rank 1 for messages of `size` bytes."""
-    tensor = Tensor(name="a", producer=0, consumers=(1,), shape=("batch", size // 4), dtype="float32", gradient=True)
+    tensor = TensorSpec(
+        name="a", producer=0, consumers=(1,), shape=("batch", size // 4), dtype="float32", gradient=True
+    )
     there, back = hops([Wire(0, "a", 0, 1, tensor)], [[0], [1]])
     return there, back
 

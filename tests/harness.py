@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from replay import Batch
 
-from pdtool.artifacts.bundle import Bundle, StageModule, Tensor, TiedParameter
+from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
 from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
 from pdtool.artifacts.envelope import ModelRef, file_sha256
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.data import sample_order
 from pdtool.run.spec import RunSpec
-from pdtool.schedule import POLICIES, usual_shape
+from pdtool.schedule import POLICIES, default_shape
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Toy:
 
     model: str
     stages: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorSpec, ...]
     inputs: tuple[str, ...] = ("x",)
     tied: tuple[TiedParameter, ...] = ()
 
 
-def tensor(name: str, producer: int, consumers: Sequence[int], *shape: int, dtype: str = "float32") -> Tensor:
+def tensor(name: str, producer: int, consumers: Sequence[int], *shape: int, dtype: str = "float32") -> TensorSpec:
     gradient = producer >= 0 and dtype.startswith("float")
-    return Tensor(
+    return TensorSpec(
         name=name,
         producer=producer,
         consumers=tuple(consumers),
@@ -301,7 +301,7 @@ def job(
     """
     places = len(toy.stages) // chunks
     replicas = tuple(replicas) or (1,) * places
-    in_flight = tuple(in_flight) or usual_shape(schedule, replicas, microbatches, chunks).in_flight
+    in_flight = tuple(in_flight) or default_shape(schedule, replicas, microbatches, chunks).in_flight
     (folder / "bundle").mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(toy.model.replace("OPTIMIZER", OPTIMIZERS[optimizer]))
     modules = []

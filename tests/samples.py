@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pdtool.artifacts.bundle import Bundle, StageModule, Tensor, TiedParameter
+from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
 from pdtool.artifacts.cluster import ClusterFile, ClusterSpec, LevelMeasured, LevelSpec, NetworkMeasured
 from pdtool.artifacts.envelope import Artifact, ModelRef
 from pdtool.artifacts.plan import Plan, Predicted, Rival, Stage, Why
@@ -124,8 +124,8 @@ def bundle() -> Bundle:
         ),
     ]
     tensors = (
-        Tensor(name="x", producer=-1, consumers=(0,), shape=("batch", 4), dtype="float32", gradient=False),
-        Tensor(name="h", producer=0, consumers=(1,), shape=("2*batch+1", 4), dtype="bfloat16", gradient=True),
+        TensorSpec(name="x", producer=-1, consumers=(0,), shape=("batch", 4), dtype="float32", gradient=False),
+        TensorSpec(name="h", producer=0, consumers=(1,), shape=("2*batch+1", 4), dtype="bfloat16", gradient=True),
     )
     tied = (TiedParameter(stages=(0, 1), names=("a.weight", "block.b.weight")),)
     return Bundle(

@@ -28,7 +28,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.cluster import make_cluster
 from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError
-from pdtool.schedule import POLICIES, flows
+from pdtool.schedule import POLICIES, is_asynchronous
 
 each = pytest.mark.parametrize("artifact", samples.ALL, ids=lambda a: a.KIND)
 SEALED = [a for a in samples.ALL if a.SEALED]
@@ -387,7 +387,7 @@ def test_the_numbers_in_flight_that_a_schedule_wants_do_not_deadlock(schedule):
             update={
                 "schedule": schedule,
                 "weights": POLICIES[schedule][0],
-                "microbatches": 1 if flows(schedule) else rng.randint(1, 9),
+                "microbatches": 1 if is_asynchronous(schedule) else rng.randint(1, 9),
             }
         )
         try:

@@ -13,7 +13,7 @@ from pdtool.partition.evaluate import Way, evaluate
 from pdtool.partition.layout import layouts
 from pdtool.partition.simulator.planned import planned_job
 from pdtool.partition.simulator.simulate import simulate
-from pdtool.schedule import NAMES, default_in_flight
+from pdtool.schedule import SEARCHED_SCHEDULES, default_in_flight
 
 #   x -> a -> b -> c      a's output goes to b, c and d: a skip
 #        \----\--> d
@@ -110,7 +110,7 @@ def test_tied_parameters_count_once_in_a_stage_and_are_summed_between_stages():
     assert whole.memory_bytes == (80 * 2,)
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", SEARCHED_SCHEDULES)
 def test_in_flight_is_that_of_the_schedule(schedule):
     replicas, workers = (3, 2, 1), [[0, 1, 2], [3, 4], [5]]
     way = Way(schedule=schedule, microbatches=1 if schedule == "1f1b" else 4)

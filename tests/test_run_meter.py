@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pdtool import resident
-from pdtool.artifacts.trace import Event, chrome_trace
+from pdtool.artifacts.trace import TraceEvent, chrome_trace
 from pdtool.run import ledger, meter
 from pdtool.run.ledger import Totals
 from pdtool.run.memory import Memory
@@ -54,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 def lane(found: Meter, name: str = "compute") -> list[tuple[str, float]]:
     """Name and length of each event."""
-    return [(e.name, round(e.length_s, 4)) for e in found.events if e.lane == name]
+    return [(e.name, round(e.length_s, 4)) for e in found.events if e.track == name]
 
 
 def test_what_an_action_waits_for_is_not_its_own_time(clock: Told) -> None:
@@ -189,10 +189,10 @@ def test_profilers_see_actions_as_ranges() -> None:
 
 def test_events_of_a_lane_that_overlap_stand_in_rows_of_their_own() -> None:
     events = [
-        Event("receive", "for 0B0", "receive", 7.0, 2.0, 5),
-        Event("receive", "for 0B1", "receive", 8.0, 2.0),
-        Event("receive", "for 0B2", "receive", 9.0, 1.0),
-        Event("compute", "0F0", "forward", 7.5, 1.0),
+        TraceEvent("receive", "for 0B0", "receive", 7.0, 2.0, 5),
+        TraceEvent("receive", "for 0B1", "receive", 8.0, 2.0),
+        TraceEvent("receive", "for 0B2", "receive", 9.0, 1.0),
+        TraceEvent("compute", "0F0", "forward", 7.5, 1.0),
     ]
     made = chrome_trace({"rank 0": events})["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in made if e["name"] == "thread_name"}

@@ -13,14 +13,14 @@ import pytest
 from harness import CONV2, CONV3, CONV4, TIED3
 
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.trace import LANES
+from pdtool.artifacts.trace import TRACKS
 from pdtool.cli.trace import chrome_trace
 from pdtool.partition.simulator.job import Border, Job, Tied, Work
 from pdtool.partition.simulator.simulate import simulate
 from pdtool.run.launch import launch
 from pdtool.run.log import read
 from pdtool.run.spec import Target, places, seed_of
-from pdtool.schedule import Kind, build
+from pdtool.schedule import ActionKind, build
 
 
 def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def simulated(spec: Any) -> list[dict[str, Any]]:
             shape=shape,
             lists=build(plan.schedule, shape, MINIBATCHES),
             cluster=plan.cluster.cluster(),
-            workers=[w for stage in plan.stages[: plan.places] for w in stage.workers],
-            stages=[Work(seconds=dict.fromkeys(Kind, 1.0), averaged_bytes=8)] * (last + 1),
+            workers=[w for stage in plan.stages[: plan.pipeline_depth] for w in stage.workers],
+            stages=[Work(seconds=dict.fromkeys(ActionKind, 1.0), averaged_bytes=8)] * (last + 1),
             borders=[
                 Border(source=a, destination=b, forward_bytes=8, backward_bytes=8, returns=gradient)
                 for (a, b), gradient in ends.items()
@@ -106,7 +106,7 @@ def simulated(spec: Any) -> list[dict[str, Any]]:
 
 
 def lane_of(event: dict[str, Any]) -> str:
-    return LANES[event["tid"] // 1000]
+    return TRACKS[event["tid"] // 1000]
 
 
 def test_the_trace_of_a_run_has_the_lanes_and_names_of_its_simulation(traced: tuple[Any, ...]) -> None:

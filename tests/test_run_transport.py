@@ -20,7 +20,7 @@ import torch
 from harness import CONV2, SKIP3
 from torch import Tensor, distributed
 
-from pdtool.artifacts.bundle import Tensor as Described
+from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import UsageError
 from pdtool.run import meeting
 from pdtool.run.channel import Local
@@ -44,9 +44,9 @@ KINDS = {
 BATCH = 4
 
 
-def described(name: str, dtype: torch.dtype, *shape: int) -> Described:
+def described(name: str, dtype: torch.dtype, *shape: int) -> TensorSpec:
     text = str(dtype).removeprefix("torch.")
-    return Described(name=name, producer=0, consumers=(1,), shape=("batch", *shape), dtype=text, gradient=False)
+    return TensorSpec(name=name, producer=0, consumers=(1,), shape=("batch", *shape), dtype=text, gradient=False)
 
 
 def wires_of(ends: list[tuple[int, int]], narrow: torch.dtype | None = None) -> list[Wire]:

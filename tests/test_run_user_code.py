@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdtool.artifacts.bundle import Tensor
+from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
@@ -20,7 +20,7 @@ class Data:
 def dataset(split): return Data()
 def optimizer(named): return torch.optim.SGD([p for n, p in named if PICK], lr=0.1)
 """
-INPUTS = [Tensor(name="x", producer=-1, consumers=(0,), shape=("batch", 2), dtype="float32", gradient=False)]
+INPUTS = [TensorSpec(name="x", producer=-1, consumers=(0,), shape=("batch", 2), dtype="float32", gradient=False)]
 
 
 def load(tmp_path, item="pass", pick="True", more=""):

@@ -8,7 +8,7 @@ from torch import nn
 
 from pdtool.run.stage import Stage
 from pdtool.run.weights import Weights
-from pdtool.schedule import Shape, default_in_flight, lag_of
+from pdtool.schedule import PipelineShape, default_in_flight, tied_update_lag
 
 
 def modules() -> list[tuple[str, nn.Module, torch.Tensor]]:
@@ -116,5 +116,5 @@ def test_a_later_holder_of_a_tied_parameter_lags(
 ) -> None:
     """By the rounds in which the first holder cannot have finished: never more, or copies would drift for nothing."""
     every = tuple(2 if s in together and max(replicas) > 1 else r for s, r in enumerate(replicas))
-    shape = Shape(replicas=replicas, in_flight=default_in_flight(replicas), update_every=every)
-    assert lag_of(shape, together, stage) == lag
+    shape = PipelineShape(replicas=replicas, in_flight=default_in_flight(replicas), update_every=every)
+    assert tied_update_lag(shape, together, stage) == lag

@@ -17,21 +17,21 @@ from pdtool.schedule import (
     POLICIES,
     SCHEDULES,
     Action,
-    Held,
-    Kind,
-    Shape,
+    ActionKind,
+    PipelineShape,
+    StashTracker,
     build,
     default_in_flight,
+    default_shape,
     draw,
+    forward_versions,
     grid,
-    reads,
     timeline,
-    usual_shape,
     validate,
 )
 
 
-def more_in_flight(shape: Shape, more: int) -> Shape:
+def more_in_flight(shape: PipelineShape, more: int) -> PipelineShape:
     """What a hand-edited plan may ask for at its first stage."""
     return replace(shape, in_flight=(shape.in_flight[0] + more, *shape.in_flight[1:]))
 
@@ -40,14 +40,14 @@ replicas_lists = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[str, Shape]:
+def shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
     """Any schedule, and a shape that it is defined for."""
     name = draw(st.sampled_from(SCHEDULES))
     replicas = draw(replicas_lists)
     if name in ("interleaved", "zb-h1"):
         replicas = (draw(st.integers(1, 3)),) * draw(st.integers(1, 6))
     chunks = draw(st.integers(1, 3)) if name == "interleaved" else 1
-    shape = usual_shape(name, replicas, draw(st.integers(1, 12)), chunks)
+    shape = default_shape(name, replicas, draw(st.integers(1, 12)), chunks)
     if name != "1f1b":
         return name, shape
     every = draw(st.one_of(st.none(), st.integers(1, 3))), math.lcm(*replicas)
@@ -59,18 +59,18 @@ def shapes(draw: st.DrawFn) -> tuple[str, Shape]:
 
 @settings(max_examples=300, deadline=None)
 @given(shapes(), st.integers(1, 30))
-def test_every_schedule_validates(made: tuple[str, Shape], n: int) -> None:
+def test_every_schedule_validates(made: tuple[str, PipelineShape], n: int) -> None:
     """Complete, in bounds, free of deadlock, whatever the replicas and however n divides."""
     name, shape = made
     lists = build(name, shape, n)
     validate(lists, shape, n)
-    for actions, (first, replica) in zip(lists, shape.slots(), strict=True):
-        for s in shape.stages_at(first):  # round-robin: minibatch i is computed by replica i mod r
+    for actions, (first, replica) in zip(lists, shape.stage_replicas(), strict=True):
+        for s in shape.stages_on_same_workers(first):  # round-robin: minibatch i is computed by replica i mod r
             mine = [a for a in actions if a.stage == s]
             for kind in "BFIW":
                 found = [a.minibatch for a in mine if a.kind == kind]
                 assert found == (list(range(replica, n, shape.replicas[s])) if kind in kinds_of(name) else [])
-            rounds = [a.minibatch for a in mine if a.kind is Kind.UPDATE]
+            rounds = [a.minibatch for a in mine if a.kind is ActionKind.UPDATE]
             assert rounds == list(range(math.ceil(n / shape.update_every[s])))
 
 
@@ -83,14 +83,14 @@ def kinds_of(name: str) -> str:
 @given(replicas_lists, st.integers(0, 3), st.integers(1, 20))
 def test_more_in_flight_at_the_first_stage_never_deadlocks(replicas: tuple[int, ...], more: int, n: int) -> None:
     """A hand-edited plan may hold more than the default there; later stages take what comes."""
-    shape = more_in_flight(usual_shape("1f1b", replicas), more)
+    shape = more_in_flight(default_shape("1f1b", replicas), more)
     validate(build("1f1b", shape, n), shape, n)
 
 
 @settings(max_examples=150, deadline=None)
 @given(shapes(), st.integers(2, 12), st.data())
 def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
-    made: tuple[str, Shape], n: int, data: st.DataObject
+    made: tuple[str, PipelineShape], n: int, data: st.DataObject
 ) -> None:
     """Moving an action before those that it needs is found; what is still accepted runs to its end."""
     name, shape = made
@@ -104,10 +104,14 @@ def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
     broken = [*lists[:worker], changed, *lists[worker + 1 :]]
     jumped = lists[worker][end:start]
     own = {
-        a for a in jumped if (a.stage, a.minibatch) == (action.stage, action.minibatch) and a.kind is not Kind.UPDATE
+        a
+        for a in jumped
+        if (a.stage, a.minibatch) == (action.stage, action.minibatch) and a.kind is not ActionKind.UPDATE
     }
-    same_round = {a for a in jumped if a.stage == action.stage and (a.kind.ends or a.kind is Kind.UPDATE)}
-    if (own and action.kind is not Kind.UPDATE) or (action.kind is Kind.UPDATE and same_round):
+    same_round = {
+        a for a in jumped if a.stage == action.stage and (a.kind.completes_backward or a.kind is ActionKind.UPDATE)
+    }
+    if (own and action.kind is not ActionKind.UPDATE) or (action.kind is ActionKind.UPDATE and same_round):
         with pytest.raises(ScheduleError, match=r">\w+<"):
             validate(broken, shape, n)
         return
@@ -122,13 +126,13 @@ def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 def test_vertical_sync_reads_what_the_first_stage_read_and_keeps_as_many_versions(p: int) -> None:
     """PipeDream, section 3.3: minibatch i sees version i - (p - 1) at every stage, so all stages keep p versions."""
-    shape = replace(usual_shape("1f1b", (1,) * p), weights="vertical-sync")
+    shape = replace(default_shape("1f1b", (1,) * p), weights="vertical-sync")
     lists = build("1f1b", shape, 20)
-    for s, (own, actions) in enumerate(zip(reads(lists, "vertical-sync"), lists, strict=True)):
+    for s, (own, actions) in enumerate(zip(forward_versions(lists, "vertical-sync"), lists, strict=True)):
         assert own == {(s, i): max(0, i - (p - 1)) for i in range(20)}
-        held, most = Held(own), 1
+        held, most = StashTracker(own), 1
         for action in actions:
-            held.take(action)
+            held.apply(action)
             most = max(most, held.versions(s))
         assert most == shape.versions(s) == p
 
@@ -136,20 +140,20 @@ def test_vertical_sync_reads_what_the_first_stage_read_and_keeps_as_many_version
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 def test_2bw_is_one_update_late_at_every_stage_and_keeps_two_versions(p: int) -> None:
     """PipeDream-2BW, section 3.1: round j of p minibatches reads version j - 1."""
-    shape = usual_shape("2bw", (1,) * p)
+    shape = default_shape("2bw", (1,) * p)
     lists = build("2bw", shape, 6 * p)
-    for s, (own, actions) in enumerate(zip(reads(lists, "2bw"), lists, strict=True)):
+    for s, (own, actions) in enumerate(zip(forward_versions(lists, "2bw"), lists, strict=True)):
         assert own == {(s, i): max(0, i // p - 1) for i in range(6 * p)}
-        held, most = Held(own), 1
+        held, most = StashTracker(own), 1
         for action in actions:
-            held.take(action)
+            held.apply(action)
             most = max(most, held.versions(s))
         assert (most, held.delay) == (shape.versions(s), 1) == (2, 1)
 
 
 def test_updates_of_2bw_that_come_too_often_are_refused() -> None:
     """FACTS: accumulation over at least p - 1 minibatches; with one less the version that is due is not made yet."""
-    enough, too_few = (replace(usual_shape("2bw", (1,) * 4), update_every=(k,) * 4) for k in (3, 2))
+    enough, too_few = (replace(default_shape("2bw", (1,) * 4), update_every=(k,) * 4) for k in (3, 2))
     validate(build("2bw", enough, 20), enough, 20)
     with pytest.raises(ScheduleError, match=r"0F4 comes before the update that makes its weights\nworker  0.*>0F4<"):
         validate(build("2bw", too_few, 20), too_few, 20)
@@ -157,15 +161,15 @@ def test_updates_of_2bw_that_come_too_often_are_refused() -> None:
 
 def test_a_flush_that_is_none_is_refused() -> None:
     """One version of the weights: nothing may be in flight when they are updated."""
-    shape = usual_shape("1f1b-flush", (1, 1), 4)
+    shape = default_shape("1f1b-flush", (1, 1), 4)
     running = build("1f1b", shape, 8)
     with pytest.raises(ScheduleError, match=r"0U0 makes 2 weight versions; the plan allows 1\n.*>0U0<"):
         validate(running, shape, 8)
 
 
-def held(actions: list[Action]) -> Held:
+def held(actions: list[Action]) -> StashTracker:
     """A worker at the end of its list."""
-    made = Held()
+    made = StashTracker()
     for action in actions:
         made.take(action)
     return made
@@ -176,7 +180,7 @@ def test_peak_stash_of_straight_pipelines(p: int, m: int, v: int) -> None:
     """FACTS.md, the table of schedules."""
 
     def peaks(name: str, chunks: int = 1) -> list[int]:
-        return [held(actions).peak for actions in build(name, usual_shape(name, (1,) * p, m, chunks), m)]
+        return [held(actions).peak for actions in build(name, default_shape(name, (1,) * p, m, chunks), m)]
 
     assert peaks("1f1b") == peaks("1f1b-flush") == [min(p - r, m) for r in range(p)]
     assert peaks("gpipe") == [m] * p
@@ -191,7 +195,7 @@ def test_versions_and_delays(p: int, more: int) -> None:
     n = 3 * p + more
 
     def found(name: str, m: int) -> list[tuple[int, int]]:
-        return [versions_and_delay(actions) for actions in build(name, usual_shape(name, (1,) * p, m), n)]
+        return [versions_and_delay(actions) for actions in build(name, default_shape(name, (1,) * p, m), n)]
 
     assert found("1f1b", 1) == [(p - r, p - 1 - r) for r in range(p)]
     for name in ("gpipe", "1f1b-flush", "zb-h1"):
@@ -203,11 +207,11 @@ def versions_and_delay(actions: list[Action]) -> tuple[int, int]:
     begun: dict[int, int] = {}
     updates = versions = delay = 0
     for action in actions:
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             begun[action.minibatch] = updates
-        elif action.kind.ends:
+        elif action.kind.completes_backward:
             delay = max(delay, updates - begun.pop(action.minibatch))
-        elif action.kind is Kind.UPDATE:
+        elif action.kind is ActionKind.UPDATE:
             updates += 1
         versions = max(versions, len({*begun.values(), updates}))
     made = held(actions)
@@ -217,10 +221,10 @@ def versions_and_delay(actions: list[Action]) -> tuple[int, int]:
 
 @settings(max_examples=100, deadline=None)
 @given(shapes(), st.integers(1, 30))
-def test_versions_are_counted_as_they_live(made: tuple[str, Shape], n: int) -> None:
+def test_versions_are_counted_as_they_live(made: tuple[str, PipelineShape], n: int) -> None:
     """At every action: the latest version, and those that minibatches in flight were begun with."""
     for actions in build(*made, n):
-        counted = Held()
+        counted = StashTracker()
         for action in actions:
             counted.take(action)
             live = {version for (stage, _), version in counted.begun.items() if stage == action.stage}
@@ -237,23 +241,23 @@ def test_torch_has_the_same_order(name: str) -> None:
         peer = SimpleNamespace(n_local_stages=chunks, pp_group_size=p, _n_microbatches=m)
         peer.number_of_rounds = max(1, m // p)
         peer.microbatches_per_round = m // peer.number_of_rounds
-        lists = build(name, usual_shape(name, (1,) * p, m, chunks), m)
+        lists = build(name, default_shape(name, (1,) * p, m, chunks), m)
         for rank, actions in enumerate(lists):
             theirs = made._calculate_single_rank_operations(peer, rank)
             texts = [f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}" for a in theirs if a]
-            assert texts == [str(a) for a in actions if a.kind is not Kind.UPDATE]
+            assert texts == [str(a) for a in actions if a.kind is not ActionKind.UPDATE]
 
 
 @given(st.integers(2, 6), st.integers(10, 20))
 def test_1f1b_has_no_idle_time_in_steady_state(p: int, n: int) -> None:
     """From its first backward to its last forward the last stage never waits; with a flush, (p-1)(F+B) idle a round."""
     one = (1,) * p
-    lists = build("1f1b", usual_shape("1f1b", one), n)
+    lists = build("1f1b", default_shape("1f1b", one), n)
     starts = timeline(lists, 1, 2)
-    forwards = [t for a, t in zip(lists[-1], starts[-1], strict=True) if a.kind is Kind.FORWARD]
+    forwards = [t for a, t in zip(lists[-1], starts[-1], strict=True) if a.kind is ActionKind.FORWARD]
     assert [b - a for a, b in pairwise(forwards)] == [3.0] * (n - 1)
     for name in ("1f1b-flush", "gpipe"):
-        lists = build(name, usual_shape(name, one, n), n)
+        lists = build(name, default_shape(name, one, n), n)
         assert max(max(t) for t in timeline(lists, 1, 2)) == (p - 1) * 3 + 3 * n
 
 
@@ -266,7 +270,7 @@ def test_noam_of_the_paper() -> None:
 
 def test_the_picture_of_1f1b() -> None:
     """Figure 4 of the paper, for three stages; the backward takes twice the forward."""
-    lists = build("1f1b", usual_shape("1f1b", (1, 1, 1)), 5)
+    lists = build("1f1b", default_shape("1f1b", (1, 1, 1)), 5)
     assert draw(lists) == (
         "stage 0 worker 0 | F0 F1 F2 .  .  .  .  B0 == F3 B1 == F4 B2 == .  B3 == .  B4 ==\n"
         "stage 1 worker 1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == F4 B3 == .  B4 ==\n"
@@ -277,12 +281,12 @@ def test_the_picture_of_1f1b() -> None:
 
 def test_the_pictures_of_the_others() -> None:
     """The drawings of Megatron-LM (figure 4) and zero bubble (figure 3), small."""
-    interleaved = build("interleaved", usual_shape("interleaved", (1, 1), 2, 2), 2)
+    interleaved = build("interleaved", default_shape("interleaved", (1, 1), 2, 2), 2)
     assert draw(interleaved, 1, 1) == (
         "stage 0 worker 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1\n"
         "stage 1 worker 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
     )
-    zero_bubble = build("zb-h1", usual_shape("zb-h1", (1, 1, 1), 4), 4)
+    zero_bubble = build("zb-h1", default_shape("zb-h1", (1, 1, 1), 4), 4)
     assert draw(zero_bubble) == (
         "stage 0 worker 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3\n"
         "stage 1 worker 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3\n"
@@ -290,8 +294,8 @@ def test_the_pictures_of_the_others() -> None:
     )
 
 
-@given(st.integers(0, 99), st.sampled_from(Kind), st.integers(0, 999))
-def test_actions_print_and_parse_back(stage: int, kind: Kind, minibatch: int) -> None:
+@given(st.integers(0, 99), st.sampled_from(ActionKind), st.integers(0, 999))
+def test_actions_print_and_parse_back(stage: int, kind: ActionKind, minibatch: int) -> None:
     action = Action(stage, kind, minibatch)
     assert Action.parse(str(action)) == action
 
@@ -306,7 +310,7 @@ def test_an_unknown_schedule_lists_the_known() -> None:
     with pytest.raises(
         UsageError, match="'3bw' is unknown; choose one of 1f1b, 1f1b-flush, gpipe, 2bw, interleaved, zb-h1"
     ):
-        build("3bw", usual_shape("1f1b", (1,)), 1)
+        build("3bw", default_shape("1f1b", (1,)), 1)
 
 
 def swap(actions: list[Action], a: str, b: str) -> list[Action]:
@@ -321,13 +325,13 @@ def swap(actions: list[Action], a: str, b: str) -> list[Action]:
 def refused(lists: list[list[Action]], match: str, mark: str, n: int = 3) -> None:
     """`validate` refuses the lists of a 1-1 plan: what it says, and the action it marks in the grid."""
     with pytest.raises(ScheduleError, match=match) as caught:
-        validate(lists, usual_shape("1f1b", (1, 1)), n)
+        validate(lists, default_shape("1f1b", (1, 1)), n)
     assert re.findall(r">(\w+)<", str(caught.value)) == ([mark] if mark else [])
     assert caught.value.exit_code == 3
 
 
 def test_broken_lists_are_refused_and_the_fault_is_marked() -> None:
-    first, second = build("1f1b", usual_shape("1f1b", (1, 1)), 3)
+    first, second = build("1f1b", default_shape("1f1b", (1, 1)), 3)
     refused([swap(first, "0F0", "0B0"), second], "0B0 comes before its forward", "0B0")
     refused([swap(first, "0B0", "0U0"), second], "0U0 comes before a backward of its round", "0U0")
     refused([swap(first, "0U0", "0U1"), second], "0U1 comes before a backward of its round", "0U1")
@@ -340,14 +344,14 @@ def test_broken_lists_are_refused_and_the_fault_is_marked() -> None:
 
 def test_a_schedule_that_does_not_go_with_the_shape() -> None:
     with pytest.raises(UsageError, match="schedule zb-h1 needs as many replicas of each stage, but the plan is 2-1"):
-        build("zb-h1", usual_shape("1f1b", (2, 1)), 4)
+        build("zb-h1", default_shape("1f1b", (2, 1)), 4)
     with pytest.raises(UsageError, match="schedule gpipe has one chunk a worker, not 2; use interleaved"):
-        build("gpipe", usual_shape("interleaved", (1, 1), 4, 2), 4)
+        build("gpipe", default_shape("interleaved", (1, 1), 4, 2), 4)
 
 
 def test_broken_zero_bubble_lists_are_refused() -> None:
     """The parts of a backward have their order, and the update comes after the last of them."""
-    shape = usual_shape("zb-h1", (1,), 2)
+    shape = default_shape("zb-h1", (1,), 2)
     texts = "0F0 0I0 0W0 0F1 0I1 0W1 0U0"
     for broken, match, mark in [
         (("0I0", "0W0"), "0W0 comes before the gradient of its inputs", "0W0"),
@@ -363,12 +367,12 @@ def test_updates_out_of_turn_are_refused() -> None:
     """Both rounds' backwards are done, but round 1 is closed first."""
     order = [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1", "0U1", "0U0")]
     with pytest.raises(ScheduleError, match="0U1 comes when update 0 is due"):
-        validate([order], usual_shape("1f1b", (1,)), 2)
+        validate([order], default_shape("1f1b", (1,)), 2)
 
 
 def test_a_deadlock_names_everyone_who_waits_and_for_what() -> None:
     """Stage 1 wants two forwards before its first backward; stage 0 sends one and waits for the gradient."""
-    shape = Shape(replicas=(1, 1), in_flight=(1, 2), update_every=(1, 1))
+    shape = PipelineShape(replicas=(1, 1), in_flight=(1, 2), update_every=(1, 1))
     with pytest.raises(
         ScheduleError, match=r"deadlock: worker 0 waits in 0B0 for 1B0; worker 1 waits in 1F1 for 0F1\n.*>0B0<"
     ):
@@ -376,7 +380,7 @@ def test_a_deadlock_names_everyone_who_waits_and_for_what() -> None:
 
 
 def test_the_grid_shows_the_surroundings_of_the_mark() -> None:
-    lists = build("1f1b", usual_shape("1f1b", (1, 1)), 50)
+    lists = build("1f1b", default_shape("1f1b", (1, 1)), 50)
     text = grid(lists, mark=(1, 90), around=2)
     assert text.splitlines()[1] == "worker  1 | ... " + " ".join(
         f">{a}<" if i == 90 else str(a) for i, a in enumerate(lists[1][88:92], start=88)

@@ -15,18 +15,18 @@ from pdtool.partition.simulator.job import Border, Job, Work
 from pdtool.partition.simulator.links import Clock, Flow, Links
 from pdtool.partition.simulator.simulate import simulate
 from pdtool.partition.simulator.simulation import Simulation
-from pdtool.schedule import SCHEDULES, Action, Kind, Shape, build, timeline, usual_shape
+from pdtool.schedule import SCHEDULES, Action, ActionKind, PipelineShape, build, default_shape, timeline
 
 
 def seconds(forward=1.0, inputs=1.0, weights=1.0, update=0.0, chunks=1):
     """Durations of one of `chunks` equal parts of a stage."""
     whole = (forward, inputs + weights, inputs, weights, update)
-    return {kind: time / chunks for kind, time in zip(Kind, whole, strict=True)}
+    return {kind: time / chunks for kind, time in zip(ActionKind, whole, strict=True)}
 
 
 def straight(name, p, m, *, n=None, chunks=1, times=None, latency=0.0, size=0, bandwidth=1e9):
     """p workers in a row; `m` microbatches in one update of a flushing schedule, `n` minibatches."""
-    shape = usual_shape(name, (1,) * p, m, chunks)
+    shape = default_shape(name, (1,) * p, m, chunks)
     stages = p * chunks
     return Job(
         shape=shape,
@@ -117,7 +117,7 @@ def jobs(draw, *, costly=True):
     alone = name in ("interleaved", "zb-h1")
     chunks = draw(st.integers(1, 3)) if name == "interleaved" else 1
     replicas = tuple(draw(st.lists(st.integers(1, 1 if alone else 3), min_size=1, max_size=4)))
-    shape = usual_shape(name, replicas, draw(st.integers(1, 6)), chunks)
+    shape = default_shape(name, replicas, draw(st.integers(1, 6)), chunks)
     sizes = draw(st.sampled_from([(sum(replicas),), (sum(replicas), 2), (2, sum(replicas))]))
     count = st.integers(0, 50) if costly else st.just(0)
     cluster = make_cluster(
@@ -125,7 +125,7 @@ def jobs(draw, *, costly=True):
     )
     stages = [
         Work(
-            seconds={kind: draw(st.integers(0, 8)) / 4 for kind in Kind},
+            seconds={kind: draw(st.integers(0, 8)) / 4 for kind in ActionKind},
             weight_bytes=draw(count),
             kept_bytes=draw(count),
             fixed_bytes=draw(count),
@@ -182,8 +182,8 @@ def test_nothing_is_used_before_it_is_there(job):
     spans = {(e.name, e.slot): (e.start_s, e.start_s + e.length_s) for e in found.events if e.lane == "compute"}
     at = {(a, w): spans[str(a), w] for w, actions in enumerate(job.lists) for a in actions}
     slot_of = {(a.stage, a.minibatch): w for w, actions in enumerate(job.lists) for a in actions if a.kind != "U"}
-    split = any(a.kind is Kind.INPUT for a, _ in at)
-    back = Kind.INPUT if split else Kind.BACKWARD
+    split = any(a.kind is ActionKind.BACKWARD_INPUT for a, _ in at)
+    back = ActionKind.BACKWARD_INPUT if split else ActionKind.BACKWARD
     fastest = max(level.bandwidth_bytes_per_s for level in job.cluster.levels)
     for border in job.borders:
         for (stage, i), w in slot_of.items():
@@ -191,16 +191,16 @@ def test_nothing_is_used_before_it_is_there(job):
                 continue
             source = slot_of[border.source, i]
             for kind, a, b, size in (
-                (Kind.FORWARD, border.source, stage, border.forward_bytes),
+                (ActionKind.FORWARD, border.source, stage, border.forward_bytes),
                 (back, stage, border.source, border.backward_bytes),
             ):
-                sender, taker = (source, w) if kind is Kind.FORWARD else (w, source)
+                sender, taker = (source, w) if kind is ActionKind.FORWARD else (w, source)
                 soonest = at[Action(a, kind, i), sender][1] + (size / fastest if sender != taker else 0)
                 assert at[Action(b, kind, i), taker][0] >= soonest - 1e-9
     for (action, _), (start, _) in at.items():
-        if action.kind is Kind.UPDATE:
+        if action.kind is ActionKind.UPDATE:
             every = job.shape.update_every[action.stage]
-            last = Kind.WEIGHT if split else Kind.BACKWARD
+            last = ActionKind.BACKWARD_WEIGHT if split else ActionKind.BACKWARD
             ends = [
                 end
                 for (a, _), (_, end) in at.items()
@@ -297,7 +297,7 @@ def test_the_same_job_gives_the_same_simulation(job):
 
 
 def test_a_job_that_cannot_end_names_who_waits():
-    shape = Shape(replicas=(1, 1), in_flight=(1, 2), update_every=(1, 1))
+    shape = PipelineShape(replicas=(1, 1), in_flight=(1, 2), update_every=(1, 1))
     job = straight("1f1b", 2, 1, n=3)
     with pytest.raises(ScheduleError, match=r"worker 0 waits forever in 0B0\n.*>0B0<"):
         simulate(replace(job, shape=shape, lists=build("1f1b", shape, 3)))

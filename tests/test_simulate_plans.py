@@ -17,7 +17,7 @@ from pdtool.partition.planning import make_plan
 from pdtool.partition.search import Options
 from pdtool.partition.simulator.planned import enough, pieces, planned_job
 from pdtool.partition.simulator.simulate import simulate
-from pdtool.schedule import SCHEDULES, default_in_flight, usual_shape
+from pdtool.schedule import SCHEDULES, default_in_flight, default_shape
 
 
 def test_a_straight_plan_goes_at_the_pace_of_its_slowest_stage():
@@ -181,8 +181,8 @@ def test_what_cannot_be_interleaved_is_refused():
 
 def test_enough_minibatches_see_whole_periods():
     """Three periods of 15, the least that is 32 or more, and more than is ever in flight on either side."""
-    shape = usual_shape("1f1b", (5, 3, 1))
+    shape = default_shape("1f1b", (5, 3, 1))
     started = max(w * r for w, r in zip(shape.in_flight, shape.replicas, strict=True))
     assert enough(shape) == 2 * started + 45
-    assert enough(usual_shape("1f1b", (1,))) == 2 + 32
-    assert enough(usual_shape("gpipe", (1, 1), 64)) == 3 * 64
+    assert enough(default_shape("1f1b", (1,))) == 2 + 32
+    assert enough(default_shape("gpipe", (1, 1), 64)) == 3 * 64

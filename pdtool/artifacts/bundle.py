@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Count, Digest, FieldError, Name, Part, Title, YamlArtifact, file_sha256
+from pdtool.artifacts.envelope import Count, Digest, FieldError, FrozenModel, Name, Title, YamlArtifact, file_sha256
 from pdtool.errors import StaleError
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -17,7 +17,7 @@ Dim = int | Annotated[str, StringConstraints(pattern=r"^([0-9]+\*)?batch([+-][0-
 DType = Annotated[str, StringConstraints(pattern=r"^(b?float(16|32|64)|complex(64|128)|u?int(8|16|32|64)|bool)$")]
 
 
-class Tensor(Part):
+class TensorSpec(FrozenModel):
     """A tensor that crosses a stage border, or goes into or out of the pipeline.
 
     Attributes:
@@ -41,7 +41,7 @@ class Tensor(Part):
         return tuple(_size(dim, batch) for dim in self.shape)
 
 
-class StageModule(Part):
+class StageModule(FrozenModel):
     """One stage file.
 
     Attributes:
@@ -62,7 +62,7 @@ class StageModule(Part):
     buffers: tuple[Name, ...] = ()
 
 
-class TiedParameter(Part):
+class TiedParameter(FrozenModel):
     """One parameter held by several stages; `names[i]` is what stage `stages[i]` calls it."""
 
     stages: tuple[int, ...]
@@ -86,7 +86,7 @@ class Bundle(YamlArtifact):
     proof: Literal["values", "shapes"]
     inputs: tuple[Identifier, ...]
     stages: Annotated[tuple[StageModule, ...], Field(min_length=1)]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorSpec, ...]
     tied: tuple[TiedParameter, ...] = ()
 
     def check(self) -> None:
@@ -112,8 +112,8 @@ class Bundle(YamlArtifact):
                 raise StaleError(path, state, "run `pdtool codegen` again (it overwrites the folder)")
 
     @property
-    def by_name(self) -> dict[str, Tensor]:
-        """Tensor name -> tensor."""
+    def by_name(self) -> dict[str, TensorSpec]:
+        """TensorSpec name -> tensor."""
         return {tensor.name: tensor for tensor in self.tensors}
 
 

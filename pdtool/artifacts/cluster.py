@@ -7,13 +7,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.envelope import Count, FieldError, Label, Part, Seconds, Title, YamlArtifact
+from pdtool.artifacts.envelope import Count, FieldError, FrozenModel, Label, Seconds, Title, YamlArtifact
 from pdtool.cluster import MOST_WORKERS, Cluster, Level
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class LevelSpec(Part):
+class LevelSpec(FrozenModel):
     """One level of the cluster: members, bytes per second each way, seconds of latency."""
 
     size: Count
@@ -21,7 +21,7 @@ class LevelSpec(Part):
     latency_s: Seconds = 0.0
 
 
-class ClusterSpec(Part):
+class ClusterSpec(FrozenModel):
     """The cluster a plan is for; levels outermost first."""
 
     levels: Annotated[tuple[LevelSpec, ...], Field(min_length=1)]
@@ -44,7 +44,7 @@ class ClusterSpec(Part):
         )
 
 
-class LevelMeasured(Part):
+class LevelMeasured(FrozenModel):
     """What was measured at one level besides its bandwidth and latency; bytes per second each way.
 
     Attributes:
@@ -57,7 +57,7 @@ class LevelMeasured(Part):
     allreduce_bytes_per_s: Rate
 
 
-class NetworkMeasured(Part):
+class NetworkMeasured(FrozenModel):
     """Where the figures come from: how many workers took part, over which backend of which torch."""
 
     workers: Count

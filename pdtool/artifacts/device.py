@@ -6,14 +6,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Count, FieldError, Label, Part, Seconds, YamlArtifact
+from pdtool.artifacts.envelope import Count, FieldError, FrozenModel, Label, Seconds, YamlArtifact
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-Kind = Literal["conv", "matmul", "rnn", "norm", "embedding", "elementwise", "update"]
+OperatorKind = Literal["conv", "matmul", "rnn", "norm", "embedding", "elementwise", "update"]
 
 
-class DeviceSpec(Part):
+class DeviceSpec(FrozenModel):
     """One device.
 
     Attributes:
@@ -32,7 +32,7 @@ class DeviceSpec(Part):
     bandwidth_bytes_per_s: Rate
     memory_bytes: Count
     launch_s: Seconds
-    factors: dict[Kind, Rate] = Field(default_factory=dict)
+    factors: dict[OperatorKind, Rate] = Field(default_factory=dict)
     source: Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]+$", max_length=500)]
 
 

@@ -38,13 +38,13 @@ _EXPONENTIAL = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"
 Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
 
 
-class Part(BaseModel):
+class FrozenModel(BaseModel):
     """A piece of an artifact: frozen, no unknown fields, no silent conversion of types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class ModelRef(Part):
+class ModelRef(FrozenModel):
     """Where the user's model comes from; it is imported only after its digest is found unchanged.
 
     Attributes:
@@ -62,7 +62,7 @@ class ModelRef(Part):
         return f"{self.source}:{self.function}{settings}"
 
 
-class Artifact(Part):
+class Artifact(FrozenModel):
     """Base of all kinds.
 
     Attributes:
@@ -193,7 +193,7 @@ class YamlArtifact(Artifact):
         if text.startswith("{"):  # what --json printed
             return super()._decode(text, path)
         try:
-            content = _plain(yaml.load(text, Loader=_Loader))
+            content = _plain(yaml.load(text, Loader=_StrictLoader))
         except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
             message = " ".join(str(error).split())
             raise ArtifactError(
@@ -217,10 +217,10 @@ class FieldError(ValueError):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes a text which `_Loader` would read as a number."""
+    """SafeDumper that quotes a text which `_StrictLoader` would read as a number."""
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictLoader(yaml.SafeLoader):
     """SafeLoader without aliases (no billion laughs) and without repeated keys, to which 1e9 is a number.
 
     As in YAML 1.2; to PyYAML, which reads YAML 1.1, only 1.0e+9 is one.
@@ -239,13 +239,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _exponential(loader: _Loader, node: yaml.ScalarNode) -> float:
+def _exponential(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
     return float(node.value)
 
 
-for _class in (_Dumper, _Loader):
+for _class in (_Dumper, _StrictLoader):
     _class.add_implicit_resolver("!exponential", re.compile(_EXPONENTIAL), list("+-.0123456789"))
-_Loader.add_constructor("!exponential", _exponential)
+_StrictLoader.add_constructor("!exponential", _exponential)
 
 
 def _plain(content: Any) -> Any:

@@ -16,21 +16,21 @@ from pdtool.artifacts.envelope import (
     Count,
     Digest,
     FieldError,
+    FrozenModel,
     Label,
     ModelRef,
-    Part,
     Seconds,
     Title,
     YamlArtifact,
 )
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, ScheduleError
-from pdtool.schedule import POLICIES, Shape, all_in_flight, build, flows, usual_shape, validate
+from pdtool.schedule import POLICIES, PipelineShape, build, default_shape, is_asynchronous, total_in_flight, validate
 
 MOST_IN_FLIGHT = 10_000  # a schedule is a list: a slip of the finger must not fill the memory
 
 
-class Stage(Part):
+class Stage(FrozenModel):
     """One stage.
 
     Attributes:
@@ -49,7 +49,7 @@ class Stage(Part):
     recompute: bool = False
 
 
-class Predicted(Part):
+class Predicted(FrozenModel):
     """What the cost model and the simulator say of the plan; times are seconds per minibatch in steady state.
 
     Attributes:
@@ -82,7 +82,7 @@ class Predicted(Part):
     plan_sha256: Digest
 
 
-class Rival(Part):
+class Rival(FrozenModel):
     """A plan that was considered and lost."""
 
     plan: Label
@@ -90,7 +90,7 @@ class Rival(Part):
     why: Label
 
 
-class Why(Part):
+class Why(FrozenModel):
     """What bounds the plan, how good any plan could be at most, and the best plans that were rejected.
 
     Attributes:
@@ -147,9 +147,9 @@ class Plan(YamlArtifact):
         known = POLICIES[self.schedule]
         if self.weights not in known:
             raise FieldError("weights", f"{self.weights!r}: schedule {self.schedule} goes with {' or '.join(known)}")
-        if flows(self.schedule) and self.microbatches != 1:
+        if is_asynchronous(self.schedule) and self.microbatches != 1:
             raise FieldError("microbatches", f"{self.microbatches}: only flushing schedules have microbatches")
-        if not flows(self.schedule) and self.update_every:
+        if not is_asynchronous(self.schedule) and self.update_every:
             raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
         most = max(stage.replicas for stage in self.stages)
         if self.update_every and self.update_every < most:
@@ -202,15 +202,15 @@ class Plan(YamlArtifact):
             )
         return stages
 
-    def shape(self, together: tuple[tuple[int, ...], ...] = ()) -> Shape:
+    def shape(self, together: tuple[tuple[int, ...], ...] = ()) -> PipelineShape:
         """What the schedule is built for.
 
         Args:
             together: groups of stages that must update after the same number of minibatches (they share a parameter).
         """
         replicas = tuple(stage.replicas for stage in self.stages)
-        in_flight = tuple(stage.in_flight for stage in self.stages[: self.places])
-        return Shape(
+        in_flight = tuple(stage.in_flight for stage in self.stages[: self.pipeline_depth])
+        return PipelineShape(
             replicas=replicas,
             in_flight=in_flight,
             chunks=self.chunks,
@@ -222,7 +222,7 @@ class Plan(YamlArtifact):
         self, replicas: Sequence[int], in_flight: Sequence[int], together: Sequence[Sequence[int]]
     ) -> list[int]:
         """k[s]: minibatches in one update of each stage."""
-        if not flows(self.schedule):
+        if not is_asynchronous(self.schedule):
             return [self.microbatches] * len(replicas)
         if self.update_every:
             return [self.update_every] * len(replicas)
@@ -230,7 +230,7 @@ class Plan(YamlArtifact):
             case "vertical-sync":
                 return [math.lcm(*replicas)] * len(replicas)
             case "2bw":
-                return [all_in_flight(replicas, in_flight)] * len(replicas)
+                return [total_in_flight(replicas, in_flight)] * len(replicas)
         every = list(replicas)
         for group in together:
             for s in group:
@@ -240,12 +240,14 @@ class Plan(YamlArtifact):
     def check_schedule(self) -> None:
         """Raises ScheduleError when the numbers in flight make the schedule deadlock; it says which ones do not."""
         shape = self.shape()
-        started = all_in_flight(shape.replicas[: shape.places], shape.in_flight)
+        started = total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight)
         minibatches = 2 * max(*shape.update_every, started) + 1  # fill, steady state and drain
         try:
             validate(build(self.schedule, shape, minibatches), shape, minibatches)
         except ScheduleError as error:
-            usual = usual_shape(self.schedule, shape.replicas[: shape.places], self.microbatches, self.chunks).in_flight
+            usual = default_shape(
+                self.schedule, shape.replicas[: shape.pipeline_depth], self.microbatches, self.chunks
+            ).in_flight
             wanted = ", ".join(map(str, usual))
             raise ScheduleError(error.what, f"give the stages in_flight {wanted}, as {self.schedule} wants") from error
 
@@ -280,14 +282,18 @@ class Plan(YamlArtifact):
         each of two workers."""
         copies = f"{self.copies} x " if self.copies > 1 else ""
         chunks = f" ({self.chunks} chunks)" if self.chunks > 1 else ""
-        return copies + "-".join(str(stage.replicas // self.copies) for stage in self.stages[: self.places]) + chunks
+        return (
+            copies
+            + "-".join(str(stage.replicas // self.copies) for stage in self.stages[: self.pipeline_depth])
+            + chunks
+        )
 
     @property
     def workers(self) -> int:
         """That the plan uses."""
-        return sum(stage.replicas for stage in self.stages[: self.places])
+        return sum(stage.replicas for stage in self.stages[: self.pipeline_depth])
 
     @property
-    def places(self) -> int:
+    def pipeline_depth(self) -> int:
         """Stages that lie on workers of their own: all, or of an interleaved plan the first of each worker."""
         return len(self.stages) // self.chunks

@@ -14,25 +14,25 @@ from pdtool.artifacts.envelope import (
     Bytes,
     Count,
     FieldError,
+    FrozenModel,
     Label,
     ModelRef,
     ModulePath,
     Name,
-    Part,
     Seconds,
     Title,
 )
 from pdtool.graph import Graph, GraphError
 
 
-class Device(Part):
+class Device(FrozenModel):
     """The device the times are for, and whether they were measured on it or estimated."""
 
     name: Label
     kind: Literal["measured", "estimated"]
 
 
-class Node(Part):
+class Node(FrozenModel):
     """One operator, at the profile's batch size.
 
     Attributes:
@@ -66,7 +66,7 @@ class Node(Part):
     flops: Bytes = 0
 
 
-class SharedParameter(Part):
+class SharedParameter(FrozenModel):
     """A parameter that several nodes use (tied weights): counted once in a stage, synchronised between stages."""
 
     name: Name

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.envelope import Artifact, Bytes, Count, Label, Part, Seconds
+from pdtool.artifacts.envelope import Artifact, Bytes, Count, FrozenModel, Label, Seconds
 from pdtool.artifacts.plan import Predicted
 
 
-class StageReport(Part):
+class StageReport(FrozenModel):
     """What one stage did, per minibatch of the whole pipeline and averaged over its replicas and the measured epochs.
 
     busy_s + wait_s + allreduce_s + rest_s is the time there was. A worker cannot tell whether what it waits for is on
@@ -50,7 +50,7 @@ class StageReport(Part):
         return self.busy_s + self.wait_s + self.allreduce_s + self.rest_s
 
 
-class Measured(Part):
+class Measured(FrozenModel):
     """Of the whole pipeline, in steady state."""
 
     bottleneck_s: Seconds

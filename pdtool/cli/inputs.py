@@ -13,7 +13,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cli.console import note
 from pdtool.cli.options import file_name
 from pdtool.errors import ArtifactError, StaleError, UsageError
-from pdtool.schedule import POLICIES, flows
+from pdtool.schedule import POLICIES, is_asynchronous
 
 if TYPE_CHECKING:
     from pdtool.frontend.modelfile import ModelFile
@@ -159,9 +159,9 @@ def rescheduled(
     from pdtool.partition.planning import under
 
     name = schedule or plan.schedule
-    if flows(name) and microbatches not in (None, 1):
+    if is_asynchronous(name) and microbatches not in (None, 1):
         raise UsageError(f"schedule {name} has no microbatches", "use --update-every, or --schedule 1f1b-flush")
-    if not flows(name) and update_every:
+    if not is_asynchronous(name) and update_every:
         raise UsageError(f"schedule {name} updates after its microbatches", "give --microbatches, not --update-every")
     kept = plan.weights if name == plan.schedule else POLICIES[name][0]
     if weights and weights not in POLICIES[name]:
@@ -178,7 +178,7 @@ def rescheduled(
         {
             "schedule": name,
             "weights": weights or kept,
-            "microbatches": 1 if flows(name) else microbatches or max(plan.microbatches, 4),
-            "update_every": (update_every or plan.update_every) if flows(name) else None,
+            "microbatches": 1 if is_asynchronous(name) else microbatches or max(plan.microbatches, 4),
+            "update_every": (update_every or plan.update_every) if is_asynchronous(name) else None,
         },
     )

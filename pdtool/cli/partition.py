@@ -11,7 +11,7 @@ from pdtool.cli import options
 from pdtool.cli.console import note, show
 from pdtool.cli.deliver import deliver
 from pdtool.errors import UsageError
-from pdtool.schedule import SCHEDULES, flows
+from pdtool.schedule import SCHEDULES, is_asynchronous
 
 if TYPE_CHECKING:
     from pdtool.cluster import Cluster
@@ -169,7 +169,7 @@ def _cluster(topology: str | None, bandwidth: str | None, latency: str | None, m
 
 
 def _microbatches(schedule: str, given: int | None) -> int:
-    return given or (1 if schedule == "auto" or flows(schedule) else 4)
+    return given or (1 if schedule == "auto" or is_asynchronous(schedule) else 4)
 
 
 def _share(text: str) -> float:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch.utils import _pytree as pytree
 
-from pdtool.artifacts.bundle import Tensor, TiedParameter
+from pdtool.artifacts.bundle import TensorSpec, TiedParameter
 from pdtool.errors import ArtifactError, TraceError
 from pdtool.frontend.operators import Operator, Size, Traced, Value
 
@@ -72,7 +72,7 @@ class Wiring:
 
     @cached_property
     def consumers(self) -> dict[Value, list[int]]:
-        """Tensor -> the later stages that take it; the last stage takes what the model returns."""
+        """TensorSpec -> the later stages that take it; the last stage takes what the model returns."""
         found: dict[Value, set[int]] = {}
         for stage in range(len(self.stages)):
             for op in self.operators(stage):
@@ -132,10 +132,10 @@ class Wiring:
                 tied.append(TiedParameter(stages=tuple(s for s, _ in holders), names=tuple(n for _, n in holders)))
         return tied
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[TensorSpec]:
         """The tensors that cross a border, or come from the data, for bundle.yaml."""
         return [
-            Tensor(
+            TensorSpec(
                 name=self.names[value],
                 producer=self.stage_of[value.operator],
                 consumers=tuple(stages),

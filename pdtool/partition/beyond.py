@@ -16,14 +16,14 @@ from pdtool.partition.paces import speed
 from pdtool.partition.search import Options
 from pdtool.partition.simulator.planned import pieces, planned_job
 from pdtool.partition.simulator.simulate import simulate
-from pdtool.schedule import NAMES, usual_shape
+from pdtool.schedule import SEARCHED_SCHEDULES, default_shape
 
 SOURCE = {"2bw": "1f1b", "zb-h1": "1f1b-flush"}  # the schedule whose search gives the stages
 
 
 def has_formulas(plan: Plan) -> bool:
     """Whether cost.py says what the plan costs."""
-    return plan.schedule in NAMES and plan.weights in ("stash", "flush") and plan.update_every is None
+    return plan.schedule in SEARCHED_SCHEDULES and plan.weights in ("stash", "flush") and plan.update_every is None
 
 
 def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
@@ -34,18 +34,18 @@ def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
     """
     job = planned_job(plan, profile)
     found = simulate(job)
-    places = range(plan.places)
+    places = range(plan.pipeline_depth)
     shares = [[share for share in found.shares if share.stage == s] for s in places]
     pace = found.pace_s
     compute = [sum(share.busy_s for share in shares[s]) / len(shares[s]) / found.minibatches for s in places]
     slowest = max(places, key=compute.__getitem__)
     figures = Predicted(
         **speed(plan, profile, pace, pace, Way()),
-        compute_s=tuple(compute[s % plan.places] / plan.chunks for s in range(len(plan.stages))),
+        compute_s=tuple(compute[s % plan.pipeline_depth] / plan.chunks for s in range(len(plan.stages))),
         allreduce_s=(0.0,) * len(plan.stages),
         transfer_s=(0.0,) * (len(plan.stages) - 1),
         memory_bytes=tuple(
-            max(share.memory_bytes for share in shares[s % plan.places]) for s in range(len(plan.stages))
+            max(share.memory_bytes for share in shares[s % plan.pipeline_depth]) for s in range(len(plan.stages))
         ),
         traffic_bytes=round(found.sent_bytes),
         plan_sha256=plan.plan_sha256,
@@ -64,7 +64,7 @@ def interleaved(profile: Profile, profile_path: str, cluster: Cluster, options: 
     if workers > cluster.workers:
         raise UsageError(f"--workers {workers}: the cluster has {cluster.workers}", "give no more than that")
     microbatches, chunks = options.microbatches, options.chunks
-    flight = usual_shape("interleaved", (1,) * workers, microbatches, chunks).in_flight
+    flight = default_shape("interleaved", (1,) * workers, microbatches, chunks).in_flight
     stages = tuple(
         Stage(
             nodes=tuple(profile.graph.compress(nodes)),

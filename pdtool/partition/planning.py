@@ -16,7 +16,7 @@ from pdtool.partition.paces import simulated, speed
 from pdtool.partition.rivals import known, rivals
 from pdtool.partition.search import Options, Search
 from pdtool.partition.settle import settled
-from pdtool.schedule import NAMES, POLICIES, usual_shape
+from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, default_shape
 
 
 def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Options | None = None) -> Plan:
@@ -101,13 +101,13 @@ def under(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan:
         UsageError: the schedule cannot have these replicas.
     """
     changed = plan.model_copy(update=changes)
-    if changed.schedule in NAMES:
+    if changed.schedule in SEARCHED_SCHEDULES:
         workers = [stage.workers for stage in plan.stages]
         costs = evaluate(profile, plan.cluster.cluster(), plan.stage_nodes(profile), workers, way_of(changed))
         in_flight, recompute = costs.in_flight, costs.recompute
     else:
-        replicas = [stage.replicas for stage in plan.stages[: plan.places]]
-        wanted = usual_shape(changed.schedule, replicas, changed.microbatches, changed.chunks).in_flight
+        replicas = [stage.replicas for stage in plan.stages[: plan.pipeline_depth]]
+        wanted = default_shape(changed.schedule, replicas, changed.microbatches, changed.chunks).in_flight
         in_flight, recompute = wanted * plan.chunks, tuple(stage.recompute for stage in plan.stages)
     stages = tuple(
         stage.model_copy(update={"in_flight": w, "recompute": again})

@@ -18,7 +18,7 @@ from pdtool.partition.evaluate import COSTS, Cost, Way
 from pdtool.partition.layout import MOST_WORKERS, Layout, layouts
 from pdtool.partition.space import MAX_CUTS, Space, build_space
 from pdtool.partition.tables import Tables
-from pdtool.schedule import NAMES
+from pdtool.schedule import SEARCHED_SCHEDULES
 
 _FEWEST_CUTS = 100
 _LONGEST = np.finfo(float).max  # seconds
@@ -58,7 +58,7 @@ class Options:
         """How a plan may be run."""
         names: tuple[str, ...] = (self.schedule,)
         if self.schedule == "auto":
-            names = NAMES if self.microbatches > 1 else ("1f1b",)
+            names = SEARCHED_SCHEDULES if self.microbatches > 1 else ("1f1b",)
         return [
             Way(
                 schedule=name,
@@ -81,8 +81,10 @@ class Search:
 
     def __post_init__(self) -> None:
         wants = self.options
-        if wants.schedule not in (*NAMES, "auto"):
-            raise UsageError(f"schedule {wants.schedule!r} is not searched", f"choose one of {', '.join(NAMES)}, auto")
+        if wants.schedule not in (*SEARCHED_SCHEDULES, "auto"):
+            raise UsageError(
+                f"schedule {wants.schedule!r} is not searched", f"choose one of {', '.join(SEARCHED_SCHEDULES)}, auto"
+            )
         if wants.cost not in COSTS:
             raise UsageError(f"cost {wants.cost!r} is unknown", f"choose one of {', '.join(COSTS)}")
         if wants.microbatches < 1 or (wants.schedule == "1f1b" and wants.microbatches != 1):
@@ -184,7 +186,7 @@ class Search:
         found = [*alone, *(attempt.traced(attempt.fastest) for attempt in attempts)]
         if not found:
             raise nothing_fits(self)
-        found.sort(key=lambda plan: (plan.costs.bottleneck_s, NAMES.index(plan.way.schedule)))
+        found.sort(key=lambda plan: (plan.costs.bottleneck_s, SEARCHED_SCHEDULES.index(plan.way.schedule)))
         if self.options.straight:
             return found[0], found
         bound = found[0].costs.bottleneck_s * (1 + self.options.simplest) * SLACK
@@ -221,7 +223,7 @@ class Search:
             enough = [entry for entry in step if entry[1].pace_s <= bound]
             if enough:
                 attempt, found = min(
-                    enough, key=lambda v: (v[0].layout.copies, v[1].pace_s, NAMES.index(v[0].way.schedule))
+                    enough, key=lambda v: (v[0].layout.copies, v[1].pace_s, SEARCHED_SCHEDULES.index(v[0].way.schedule))
                 )
                 return attempt.traced(found)
         return None

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdtool.artifacts.device import Kind
+from pdtool.artifacts.device import OperatorKind
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import ArtifactError
 
-_KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+_KINDS: tuple[tuple[OperatorKind, re.Pattern[str]], ...] = (
     ("conv", re.compile(r"[Cc]onv")),
     ("rnn", re.compile(r"LSTM|GRU|RNN|^(lstm|gru|rnn_)")),
     ("norm", re.compile(r"[Nn]orm")),
@@ -20,7 +20,7 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
 )
 
 
-def kind_of(op: str) -> Kind:
+def kind_of(op: str) -> OperatorKind:
     """The kind of an operator that shares a factor with its like: `conv` for Conv2d."""
     return next((kind for kind, pattern in _KINDS if pattern.search(op)), "elementwise")
 
@@ -37,7 +37,7 @@ def measurable(profile: Profile, path: Path | str) -> ModelRef:
     return profile.model
 
 
-def fit(measured: Profile, estimated: Profile, path: Path | str) -> dict[Kind, float]:
+def fit(measured: Profile, estimated: Profile, path: Path | str) -> dict[OperatorKind, float]:
     """Measured over estimated seconds, summed over the operators of each kind; a kind that took no time is left out.
 
     Args:
@@ -73,14 +73,14 @@ def _identity(node: Node) -> tuple[object, ...]:
     return node.name, node.op, node.inputs, node.output_bytes, node.parameter_bytes
 
 
-def _sums(profile: Profile) -> dict[Kind, float]:
-    sums: dict[Kind, float] = {}
+def _sums(profile: Profile) -> dict[OperatorKind, float]:
+    sums: dict[OperatorKind, float] = {}
     for kind, spent in _spent(profile):
         sums[kind] = sums.get(kind, 0.0) + spent
     return sums
 
 
-def _spent(profile: Profile) -> Iterator[tuple[Kind, float]]:
+def _spent(profile: Profile) -> Iterator[tuple[OperatorKind, float]]:
     for node in profile.nodes:
         yield kind_of(node.op), node.forward_s + node.backward_s
         yield "update", node.update_s

@@ -119,7 +119,7 @@ class _Fakes:
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Shape and type of `tensor` alone."""
+        """PipelineShape and type of `tensor` alone."""
         fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
         return fake.to(self.cast) if self.cast and fake.is_floating_point() else fake
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 from torch.utils.data import default_collate
 
-from pdtool.artifacts.bundle import Tensor as Described
+from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile, user_line
 from pdtool.run.spec import seed_of
@@ -79,7 +79,7 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
 class Loader:
     """One split of the user's data, at a worker of the first stage."""
 
-    def __init__(self, file: ModelFile, split: str, inputs: Sequence[Described]) -> None:
+    def __init__(self, file: ModelFile, split: str, inputs: Sequence[TensorSpec]) -> None:
         self.file = file
         self.where = f"{file.path.name}: dataset({split!r})"
         self.data: Any = file.dataset(split)

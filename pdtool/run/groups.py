@@ -73,7 +73,7 @@ def _make(
     nccl = all(gather(own_device, world, "the choice of NCCL or gloo"))
     backend = "nccl" if nccl else "gloo"
     stages = range(len(plan.stages))
-    members = [ranks_of(places, s % plan.places) for s in stages]
+    members = [ranks_of(places, s % plan.pipeline_depth) for s in stages]
     replicas = [dist.new_group(m, timeout=timeout, backend=backend) if len(m) > 1 else None for m in members]
     tied = [
         dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")

@@ -29,7 +29,7 @@ from pdtool.run import checkpoint, log
 from pdtool.run.process import train_here, work
 from pdtool.run.spec import Place, RunSpec, places
 from pdtool.run.status import FOLDER, OWN, Failure, clear, read_failure, read_pid, read_status
-from pdtool.schedule import build, flows, validate
+from pdtool.schedule import build, is_asynchronous, validate
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PATIENCE_S = 2.0  # for workers to end after one has failed
@@ -94,13 +94,13 @@ def check(spec: RunSpec) -> None:
             f"it has {len(bundle.stages)} stages, the plan {len(plan.stages)}",
             "run `pdtool codegen` again",
         )
-    if spec.correction and not flows(plan.schedule):
+    if spec.correction and not is_asynchronous(plan.schedule):
         raise UsageError(
             f"correction {spec.correction} with schedule {plan.schedule}",
             "leave it out: with a flush no gradient comes late",
         )
     for tied in bundle.tied:
-        if len({s % plan.places for s in tied.stages}) < len(tied.stages):
+        if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
             raise UsageError(
                 f"stages {', '.join(map(str, tied.stages))} share {tied.names[0]}, and two of them are on one worker",
                 "partition with another number of --chunks or --workers",

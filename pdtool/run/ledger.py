@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pdtool.artifacts.trace import Event
-from pdtool.schedule import Action, Kind
+from pdtool.artifacts.trace import TraceEvent
+from pdtool.schedule import Action, ActionKind
 
 MOST_EVENTS = 5_000  # of actions and waits, and as many of messages: the first ones
 SHORT_S = 50e-6  # what takes less is not drawn, or drawn with what it stands in
@@ -34,11 +34,11 @@ class Totals:
 
 
 _FIELD = {
-    Kind.FORWARD: "forward_s",
-    Kind.BACKWARD: "backward_s",
-    Kind.INPUT: "backward_s",
-    Kind.WEIGHT: "backward_s",
-    Kind.UPDATE: "update_s",
+    ActionKind.FORWARD: "forward_s",
+    ActionKind.BACKWARD: "backward_s",
+    ActionKind.BACKWARD_INPUT: "backward_s",
+    ActionKind.BACKWARD_WEIGHT: "backward_s",
+    ActionKind.UPDATE: "update_s",
 }
 State = tuple[Totals, int, int]
 
@@ -91,7 +91,7 @@ class Ledger:
         self.totals, done, messages = state
         del self._done[done:], self._messages[messages:]
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TraceEvent]:
         """On the clock of day, so that the lanes of several machines stand under each other: perf_counter is finer but
         may start anywhere."""
         offset = time.time() - time.perf_counter()
@@ -103,6 +103,6 @@ class Ledger:
         ]
         found += [(lane, name, lane, start, end, size) for lane, name, start, end, size in self._messages]
         return [  # rounded before they are subtracted: events that touch still do
-            Event(lane, name, kind, start + offset, (end + offset) - (start + offset), size)
+            TraceEvent(lane, name, kind, start + offset, (end + offset) - (start + offset), size)
             for lane, name, kind, start, end, size in found
         ]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from pdtool.artifacts.trace import Event
+from pdtool.artifacts.trace import TraceEvent
 from pdtool.run.clock import Mark, clock_of
 from pdtool.run.ledger import Ledger, Totals
 from pdtool.run.memory import Memory
@@ -103,7 +103,7 @@ class Meter:
         return self._ledger.totals
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[TraceEvent]:
         """What the trace shows of this worker."""
         self.settle()
         return self._ledger.events()

@@ -58,7 +58,7 @@ def assemble(
         metrics=dict(metrics),
         predicted=spec.plan.predicted,
         measured=Measured(bottleneck_s=pace, throughput_samples_per_s=spec.plan.batch_size / pace if pace else 0.0),
-        stages=tuple(_stage([x for x in shares if x.stage == s]) for s in range(spec.plan.places)),
+        stages=tuple(_stage([x for x in shares if x.stage == s]) for s in range(spec.plan.pipeline_depth)),
         digests=dict(spec.bundle.digests),
     )
 

@@ -28,7 +28,7 @@ from pdtool.run.tied import Tied
 from pdtool.run.transport import Lane
 from pdtool.run.watch import watched
 from pdtool.run.wiring import Hop, Wire, describe_targets, dtype_of, hops, wires
-from pdtool.schedule import Shape, all_in_flight, delays_of, flows, lag_of
+from pdtool.schedule import PipelineShape, gradient_delays, is_asynchronous, tied_update_lag, total_in_flight
 
 SPLITS = ("train", "valid")
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -48,7 +48,7 @@ class Setup:
     spec: RunSpec
     place: Place
     device: torch.device
-    shape: Shape
+    shape: PipelineShape
     file: ModelFile
     status: Status
     meter: Meter
@@ -123,29 +123,31 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
     model = file.build(spec.seed)
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    loaded = {s: _load_stage(spec, file, model, canonical, s, device) for s in shape.stages_at(place.stage)}
+    loaded = {
+        s: _load_stage(spec, file, model, canonical, s, device) for s in shape.stages_on_same_workers(place.stage)
+    }
     splits, loaders = _describe_data(spec, file, place.stage, leader=ranks_of(everyone, 0)[0])
     all_wires = wires(spec.bundle, describe_targets(splits["train"].leaves), WIRE_DTYPES.get(spec.wire_dtype))
-    all_hops = hops(all_wires, [ranks_of(everyone, s % shape.places) for s in range(len(spec.plan.stages))])
+    all_hops = hops(all_wires, [ranks_of(everyone, s % shape.pipeline_depth) for s in range(len(spec.plan.stages))])
     groups = make_groups(spec.plan, spec.bundle, everyone, device, spec.timeout_s, local_workers)
     channels = Opening(
         groups=groups,
         rank=rank,
         transport=spec.transport,
         batch_size=spec.plan.batch_size,
-        in_flight=all_in_flight(shape.replicas[: shape.places], shape.in_flight),
+        in_flight=total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight),
         device=device,
         timeout_s=spec.timeout_s,
         waiting=meter.waiting,
     ).channels(all_hops)
     channels = watched(channels, all_hops, meter)
-    delays = delays_of(spec.plan.schedule, shape)
+    delays = gradient_delays(spec.plan.schedule, shape)
     parts = {}
     for s, (stage, names, idle) in loaded.items():
         tied = _tied(spec, file, s, shape, stage, groups, meter, delays)
         shared = {id(t.parameter) for t in tied}
         own = {name: p for name, p in stage.weights.parameters.items() if id(p) not in shared}
-        members = ranks_of(everyone, s % shape.places)
+        members = ranks_of(everyone, s % shape.pipeline_depth)
         replicas = Replicas(
             groups.replicas[s],
             len(members),
@@ -229,7 +231,7 @@ def _tied(
     spec: RunSpec,
     file: ModelFile,
     s: int,
-    shape: Shape,
+    shape: PipelineShape,
     stage: Stage,
     groups: Groups,
     meter: Meter,
@@ -243,7 +245,7 @@ def _tied(
             parameter = stage.weights.by_name[own[s]]
             first = min(own)
             updater = Updater(file, {own[first]: parameter}, spec.correction, delays[first])
-            lag = lag_of(shape, described.stages, s) if flows(spec.plan.schedule) else 0
+            lag = tied_update_lag(shape, described.stages, s) if is_asynchronous(spec.plan.schedule) else 0
             out.append(
                 Tied(
                     parameter,
@@ -267,7 +269,7 @@ def _border(
     all_wires: Sequence[Wire],
     all_hops: Sequence[Hop],
     channels: Channels,
-    shape: Shape,
+    shape: PipelineShape,
     device: torch.device,
     meter: Meter,
 ) -> Border:
@@ -279,7 +281,7 @@ def _border(
         return Lane(
             [(hop, receivers[hop.number]) for hop in here if hop.target == s and hop.number in receivers],
             [(hop, senders[hop.number]) for hop in here if hop.source == s and hop.number in senders],
-            ahead=shape.in_flight[s % shape.places] + 1,
+            ahead=shape.in_flight[s % shape.pipeline_depth] + 1,
             waiting=meter.waiting,
             sent=meter.sent,
         )

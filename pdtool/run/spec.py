@@ -116,7 +116,7 @@ class Place:
 
 def places(plan: Plan) -> list[Place]:
     """The place of each rank: the plan's workers in the order of their numbers. Unused workers are not started."""
-    first = plan.stages[: plan.places]
+    first = plan.stages[: plan.pipeline_depth]
     used = sorted((worker, s, k) for s, stage in enumerate(first) for k, worker in enumerate(stage.workers))
     return [Place(rank, *entry) for rank, entry in enumerate(used)]
 

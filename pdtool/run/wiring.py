@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.bundle import Tensor as Described
+from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.errors import ModelError
 
 TARGET = "the target"
@@ -31,7 +30,7 @@ class Wire:
     name: str
     source: int
     destination: int
-    tensor: Described
+    tensor: TensorSpec
     narrow: torch.dtype | None = None
 
     @property
@@ -81,7 +80,7 @@ class Hop:
         return f"{self.lane} {', '.join(repr(wire.name) for wire in self.wires)} of minibatch {minibatch}"
 
 
-def wires(bundle: Bundle, targets: Sequence[Described], narrow: torch.dtype | None = None) -> list[Wire]:
+def wires(bundle: Bundle, targets: Sequence[TensorSpec], narrow: torch.dtype | None = None) -> list[Wire]:
     """All wires; what stage 0's workers load (model inputs used later, targets) leaves from stage 0."""
     last = len(bundle.stages) - 1
     ends = [
@@ -114,7 +113,7 @@ def hops(wires: Sequence[Wire], members: Sequence[Sequence[int]]) -> list[Hop]:
     return [Hop(number, *end) for number, end in enumerate(ends)]
 
 
-def describe_targets(leaves: Sequence[Any]) -> list[Described]:
+def describe_targets(leaves: Sequence[Any]) -> list[TensorSpec]:
     """How the tensors of a target look in any minibatch, from those of a minibatch of one sample."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -123,7 +122,7 @@ def describe_targets(leaves: Sequence[Any]) -> list[Described]:
                 "let dataset() give tensors or numbers, or tuples and dicts of them",
             )
     return [
-        Described(
+        TensorSpec(
             name=f"target_{i}",
             producer=-1,
             consumers=(),
@@ -135,7 +134,7 @@ def describe_targets(leaves: Sequence[Any]) -> list[Described]:
     ]
 
 
-def dtype_of(tensor: Described) -> torch.dtype:
+def dtype_of(tensor: TensorSpec) -> torch.dtype:
     """The tensor's dtype, whose name the artifact has checked."""
     found = getattr(torch, tensor.dtype)
     assert isinstance(found, torch.dtype)

@@ -25,7 +25,7 @@ from pdtool.run.peers import gather
 from pdtool.run.report import Share, assemble
 from pdtool.run.setup import Setup
 from pdtool.run.spec import seed_of
-from pdtool.schedule import Action, Kind
+from pdtool.schedule import Action, ActionKind
 
 
 class Worker:
@@ -52,7 +52,7 @@ class Worker:
             with self.meter.doing(action):
                 part.catch_up()
                 match action.kind:
-                    case Kind.FORWARD:
+                    case ActionKind.FORWARD:
                         inputs, target = part.border.inputs(i)
                         self._seed(epoch, action)
                         outputs = part.stage.forward(i, inputs, target)
@@ -60,18 +60,18 @@ class Worker:
                         if part is self.setup.last:
                             part.losses[i] = outputs[0].detach()
                             self.pace.note(i)
-                    case Kind.BACKWARD:
+                    case ActionKind.BACKWARD:
                         gradients = part.stage.backward(
                             i, part.border.gradients(i), minibatches.weight(i), _final(part, after)
                         )
                         part.border.send_gradients(i, gradients)
-                    case Kind.INPUT:
+                    case ActionKind.BACKWARD_INPUT:
                         part.border.send_gradients(i, part.stage.backward_input(i, part.border.gradients(i)))
-                    case Kind.WEIGHT:
+                    case ActionKind.BACKWARD_WEIGHT:
                         part.stage.backward_weight(i, minibatches.weight(i), _final(part, after))
-                    case Kind.UPDATE:
+                    case ActionKind.UPDATE:
                         self._log_update(epoch, part, part.update(epoch))
-                if action.kind.ends:
+                if action.kind.completes_backward:
                     part.count(i, minibatches.weight(i))
         for part in self.parts.values():
             part.settle(len(minibatches))
@@ -82,7 +82,7 @@ class Worker:
         the first `most`."""
         split = self.setup.splits["valid"]
         minibatches = Minibatches(range(split.samples)[:most], self.spec.plan.batch_size)
-        actions = [action for action in self._actions(len(minibatches))[0] if action.kind is Kind.FORWARD]
+        actions = [action for action in self._actions(len(minibatches))[0] if action.kind is ActionKind.FORWARD]
         self._open("valid", epoch, minibatches, actions, {})
         sums: dict[str, tuple[float, float]] = {}
         for part in self.parts.values():
@@ -137,14 +137,19 @@ class Worker:
                 self.meter.restart()
         return self._report(done, -(-count // size), reached)
 
-    def _actions(self, minibatches: int) -> tuple[list[Action], schedule.Reads]:
+    def _actions(self, minibatches: int) -> tuple[list[Action], schedule.ForwardVersions]:
         """This worker's list, the one of its stages and replica, and which weights its forwards read."""
         lists = schedule.build(self.spec.plan.schedule, self.setup.shape, minibatches)
-        mine = list(self.setup.shape.slots()).index((self.place.stage, self.place.replica))
-        return lists[mine], schedule.reads(lists, self.setup.shape.weights)[mine]
+        mine = list(self.setup.shape.stage_replicas()).index((self.place.stage, self.place.replica))
+        return lists[mine], schedule.forward_versions(lists, self.setup.shape.weights)[mine]
 
     def _open(
-        self, split: str, epoch: int, minibatches: Minibatches, actions: Sequence[Action], reads: schedule.Reads
+        self,
+        split: str,
+        epoch: int,
+        minibatches: Minibatches,
+        actions: Sequence[Action],
+        reads: schedule.ForwardVersions,
     ) -> None:
         loaders = {0: self.setup.loaders.get(split)}
         for s, part in self.parts.items():
@@ -155,7 +160,7 @@ class Worker:
                 loaders.get(s),
                 minibatches,
                 (self.spec.seed, split, epoch),
-                [a.minibatch for a in own if a.kind is Kind.FORWARD],
+                [a.minibatch for a in own if a.kind is ActionKind.FORWARD],
                 [a.minibatch for a in own if a.kind.sends_gradients],
             )
 
@@ -237,5 +242,5 @@ class Worker:
 
 def _final(part: Part, after: Action | None) -> Callable[[nn.Parameter], None] | None:
     """In the last backward of a round, gradients go to the other replicas as they come."""
-    ends = after is not None and after.kind is Kind.UPDATE
+    ends = after is not None and after.kind is ActionKind.UPDATE
     return part.replicas.final if ends and part.replicas.group else None

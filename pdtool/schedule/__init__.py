@@ -12,37 +12,37 @@ Minibatch i is computed at stage s by replica i mod r[s] (round-robin; PipeDream
 
 from __future__ import annotations
 
-from pdtool.schedule.action import Action, Actions, Kind
-from pdtool.schedule.build import NAMES, SCHEDULES, build
-from pdtool.schedule.delays import delays_of
+from pdtool.schedule.action import Action, ActionKind, Actions
+from pdtool.schedule.build import SCHEDULES, SEARCHED_SCHEDULES, build
+from pdtool.schedule.delays import gradient_delays
 from pdtool.schedule.draw import draw
 from pdtool.schedule.grid import grid
-from pdtool.schedule.held import Held
-from pdtool.schedule.shape import Shape, all_in_flight, default_in_flight, lag_of, usual_shape
+from pdtool.schedule.shape import PipelineShape, default_in_flight, default_shape, tied_update_lag, total_in_flight
+from pdtool.schedule.stash_tracker import StashTracker
 from pdtool.schedule.timeline import timeline
 from pdtool.schedule.validate import validate
-from pdtool.schedule.versions import POLICIES, Reads, flows, reads
+from pdtool.schedule.versions import POLICIES, ForwardVersions, forward_versions, is_asynchronous
 
 __all__ = [
-    "NAMES",
     "POLICIES",
     "SCHEDULES",
+    "SEARCHED_SCHEDULES",
     "Action",
+    "ActionKind",
     "Actions",
-    "Held",
-    "Kind",
-    "Reads",
-    "Shape",
-    "all_in_flight",
+    "ForwardVersions",
+    "PipelineShape",
+    "StashTracker",
     "build",
     "default_in_flight",
-    "delays_of",
+    "default_shape",
     "draw",
-    "flows",
+    "forward_versions",
+    "gradient_delays",
     "grid",
-    "lag_of",
-    "reads",
+    "is_asynchronous",
+    "tied_update_lag",
     "timeline",
-    "usual_shape",
+    "total_in_flight",
     "validate",
 ]

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pdtool.errors import ScheduleError
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """Forward or backward of one minibatch, or the weight update that ends a round of minibatches.
 
     A zero-bubble schedule has the backward in two parts: the gradient of the inputs, which the stage before waits for,
@@ -18,19 +18,19 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT = "I"
-    WEIGHT = "W"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
     UPDATE = "U"
 
     @property
     def sends_gradients(self) -> bool:
         """Whether the stage before waits for it."""
-        return self in (Kind.BACKWARD, Kind.INPUT)
+        return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
     @property
-    def ends(self) -> bool:
+    def completes_backward(self) -> bool:
         """Whether what was kept of the minibatch is free after it, and the update may count on its gradients."""
-        return self in (Kind.BACKWARD, Kind.WEIGHT)
+        return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +38,7 @@ class Action:
     """`2F0`: stage 2, forward, minibatch 0. For an update the number is that of the round."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     minibatch: int
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Action:
             raise ScheduleError(
                 f"{text!r} is not an action", "write the stage, F, B, I, W or U, and the minibatch: 2F0"
             )
-        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
 
 Actions = list[Action]

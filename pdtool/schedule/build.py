@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from pdtool.errors import UsageError
-from pdtool.schedule.action import Action, Actions, Kind
-from pdtool.schedule.shape import Shape, interleaved_groups, interleaved_warm_up
+from pdtool.schedule.action import Action, ActionKind, Actions
+from pdtool.schedule.shape import PipelineShape, interleaved_groups, interleaved_warm_up
 from pdtool.schedule.versions import POLICIES
 
 SCHEDULES = tuple(POLICIES)
-NAMES = ("1f1b", "1f1b-flush", "gpipe")  # those that the planner has formulas for
+SEARCHED_SCHEDULES = ("1f1b", "1f1b-flush", "gpipe")  # those that the planner has formulas for
 _EVEN = ("interleaved", "zb-h1")
 
 Round = tuple[int, list[int]]  # its number, and the minibatches that one worker has in it
 
 
-def build(name: str, shape: Shape, minibatches: int) -> list[Actions]:
+def build(name: str, shape: PipelineShape, minibatches: int) -> list[Actions]:
     """The action lists of schedule `name` for minibatches 0 .. minibatches - 1 of one epoch.
 
     All rounds are closed at the end; the last one is short when `update_every` does not divide `minibatches`.
@@ -28,17 +28,17 @@ def build(name: str, shape: Shape, minibatches: int) -> list[Actions]:
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name!r} is unknown", f"choose one of {', '.join(SCHEDULES)}")
     if name in _EVEN and len(set(shape.replicas)) > 1:
-        config = "-".join(map(str, shape.replicas[: shape.places]))
+        config = "-".join(map(str, shape.replicas[: shape.pipeline_depth]))
         raise UsageError(
             f"schedule {name} needs as many replicas of each stage, but the plan is {config}",
             "use a straight plan, or 1f1b-flush",
         )
     if name != "interleaved" and shape.chunks > 1:
         raise UsageError(f"schedule {name} has one chunk a worker, not {shape.chunks}", "use interleaved")
-    return [_worker(name, shape, s, k, minibatches) for s, k in shape.slots()]
+    return [_worker(name, shape, s, k, minibatches) for s, k in shape.stage_replicas()]
 
 
-def _worker(name: str, shape: Shape, stage: int, replica: int, minibatches: int) -> Actions:
+def _worker(name: str, shape: PipelineShape, stage: int, replica: int, minibatches: int) -> Actions:
     """One worker's list: 1F1B runs through all rounds; the flushing schedules drain the pipeline after each."""
     every, replicas, in_flight = shape.update_every[stage], shape.replicas[stage], shape.in_flight[stage]
     rounds: list[Round] = [
@@ -70,20 +70,20 @@ def _one_f_one_b(stage: int, rounds: Sequence[Round], in_flight: int) -> Actions
     every minibatch in flight was begun with this version of the weights or the one before.
     """
     mine = [i for _, part in rounds for i in part]
-    actions = [Action(stage, Kind.FORWARD, i) for i in mine[:in_flight]]
+    actions = [Action(stage, ActionKind.FORWARD, i) for i in mine[:in_flight]]
     waiting = iter(mine[in_flight:])
     for number, part in rounds:
         for i in part:
-            actions.append(Action(stage, Kind.BACKWARD, i))
+            actions.append(Action(stage, ActionKind.BACKWARD, i))
             if i == part[-1]:
-                actions.append(Action(stage, Kind.UPDATE, number))
-            actions += [Action(stage, Kind.FORWARD, j) for j in islice(waiting, 1)]
+                actions.append(Action(stage, ActionKind.UPDATE, number))
+            actions += [Action(stage, ActionKind.FORWARD, j) for j in islice(waiting, 1)]
         if not part:  # a replica left out of a short round joins its update all the same: the all-reduce needs everyone
-            actions.append(Action(stage, Kind.UPDATE, number))
+            actions.append(Action(stage, ActionKind.UPDATE, number))
     return actions
 
 
-def _interleaved(worker: int, part: Round, shape: Shape) -> Actions:
+def _interleaved(worker: int, part: Round, shape: PipelineShape) -> Actions:
     """1F1B over chunks: p minibatches go through the first chunk, the same p through the second, ... (Megatron-LM,
     SC'21, section 2.2). Two workers of two chunks (stages 0, 2 and 1, 3), every action takes one slot:
 
@@ -91,20 +91,20 @@ def _interleaved(worker: int, part: Round, shape: Shape) -> Actions:
         1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
     number, minibatches = part
-    stages, groups = shape.stages_at(worker), interleaved_groups(shape.places, len(minibatches))
+    stages, groups = shape.stages_on_same_workers(worker), interleaved_groups(shape.pipeline_depth, len(minibatches))
     if not minibatches:
-        return [Action(stage, Kind.UPDATE, number) for stage in stages[::-1]]
-    forwards = _cycle(minibatches, groups, stages, Kind.FORWARD)
-    backwards = _cycle(minibatches, groups, stages[::-1], Kind.BACKWARD)
-    actions = list(islice(forwards, interleaved_warm_up(shape.places, worker, len(minibatches), shape.chunks)))
+        return [Action(stage, ActionKind.UPDATE, number) for stage in stages[::-1]]
+    forwards = _cycle(minibatches, groups, stages, ActionKind.FORWARD)
+    backwards = _cycle(minibatches, groups, stages[::-1], ActionKind.BACKWARD)
+    actions = list(islice(forwards, interleaved_warm_up(shape.pipeline_depth, worker, len(minibatches), shape.chunks)))
     for backward in backwards:
         actions += [*islice(forwards, 1), backward]
         if backward.minibatch == minibatches[-1]:
-            actions.append(Action(backward.stage, Kind.UPDATE, number))
+            actions.append(Action(backward.stage, ActionKind.UPDATE, number))
     return actions
 
 
-def _cycle(minibatches: Sequence[int], groups: Sequence[int], stages: range, kind: Kind) -> Iterator[Action]:
+def _cycle(minibatches: Sequence[int], groups: Sequence[int], stages: range, kind: ActionKind) -> Iterator[Action]:
     rest = iter(minibatches)
     for size in groups:
         group = list(islice(rest, size))
@@ -112,7 +112,7 @@ def _cycle(minibatches: Sequence[int], groups: Sequence[int], stages: range, kin
             yield from (Action(stage, kind, i) for i in group)
 
 
-def _zero_bubble(stage: int, part: Round, shape: Shape) -> Actions:
+def _zero_bubble(stage: int, part: Round, shape: PipelineShape) -> Actions:
     """ZB-H1: the gradients of the weights are put off, by r minibatches at stage r, to fill the drain ("Zero Bubble
     Pipeline Parallelism", ICLR'24, section 2.1). Three stages, every action takes one slot:
 
@@ -122,11 +122,11 @@ def _zero_bubble(stage: int, part: Round, shape: Shape) -> Actions:
     """
     number, minibatches = part
     forwards = iter(minibatches)
-    actions = [Action(stage, Kind.FORWARD, i) for i in islice(forwards, shape.places - 1 - stage)]
+    actions = [Action(stage, ActionKind.FORWARD, i) for i in islice(forwards, shape.pipeline_depth - 1 - stage)]
     for done, i in enumerate(minibatches):
-        actions += [Action(stage, Kind.FORWARD, j) for j in islice(forwards, 1)]
-        actions.append(Action(stage, Kind.INPUT, i))
+        actions += [Action(stage, ActionKind.FORWARD, j) for j in islice(forwards, 1)]
+        actions.append(Action(stage, ActionKind.BACKWARD_INPUT, i))
         if done >= stage:
-            actions.append(Action(stage, Kind.WEIGHT, minibatches[done - stage]))
-    actions += [Action(stage, Kind.WEIGHT, i) for i in minibatches[max(0, len(minibatches) - stage) :]]
-    return [*actions, Action(stage, Kind.UPDATE, number)]
+            actions.append(Action(stage, ActionKind.BACKWARD_WEIGHT, minibatches[done - stage]))
+    actions += [Action(stage, ActionKind.BACKWARD_WEIGHT, i) for i in minibatches[max(0, len(minibatches) - stage) :]]
+    return [*actions, Action(stage, ActionKind.UPDATE, number)]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pdtool.schedule.build import build
-from pdtool.schedule.held import Held
-from pdtool.schedule.shape import Shape, all_in_flight
-from pdtool.schedule.versions import reads
+from pdtool.schedule.shape import PipelineShape, total_in_flight
+from pdtool.schedule.stash_tracker import StashTracker
+from pdtool.schedule.versions import forward_versions
 
 
-def delays_of(schedule: str, shape: Shape) -> list[int]:
+def gradient_delays(schedule: str, shape: PipelineShape) -> list[int]:
     """For each stage, the most updates between the weights that a forward reads and the same minibatch's backward."""
-    enough = 2 * max(*shape.update_every, all_in_flight(shape.replicas[: shape.places], shape.in_flight)) + 1
+    enough = 2 * max(*shape.update_every, total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight)) + 1
     lists = build(schedule, shape, enough)
     found = [0] * len(shape.replicas)
-    for own, actions, (stage, _) in zip(reads(lists, shape.weights), lists, shape.slots(), strict=True):
-        held = Held(own)
+    for own, actions, (stage, _) in zip(
+        forward_versions(lists, shape.weights), lists, shape.stage_replicas(), strict=True
+    ):
+        held = StashTracker(own)
         for action in actions:
-            held.take(action)
-        for s in shape.stages_at(stage):
+            held.apply(action)
+        for s in shape.stages_on_same_workers(stage):
             found[s] = max(found[s], held.delay)
     return found

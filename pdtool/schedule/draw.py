@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdtool.schedule.action import Actions, Kind
+from pdtool.schedule.action import ActionKind, Actions
 from pdtool.schedule.timeline import timeline
 
 
@@ -14,7 +14,12 @@ def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: i
     A split backward is `I3` and `W3`, of half its slots each. With several stages on a worker each box names its stage.
     """
     starts = timeline(lists, forward, backward)
-    slots = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward // 2, Kind.WEIGHT: backward // 2}
+    slots = {
+        ActionKind.FORWARD: forward,
+        ActionKind.BACKWARD: backward,
+        ActionKind.BACKWARD_INPUT: backward // 2,
+        ActionKind.BACKWARD_WEIGHT: backward // 2,
+    }
     chunked = any(len({a.stage for a in actions}) > 1 for actions in lists)
     names = [[str(a) if chunked else f"{a.kind}{a.minibatch}" for a in actions] for actions in lists]
     size = max((len(name) for row in names for name in row), default=2)
@@ -22,7 +27,7 @@ def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: i
     for worker, (actions, times) in enumerate(zip(lists, starts, strict=True)):
         cells: list[str] = []
         for action, name, start in zip(actions, names[worker], times, strict=True):
-            if action.kind is not Kind.UPDATE:
+            if action.kind is not ActionKind.UPDATE:
                 cells += ["."] * (int(start) - len(cells))
                 cells += [name] + ["=" * size] * (slots[action.kind] - 1)
         stage = actions[0].stage if actions else 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class PipelineShape:
     """What a schedule is made for.
 
     Attributes:
@@ -26,17 +26,17 @@ class Shape:
     weights: str = "stash"
 
     @property
-    def places(self) -> int:
+    def pipeline_depth(self) -> int:
         """p: stages that lie on workers of their own."""
         return len(self.replicas) // self.chunks
 
-    def slots(self) -> Iterator[tuple[int, int]]:
+    def stage_replicas(self) -> Iterator[tuple[int, int]]:
         """(stage, replica) of each worker list, in order; with chunks its first stage."""
-        return ((s, k) for s, r in enumerate(self.replicas[: self.places]) for k in range(r))
+        return ((s, k) for s, r in enumerate(self.replicas[: self.pipeline_depth]) for k in range(r))
 
-    def stages_at(self, stage: int) -> range:
+    def stages_on_same_workers(self, stage: int) -> range:
         """All stages on the workers of `stage`."""
-        return range(stage % self.places, len(self.replicas), self.places)
+        return range(stage % self.pipeline_depth, len(self.replicas), self.pipeline_depth)
 
     def versions(self, stage: int) -> int:
         """Most weight versions at one replica of a stage, the newest included.
@@ -44,7 +44,7 @@ class Shape:
         Between two updates a replica does k/r backwards, so of w minibatches in flight no more than that many were
         begun with the same weights. With vertical sync the minibatches in flight at the first stage count, everywhere.
         """
-        r, w, k = self.replicas[stage], self.in_flight[stage % self.places], self.update_every[stage]
+        r, w, k = self.replicas[stage], self.in_flight[stage % self.pipeline_depth], self.update_every[stage]
         match self.weights:
             case "flush" | "none":
                 return 1
@@ -64,7 +64,7 @@ def default_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.ceil(sum(replicas[s:]) / r) for s, r in enumerate(replicas))
 
 
-def usual_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> Shape:
+def default_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> PipelineShape:
     """The shape that schedule `name` is defined for.
 
     Args:
@@ -74,12 +74,12 @@ def usual_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunk
     """
     p, usual = len(replicas), default_in_flight(replicas)
     if name == "1f1b":
-        return Shape(replicas=tuple(replicas), in_flight=usual, update_every=tuple(replicas))
+        return PipelineShape(replicas=tuple(replicas), in_flight=usual, update_every=tuple(replicas))
     most = [math.ceil(microbatches / r) for r in replicas]  # that one replica has in an update
     weights = "flush"
     match name:
         case "2bw":  # k >= all in flight, so that a third version is never begun (Narayanan et al., 2021, section 3.1)
-            microbatches, weights = max(microbatches, all_in_flight(replicas, usual)), "2bw"
+            microbatches, weights = max(microbatches, total_in_flight(replicas, usual)), "2bw"
             in_flight = usual
         case "1f1b-flush":
             in_flight = tuple(map(min, usual, most))
@@ -93,7 +93,7 @@ def usual_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunk
         case _:
             in_flight = tuple(most)
     stages = p * chunks
-    return Shape(
+    return PipelineShape(
         replicas=tuple(replicas) * chunks,
         in_flight=in_flight,
         update_every=(microbatches,) * stages,
@@ -102,7 +102,7 @@ def usual_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunk
     )
 
 
-def all_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
+def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
     """Minibatches in flight at all replicas of the stage that has most of them."""
     return max(w * r for w, r in zip(in_flight, replicas, strict=True))
 
@@ -121,7 +121,7 @@ def interleaved_warm_up(p: int, worker: int, microbatches: int, chunks: int) -> 
     return 2 * (p - worker - 1) + (chunks - 1) * interleaved_groups(p, microbatches)[0]
 
 
-def lag_of(shape: Shape, holders: Sequence[int], stage: int) -> int:
+def tied_update_lag(shape: PipelineShape, holders: Sequence[int], stage: int) -> int:
     """Rounds by which `stage` runs ahead of the first of the stages that hold a tied parameter; see run/tied.py."""
     ahead = [shape.replicas[s] * shape.in_flight[s] for s in (min(holders), stage)]
     return max(0, math.ceil((ahead[0] - ahead[1]) / shape.update_every[stage]))

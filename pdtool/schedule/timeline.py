@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdtool.errors import ScheduleError
-from pdtool.schedule.action import Action, Actions, Kind
+from pdtool.schedule.action import Action, ActionKind, Actions
 from pdtool.schedule.grid import grid
 
 
@@ -21,7 +21,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
     """
     needs_of = _dependencies(lists)
     half = backward / 2
-    lasts = dict(zip(Kind, (forward, backward, half, half, 0.0), strict=True))
+    lasts = dict(zip(ActionKind, (forward, backward, half, half, 0.0), strict=True))
     done: dict[Action, float] = {}
     starts: list[list[float]] = [[] for _ in lists]
     free = [0.0] * len(lists)
@@ -47,23 +47,23 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
 def _dependencies(lists: Sequence[Actions]) -> dict[Action, list[Action]]:
     """What must have ended, on any worker, before each action starts."""
     last = max((a.stage for actions in lists for a in actions), default=0)
-    split = {a.stage for actions in lists for a in actions if a.kind is Kind.INPUT}
+    split = {a.stage for actions in lists for a in actions if a.kind is ActionKind.BACKWARD_INPUT}
     needs: dict[Action, list[Action]] = {}
     for actions in lists:
         ended: dict[int, list[Action]] = {}
         for action in actions:
             stage, i = action.stage, action.minibatch
-            if action.kind is Kind.FORWARD:
-                needs[action] = [Action(stage - 1, Kind.FORWARD, i)] if stage else []
+            if action.kind is ActionKind.FORWARD:
+                needs[action] = [Action(stage - 1, ActionKind.FORWARD, i)] if stage else []
             elif action.kind.sends_gradients:
-                sender = Kind.INPUT if stage + 1 in split else Kind.BACKWARD
+                sender = ActionKind.BACKWARD_INPUT if stage + 1 in split else ActionKind.BACKWARD
                 after = [Action(stage + 1, sender, i)] if stage < last else []
-                needs[action] = [Action(stage, Kind.FORWARD, i), *after]
-            elif action.kind is Kind.WEIGHT:
-                needs[action] = [Action(stage, Kind.INPUT, i)]
+                needs[action] = [Action(stage, ActionKind.FORWARD, i), *after]
+            elif action.kind is ActionKind.BACKWARD_WEIGHT:
+                needs[action] = [Action(stage, ActionKind.BACKWARD_INPUT, i)]
             else:  # the gradients of all replicas are averaged first
                 needs[action] = needs.get(action, []) + ended.pop(stage, [])
-            if action.kind.ends:
+            if action.kind.completes_backward:
                 ended.setdefault(stage, []).append(action)
     return needs
 

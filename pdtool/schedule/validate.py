@@ -6,22 +6,22 @@ import math
 from collections.abc import Sequence
 
 from pdtool.errors import ScheduleError
-from pdtool.schedule.action import Action, Actions, Kind
+from pdtool.schedule.action import Action, ActionKind, Actions
 from pdtool.schedule.grid import grid
-from pdtool.schedule.held import Held
-from pdtool.schedule.shape import Shape
+from pdtool.schedule.shape import PipelineShape
+from pdtool.schedule.stash_tracker import StashTracker
 from pdtool.schedule.timeline import timeline
-from pdtool.schedule.versions import Reads, reads
+from pdtool.schedule.versions import ForwardVersions, forward_versions
 
 
-def validate(lists: Sequence[Actions], shape: Shape, minibatches: int) -> None:
+def validate(lists: Sequence[Actions], shape: PipelineShape, minibatches: int) -> None:
     """Prove of any lists: complete, every minibatch on its replica, bounds held, no deadlock, updates in order.
 
     Raises:
         ScheduleError: the first law that is broken; the text holds the grid with the fault marked.
     """
-    slots = list(shape.slots())
-    seen = reads(lists, shape.weights) if shape.weights in ("vertical-sync", "2bw") else [None] * len(lists)
+    slots = list(shape.stage_replicas())
+    seen = forward_versions(lists, shape.weights) if shape.weights in ("vertical-sync", "2bw") else [None] * len(lists)
     if len(lists) != len(slots):
         raise ScheduleError(f"{len(lists)} action lists for {len(slots)} workers")
     for worker, (actions, (stage, replica)) in enumerate(zip(lists, slots, strict=True)):
@@ -43,19 +43,29 @@ class _Proof:
     """
 
     def __init__(
-        self, actions: Actions, seen: Reads | None, shape: Shape, stage: int, replica: int, minibatches: int
+        self,
+        actions: Actions,
+        seen: ForwardVersions | None,
+        shape: PipelineShape,
+        stage: int,
+        replica: int,
+        minibatches: int,
     ) -> None:
         self.shape, self.minibatches, self.replica = shape, minibatches, replica
         self.limit = max(1, shape.in_flight[stage])
-        self.seen, self.held = seen, Held(seen, stashing=shape.weights != "none")
-        split = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for action in actions)
-        self.kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD)
+        self.seen, self.held = seen, StashTracker(seen, stashing=shape.weights != "none")
+        split = any(action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) for action in actions)
+        self.kinds = (
+            (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+            if split
+            else (ActionKind.FORWARD, ActionKind.BACKWARD)
+        )
         self.missing = set()
-        for s in shape.stages_at(stage):
+        for s in shape.stages_on_same_workers(stage):
             mine = range(replica, minibatches, shape.replicas[s])
             rounds = math.ceil(minibatches / shape.update_every[s])
             self.missing |= {Action(s, kind, i) for kind in self.kinds for i in mine}
-            self.missing |= {Action(s, Kind.UPDATE, j) for j in range(rounds)}
+            self.missing |= {Action(s, ActionKind.UPDATE, j) for j in range(rounds)}
         self.expected = frozenset(self.missing)
 
     def fault(self, action: Action) -> str:
@@ -66,8 +76,8 @@ class _Proof:
         if fault:
             return fault
         self.missing.discard(action)
-        self.held.take(action)
-        live, versions = len(self.held.begun), self.held.versions(action.stage)
+        self.held.apply(action)
+        live, versions = len(self.held.in_flight), self.held.versions(action.stage)
         if live > self.limit:
             return f"makes {live} minibatches in flight; the plan allows {self.limit}"
         most = self.shape.versions(action.stage)
@@ -76,12 +86,12 @@ class _Proof:
         return ""
 
     def _out_of_order(self, action: Action) -> str:
-        if action.kind is Kind.UPDATE:
+        if action.kind is ActionKind.UPDATE:
             return self._early_update(action)
         if self.seen and self.seen.get((action.stage, action.minibatch), 0) > self.held.updates[action.stage]:
             return "comes before the update that makes its weights"
         before = self.kinds[: self.kinds.index(action.kind)]
-        words = {Kind.FORWARD: "its forward", Kind.INPUT: "the gradient of its inputs"}
+        words = {ActionKind.FORWARD: "its forward", ActionKind.BACKWARD_INPUT: "the gradient of its inputs"}
         late = [words[kind] for kind in before if Action(action.stage, kind, action.minibatch) in self.missing]
         return f"comes before {late[0]}" if late else ""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pdtool.schedule.action import Actions, Kind
+from pdtool.schedule.action import ActionKind, Actions
 
 POLICIES = {  # of each schedule, the usual one first
     "1f1b": ("stash", "vertical-sync", "none"),
@@ -23,15 +23,15 @@ POLICIES = {  # of each schedule, the usual one first
     "interleaved": ("flush",),
     "zb-h1": ("flush",),
 }
-Reads = dict[tuple[int, int], int]  # (stage, minibatch) -> updates of the stage that its forward sees
+ForwardVersions = dict[tuple[int, int], int]  # (stage, minibatch) -> updates of the stage that its forward sees
 
 
-def flows(schedule: str) -> bool:
+def is_asynchronous(schedule: str) -> bool:
     """Whether minibatches are in flight while the weights change."""
     return POLICIES[schedule] != ("flush",)
 
 
-def reads(lists: Sequence[Actions], weights: str) -> list[Reads]:
+def forward_versions(lists: Sequence[Actions], weights: str) -> list[ForwardVersions]:
     """For each worker, the version of every forward: how many updates of its stage it sees.
 
     Args:
@@ -47,23 +47,23 @@ def reads(lists: Sequence[Actions], weights: str) -> list[Reads]:
     return found
 
 
-def _newest(actions: Actions) -> Reads:
+def _newest(actions: Actions) -> ForwardVersions:
     updates: Counter[int] = Counter()
-    found: Reads = {}
+    found: ForwardVersions = {}
     for action in actions:
-        if action.kind is Kind.UPDATE:
+        if action.kind is ActionKind.UPDATE:
             updates[action.stage] += 1
-        elif action.kind is Kind.FORWARD:
+        elif action.kind is ActionKind.FORWARD:
             found[action.stage, action.minibatch] = updates[action.stage]
     return found
 
 
-def _one_late(actions: Actions) -> Reads:
+def _one_late(actions: Actions) -> ForwardVersions:
     rounds: dict[int, int] = {}
-    found: Reads = {}
+    found: ForwardVersions = {}
     for action in reversed(actions):
-        if action.kind is Kind.UPDATE:
+        if action.kind is ActionKind.UPDATE:
             rounds[action.stage] = action.minibatch
-        elif action.kind.ends:
+        elif action.kind.completes_backward:
             found[action.stage, action.minibatch] = max(0, rounds.get(action.stage, 0) - 1)
     return found

@@ -23,7 +23,7 @@ from pdtool.partition.simulator.job import Border, Job, Work
 from pdtool.partition.simulator.simulate import simulate
 from pdtool.run.launch import launch
 from pdtool.run.spec import RunSpec
-from pdtool.schedule import Kind, build
+from pdtool.schedule import ActionKind, build
 from runtime_bench.rows import Row, medians
 from runtime_bench.toys import Emulated, alone, notes
 
@@ -144,7 +144,10 @@ def schedule_pace(spec: RunSpec, seconds: Sequence[float]) -> float:
         workers=range(sum(shape.replicas)),
         cluster=Cluster(levels=(Level(size=sum(shape.replicas), bandwidth_bytes_per_s=FREE),)),
         stages=[
-            Work(seconds={**dict.fromkeys(Kind, 0.0), Kind.FORWARD: t / 3, Kind.BACKWARD: t * 2 / 3}, averaged_bytes=4)
+            Work(
+                seconds={**dict.fromkeys(ActionKind, 0.0), ActionKind.FORWARD: t / 3, ActionKind.BACKWARD: t * 2 / 3},
+                averaged_bytes=4,
+            )
             for t in seconds
         ],
         borders=[

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdtool.cluster import Cluster
-from pdtool.schedule import Actions, Kind, Shape
+from pdtool.schedule import ActionKind, Actions, PipelineShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Work:
         averaged_bytes: of gradients, over the replicas, in each round.
     """
 
-    seconds: Mapping[Kind, float]
+    seconds: Mapping[ActionKind, float]
     weight_bytes: int = 0
     kept_bytes: int = 0
     fixed_bytes: int = 0
@@ -57,13 +57,13 @@ class Job:
     """What is simulated.
 
     Attributes:
-        lists: of actions, one per worker, in the order of shape.slots().
+        lists: of actions, one per worker, in the order of shape.stage_replicas().
         workers: their numbers in the cluster.
         stages: what each costs.
         batch_size: samples in a minibatch.
     """
 
-    shape: Shape
+    shape: PipelineShape
     lists: Sequence[Actions]
     workers: Sequence[int]
     cluster: Cluster

@@ -14,7 +14,7 @@ from pdtool.partition.cost import Load
 from pdtool.partition.evaluate import loads
 from pdtool.partition.simulator.job import Border, Job, Tied, Work
 from pdtool.partition.simulator.simulation import filling, period
-from pdtool.schedule import Kind, Shape, build, flows, lag_of, usual_shape
+from pdtool.schedule import ActionKind, PipelineShape, build, default_shape, is_asynchronous, tied_update_lag
 
 LEAST_STEADY = 32  # minibatches in steady state
 MOST_ACTIONS = 200_000  # forwards and backwards, about ten seconds
@@ -50,14 +50,14 @@ def planned_job(
     else:
         replicas = [stage.replicas for stage in plan.stages]
         microbatches = plan.microbatches if plan.microbatches > 1 else 4 * len(replicas)
-        shape = usual_shape(name, replicas, microbatches, chunks if name == "interleaved" else 1)
+        shape = default_shape(name, replicas, microbatches, chunks if name == "interleaved" else 1)
     most = max(MOST_ACTIONS // (2 * len(stages)), enough(shape))
     if minibatches and minibatches > most:
         raise UsageError(f"--minibatches {minibatches} of {len(stages)} stages take too long", f"give at most {most}")
     return Job(
         shape=shape,
         lists=build(name, shape, minibatches or enough(shape)),
-        workers=[worker for stage in plan.stages[: plan.places] for worker in stage.workers],
+        workers=[worker for stage in plan.stages[: plan.pipeline_depth] for worker in stage.workers],
         cluster=plan.cluster.cluster(),
         stages=[
             _work(profile, load, nodes, again=again)
@@ -69,18 +69,18 @@ def planned_job(
     )
 
 
-def _lags(schedule: str, shape: Shape, group: tuple[int, ...]) -> tuple[int, ...]:
+def _lags(schedule: str, shape: PipelineShape, group: tuple[int, ...]) -> tuple[int, ...]:
     """Rounds between a gradient of a tied parameter and its step at each holder (run/tied.py).
 
     With chunks a worker goes on with its other stages and takes the step before the stage's next action. As if that
     were a round later: a little too good, since nothing waits for the last one.
     """
-    if flows(schedule):
-        return tuple(lag_of(shape, group, s) for s in group)
+    if is_asynchronous(schedule):
+        return tuple(tied_update_lag(shape, group, s) for s in group)
     return (int(shape.chunks > 1),) * len(group)
 
 
-def enough(shape: Shape) -> int:
+def enough(shape: PipelineShape) -> int:
     """Minibatches to fill the pipeline, to see its steady state for a whole number of periods, and to drain it."""
     steady = max(LEAST_STEADY, period(shape))
     return 2 * filling(shape) + math.ceil(steady / period(shape)) * period(shape)
@@ -126,7 +126,7 @@ def _work(profile: Profile, load: Load, nodes: Collection[str], *, again: bool) 
     """
     backward = load.backward_s + load.forward_s * again
     weights = sum(profile.by_name[name].backward_s / 2 for name in nodes if profile.by_name[name].parameter_bytes)
-    seconds = dict(zip(Kind, (load.forward_s, backward, backward - weights, weights, load.update_s), strict=True))
+    seconds = dict(zip(ActionKind, (load.forward_s, backward, backward - weights, weights, load.update_s), strict=True))
     fixed = math.ceil(load.parameter_bytes * (1 + profile.optimizer_state_bytes)) + load.working_bytes
     return Work(
         seconds=seconds,

@@ -17,7 +17,7 @@ from pdtool.partition.simulator.averages import Averages
 from pdtool.partition.simulator.job import Job
 from pdtool.partition.simulator.links import Clock, Flow, Links
 from pdtool.partition.simulator.simulation import Record, Room, Share, Simulation, Unrecorded, pace, steady
-from pdtool.schedule import Action, Kind, grid
+from pdtool.schedule import Action, ActionKind, grid
 
 Tensors = tuple[int, bool, int]  # stage that waits for them, whether they are gradients, minibatch
 Turn = tuple[int, bool, int]  # worker, whether gradients, how many it takes before
@@ -65,8 +65,11 @@ def _executed(job: Job, record: Unrecorded, limit_s: float | None = None) -> tup
     """All workers at their end; with a limit, when the pace is known or known to be above it."""
     clock = Clock()
     links = Links(job.cluster, clock)
-    slots = list(job.shape.slots())
-    homes = [[w for w, (s, _) in enumerate(slots) if s == stage % job.shape.places] for stage in range(len(job.stages))]
+    slots = list(job.shape.stage_replicas())
+    homes = [
+        [w for w, (s, _) in enumerate(slots) if s == stage % job.shape.pipeline_depth]
+        for stage in range(len(job.stages))
+    ]
     workers: list[_Worker] = []
     averages = Averages(job, homes, links, clock, record, lambda w: workers[w].go_on())
     mail = _Mail(job, homes, links, record, workers)
@@ -98,7 +101,7 @@ class _Done:
     def __init__(self, job: Job, clock: Clock, limit_s: float | None) -> None:
         self.clock, self.limit_s, self.known = clock, limit_s, False
         self.at_s: list[float] = []
-        ends = Counter(a.minibatch for actions in job.lists for a in actions if a.kind.ends)
+        ends = Counter(a.minibatch for actions in job.lists for a in actions if a.kind.completes_backward)
         self._missing, self.watched = ends, steady(len(ends), job.shape)
 
     def end(self, minibatch: int) -> None:
@@ -140,9 +143,9 @@ class _Mail:
         self.turn: dict[Tensors, int] = {}
         self.asked: Counter[tuple[int, bool]] = Counter()
         self.held: dict[Turn, list[Flow]] = {}
-        for w, ((stage, _), actions) in enumerate(zip(job.shape.slots(), job.lists, strict=True)):
+        for w, ((stage, _), actions) in enumerate(zip(job.shape.stage_replicas(), job.lists, strict=True)):
             for gradients in (False, True):
-                taking = (a for a in actions if (a.kind.sends_gradients if gradients else a.kind is Kind.FORWARD))
+                taking = (a for a in actions if (a.kind.sends_gradients if gradients else a.kind is ActionKind.FORWARD))
                 self.turn |= {(a.stage, gradients, a.minibatch): n for n, a in enumerate(taking)}
                 self.asked[w, gradients] = job.shape.in_flight[stage] + 1
         self.arrived: Counter[Tensors] = Counter()
@@ -156,24 +159,24 @@ class _Mail:
 
     def ready(self, action: Action) -> float | None:
         """When the last tensor that the action takes was sent; None while one has not arrived."""
-        if action.kind is Kind.WEIGHT:
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
             return 0.0
-        gradients = action.kind is not Kind.FORWARD
+        gradients = action.kind is not ActionKind.FORWARD
         key = (action.stage, gradients, action.minibatch)
         return self.departed_s.get(key, 0.0) if self.arrived[key] == self.needs[action.stage, gradients] else None
 
     def take(self, w: int, action: Action) -> None:
         """The worker has what the action takes: it asks for one more."""
         gradients = action.kind.sends_gradients
-        if gradients or action.kind is Kind.FORWARD:
+        if gradients or action.kind is ActionKind.FORWARD:
             for flow in self.held.pop((w, gradients, self.asked[w, gradients]), ()):
                 self.links.send(flow)
             self.asked[w, gradients] += 1
 
     def post(self, w: int, action: Action) -> None:
         """Send all that an action of worker `w` has made."""
-        if action.kind is Kind.FORWARD or action.kind.sends_gradients:
-            gradients = action.kind is not Kind.FORWARD
+        if action.kind is ActionKind.FORWARD or action.kind.sends_gradients:
+            gradients = action.kind is not ActionKind.FORWARD
             for stage, size in self.outgoing.get((action.stage, gradients), ()):
                 self._send(w, (stage, gradients, action.minibatch), size)
 
@@ -230,7 +233,7 @@ class _Worker:
         if self.running or self.finished:
             return
         action = self.actions[self.position]
-        update = action.kind is Kind.UPDATE
+        update = action.kind is ActionKind.UPDATE
         made_s = self.averages.ready(action.stage, action.minibatch, self.w) if update else self.mail.ready(action)
         if made_s is not None:
             self._begin(action, made_s)
@@ -251,7 +254,7 @@ class _Worker:
     def _end(self, action: Action) -> None:
         self.running, self.free_s = False, self.clock.now
         self.position += 1
-        if action.kind.ends:
+        if action.kind.completes_backward:
             self.done.end(action.minibatch)
         self.mail.post(self.w, action)
         self.go_on()
@@ -259,7 +262,7 @@ class _Worker:
     def _offer_gradients(self, action: Action, length: float) -> None:
         """In the last backward of a round, gradients are there piece by piece, those of the last layers first."""
         after = self.actions[self.position + 1 : self.position + 2]
-        if action.kind.ends and after and after[0].kind is Kind.UPDATE:
+        if action.kind.completes_backward and after and after[0].kind is ActionKind.UPDATE:
             pieces = self.averages.pieces(action.stage)
             for n in range(1, pieces):
                 offer = partial(self.averages.offer, action.stage, after[0].minibatch, self.w, n)

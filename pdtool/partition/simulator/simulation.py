@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdtool.partition.simulator.job import Job
 from pdtool.partition.simulator.links import Flow
-from pdtool.schedule import Action, Held, Kind, Reads, Shape, reads
+from pdtool.schedule import Action, ActionKind, ForwardVersions, PipelineShape, StashTracker, forward_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,12 @@ class Record(Unrecorded):
     """Events so far, what each worker sent, and what it holds."""
 
     def __init__(self, job: Job) -> None:
-        slots = list(job.shape.slots())
+        slots = list(job.shape.stage_replicas())
         self.events: list[Event] = []
         self.sent_bytes = [0.0] * len(slots)
         self.rooms = [
-            Room(job, stage, seen) for (stage, _), seen in zip(slots, reads(job.lists, job.shape.weights), strict=True)
+            Room(job, stage, seen)
+            for (stage, _), seen in zip(slots, forward_versions(job.lists, job.shape.weights), strict=True)
         ]
 
     def action(self, slot: int, action: Action, start_s: float, length_s: float) -> None:
@@ -102,21 +103,21 @@ class Room:
         seen: the versions of the weights that it reads.
     """
 
-    def __init__(self, job: Job, stage: int, seen: Reads) -> None:
-        self.stages = job.shape.stages_at(stage)
+    def __init__(self, job: Job, stage: int, seen: ForwardVersions) -> None:
+        self.stages = job.shape.stages_on_same_workers(stage)
         self.work = job.stages
-        self.held = Held(seen, stashing=job.shape.weights != "none")
+        self.held = StashTracker(seen, stashing=job.shape.weights != "none")
         self.fixed_bytes = sum(job.stages[s].fixed_bytes for s in self.stages)
         self.memory_bytes = self.kept_bytes = self.versions = 0
 
     def take(self, action: Action) -> None:
         """What was kept of a minibatch is free when its last action begins: nothing else begins before that ends."""
-        self.held.take(action)
+        self.held.apply(action)
         kept = self.work[action.stage].kept_bytes
-        if action.kind.ends:
+        if action.kind.completes_backward:
             self.kept_bytes -= kept
-        elif action.kind in (Kind.FORWARD, Kind.UPDATE):  # only these hold more than before
-            self.kept_bytes += kept * (action.kind is Kind.FORWARD)
+        elif action.kind in (ActionKind.FORWARD, ActionKind.UPDATE):  # only these hold more than before
+            self.kept_bytes += kept * (action.kind is ActionKind.FORWARD)
             versions = [self.held.versions(s) for s in self.stages]
             weights = sum(self.work[s].weight_bytes * n for s, n in zip(self.stages, versions, strict=True))
             self.memory_bytes = max(self.memory_bytes, self.fixed_bytes + weights + self.kept_bytes)
@@ -180,19 +181,19 @@ class Simulation:
         return sum(share.sent_bytes for share in self.shares) / self.minibatches
 
 
-def filling(shape: Shape) -> int:
+def filling(shape: PipelineShape) -> int:
     """Minibatches that are begun before the pipeline is in steady state."""
     in_flight = (w * r for w, r in zip(shape.in_flight, shape.replicas, strict=False))
     return max(*in_flight, *shape.update_every)
 
 
-def period(shape: Shape) -> int:
+def period(shape: PipelineShape) -> int:
     """Minibatches after which a schedule repeats itself."""
     common = math.lcm(*shape.update_every)
     return common if common <= 512 else max(shape.update_every)
 
 
-def steady(minibatches: int, shape: Shape) -> range:
+def steady(minibatches: int, shape: PipelineShape) -> range:
     """As many minibatches, in the order in which they are done, as there are in whole periods between filling and
     draining; there may be none."""
     first = filling(shape)

@@ -31,12 +31,12 @@ class GPT(nn.Module):
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(VOCABULARY, width), nn.Parameter(torch.zeros(LENGTH, width))
+        self.words, self.pipeline_depth = nn.Embedding(VOCABULARY, width), nn.Parameter(torch.zeros(LENGTH, width))
         self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.words(words) + self.places)))
+        return self.head(self.norm(self.blocks(self.words(words) + self.pipeline_depth)))
 
 
 def model(layers: int = 6, width: int = 192) -> nn.Module:
