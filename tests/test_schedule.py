@@ -171,7 +171,7 @@ def held(actions: list[Action]) -> StashTracker:
     """A worker at the end of its list."""
     made = StashTracker()
     for action in actions:
-        made.take(action)
+        made.apply(action)
     return made
 
 
@@ -226,8 +226,8 @@ def test_versions_are_counted_as_they_live(made: tuple[str, PipelineShape], n: i
     for actions in build(*made, n):
         counted = StashTracker()
         for action in actions:
-            counted.take(action)
-            live = {version for (stage, _), version in counted.begun.items() if stage == action.stage}
+            counted.apply(action)
+            live = {version for (stage, _), version in counted.in_flight.items() if stage == action.stage}
             assert counted.versions(action.stage) == len(live | {counted.updates[action.stage]})
 
 
