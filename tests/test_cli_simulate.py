@@ -17,10 +17,11 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.dot import dot
 from pdtool.cluster import make_cluster
-from pdtool.partition.simulator import compare
-from pdtool.partition.simulator.compare import Point, crossings, grid
-from pdtool.partition.simulator.planned import planned_job
-from pdtool.partition.simulator.simulate import simulate
+from pdtool.partition import comparison
+from pdtool.partition.comparison import SweepPoint, bandwidth_grid, crossings
+from pdtool.partition.placement import Placement
+from pdtool.partition.simulator.engine import simulate
+from pdtool.partition.simulator.job import SimulationJob
 
 
 @pytest.fixture
@@ -52,16 +53,21 @@ def test_the_tables(planned):
 def test_the_figures_are_those_of_the_simulator(planned):
     found = data_of(planned, "--minibatches", "40")
     profile, plan = Profile.load("profiles/net.json"), Plan.load("plans/net.yaml")
-    own = simulate(planned_job(plan, profile, minibatches=40))
-    assert (found["minibatches"], found["bottleneck_s"]) == (40, own.pace_s)
-    assert [w["memory_bytes"] for w in found["workers"]] == [share.memory_bytes for share in own.shares]
-    assert found["compared"][0]["throughput_samples_per_s"] == found["throughput_samples_per_s"] == 8 / own.pace_s
-    assert found["predicted_bottleneck_s"] <= own.pace_s + 1e-9
+    cluster = plan.cluster.cluster()
+    own = simulate(SimulationJob.of(Placement.of(plan, profile), profile, cluster, 40))
+    assert (found["minibatches"], found["bottleneck_s"]) == (40, own.time_per_minibatch_s)
+    assert [w["memory_bytes"] for w in found["workers"]] == [usage.memory_bytes for usage in own.workers]
+    assert (
+        found["compared"][0]["throughput_samples_per_s"]
+        == found["throughput_samples_per_s"]
+        == 8 / own.time_per_minibatch_s
+    )
+    assert found["predicted_bottleneck_s"] <= own.time_per_minibatch_s + 1e-9
     assert "sweep" not in found
 
 
 def test_what_would_take_too_long_is_named_and_left_out(planned, monkeypatch):
-    monkeypatch.setattr(compare, "MOST_ACTIONS", 300)
+    monkeypatch.setattr(comparison, "MAX_ACTIONS", 300)
     text = planned.pdtool("simulate").stdout
     assert re.search(r"^GPipe \(.*\): too large to simulate here$", text, re.MULTILINE)
     assert re.search(r"^data parallelism \(4\) +4 ", text, re.MULTILINE)
@@ -116,9 +122,12 @@ def test_a_sweep_finds_where_data_parallelism_is_as_fast(planned):
 
 
 def test_crossings_are_interpolated_on_logarithmic_scales():
-    points = [Point(bandwidth_bytes_per_s=b, pace_s=1.0, data_parallel_s=g) for b, g in [(1, 10), (100, 0.1), (1e4, 1)]]
+    points = [
+        SweepPoint(bandwidth_bytes_per_s=b, time_per_minibatch_s=1.0, data_parallel_s=g)
+        for b, g in [(1, 10), (100, 0.1), (1e4, 1)]
+    ]
     assert crossings(points) == [pytest.approx(10)]
-    assert grid(1, 100, 3) == [1, pytest.approx(10), 100]
+    assert bandwidth_grid(1, 100, 3) == [1, pytest.approx(10), 100]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli import main
-from pdtool.partition.checker.check import Check
+from pdtool.partition.plan_check import check_plan
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_checked_in_examples_are_what_this_version_makes():
     profile, plan = Profile.load(ROOT / "profiles" / "digits.json"), Plan.load(ROOT / "plans" / "digits-3.yaml")
     bundle = Bundle.load(ROOT / "plans" / "digits-3" / "bundle.yaml")
     assert not plan.edited
-    assert [one.words for one in Check(plan, profile).findings() if one.holds is False] == []
+    assert [one.words for one in check_plan(plan, profile) if one.holds is False] == []
     assert plan.digests["profiles/digits.json"] == profile.content_sha256
     assert bundle.digests["profiles/digits.json"] == profile.content_sha256
 

@@ -8,8 +8,8 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.cluster import make_cluster
 from pdtool.codegen.generate import generate
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.partition.planning import make_plan
-from pdtool.partition.search import Options
+from pdtool.partition.planner import make_plan
+from pdtool.partition.search.search import SearchOptions
 from pdtool.profile.measure import measure
 from pdtool.run.launch import launch
 from pdtool.run.spec import RunSpec
@@ -22,7 +22,7 @@ def trained(name, workers, tmp_path):
     """The report of a few steps, on `workers` workers of this machine."""
     file = ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}"))
     profile = measure(file, batch_size=16)
-    plan = make_plan(profile, "p.json", make_cluster([workers], [1e9]), Options(straight=True))
+    plan = make_plan(profile, "p.json", make_cluster([workers], [1e9]), SearchOptions(straight=True))
     bundle = generate(plan, profile, file, tmp_path / "bundle")
     return launch(
         RunSpec(

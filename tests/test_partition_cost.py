@@ -4,15 +4,15 @@ import random
 
 import pytest
 from graphs import chain, profile_of, random_profile
+from reference.brute_force import divisions
 
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.cluster import make_cluster
-from pdtool.partition import brute
-from pdtool.partition.attempt import as_plan, candidate
-from pdtool.partition.evaluate import Way, evaluate
-from pdtool.partition.layout import layouts
-from pdtool.partition.simulator.planned import planned_job
-from pdtool.partition.simulator.simulate import simulate
+from pdtool.partition.cost.plan_cost import Evaluator
+from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.search.device_blocks import layouts
+from pdtool.partition.simulator.engine import simulate
+from pdtool.partition.simulator.job import SimulationJob
 from pdtool.schedule import SEARCHED_SCHEDULES, default_in_flight
 
 #   x -> a -> b -> c      a's output goes to b, c and d: a skip
@@ -39,10 +39,16 @@ SKIP = profile_of(
     optimizer_state_bytes=2.0,
 )
 STAGES = [["x", "a"], ["b"], ["c", "d"]]
+ONE_F_ONE_B = ExecutionConfig()
+
+
+def cost_of(profile, cluster, stages, workers, execution=ONE_F_ONE_B, **options):
+    """The cost of a plan; `options` of Evaluator.place."""
+    return Evaluator(profile, cluster).place(stages, workers, execution, **options).cost
 
 
 def test_a_straight_pipeline():
-    costs = evaluate(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]])
+    costs = cost_of(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]])
     assert costs.compute_s == (3, 2, 5)
     assert costs.allreduce_s == (0, 0, 0)
     assert costs.transfer_s == (10, 11), "a goes once to each stage that takes it, b's output to the last; full duplex"
@@ -53,11 +59,11 @@ def test_a_straight_pipeline():
         60 * (1 + 1 + 2) + 110 + working[2],
     )
     assert costs.traffic_bytes == 150 + 170
-    assert (costs.bottleneck_s, costs.bottleneck) == (11, "border 1|2 transfer 11 s")
+    assert (costs.time_per_minibatch_s, costs.bottleneck) == (11, "border 1|2 transfer 11 s")
 
 
 def test_data_parallelism():
-    costs = evaluate(SKIP, make_cluster((4,), (10.0,), latencies=[0.5]), [SKIP.graph.names], [range(4)])
+    costs = cost_of(SKIP, make_cluster((4,), (10.0,), latencies=[0.5]), [SKIP.graph.names], [range(4)])
     assert costs.compute_s == (10 / 4,)
     assert costs.allreduce_s == ((2 * 3 / 4 * 100 / 10 + 2 * 3 * 0.5) / 4,), "one ring in a round of four minibatches"
     assert costs.memory_bytes == (100 * (1 + 1 + 2) + 9 + 60 * 2,)
@@ -65,12 +71,12 @@ def test_data_parallelism():
 
 
 def test_a_flush_updates_once_for_all_its_microbatches_and_drains():
-    gpipe, flush = (Way(schedule=name, microbatches=4) for name in ("gpipe", "1f1b-flush"))
-    costs = evaluate(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]], gpipe)
+    gpipe, flush = (ExecutionConfig.of_schedule(name, 4) for name in ("gpipe", "1f1b-flush"))
+    costs = cost_of(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]], gpipe)
     assert costs.compute_s == (3, 2, 4 + 1 / 4)
-    assert costs.bottleneck_s == 11 * (4 + 3 - 1) / 4
+    assert costs.time_per_minibatch_s == 11 * (4 + 3 - 1) / 4
     assert costs.memory_bytes[0] == 40 * (1 + 1 + 2) + 9 * 4 + 100, "one weight version, four stashes"
-    uneven = evaluate(SKIP, make_cluster((3,), (10.0,)), [SKIP.graph.names], [range(3)], flush)
+    uneven = cost_of(SKIP, make_cluster((3,), (10.0,)), [SKIP.graph.names], [range(3)], flush)
     assert uneven.compute_s == ((2 * 9 + 1) / 4,), "one of three replicas does two of four microbatches"
 
 
@@ -88,13 +94,13 @@ def test_a_flush_updates_once_for_all_its_microbatches_and_drains():
 )
 def test_a_border_uses_the_links_its_workers_share(workers, seconds):
     cluster = make_cluster((4, 2), (10.0, 100.0))
-    costs = evaluate(SKIP, cluster, [["x", "a"], ["b", "c", "d"]], workers)
+    costs = cost_of(SKIP, cluster, [["x", "a"], ["b", "c", "d"]], workers)
     assert costs.transfer_s == (pytest.approx(seconds),)
 
 
 def test_a_ring_goes_at_the_pace_of_its_slowest_link():
     cluster = make_cluster((2, 2), (10.0, 100.0))
-    inside, across = (evaluate(SKIP, cluster, [SKIP.graph.names], [w]).allreduce_s[0] for w in ([2, 3], [1, 2]))
+    inside, across = (cost_of(SKIP, cluster, [SKIP.graph.names], [w]).allreduce_s[0] for w in ([2, 3], [1, 2]))
     assert (inside, across) == (pytest.approx(100 / 100 / 2), pytest.approx(100 / 10 / 2))
 
 
@@ -102,10 +108,10 @@ def test_tied_parameters_count_once_in_a_stage_and_are_summed_between_stages():
     nodes = chain([1.0] * 3, parameters=40).nodes
     profile = profile_of(nodes, shared=(SharedParameter(name="w", bytes=40, nodes=("a0", "a2")),))
     cluster = make_cluster((2,), (10.0,))
-    apart = evaluate(profile, cluster, [["x", "a0"], ["a1", "a2"]], [[0], [1]])
+    apart = cost_of(profile, cluster, [["x", "a0"], ["a1", "a2"]], [[0], [1]])
     assert apart.allreduce_s == (40 / 10, 40 / 10)
     assert apart.traffic_bytes == 2 * 2 * 40
-    whole = evaluate(profile, cluster, [["x", "a0", "a1", "a2"]], [[0]])
+    whole = cost_of(profile, cluster, [["x", "a0", "a1", "a2"]], [[0]])
     assert whole.allreduce_s == (0,)
     assert whole.memory_bytes == (80 * 2,)
 
@@ -113,8 +119,9 @@ def test_tied_parameters_count_once_in_a_stage_and_are_summed_between_stages():
 @pytest.mark.parametrize("schedule", SEARCHED_SCHEDULES)
 def test_in_flight_is_that_of_the_schedule(schedule):
     replicas, workers = (3, 2, 1), [[0, 1, 2], [3, 4], [5]]
-    way = Way(schedule=schedule, microbatches=1 if schedule == "1f1b" else 4)
-    found = evaluate(SKIP, make_cluster((6,), (10.0,)), STAGES, workers, way).in_flight
+    execution = ExecutionConfig.of_schedule(schedule, 1 if schedule == "1f1b" else 4)
+    plan = Evaluator(SKIP, make_cluster((6,), (10.0,))).place(STAGES, workers, execution)
+    found = plan.placement.in_flight
     usual = default_in_flight(replicas)
     flush = tuple(min(w, -(-4 // r)) for w, r in zip(usual, replicas, strict=True))
     assert found == {"1f1b": usual, "1f1b-flush": flush, "gpipe": (2, 2, 4)}[schedule]
@@ -122,23 +129,25 @@ def test_in_flight_is_that_of_the_schedule(schedule):
 
 def test_copies_side_by_side_share_the_work_and_average_over_the_servers():
     cluster = make_cluster((2, 3), (10.0, 100.0))
-    copies = evaluate(SKIP, cluster, STAGES, [[0, 3], [1, 4], [2, 5]], Way(copies=2))
-    one = evaluate(SKIP, cluster, STAGES, [[0], [1], [2]])
+    evaluator = Evaluator(SKIP, cluster)
+    two = evaluator.place(STAGES, [[0, 3], [1, 4], [2, 5]], ExecutionConfig(copies=2))
+    single = evaluator.place(STAGES, [[0], [1], [2]], ONE_F_ONE_B)
+    copies, one = two.cost, single.cost
     assert copies.compute_s == tuple(time / 2 for time in one.compute_s)
     assert copies.transfer_s == tuple(time / 2 for time in one.transfer_s), "no tensor leaves its copy"
     assert copies.allreduce_s == (40 / 10 / 2, 0, 60 / 10 / 2), "each stage's weights, once in a round of two"
-    assert copies.in_flight == one.in_flight
+    assert two.placement.in_flight == single.placement.in_flight
     assert copies.traffic_bytes == one.traffic_bytes + 2 * 100 / 2
 
 
 def test_the_ring_of_a_stage_goes_through_its_replicas_in_all_copies():
     """Two copies of 3-1: a round of six minibatches for the three replicas in each, of two for the other stage."""
-    costs = evaluate(
+    costs = cost_of(
         SKIP,
         make_cluster((2, 4), (10.0, 100.0)),
         [["x", "a", "b"], ["c", "d"]],
         [[0, 4, 1, 5, 2, 6], [3, 7]],
-        Way(copies=2),
+        ExecutionConfig(copies=2),
     )
     assert costs.allreduce_s == pytest.approx((2 * 5 / 6 * 40 / 10 / 6, 2 * 1 / 2 * 60 / 10 / 2))
 
@@ -153,15 +162,17 @@ def test_copies_are_never_predicted_slower_than_they_are(block):
         sizes = rng.choice([(2, 2), (2, 3), (2, 4), (4, 2), (2, 2, 2)])
         cluster = make_cluster(sizes, sorted(rng.choice([300.0, 1e3, 5e3, 1e5]) for _ in sizes))
         layout = rng.choice([layout for layout in layouts(cluster, cluster.workers) if layout.copies > 1])
-        stages, replicas = rng.choice(list(brute.plans(profile, layout.workers)))
+        stages, replicas = rng.choice(list(divisions(profile, layout.workers)))
         ends = [sum(replicas[: s + 1]) for s in range(len(replicas))]
         workers = [
-            [layout.place(copy, worker) for worker in range(end - r, end) for copy in range(layout.copies)]
+            [layout.worker(copy, position) for position in range(end - r, end) for copy in range(layout.copies)]
             for r, end in zip(replicas, ends, strict=True)
         ]
-        plan = candidate(profile, layout, stages, workers, Way(copies=layout.copies))
-        simulated = simulate(planned_job(as_plan(profile, "p.json", cluster, plan), profile)).pace_s
-        assert plan.costs.bottleneck_s <= simulated * (1 + 1e-9), f"seed {seed}: {plan.config} on {sizes}"
+        execution = ExecutionConfig(copies=layout.copies)
+        plan = Evaluator(profile, cluster).place(stages, workers, execution)
+        simulated = simulate(SimulationJob.of(plan.placement, profile, cluster)).time_per_minibatch_s
+        told = f"seed {seed}: {plan.placement.config} on {sizes}"
+        assert plan.time_per_minibatch_s <= simulated * (1 + 1e-9), told
         seen |= {min(replicas), max(replicas)}
     assert {1, 2, 3} <= seen
 
@@ -171,23 +182,24 @@ def test_a_stage_that_lacks_memory_recomputes():
     profile = chain([3.0, 3.0, 3.0], stash=100)
     stages, workers = [["x", "a0"], ["a1"], ["a2"]], [[0], [1], [2]]
 
-    def costs(memory, **way):
+    def plan(memory, may_recompute=True):
         cluster = make_cluster((3,), (10.0,), memory_bytes=memory)
-        return evaluate(profile, cluster, stages, workers, Way(**way))
+        evaluator = Evaluator(profile, cluster, may_recompute=may_recompute)
+        return evaluator.place(stages, workers, ONE_F_ONE_B)
 
-    assert costs(300).recompute == (False, False, False)
-    assert costs(299).recompute == (True, False, False)
-    assert costs(299).compute_s[0] == pytest.approx(4.0), "one more forward"
-    assert costs(299).memory_bytes == (100, 200, 100), "one stash, while it works"
-    assert costs(299, may_recompute=False).memory_bytes[0] == 300
-    assert max(costs(50).memory_bytes) > 50, "what does not fit says what it would need"
+    assert plan(300).placement.recompute == (False, False, False)
+    assert plan(299).placement.recompute == (True, False, False)
+    assert plan(299).cost.compute_s[0] == pytest.approx(4.0), "one more forward"
+    assert plan(299).cost.memory_bytes == (100, 200, 100), "one stash, while it works"
+    assert plan(299, may_recompute=False).cost.memory_bytes[0] == 300
+    assert max(plan(50).cost.memory_bytes) > 50, "what does not fit says what it would need"
 
 
 def test_fewer_minibatches_in_flight_than_the_schedule_wants_are_slower():
     profile = chain([3.0, 3.0, 3.0])
     stages, workers = [["x", "a0"], ["a1"], ["a2"]], [[0], [1], [2]]
-    paces = [
-        evaluate(profile, make_cluster((3,), (10.0,)), stages, workers, flight=flight).bottleneck_s
-        for flight in ([3, 2, 1], [2, 2, 1], [1, 1, 1])
+    times_s = [
+        cost_of(profile, make_cluster((3,), (10.0,)), stages, workers, in_flight=in_flight).time_per_minibatch_s
+        for in_flight in ([3, 2, 1], [2, 2, 1], [1, 1, 1])
     ]
-    assert paces == pytest.approx([3.0, 9 / 2, 9.0]), "two in a round trip of nine seconds; model parallelism"
+    assert times_s == pytest.approx([3.0, 9 / 2, 9.0]), "two in a round trip of nine seconds; model parallelism"

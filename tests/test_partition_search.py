@@ -6,15 +6,16 @@ import pytest
 from graphs import chain, profile_of, random_cluster, random_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.brute_force import divisions, fastest
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Node
 from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.partition import brute
-from pdtool.partition.evaluate import COSTS, Way, evaluate
-from pdtool.partition.planning import make_plan, refresh
-from pdtool.partition.search import Options
+from pdtool.partition.cost.plan_cost import COST_MODELS, Evaluator
+from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.planner import make_plan, refresh
+from pdtool.partition.search.search import SearchOptions
 
 FAST = 1e12
 
@@ -27,32 +28,29 @@ def test_search_equals_brute_force(block):
         rng = random.Random(seed)
         profile, cluster = random_profile(rng, rng.randint(1, 6)), random_cluster(rng)
         schedule = rng.choice(["1f1b", "1f1b", "1f1b-flush", "gpipe"])
-        way = Way(
-            schedule=schedule,
-            microbatches=1 if schedule == "1f1b" else rng.choice([1, 2, 3, 8]),
-            cost=rng.choice(["ours", "ours", *COSTS]) if schedule == "1f1b" else "ours",
-            may_recompute=rng.random() < 0.6,
-        )
+        execution = ExecutionConfig.of_schedule(schedule, 1 if schedule == "1f1b" else rng.choice([1, 2, 3, 8]))
+        cost_model = rng.choice(["ours", "ours", *COST_MODELS]) if schedule == "1f1b" else "ours"
+        evaluator = Evaluator(profile, cluster, cost_model, may_recompute=rng.random() < 0.6)
         straight = rng.random() < 0.2
-        most = None if straight or rng.random() < 0.7 else rng.randint(1, 3)
-        wanted, _ = brute.best(profile, cluster, way, straight=straight, max_stages=most)
-        options = Options(
+        max_stages = None if straight or rng.random() < 0.7 else rng.randint(1, 3)
+        optimum = fastest(evaluator, execution, straight=straight, max_stages=max_stages)
+        options = SearchOptions(
             schedule=schedule,
-            microbatches=way.microbatches,
+            microbatches=execution.microbatches,
             straight=straight,
-            max_stages=most,
+            max_stages=max_stages,
             simplest=0,
-            cost=way.cost,
-            recompute=way.may_recompute,
+            cost_model=cost_model,
+            recompute=evaluator.may_recompute,
         )
-        outcomes.add(wanted == float("inf"))
-        if wanted == float("inf"):
+        outcomes.add(optimum is None)
+        if optimum is None:
             with pytest.raises(NoPlanError):
                 make_plan(profile, "p.json", cluster, options)
             continue
         plan = make_plan(profile, "p.json", cluster, options)
-        assert plan.why.lower_bound_s == pytest.approx(wanted, rel=1e-9), f"seed {seed}"
-        assert plan.predicted.bottleneck_s >= wanted * (1 - 1e-9)
+        assert plan.why.lower_bound_s == pytest.approx(optimum.time_per_minibatch_s, rel=1e-9), f"seed {seed}"
+        assert plan.predicted.bottleneck_s == pytest.approx(optimum.time_per_minibatch_s, rel=1e-9), f"seed {seed}"
         plan.check()
         plan.check_schedule()
         assert refresh(plan, profile).predicted == plan.predicted
@@ -66,11 +64,12 @@ def test_no_plan_by_hand_is_better(seed, data):
     rng = random.Random(seed)
     profile = random_profile(rng, 4)
     cluster = make_cluster((2, 2), (rng.choice([500.0, 1e6]), 1e4))
-    stages, replicas = data.draw(st.sampled_from(list(brute.plans(profile, data.draw(st.integers(1, 4))))))
+    stages, replicas = data.draw(st.sampled_from(list(divisions(profile, data.draw(st.integers(1, 4))))))
     idle = data.draw(st.integers(0, 4 - sum(replicas)))
     placed = [range(idle + sum(replicas[:s]), idle + sum(replicas[: s + 1])) for s in range(len(replicas))]
-    found = make_plan(profile, "p.json", cluster, Options(simplest=0)).why.lower_bound_s
-    assert found <= evaluate(profile, cluster, stages, placed).bottleneck_s * (1 + 1e-9)
+    found = make_plan(profile, "p.json", cluster, SearchOptions(simplest=0)).why.lower_bound_s
+    by_hand = Evaluator(profile, cluster).place(stages, placed, ExecutionConfig())
+    assert found <= by_hand.time_per_minibatch_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("simplest", "stages"), [(0.0, 2), (0.019, 2), (0.021, 1)])
@@ -80,7 +79,7 @@ def test_the_simplest_plan_within_the_margin_is_taken(simplest, stages):
     nodes = [node.model_copy(update={"forward_s": 1.0, "backward_s": 0.0}) for node in chain([1.0] * 4).nodes[1:]]
     nodes[-1] = nodes[-1].model_copy(update={"parameter_bytes": int(0.08 / 1.5 * FAST)})
     profile = profile_of([*chain([]).nodes, *nodes])
-    plan = make_plan(profile, "p", make_cluster((4,), (FAST,)), Options(simplest=simplest))
+    plan = make_plan(profile, "p", make_cluster((4,), (FAST,)), SearchOptions(simplest=simplest))
     assert len(plan.stages) == stages
     margin = "20 ms faster, within the margin of 2.1%, but not as simple"
     assert (margin in {rival.why for rival in plan.why.rivals}) == (stages == 1)
@@ -108,7 +107,7 @@ def test_copies_of_a_pipeline_are_found_where_they_are_best():
     """Weights and their optimizer too large for one worker, activations too large to leave a server."""
     profile = profile_of(chain([20.0] * 2, parameters=2 * 10**8, crossing=24 * 10**7).nodes, optimizer_state_bytes=4.0)
     cluster = make_cluster((4, 2), (2e7, 1e10), memory_bytes=26 * 10**8)
-    plan = make_plan(profile, "p", cluster, Options(simplest=0, recompute=False))
+    plan = make_plan(profile, "p", cluster, SearchOptions(simplest=0, recompute=False))
     assert (plan.copies, plan.config) == (4, "4 x 1-1")
     assert [stage.workers for stage in plan.stages] == [(0, 2, 4, 6), (1, 3, 5, 7)]
     ring_s = 2 * 3 / 4 * 2e8 / 2e7  # of one stage, over the link between the servers
@@ -128,7 +127,7 @@ def test_a_larger_cluster_is_searched_in_blocks_and_it_is_said():
 def test_messages_get_minibatches_in_flight_to_hide_behind():
     """Two stages of 1 s with a message of 1 s each way between: a round trip of four seconds, four in flight."""
     profile = chain([1.0, 1.0], crossing=100)
-    options = Options(straight=True, recompute=False)
+    options = SearchOptions(straight=True, recompute=False)
     plan = make_plan(profile, "p", make_cluster((2,), (100.0,)), options)
     assert [stage.in_flight for stage in plan.stages] == [4, 1]
     assert (plan.predicted.bottleneck_s, plan.predicted.simulated_s) == (pytest.approx(1.0), pytest.approx(1.0))
@@ -149,18 +148,18 @@ def test_auto_takes_the_schedule_that_fits_and_is_fastest():
     """Stashing wants three versions of 1000 bytes and the gradients; with a flush one version does."""
     profile = chain([1.0] * 3, parameters=1000)
     room, tight = (make_cluster((3,), (FAST,), memory_bytes=memory) for memory in (4000, 2500))
-    wanted = Options(schedule="auto", microbatches=30, straight=True)
+    wanted = SearchOptions(schedule="auto", microbatches=30, straight=True)
     assert make_plan(profile, "p", room, wanted).schedule == "1f1b"
     assert make_plan(profile, "p", tight, wanted).schedule == "1f1b-flush"
     with pytest.raises(NoPlanError, match="or use --schedule 1f1b-flush"):
-        make_plan(profile, "p", tight, Options(schedule="auto", straight=True))
+        make_plan(profile, "p", tight, SearchOptions(schedule="auto", straight=True))
 
 
 @pytest.mark.parametrize(("memory", "proposed"), [(3000, 4), (900, None)])
 def test_what_does_not_fit_on_two_workers_may_fit_on_more(memory, proposed):
     """An operator's weights and gradients take 2000 bytes."""
     profile = chain([1.0] * 4, parameters=1000)
-    flush = Options(schedule="1f1b-flush", microbatches=4)
+    flush = SearchOptions(schedule="1f1b-flush", microbatches=4)
     with pytest.raises(NoPlanError, match="no plan fits") as error:
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=memory), flush)
     assert (f"--topology {proposed}" in error.value.remedy) == bool(proposed)
@@ -178,17 +177,17 @@ def test_another_schedule_that_would_fit_is_named():
             profile,
             "p",
             make_cluster((2,), (FAST,), memory_bytes=2500),
-            Options(schedule="gpipe", microbatches=8, recompute=False),
+            SearchOptions(schedule="gpipe", microbatches=8, recompute=False),
         )
 
 
 def test_a_straight_pipeline_on_more_workers_than_are_searched_is_refused():
     with pytest.raises(UsageError, match="a straight pipeline on 257 workers; give at most --workers 256"):
-        make_plan(chain([1.0] * 4), "p", make_cluster((257,), (FAST,)), Options(straight=True))
+        make_plan(chain([1.0] * 4), "p", make_cluster((257,), (FAST,)), SearchOptions(straight=True))
 
 
 def test_straight_gives_every_worker_one_stage():
-    plan = make_plan(chain([1.0] * 6), "p", make_cluster((3,), (FAST,)), Options(straight=True))
+    plan = make_plan(chain([1.0] * 6), "p", make_cluster((3,), (FAST,)), SearchOptions(straight=True))
     assert plan.config == "1-1-1"
     assert plan.predicted.bottleneck_s == pytest.approx(2.0)
 
@@ -210,7 +209,7 @@ def test_the_same_input_gives_the_same_bytes_and_a_plan_that_reads_back():
 
 def test_an_edited_plan_is_predicted_anew():
     profile = chain([1.0] * 4)
-    plan = make_plan(profile, "p.json", make_cluster((2,), (FAST,)), Options(straight=True))
+    plan = make_plan(profile, "p.json", make_cluster((2,), (FAST,)), SearchOptions(straight=True))
     nodes = plan.stages[0].nodes, plan.stages[1].nodes
     moved = [
         stage.model_copy(update={"nodes": names})
@@ -238,29 +237,29 @@ def test_too_little_memory_says_what_lacks_and_what_would_do():
 
 def test_more_stages_than_operators_are_refused():
     with pytest.raises(NoPlanError, match=r"on 4 workers needs 4 stages, but the model can be cut into 3.*--workers 3"):
-        make_plan(chain([1.0] * 3), "p", make_cluster((4,), (FAST,)), Options(straight=True))
+        make_plan(chain([1.0] * 3), "p", make_cluster((4,), (FAST,)), SearchOptions(straight=True))
 
 
 def test_pins_that_no_plan_keeps_are_refused():
     profile = profile_of(chain([1.0] * 4).nodes, pin={"a2": 0, "a1": 1})
     with pytest.raises(NoPlanError, match="pinned"):
-        make_plan(profile, "p", make_cluster((2,), (FAST,)), Options(straight=True))
+        make_plan(profile, "p", make_cluster((2,), (FAST,)), SearchOptions(straight=True))
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (Options(schedule="zigzag"), "schedule 'zigzag' is not searched"),
-        (Options(microbatches=2), "--microbatches 2 with schedule 1f1b"),
-        (Options(schedule="gpipe", microbatches=0), "--microbatches 0"),
-        (Options(workers=5), "--workers 5: the cluster has 4"),
-        (Options(workers=0), "--workers 0"),
-        (Options(max_stages=0), "a plan cannot have at most 0 stages"),
-        (Options(straight=True, max_stages=2), "straight pipeline on 4 workers cannot have at most 2"),
-        (Options(cuts=2), "--cuts 2"),
-        (Options(cost="free"), "cost 'free' is unknown"),
-        (Options(simplest=-0.1), "margin of -0.1"),
-        (Options(simplest=float("nan")), "margin of nan"),
+        (SearchOptions(schedule="zigzag"), "schedule 'zigzag' is not searched"),
+        (SearchOptions(microbatches=2), "--microbatches 2 with schedule 1f1b"),
+        (SearchOptions(schedule="gpipe", microbatches=0), "--microbatches 0"),
+        (SearchOptions(workers=5), "--workers 5: the cluster has 4"),
+        (SearchOptions(workers=0), "--workers 0"),
+        (SearchOptions(max_stages=0), "a plan cannot have at most 0 stages"),
+        (SearchOptions(straight=True, max_stages=2), "straight pipeline on 4 workers cannot have at most 2"),
+        (SearchOptions(max_cuts=2), "--cuts 2"),
+        (SearchOptions(cost_model="free"), "cost 'free' is unknown"),
+        (SearchOptions(simplest=-0.1), "margin of -0.1"),
+        (SearchOptions(simplest=float("nan")), "margin of nan"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, what):

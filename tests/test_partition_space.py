@@ -8,10 +8,11 @@ from graphs import chain, profile_of, random_profile
 
 from pdtool.artifacts.profile import Node
 from pdtool.cluster import make_cluster
-from pdtool.partition.evaluate import COSTS, loads
-from pdtool.partition.search import Options, Search
-from pdtool.partition.space import build_space
-from pdtool.partition.tables import Tables
+from pdtool.partition.cost.plan_cost import COST_MODELS
+from pdtool.partition.search.cuts import find_cuts
+from pdtool.partition.search.search import PlanSearch, SearchOptions
+from pdtool.partition.search.search_space import SearchSpace
+from pdtool.partition.stage_loads import stage_loads
 
 
 def branches(width, length):
@@ -26,13 +27,13 @@ def branches(width, length):
 
 
 def test_a_chain_can_be_cut_between_any_two():
-    space = build_space(chain([1.0] * 1000))
+    space = find_cuts(chain([1.0] * 1000))
     assert len(space.inside) == 1001  # the input goes with the first operator, so a stage of it alone is not counted
-    assert space.most_stages == 1000
+    assert space.max_stages == 1000
 
 
 def test_side_by_side_branches_multiply():
-    space = build_space(branches(3, 2))
+    space = find_cuts(branches(3, 2))
     assert len(space.inside) == (2 + 1) ** 3 + 1  # of the input alone: left out; the empty cut and the whole: counted
     assert space.coarsened == ""
 
@@ -41,16 +42,16 @@ def test_side_by_side_branches_multiply():
 def test_every_row_of_the_tables_is_the_load_of_that_stage(seed):
     """cost.loads, one plan at a time, against the arrays that the search computes with."""
     profile = random_profile(random.Random(seed), 5)
-    space = build_space(profile)
-    tables = Tables(profile, space)
+    space = find_cuts(profile)
+    search_space = SearchSpace(profile, space)
     last = len(space.inside) - 1
     for i, j in combinations(range(last + 1), 2):
         if not space.contains[i, j]:
             continue
         parts = [space.nodes(0, i), space.nodes(i, j), space.nodes(j, last)]
         assert profile.graph.stage_faults(parts) == []
-        wanted = loads(profile, parts)[1]
-        ends, found = tables.rows[i]
+        wanted = stage_loads(profile, parts)[1]
+        ends, found = search_space.stages_from[i]
         at = list(ends).index(j)
         assert {key: float(value[at]) for key, value in vars(found).items()} == pytest.approx(vars(wanted), abs=1e-9)
 
@@ -58,7 +59,7 @@ def test_every_row_of_the_tables_is_the_load_of_that_stage(seed):
 @pytest.mark.parametrize(("width", "length"), [(8, 6), (40, 1), (2, 500), (1, 3000)])
 def test_too_many_cuts_are_coarsened_and_it_is_said(width, length):
     profile = branches(width, length)
-    space = build_space(profile, max_cuts=300)
+    space = find_cuts(profile, max_cuts=300)
     assert 2 < len(space.inside) <= 302
     assert f"{width * length + 2} groups of operators were merged" in space.coarsened
     assert sorted(name for block in space.blocks for name in block) == sorted(profile.graph.names)
@@ -66,9 +67,9 @@ def test_too_many_cuts_are_coarsened_and_it_is_said(width, length):
 
 
 def test_groups_stay_whole_and_take_in_what_lies_between():
-    space = build_space(profile_of(chain([1.0] * 5).nodes, together=(("a1", "a3"),)))
+    space = find_cuts(profile_of(chain([1.0] * 5).nodes, together=(("a1", "a3"),)))
     assert ["a1", "a2", "a3"] in [list(block) for block in space.blocks]
-    assert space.most_stages == 3
+    assert space.max_stages == 3
 
 
 def test_inputs_are_in_the_first_stage_and_the_loss_in_the_last():
@@ -79,7 +80,7 @@ def test_inputs_are_in_the_first_stage_and_the_loss_in_the_last():
         Node(name="target", op="input", module=""),
         Node(name="loss", op="loss", module="", inputs=("a", "target")),
     ]
-    space = build_space(profile_of(nodes))
+    space = find_cuts(profile_of(nodes))
     cuts = [set(space.nodes(0, i)) for i in range(1, len(space.inside))]
     assert cuts == [{"x", "target", "a"}, set(profile_of(nodes).graph.names)]
 
@@ -88,20 +89,20 @@ def test_inputs_are_in_the_first_stage_and_the_loss_in_the_last():
     ("pin", "stages"), [({"a2": 0}, 2), ({"a2": -1}, 3), ({"a1": 0, "a3": -1}, 3), ({"a0": -1}, 1), ({"a3": 0}, 1)]
 )
 def test_pins_to_the_ends_take_their_neighbours_along(pin, stages):
-    assert build_space(profile_of(chain([1.0] * 4).nodes, pin=pin)).most_stages == stages
+    assert find_cuts(profile_of(chain([1.0] * 4).nodes, pin=pin)).max_stages == stages
 
 
 def test_a_pin_in_the_middle_counts_stages():
-    space = build_space(profile_of(chain([1.0] * 4).nodes, pin={"a2": 1}))
-    assert space.positional
-    before_1_of_2 = [set(space.nodes(0, i)) for i in space.allowed(1, 2).nonzero()[0] if i]
+    space = find_cuts(profile_of(chain([1.0] * 4).nodes, pin={"a2": 1}))
+    assert space.has_counted_pins
+    before_1_of_2 = [set(space.nodes(0, i)) for i in space.allowed_before(1, 2).nonzero()[0] if i]
     assert before_1_of_2 == [{"x", "a0"}, {"x", "a0", "a1"}]
 
 
 def free_merged(profile):
     """The space with just so few cuts allowed that the free operators alone are merged; None: impossible."""
-    fewer = (build_space(profile, cuts) for cuts in range(len(build_space(profile).inside) - 2, 0, -1))
-    return next((space for space in fewer if space.freed and not space.coarsened), None)
+    fewer = (find_cuts(profile, cuts) for cuts in range(len(find_cuts(profile).inside) - 2, 0, -1))
+    return next((space for space in fewer if space.merged_free_blocks and not space.coarsened), None)
 
 
 def test_merging_operators_that_cost_nothing_loses_no_plan():
@@ -121,9 +122,10 @@ def test_merging_operators_that_cost_nothing_loses_no_plan():
             continue
         merged += 1
         cluster = make_cluster((2, 2), (rng.choice([500.0, 3e3]), 1e4))
-        for cost in COSTS:
-            options = Options(simplest=0, cost=cost)
-            fewer = Search(profile, cluster, options, {options.cuts: Tables(profile, space)})
-            wanted = Search(profile, cluster, options).best()[0].costs.bottleneck_s
-            assert fewer.best()[0].costs.bottleneck_s == pytest.approx(wanted, rel=1e-9), f"seed {seed}, {cost}"
+        for cost_model in COST_MODELS:
+            options = SearchOptions(simplest=0, cost_model=cost_model)
+            fewer = PlanSearch(profile, cluster, options, {options.max_cuts: SearchSpace(profile, space)})
+            wanted = PlanSearch(profile, cluster, options).fastest_plans()[0].time_per_minibatch_s
+            time_s = fewer.fastest_plans()[0].time_per_minibatch_s
+            assert time_s == pytest.approx(wanted, rel=1e-9), f"seed {seed}, {cost_model}"
     assert merged > 20

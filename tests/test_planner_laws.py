@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError
-from pdtool.partition.planning import make_plan
-from pdtool.partition.search import Options
+from pdtool.partition.planner import make_plan
+from pdtool.partition.search.search import SearchOptions
 
 SIZES = [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (1, 4), (4, 1), (2, 1, 2), (2, 2, 2)]
 LATE, PROMPT = (0.02, 0.05, 0.4), (0.0,)  # seconds; an operator of random_profile takes up to six
@@ -41,7 +41,9 @@ def drawn(seed, latencies):
 def pace(profile, cluster, workers=None):
     """Of the best plan; infinite where there is none."""
     try:
-        return make_plan(profile, "p.json", cluster, Options(simplest=0.0, workers=workers)).predicted.bottleneck_s
+        return make_plan(
+            profile, "p.json", cluster, SearchOptions(simplest=0.0, workers=workers)
+        ).predicted.bottleneck_s
     except NoPlanError:
         return float("inf")
 

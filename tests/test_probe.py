@@ -17,8 +17,8 @@ import samples
 
 from pdtool.artifacts.cluster import ClusterFile
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
-from pdtool.partition.planning import make_plan
-from pdtool.partition.search import Options
+from pdtool.partition.planner import make_plan
+from pdtool.partition.search.search import SearchOptions
 from pdtool.profile.machines import Machines, probe
 from pdtool.profile.probe import Request
 
@@ -73,7 +73,7 @@ def test_two_workers_here_give_a_file_that_partition_takes(folder):
     found = ClusterFile.load("cluster.yaml")
     checked(found, 2)
     assert found.name == "2"
-    plan = make_plan(samples.profile(), "p.json", found.cluster(), Options())
+    plan = make_plan(samples.profile(), "p.json", found.cluster(), SearchOptions())
     assert plan.cluster.levels == found.levels
     assert "of the ring formula" in folder.pdtool("show", "cluster.yaml").stdout
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pdtool.cluster import make_cluster
-from pdtool.partition.evaluate import Way
-from pdtool.partition.layout import Layout
-from pdtool.partition.search import Options, Search
+from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.search.device_blocks import Layout
+from pdtool.partition.search.search import PlanSearch, SearchOptions
 from pdtool.profile.published import read_published
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
@@ -47,14 +47,14 @@ def best(row, cost="ours"):
 @cache
 def searched(model, shape, cost):
     """The search, and what it finds; several rows ask for the same."""
-    ours = Search(profile(model), make_cluster(*SHAPES[shape]), Options(simplest=0.0, cost=cost))
-    return ours, ours.best()[0]
+    ours = PlanSearch(profile(model), make_cluster(*SHAPES[shape]), SearchOptions(simplest=0.0, cost_model=cost))
+    return ours, ours.fastest_plans()[0]
 
 
 @pytest.mark.parametrize("row", ONE_LEVEL, ids=name)
 def test_one_level_equals_the_original(row):
     cost = "pipedream" if row["activation_compression_ratio"] else "pipedream-free"
-    found = best(row, cost).costs.bottleneck_s
+    found = best(row, cost).time_per_minibatch_s
     gain = FASTER.get((row["profile"], row["shape"], row["activation_compression_ratio"]), 0.0)
     assert row["bottleneck_s"] * (1 - gain) <= found * (1 + 1e-6)
     assert found <= row["bottleneck_s"] * (1 + 1e-6)
@@ -65,39 +65,37 @@ def test_one_level_equals_the_original(row):
 def test_several_levels_are_never_worse_than_the_originals_plan(row, cost):
     """Its configuration, with the best cuts for it, under the same cost."""
     theirs = best_with(search(row, cost), [int(r) for r in row["config"].split("-")])
-    assert best(row, cost).costs.bottleneck_s <= theirs * (1 + 1e-9)
+    assert best(row, cost).time_per_minibatch_s <= theirs * (1 + 1e-9)
 
 
 def best_with(search, replicas):
     """The best pace of stages with just these replicas on contiguous workers, over all cuts."""
-    layout = Layout.of(search.cluster)
-    attempt = search.attempt(layout, Way(cost=search.options.cost))
-    rules, tables = attempt.rules, attempt.tables
-    border = attempt.dynamic._border
-    values = {len(tables.space.inside) - 1: 0.0}
+    layout_search = search.search_layout(Layout.whole(search.cluster), ExecutionConfig())
+    model, space, program = layout_search.model, layout_search.space, layout_search.program
+    values = {space.cut_count - 1: 0.0}
     for s in reversed(range(len(replicas))):
         first, r = sum(replicas[:s]), replicas[s]
         before = {}
-        for i in [0] if s == 0 else range(1, len(tables.space.inside) - 1):
-            ends, load = tables.rows[i]
-            units = [(first + r - 1) // below - first // below + 1 for below in search.cluster.below]
-            pace = rules.stage_s(load, r, rules.compute_s(load, r), rules.allreduce_s(load, r, units))
+        for i in [0] if s == 0 else range(1, space.cut_count - 1):
+            ends, load = space.stages_from[i]
+            members = [(first + r - 1) // below - first // below + 1 for below in search.cluster.below]
+            pace = model.stage_s(load, r, model.compute_s(load, r), model.allreduce_s(load, r, members))
             if s:
-                place = attempt.dynamic._place(np.array(first))
-                pace = np.maximum(pace, rules.transfer_s(load, 1.0) * border[place, r, replicas[s - 1]])
+                place = program._place(np.array(first))
+                pace = np.maximum(pace, model.transfer_s(load, 1.0) * program._border[place, r, replicas[s - 1]])
             after = np.array([values.get(int(end), np.inf) for end in ends])
             before[i] = float(np.maximum(pace, after).min())
         values = before
     return values[0]
 
 
-def test_the_oracle_above_is_what_evaluate_says():
+def test_the_oracle_above_is_what_the_evaluator_says():
     """best_with can be trusted: the search's own plans, forced through it, come out the same."""
     compared = 0
     for row in SEVERAL:
         ours, found = search(row), best(row)
-        if found.way.copies == 1 and sum(map(len, found.workers)) == ours.workers:
-            replicas = [len(numbers) for numbers in found.workers]
-            assert best_with(ours, replicas) == pytest.approx(found.costs.bottleneck_s, rel=1e-9), name(row)
+        if found.placement.execution.copies == 1 and found.placement.used_workers == ours.workers:
+            replicas = list(found.placement.replicas)
+            assert best_with(ours, replicas) == pytest.approx(found.time_per_minibatch_s, rel=1e-9), name(row)
             compared += len(replicas) > 1
     assert compared >= 5, "plans of several stages on all workers"

@@ -13,8 +13,8 @@ from pdtool.artifacts.report import Report
 from pdtool.cluster import make_cluster
 from pdtool.codegen.generate import generate
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.partition.planning import make_plan
-from pdtool.partition.search import Options
+from pdtool.partition.planner import make_plan
+from pdtool.partition.search.search import SearchOptions
 from pdtool.profile.measure import measure
 from pdtool.run.spec import RunSpec
 
@@ -53,7 +53,7 @@ def profiled():
 def test_the_whole_road(name, topology, profiled, tmp_path):
     file, profile = profiled(name)
     cluster = make_cluster([int(n) for n in topology.split("x")], CLUSTERS[topology])
-    options = Options(straight=topology != "2x2", simplest=0.0)
+    options = SearchOptions(straight=topology != "2x2", simplest=0.0)
     plan = make_plan(profile, "profile.json", cluster, options)
     bundle = generate(plan, profile, file, tmp_path / "bundle")
     assert bundle.proof == "values"

@@ -13,10 +13,10 @@ import pytest
 from harness import CONV2, CONV3, CONV4, TIED3
 
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.trace import TRACKS
-from pdtool.cli.trace import chrome_trace
-from pdtool.partition.simulator.job import Border, Job, Tied, Work
-from pdtool.partition.simulator.simulate import simulate
+from pdtool.artifacts.trace import TRACKS, chrome_trace
+from pdtool.partition.simulator.engine import simulate
+from pdtool.partition.simulator.job import SimulationJob, StageWork, TiedGroup
+from pdtool.partition.stage_loads import StageEdge
 from pdtool.run.launch import launch
 from pdtool.run.log import read
 from pdtool.run.spec import Target, places, seed_of
@@ -89,20 +89,20 @@ def simulated(spec: Any) -> list[dict[str, Any]]:
     ends = {(max(t.producer, 0), c): t.gradient for t in bundle.tensors for c in t.consumers if max(t.producer, 0) != c}
     ends |= {(0, last): ends.get((0, last), False)}  # the target
     found = simulate(
-        Job(
+        SimulationJob(
             shape=shape,
             lists=build(plan.schedule, shape, MINIBATCHES),
             cluster=plan.cluster.cluster(),
             workers=[w for stage in plan.stages[: plan.pipeline_depth] for w in stage.workers],
-            stages=[Work(seconds=dict.fromkeys(ActionKind, 1.0), averaged_bytes=8)] * (last + 1),
-            borders=[
-                Border(source=a, destination=b, forward_bytes=8, backward_bytes=8, returns=gradient)
+            stages=[StageWork(seconds=dict.fromkeys(ActionKind, 1.0), averaged_bytes=8)] * (last + 1),
+            edges=[
+                StageEdge(source=a, destination=b, forward_bytes=8, backward_bytes=8, has_gradient=gradient)
                 for (a, b), gradient in ends.items()
             ],
-            tied=[Tied(stages=t.stages, lags=(0,) * len(t.stages), size_bytes=8) for t in bundle.tied],
+            tied=[TiedGroup(stages=t.stages, lags=(0,) * len(t.stages), size_bytes=8) for t in bundle.tied],
         )
     )
-    return list(chrome_trace(found)["traceEvents"])
+    return list(chrome_trace({str(w): events for w, events in enumerate(found.events)})["traceEvents"])
 
 
 def lane_of(event: dict[str, Any]) -> str:

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from pdtool.cluster import Cluster, make_cluster
 from pdtool.errors import ScheduleError
-from pdtool.partition.simulator.job import Border, Job, Work
-from pdtool.partition.simulator.links import Clock, Flow, Links
-from pdtool.partition.simulator.simulate import simulate
-from pdtool.partition.simulator.simulation import Simulation
+from pdtool.partition.cost.memory import StageMemory
+from pdtool.partition.simulator.engine import simulate
+from pdtool.partition.simulator.job import SimulationJob, StageWork
+from pdtool.partition.simulator.network import EventQueue, Flow, Network
+from pdtool.partition.simulator.result import SimulationResult
+from pdtool.partition.stage_loads import StageEdge
 from pdtool.schedule import SCHEDULES, Action, ActionKind, PipelineShape, build, default_shape, timeline
 
 
@@ -28,14 +30,14 @@ def straight(name, p, m, *, n=None, chunks=1, times=None, latency=0.0, size=0, b
     """p workers in a row; `m` microbatches in one update of a flushing schedule, `n` minibatches."""
     shape = default_shape(name, (1,) * p, m, chunks)
     stages = p * chunks
-    return Job(
+    return SimulationJob(
         shape=shape,
         lists=build(name, shape, n or m),
         workers=range(p),
         cluster=make_cluster((p,), (bandwidth,), latencies=[latency]),
-        stages=[Work(seconds=times or seconds(chunks=chunks))] * stages,
-        borders=[
-            Border(source=s, destination=s + 1, forward_bytes=size, backward_bytes=size) for s in range(stages - 1)
+        stages=[StageWork(seconds=times or seconds(chunks=chunks))] * stages,
+        edges=[
+            StageEdge(source=s, destination=s + 1, forward_bytes=size, backward_bytes=size) for s in range(stages - 1)
         ],
     )
 
@@ -43,9 +45,9 @@ def straight(name, p, m, *, n=None, chunks=1, times=None, latency=0.0, size=0, b
 # --- the table of FACTS.md: F = I = W = 1, so B = 2 -------------------------------------------------------------------
 
 
-def idle(found: Simulation):
+def idle(found: SimulationResult):
     """Of each worker, until the last has ended."""
-    return [found.makespan_s - share.busy_s for share in found.shares]
+    return [found.makespan_s - usage.busy_s for usage in found.workers]
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -55,9 +57,9 @@ def test_gpipe_and_1f1b_with_flush(p):
         for name in ("gpipe", "1f1b-flush"):
             found = simulate(straight(name, p, m))
             assert idle(found) == [(p - 1) * 3] * p
-            assert [share.versions for share in found.shares] == [1] * p
+            assert [usage.versions for usage in found.workers] == [1] * p
             kept = [m if name == "gpipe" else min(m, p - r) for r in range(p)]
-            assert [share.peak_stashed for share in found.shares] == kept
+            assert [usage.peak_stashed for usage in found.workers] == kept
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -68,7 +70,7 @@ def test_interleaved(p, v):
         found = simulate(straight("interleaved", p, m, chunks=v, times=seconds()))
         assert idle(found) == [(p - 1) * (3 * v) / v] * p
         kept = [min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
-        assert [share.peak_stashed for share in found.shares] == kept
+        assert [usage.peak_stashed for usage in found.workers] == kept
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -79,9 +81,9 @@ def test_zb_h1(p, times):
     f, i, w = times
     for m in range(p, 33, 3):
         found = simulate(straight("zb-h1", p, m, times=seconds(f, i, w)))
-        own = [share.span_s - share.busy_s for share in found.shares]
+        own = [usage.span_s - usage.busy_s for usage in found.workers]
         assert own == [(p - 1 - r) * (f + i - w) for r in range(p)]
-        assert [share.peak_stashed for share in found.shares] == [p] * p
+        assert [usage.peak_stashed for usage in found.workers] == [p] * p
         if w <= i:
             assert idle(found) == [(p - 1) * (f + i - w)] * p
 
@@ -91,11 +93,11 @@ def test_pipedream_and_2bw_never_stop(p):
     """No idle time in steady state. PipeDream: p - r stashed, p - r versions, p - 1 - r updates late; 2BW: two, one."""
     for n in (4 * p, 5 * p + 1, 60):
         pipedream, bw2 = (simulate(straight(name, p, 1, n=n)) for name in ("1f1b", "2bw"))
-        assert (pipedream.pace_s, bw2.pace_s) == (3, 3)
-        assert [(s.peak_stashed, s.versions, s.delay) for s in pipedream.shares] == [
+        assert (pipedream.time_per_minibatch_s, bw2.time_per_minibatch_s) == (3, 3)
+        assert [(s.peak_stashed, s.versions, s.delay) for s in pipedream.workers] == [
             (p - r, p - r, p - 1 - r) for r in range(p)
         ]
-        assert [(s.versions, s.delay) for s in bw2.shares] == [(2, 1)] * p
+        assert [(s.versions, s.delay) for s in bw2.workers] == [(2, 1)] * p
 
 
 def test_1f1b_loses_to_gpipe_when_latency_is_not_hidden():
@@ -124,26 +126,24 @@ def jobs(draw, *, costly=True):
         sizes, [draw(st.integers(1, 20)) for _ in sizes], latencies=[draw(count) / 16 for _ in sizes]
     )
     stages = [
-        Work(
+        StageWork(
             seconds={kind: draw(st.integers(0, 8)) / 4 for kind in ActionKind},
-            weight_bytes=draw(count),
-            kept_bytes=draw(count),
-            fixed_bytes=draw(count),
+            memory=StageMemory(fixed_bytes=draw(count), version_bytes=draw(count), minibatch_bytes=draw(count)),
             averaged_bytes=draw(count),
         )
         for _ in shape.replicas
     ]
     ends = [(s, s + 1) for s in range(len(stages) - 1)]
     ends += [(s, t) for s in range(len(stages)) for t in range(s + 2, len(stages)) if costly and draw(st.booleans())]
-    borders = [Border(source=s, destination=t, forward_bytes=draw(count), backward_bytes=draw(count)) for s, t in ends]
+    edges = [StageEdge(source=s, destination=t, forward_bytes=draw(count), backward_bytes=draw(count)) for s, t in ends]
     workers = draw(st.permutations(range(cluster.workers)))[: sum(replicas)]
-    return Job(
+    return SimulationJob(
         shape=shape,
         lists=build(name, shape, draw(st.integers(1, 15))),
         workers=workers,
         cluster=cluster,
         stages=stages,
-        borders=borders,
+        edges=edges,
     )
 
 
@@ -151,12 +151,9 @@ def jobs(draw, *, costly=True):
 @given(jobs(costly=False))
 def test_when_nothing_is_sent_it_is_the_timeline_of_the_schedule(job):
     """Two implementations of one execution; the schedule's own knows neither links nor averages."""
-    even = replace(job, stages=[Work(seconds=seconds())] * len(job.stages))
+    even = replace(job, stages=[StageWork(seconds=seconds())] * len(job.stages))
     found = simulate(even)
-    starts = [
-        [e.start_s for e in found.events if e.slot == w and e.lane == "compute" and e.kind != "wait"]
-        for w in range(len(job.lists))
-    ]
+    starts = [[e.start_s for e in events if e.track == "compute" and e.kind != "wait"] for events in found.events]
     assert starts == timeline(job.lists, 1, 2)
 
 
@@ -165,13 +162,13 @@ def test_when_nothing_is_sent_it_is_the_timeline_of_the_schedule(job):
 def test_a_worker_does_one_thing_at_a_time_in_the_order_of_its_list(job):
     """Busy is the sum of its durations; busy, communicating and idle are all of the time."""
     found = simulate(job)
-    for w, (actions, share) in enumerate(zip(job.lists, found.shares, strict=True)):
-        mine = [e for e in found.events if e.slot == w and e.lane == "compute"]
+    for w, (actions, usage) in enumerate(zip(job.lists, found.workers, strict=True)):
+        mine = [e for e in found.events[w] if e.track == "compute"]
         assert all(a.start_s + a.length_s <= b.start_s + 1e-9 for a, b in pairwise(mine))
         assert [e.name for e in mine if e.kind != "wait"] == [str(a) for a in actions]
-        assert share.busy_s == pytest.approx(sum(job.stages[a.stage].seconds[a.kind] for a in actions))
-        assert share.busy_s + share.communication_s + share.idle_s == pytest.approx(found.makespan_s)
-        assert min(share.communication_s, share.idle_s) >= -1e-9
+        assert usage.busy_s == pytest.approx(sum(job.stages[a.stage].seconds[a.kind] for a in actions))
+        assert usage.busy_s + usage.communication_s + usage.idle_s == pytest.approx(found.makespan_s)
+        assert min(usage.communication_s, usage.idle_s) >= -1e-9
 
 
 @settings(max_examples=150, deadline=None)
@@ -179,13 +176,14 @@ def test_a_worker_does_one_thing_at_a_time_in_the_order_of_its_list(job):
 def test_nothing_is_used_before_it_is_there(job):
     """Tensors are taken after they were made and their bytes have gone; updates follow the gradients of all."""
     found = simulate(job)
-    spans = {(e.name, e.slot): (e.start_s, e.start_s + e.length_s) for e in found.events if e.lane == "compute"}
+    computing = [(e, w) for w, events in enumerate(found.events) for e in events if e.track == "compute"]
+    spans = {(e.name, w): (e.start_s, e.start_s + e.length_s) for e, w in computing}
     at = {(a, w): spans[str(a), w] for w, actions in enumerate(job.lists) for a in actions}
     slot_of = {(a.stage, a.minibatch): w for w, actions in enumerate(job.lists) for a in actions if a.kind != "U"}
     split = any(a.kind is ActionKind.BACKWARD_INPUT for a, _ in at)
     back = ActionKind.BACKWARD_INPUT if split else ActionKind.BACKWARD
     fastest = max(level.bandwidth_bytes_per_s for level in job.cluster.levels)
-    for border in job.borders:
+    for border in job.edges:
         for (stage, i), w in slot_of.items():
             if stage != border.destination:
                 continue
@@ -227,12 +225,12 @@ def test_a_link_is_never_above_its_bandwidth(sizes, data):
         lambda e: e[0] != e[1]
     )
     sent = data.draw(st.lists(st.tuples(ends, st.integers(0, 20), st.integers(0, 60)), min_size=1, max_size=12))
-    clock = Clock()
-    links = Links(cluster, clock)
+    clock = EventQueue()
+    links = Network(cluster, clock)
     flows = []
     for (a, b), start, size in sent:
         path, _ = links.path(a, b)
-        assert sorted((link.way, link.level, link.member) for link in path) == sorted(ways(cluster, a, b))
+        assert sorted((link.direction, link.level, link.member) for link in path) == sorted(ways(cluster, a, b))
         flow = Flow(channel=(a, b), size_bytes=size, links=dict.fromkeys(path, 1), ended=lambda flow: None)
         flows.append((flow, set(path)))
         clock.at(start, lambda flow=flow: links.send(flow))
@@ -250,8 +248,8 @@ def test_a_link_is_never_above_its_bandwidth(sizes, data):
 
 def test_messages_share_links_fairly_and_those_of_one_channel_queue():
     """Two servers of two at 10 and 100 bytes/s. Messages of 60 bytes leave server 0, two of them on one channel."""
-    clock = Clock()
-    links = Links(make_cluster((2, 2), (10.0, 100.0)), clock)
+    clock = EventQueue()
+    links = Network(make_cluster((2, 2), (10.0, 100.0)), clock)
     ended = []
     for a, b, size in [(0, 2, 60), (0, 2, 60), (1, 3, 60), (0, 1, 1140)]:
         path, _ = links.path(a, b)

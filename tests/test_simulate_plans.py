@@ -12,38 +12,50 @@ from hypothesis import strategies as st
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.partition.evaluate import evaluate
-from pdtool.partition.planning import make_plan
-from pdtool.partition.search import Options
-from pdtool.partition.simulator.planned import enough, pieces, planned_job
-from pdtool.partition.simulator.simulate import simulate
+from pdtool.partition.cost.plan_cost import Evaluator
+from pdtool.partition.placement import ExecutionConfig, Placement
+from pdtool.partition.planner import make_plan
+from pdtool.partition.search.search import SearchOptions
+from pdtool.partition.simulated_schedules import even_pieces, under_schedule
+from pdtool.partition.simulator.engine import simulate
+from pdtool.partition.simulator.job import SimulationJob, steady_run
 from pdtool.schedule import SCHEDULES, default_in_flight, default_shape
+
+
+def job_of(plan, profile, minibatches=None):
+    """The job that a run of the plan is."""
+    return SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster.cluster(), minibatches)
+
+
+def simulated(plan, profile, minibatches=None):
+    """The simulation of a plan."""
+    return simulate(job_of(plan, profile, minibatches))
 
 
 def test_a_straight_plan_goes_at_the_pace_of_its_slowest_stage():
     """Six operators of 3 s, the second stage holds three: 9 s a minibatch."""
     net = chain([3.0] * 6, crossing=10)
     plan = plan_of(net, [["x", "a0", "a1"], ["a2", "a3", "a4"], ["a5"]], [[0], [1], [2]], make_cluster((3,), (1e3,)))
-    found = simulate(planned_job(plan, net))
-    assert found.pace_s == pytest.approx(9)
+    found = simulated(plan, net)
+    assert found.time_per_minibatch_s == pytest.approx(9)
     assert found.throughput_samples_per_s == pytest.approx(8 / 9)
     assert found.sent_bytes == pytest.approx(40), "10 bytes over each border, and back"
-    assert [share.stage for share in found.shares] == [0, 1, 2]
+    assert [usage.stage for usage in found.workers] == [0, 1, 2]
 
 
 def test_data_parallelism_waits_for_what_its_last_backward_does_not_hide():
     """One bucket of 400 bytes leaves when the backward has ended: F + B + 2 (3/4) 400 / 100 for four minibatches."""
     net = chain([3.0, 3.0], parameters=200)
     cluster = make_cluster((4,), (100.0,))
-    found = simulate(planned_job(plan_of(net, [net.graph.names], [range(4)], cluster), net))
-    assert found.pace_s == pytest.approx((6 + 6) / 4)
-    assert [share.communication_s / found.makespan_s for share in found.shares] == [pytest.approx(0.5)] * 4
+    found = simulated(plan_of(net, [net.graph.names], [range(4)], cluster), net)
+    assert found.time_per_minibatch_s == pytest.approx((6 + 6) / 4)
+    assert [usage.communication_s / found.makespan_s for usage in found.workers] == [pytest.approx(0.5)] * 4
     assert found.sent_bytes == pytest.approx(2 * 3 * 400 / 4)
     large = chain([3.0, 3.0], parameters=100_000_000)  # eight pieces, seven of them leave while the backward goes on
     fast = make_cluster((4,), (1e8,))
-    found = simulate(planned_job(plan_of(large, [large.graph.names], [range(4)], fast), large))
+    found = simulated(plan_of(large, [large.graph.names], [range(4)], fast), large)
     piece = 1.5 * 25e6 / 1e8
-    assert found.pace_s == pytest.approx((6 + piece) / 4)
+    assert found.time_per_minibatch_s == pytest.approx((6 + piece) / 4)
 
 
 @pytest.mark.parametrize(("schedule", "lags"), [("1f1b", (0, 1)), ("gpipe", (0, 0))])
@@ -62,11 +74,11 @@ def test_tied_parameters_are_summed_by_all_who_hold_them(schedule, lags):
         in_flight=(2, 2) if flush else None,
         microbatches=2 if flush else 1,
     )
-    job = planned_job(plan, net)
+    job = job_of(plan, net)
     assert [tied.lags for tied in job.tied] == [lags]
     found = simulate(job)
     rounds = len(job.lists[0]) - 2 * found.minibatches
-    assert [share.sent_bytes for share in found.shares] == [40 * rounds] * 2
+    assert [usage.sent_bytes for usage in found.workers] == [40 * rounds] * 2
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -82,12 +94,15 @@ def test_memory_and_traffic_are_those_of_the_cost_model(seed):
     workers = rng.choice([[[0, 1], [2]], [[0], [1]], [[2], [0, 1, 3]]])
     recompute = [rng.random() < 0.5 for _ in stages]
     cluster = make_cluster((4,), (1e6,))
-    found = simulate(planned_job(plan_of(net, stages, workers, cluster, recompute=recompute), net, minibatches=24))
-    flight = default_in_flight([len(numbers) for numbers in workers])
-    costs = evaluate(net, cluster, stages, workers, flight=flight, recompute=recompute)
-    assert [share.memory_bytes for share in found.shares] == [costs.memory_bytes[share.stage] for share in found.shares]
+    found = simulated(plan_of(net, stages, workers, cluster, recompute=recompute), net, minibatches=24)
+    in_flight = default_in_flight([len(numbers) for numbers in workers])
+    evaluator = Evaluator(net, cluster)
+    costs = evaluator.place(stages, workers, ExecutionConfig(), in_flight=in_flight, recompute=recompute).cost
+    assert [usage.memory_bytes for usage in found.workers] == [
+        costs.memory_bytes[usage.stage] for usage in found.workers
+    ]
     assert found.sent_bytes == pytest.approx(costs.traffic_bytes, abs=3)
-    assert found.pace_s >= max(costs.compute_s) - 1e-9
+    assert found.time_per_minibatch_s >= max(costs.compute_s) - 1e-9
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -96,19 +111,22 @@ def test_any_schedule_on_a_plan_without_replicas(schedule):
     net = chain([3.0] * 12, parameters=5)
     stages = [["x", *(f"a{i}" for i in range(6))], [f"a{i}" for i in range(6, 12)]]
     plan = plan_of(net, stages, [[0], [1]], make_cluster((2,), (1e9,)))
-    found = simulate(planned_job(plan, net, schedule=schedule))
+    placement = Placement.of(plan, net)
+    if schedule != "1f1b":
+        placement = under_schedule(placement, net, schedule, chunks=2)
+    found = simulate(SimulationJob.of(placement, net, plan.cluster.cluster()))
     idle = {"gpipe": 18, "1f1b-flush": 18, "interleaved": 9, "zb-h1": 6}.get(schedule, 0)
-    assert found.pace_s == pytest.approx(18 + idle / 8, rel=1e-6)
+    assert found.time_per_minibatch_s == pytest.approx(18 + idle / 8, rel=1e-6)
 
 
 def test_recomputing_takes_one_more_forward():
     net = chain([3.0] * 4)
     stages = [["x", "a0", "a1"], ["a2", "a3"]]
     plain, again = (
-        simulate(planned_job(plan_of(net, stages, [[0], [1]], make_cluster((2,), (1e9,)), recompute=[r, r]), net))
+        simulated(plan_of(net, stages, [[0], [1]], make_cluster((2,), (1e9,)), recompute=[r, r]), net)
         for r in (False, True)
     )
-    assert (plain.pace_s, again.pace_s) == (pytest.approx(6), pytest.approx(8))
+    assert (plain.time_per_minibatch_s, again.time_per_minibatch_s) == (pytest.approx(6), pytest.approx(8))
 
 
 def test_copies_never_meet_but_to_average():
@@ -116,8 +134,8 @@ def test_copies_never_meet_but_to_average():
     net = chain([3.0, 3.0], parameters=8, crossing=100)
     cluster = make_cluster((2, 2), (1e3, 1e6))
     plan = plan_of(net, [["x", "a0"], ["a1"]], [[0, 2], [1, 3]], cluster, in_flight=(2, 1), copies=2)
-    found = simulate(planned_job(plan, net))
-    messages = [event for event in found.events if event.lane == "send"]
+    found = simulated(plan, net)
+    messages = [event for events in found.events for event in events if event.track == "send"]
     assert max(event.length_s for event in messages) == pytest.approx(1e-4, rel=0.01), "100 bytes at 1 MB/s"
     assert found.sent_bytes == pytest.approx(200 + 2 * 8), (
         "each of two rings: two members, 8 bytes, every 2 minibatches"
@@ -137,8 +155,8 @@ def test_skips_go_straight_and_what_has_no_gradient_is_not_waited_for():
         ]
     )
     plan = plan_of(net, [["x", "a"], ["b"], ["c"]], [[0], [1], [2]], make_cluster((3,), (1e9,)))
-    borders = planned_job(plan, net).borders
-    assert [(b.source, b.destination, b.forward_bytes, b.backward_bytes, b.returns) for b in borders] == [
+    edges = job_of(plan, net).edges
+    assert [(b.source, b.destination, b.forward_bytes, b.backward_bytes, b.has_gradient) for b in edges] == [
         (0, 1, 7, 0, False),
         (0, 2, 12, 3, True),
         (1, 2, 2, 0, False),
@@ -149,7 +167,7 @@ def test_skips_go_straight_and_what_has_no_gradient_is_not_waited_for():
 def test_pieces_are_even_as_far_as_operators_go(times, count):
     """In order, none empty; with room to choose, none is over its even share by more than its last operator."""
     net = chain([float(t) for t in times])
-    made = pieces(net, count)
+    made = even_pieces(net, count)
     assert [name for piece in made for name in piece] == net.graph.names
     assert all(made)
     if max(times) <= sum(times) / count / 2:
@@ -161,28 +179,31 @@ def test_more_minibatches_than_can_be_simulated_are_refused():
     net = chain([1.0] * 3)
     plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
     with pytest.raises(UsageError, match="--minibatches 1000000 of 2 stages take too long; give at most 50000"):
-        planned_job(plan, net, minibatches=10**6)
+        job_of(plan, net, minibatches=10**6)
 
 
 def test_what_cannot_be_interleaved_is_refused():
     net = chain([1.0] * 3)
     plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
     with pytest.raises(NoPlanError, match="the model has 4 operators, too few for 6 chunks; take fewer stages"):
-        planned_job(plan, net, schedule="interleaved", chunks=3)
+        under_schedule(Placement.of(plan, net), net, "interleaved", chunks=3)
     with pytest.raises(UsageError, match="a0 is pinned to stage 3 but not in chunk 3 of 4 even ones"):
-        pieces(profile_of(net.nodes, pin={"a0": 3}), 4)
+        even_pieces(profile_of(net.nodes, pin={"a0": 3}), 4)
     uneven = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0, 1], [2]], make_cluster((3,), (1e9,)))
+    interleaved = under_schedule(Placement.of(uneven, net), net, "interleaved", chunks=2)
     with pytest.raises(UsageError, match="interleaved needs as many replicas of each stage, but the plan is 2-1; use"):
-        planned_job(uneven, net, schedule="interleaved")
-    twice = make_plan(net, "net.json", make_cluster((2,), (1e9,)), Options(schedule="interleaved", microbatches=4))
+        SimulationJob.of(interleaved, net, uneven.cluster.cluster())
+    twice = make_plan(
+        net, "net.json", make_cluster((2,), (1e9,)), SearchOptions(schedule="interleaved", microbatches=4)
+    )
     with pytest.raises(UsageError, match="schedule 1f1b with 2 stages on each worker"):
-        planned_job(twice, net, schedule="1f1b")
+        under_schedule(Placement.of(twice, net), net, "1f1b", chunks=2)
 
 
 def test_enough_minibatches_see_whole_periods():
     """Three periods of 15, the least that is 32 or more, and more than is ever in flight on either side."""
     shape = default_shape("1f1b", (5, 3, 1))
     started = max(w * r for w, r in zip(shape.in_flight, shape.replicas, strict=True))
-    assert enough(shape) == 2 * started + 45
-    assert enough(default_shape("1f1b", (1,))) == 2 + 32
-    assert enough(default_shape("gpipe", (1, 1), 64)) == 3 * 64
+    assert steady_run(shape) == 2 * started + 45
+    assert steady_run(default_shape("1f1b", (1,))) == 2 + 32
+    assert steady_run(default_shape("gpipe", (1, 1), 64)) == 3 * 64

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -24,8 +22,8 @@ from pdtool.artifacts.envelope import (
     YamlArtifact,
 )
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError, ScheduleError
-from pdtool.schedule import POLICIES, PipelineShape, build, default_shape, is_asynchronous, total_in_flight, validate
+from pdtool.errors import ArtifactError
+from pdtool.schedule import POLICIES, PipelineShape, check_executable, is_asynchronous, pipeline_shape
 
 MOST_IN_FLIGHT = 10_000  # a schedule is a list: a slip of the finger must not fill the memory
 
@@ -202,54 +200,27 @@ class Plan(YamlArtifact):
             )
         return stages
 
-    def shape(self, together: tuple[tuple[int, ...], ...] = ()) -> PipelineShape:
-        """What the schedule is built for.
+    def shape(self, tied_stages: tuple[tuple[int, ...], ...] = ()) -> PipelineShape:
+        """Return what the schedule is built for.
 
         Args:
-            together: groups of stages that must update after the same number of minibatches (they share a parameter).
+            tied_stages: groups of stages that share a parameter, and so must update after the same number of
+                minibatches.
         """
-        replicas = tuple(stage.replicas for stage in self.stages)
-        in_flight = tuple(stage.in_flight for stage in self.stages[: self.pipeline_depth])
-        return PipelineShape(
-            replicas=replicas,
-            in_flight=in_flight,
-            chunks=self.chunks,
+        return pipeline_shape(
+            self.schedule,
+            replicas=[stage.replicas for stage in self.stages],
+            in_flight=[stage.in_flight for stage in self.stages[: self.pipeline_depth]],
             weights=self.weights,
-            update_every=tuple(self._update_every(replicas, in_flight, together)),
+            microbatches=self.microbatches,
+            update_every=self.update_every,
+            chunks=self.chunks,
+            tied_stages=tied_stages,
         )
-
-    def _update_every(
-        self, replicas: Sequence[int], in_flight: Sequence[int], together: Sequence[Sequence[int]]
-    ) -> list[int]:
-        """k[s]: minibatches in one update of each stage."""
-        if not is_asynchronous(self.schedule):
-            return [self.microbatches] * len(replicas)
-        if self.update_every:
-            return [self.update_every] * len(replicas)
-        match self.weights:
-            case "vertical-sync":
-                return [math.lcm(*replicas)] * len(replicas)
-            case "2bw":
-                return [total_in_flight(replicas, in_flight)] * len(replicas)
-        every = list(replicas)
-        for group in together:
-            for s in group:
-                every[s] = math.lcm(*(replicas[g] for g in group))
-        return every
 
     def check_schedule(self) -> None:
         """Raises ScheduleError when the numbers in flight make the schedule deadlock; it says which ones do not."""
-        shape = self.shape()
-        started = total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight)
-        minibatches = 2 * max(*shape.update_every, started) + 1  # fill, steady state and drain
-        try:
-            validate(build(self.schedule, shape, minibatches), shape, minibatches)
-        except ScheduleError as error:
-            usual = default_shape(
-                self.schedule, shape.replicas[: shape.pipeline_depth], self.microbatches, self.chunks
-            ).in_flight
-            wanted = ", ".join(map(str, usual))
-            raise ScheduleError(error.what, f"give the stages in_flight {wanted}, as {self.schedule} wants") from error
+        check_executable(self.schedule, self.shape(), self.microbatches)
 
     @property
     def plan_sha256(self) -> str:

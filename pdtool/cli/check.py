@@ -15,7 +15,7 @@ from pdtool.errors import ArtifactError
 
 if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
-    from pdtool.partition.checker.check import Finding
+    from pdtool.partition.plan_check import Finding
 
 _MARKS = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "–"}
 
@@ -24,17 +24,17 @@ _MARKS = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "–"}
 @click.argument("plan", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON on stdout.")
 def check(plan: str | None, as_json: bool) -> None:
-    """Compute PLAN's figures and certificate again, by other code.
+    """Compute PLAN's figures and certificate again.
 
-    One line for each claim: the stages, the schedule, the memory, each figure, and that nothing easily found is faster
-    than the lower bound.
+    One line for each claim: the stages, the schedule, the memory, each figure, and that another search finds no plan
+    that is faster than the lower bound.
     """
     from pdtool.cli.inputs import read
-    from pdtool.partition.checker.check import Check
+    from pdtool.partition.plan_check import check_plan
 
     path = options.candidate("plan", plan)
     chosen, profile = read(path)
-    findings = list(Check(chosen, profile).findings())
+    findings = list(check_plan(chosen, profile))
     if as_json:
         click.echo(json.dumps({"plan": chosen.name, "findings": [asdict(one) for one in findings]}, indent=1))
     else:

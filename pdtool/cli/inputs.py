@@ -134,7 +134,7 @@ def _checked(plan: Plan, profile: Profile) -> Plan:
     plan.check_schedule()
     if not plan.edited:
         return plan
-    from pdtool.partition.planning import refresh
+    from pdtool.partition.planner import refresh
 
     note("the plan was edited by hand: its stages are checked, its predictions computed again")
     return refresh(plan, profile)
@@ -156,7 +156,7 @@ def rescheduled(
     """
     if (schedule, microbatches, weights, update_every) == (None,) * 4:
         return plan
-    from pdtool.partition.planning import under
+    from pdtool.partition.planner import reschedule
 
     name = schedule or plan.schedule
     if is_asynchronous(name) and microbatches not in (None, 1):
@@ -172,7 +172,7 @@ def rescheduled(
             f"schedule {name} with {plan.chunks} stage(s) on each worker",
             "partition with --schedule interleaved, which has several, or take another schedule",
         )
-    return under(
+    return reschedule(
         plan,
         profile,
         {

@@ -15,7 +15,7 @@ from pdtool.schedule import SCHEDULES, is_asynchronous
 
 if TYPE_CHECKING:
     from pdtool.cluster import Cluster
-    from pdtool.partition.evaluate import Cost
+    from pdtool.partition.cost.plan_cost import CostModelName
 
 _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 
@@ -100,7 +100,7 @@ def partition(
     microbatches: int | None,
     chunks: int,
     recompute: bool,
-    cost: Cost,
+    cost: CostModelName,
     simplest: str,
     cuts: int,
     as_json: bool,
@@ -109,20 +109,20 @@ def partition(
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.render import plan_view
-    from pdtool.partition.planning import make_plan
-    from pdtool.partition.search import Options
+    from pdtool.partition.planner import make_plan
+    from pdtool.partition.search.search import SearchOptions
 
     path = options.candidate("profile", profile)
-    wanted = Options(
+    wanted = SearchOptions(
         workers=workers,
         straight=straight,
         schedule=schedule,
         microbatches=_microbatches(schedule, microbatches),
         simplest=_share(simplest),
         recompute=recompute,
-        cost=cost,
+        cost_model=cost,
         chunks=chunks,
-        cuts=cuts,
+        max_cuts=cuts,
     )
     cluster = (
         _from_file(file, topology or bandwidth or latency, memory)

@@ -62,31 +62,39 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Execute PLAN on a clock, beside data parallelism and others."""
+    from pdtool.artifacts.trace import chrome_trace
     from pdtool.cli import simulation
     from pdtool.cli import svg as pictures
     from pdtool.cli.deliver import deliver_text
     from pdtool.cli.inputs import planned
-    from pdtool.cli.trace import chrome_trace
-    from pdtool.partition.simulator import compare
-    from pdtool.partition.simulator.planned import planned_job
-    from pdtool.partition.simulator.simulate import simulate as execute
+    from pdtool.partition.comparison import compare
+    from pdtool.partition.comparison import sweep as over_bandwidths
+    from pdtool.partition.placement import Placement
+    from pdtool.partition.simulated_schedules import under_schedule
+    from pdtool.partition.simulator.engine import simulate as execute
+    from pdtool.partition.simulator.job import SimulationJob
 
     rates = _rates(sweep) if sweep else []
     piped = _piped(trace, svg, as_json)
     chosen, profile = planned(options.candidate("plan", plan))
-    name = schedule or chosen.schedule
+    name, cluster = schedule or chosen.schedule, chosen.cluster.cluster()
+    as_planned = Placement.of(chosen, profile)
+    is_planned = name == chosen.schedule
+    placement = as_planned if is_planned else under_schedule(as_planned, profile, name, chunks=2)
     with status("simulating"):
-        found = execute(planned_job(chosen, profile, schedule=schedule, minibatches=minibatches))
-        steady = execute(planned_job(chosen, profile, schedule=schedule)) if minibatches else found
-        compared = compare.compare(profile, chosen, steady)
-        points = compare.sweep(profile, chosen, rates) if rates else []
+        found = execute(SimulationJob.of(placement, profile, cluster, minibatches))
+        steady = execute(SimulationJob.of(placement, profile, cluster)) if minibatches else found
+        compared = compare(profile, cluster, placement, steady)
+        points = over_bandwidths(profile, cluster, as_planned, rates) if rates else []
     if as_json:
         click.echo(json.dumps(simulation.as_data(chosen, name, found, compared, points), indent=1))
     else:
         show(*simulation.simulation_view(chosen, name, found), "", *simulation.comparison_view(compared), err=piped)
         show(*(["", *simulation.sweep_view(points)] if points else []), err=piped)
     if trace:
-        deliver_text(json.dumps(chrome_trace(found)), trace, "; open it in https://ui.perfetto.dev")
+        names = (f"worker {usage.worker}, stage {usage.stage}" for usage in found.workers)
+        events = dict(zip(names, found.events, strict=True))
+        deliver_text(json.dumps(chrome_trace(events)), trace, "; open it in https://ui.perfetto.dev")
     if svg:
         title = f"{chosen.name} ({chosen.config}, {name})"
         picture = (
@@ -108,7 +116,7 @@ def _piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
 
 def _rates(text: str) -> list[float]:
     """The bandwidths of `bandwidth=0.1..25Gbit/s`, in bytes per second; raises UsageError."""
-    from pdtool.partition.simulator.compare import grid
+    from pdtool.partition.comparison import bandwidth_grid
     from pdtool.units import parse_bandwidth
 
     match = re.fullmatch(r"bandwidth=([0-9.]+?)([A-Za-z/]*)\.\.([0-9.]+)([A-Za-z/]+)", text)
@@ -117,4 +125,4 @@ def _rates(text: str) -> list[float]:
     low, high = parse_bandwidth(match[1] + (match[2] or match[4])), parse_bandwidth(match[3] + match[4])
     if low >= high:
         raise UsageError(f"--sweep {text!r} goes from {low:.4g} down to {high:.4g} bytes/s", "give the lower one first")
-    return grid(low, high, _POINTS)
+    return bandwidth_grid(low, high, _POINTS)

@@ -10,39 +10,41 @@ from typing import Any
 from pdtool.artifacts.plan import Plan
 from pdtool.cli.render import Parts
 from pdtool.cli.tables import table
-from pdtool.partition.simulator.compare import CHOSEN, Comparison, Point, crossings
-from pdtool.partition.simulator.simulation import Simulation
+from pdtool.partition.comparison import THIS_PLAN, ComparedPlan, Comparison, SweepPoint, crossings
+from pdtool.partition.simulator.result import SimulationResult
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _MOST_WORKERS = 64  # in a table
 _WIDEST = 40  # bar of a plot, in characters
 
 
-def simulation_view(plan: Plan, schedule: str, found: Simulation) -> Parts:
+def simulation_view(plan: Plan, schedule: str, found: SimulationResult) -> Parts:
     """How each worker spent its time, and the pace beside what was predicted."""
     rows = [
         (
-            share.worker,
-            share.stage,
+            usage.worker,
+            usage.stage,
             *(
                 f"{part / (found.makespan_s or 1.0):.0%}"
-                for part in (share.busy_s, share.communication_s, share.idle_s)
+                for part in (usage.busy_s, usage.communication_s, usage.idle_s)
             ),
-            share.peak_stashed,
-            share.versions,
-            format_bytes(share.memory_bytes),
-            format_bytes(share.sent_bytes),
+            usage.peak_stashed,
+            usage.versions,
+            format_bytes(usage.memory_bytes),
+            format_bytes(usage.sent_bytes),
         )
-        for share in found.shares[:_MOST_WORKERS]
+        for usage in found.workers[:_MOST_WORKERS]
     ]
     columns = ("worker", "stage", "busy", "communicating", "idle", "stashed", "versions", "memory", "sent")
     title = f"{plan.name}: {plan.config}, schedule {schedule}, {found.minibatches} minibatches of {found.batch_size}"
     yield table(columns, rows, names=0, title=title)
-    if len(found.shares) > _MOST_WORKERS:
-        yield f"({len(found.shares) - _MOST_WORKERS} more workers; --json has them all)"
-    pace = f"{format_seconds(found.pace_s)} per minibatch ({found.throughput_samples_per_s:.4g} samples/s)"
+    if len(found.workers) > _MOST_WORKERS:
+        yield f"({len(found.workers) - _MOST_WORKERS} more workers; --json has them all)"
+    pace = (
+        f"{format_seconds(found.time_per_minibatch_s)} per minibatch ({found.throughput_samples_per_s:.4g} samples/s)"
+    )
     if found.steady:
-        yield f"steady state: {pace}{_beside(predicted_s(plan, schedule), found.pace_s)}"
+        yield f"steady state: {pace}{_beside(predicted_s(plan, schedule), found.time_per_minibatch_s)}"
     else:
         yield f"no steady state: too few minibatches; {pace}, filling and draining the pipeline included"
     whole, fill, drain = map(format_seconds, (found.makespan_s, found.fill_s, found.drain_s))
@@ -62,7 +64,7 @@ def _beside(predicted: float | None, simulated: float) -> str:
 
 def comparison_view(comparison: Comparison) -> Parts:
     """The plan and those that everyone asks about, whatever number of minibatches was asked for."""
-    own = next(row for row in comparison.rows if row.label == CHOSEN)
+    own = next(row for row in comparison.plans if row.label == THIS_PLAN)
     yield table(
         ("in steady state", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
         [
@@ -70,11 +72,11 @@ def comparison_view(comparison: Comparison) -> Parts:
                 row.label,
                 _short(row.config),
                 f"{row.throughput_samples_per_s:.4g}",
-                f"{row.pace_s / own.pace_s:.3g} ×" if row is not own and own.pace_s else "",
+                _gain(own, row),
                 format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit"),
                 format_bytes(row.sent_bytes),
             )
-            for row in comparison.rows
+            for row in comparison.plans
         ],
         names=2,
     )
@@ -83,17 +85,24 @@ def comparison_view(comparison: Comparison) -> Parts:
         yield f"{label}: too large to simulate here"
 
 
+def _gain(own: ComparedPlan, other: ComparedPlan) -> str:
+    """By how much the plan is faster than another."""
+    if other is own or not own.time_per_minibatch_s:
+        return ""
+    return f"{other.time_per_minibatch_s / own.time_per_minibatch_s:.3g} ×"
+
+
 def _short(config: str) -> str:
     return config if len(config) <= 20 else f"{config[:8]}…{config[-8:]}"
 
 
-def sweep_view(points: Sequence[Point]) -> Parts:
+def sweep_view(points: Sequence[SweepPoint]) -> Parts:
     """Gain over data parallelism at each bandwidth, as figures and as bars; `|` is where they are equal."""
     most = max(1.0, *(point.gain for point in points))
     rows = [
         (
             format_bits_rate(p.bandwidth_bytes_per_s),
-            *map(format_seconds, (p.pace_s, p.data_parallel_s)),
+            *map(format_seconds, (p.time_per_minibatch_s, p.data_parallel_s)),
             f"{p.gain:.3g} ×",
             _bar(p.gain / most, 1 / most),
         )
@@ -114,7 +123,7 @@ def _bar(share: float, mark: float) -> str:
 
 
 def as_data(
-    plan: Plan, schedule: str, found: Simulation, comparison: Comparison, points: Sequence[Point]
+    plan: Plan, schedule: str, found: SimulationResult, comparison: Comparison, points: Sequence[SweepPoint]
 ) -> dict[str, Any]:
     """Everything but the events, as `--json` prints it."""
     made: dict[str, Any] = {
@@ -125,16 +134,21 @@ def as_data(
         "minibatches": found.minibatches,
         "steady_minibatches": found.steady,
         "predicted_bottleneck_s": predicted_s(plan, schedule),
-        "bottleneck_s": found.pace_s,
+        "bottleneck_s": found.time_per_minibatch_s,
         "throughput_samples_per_s": found.throughput_samples_per_s,
         "makespan_s": found.makespan_s,
         "fill_s": found.fill_s,
         "drain_s": found.drain_s,
         "sent_bytes": found.sent_bytes,
-        "workers": [asdict(share) for share in found.shares],
-        "compared": [asdict(row) for row in comparison.rows],
+        "workers": [asdict(usage) for usage in found.workers],
+        "compared": [_with_pace(asdict(plan)) for plan in comparison.plans],
     }
     if points:
-        made["sweep"] = [{**asdict(point), "gain": point.gain} for point in points]
+        made["sweep"] = [{**_with_pace(asdict(point)), "gain": point.gain} for point in points]
         made["crossings_bytes_per_s"] = crossings(points)
     return made
+
+
+def _with_pace(figures: dict[str, Any]) -> dict[str, Any]:
+    """Name the seconds per minibatch `pace_s`, as scripts know it."""
+    return {"pace_s" if name == "time_per_minibatch_s" else name: value for name, value in figures.items()}

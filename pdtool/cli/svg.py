@@ -8,15 +8,16 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from statistics import median
 
-from pdtool.partition.simulator.compare import Point, crossings
-from pdtool.partition.simulator.simulation import Event, Simulation
+from pdtool.artifacts.trace import TraceEvent
+from pdtool.partition.comparison import SweepPoint, crossings
+from pdtool.partition.simulator.result import SimulationResult
 from pdtool.units import format_bits_rate, format_seconds
 
 COLOURS = {
     "forward": "#8ecae6",
     "backward": "#ffb703",
-    "input": "#ffb703",
-    "weight": "#fb8500",
+    "backward_input": "#ffb703",
+    "backward_weight": "#fb8500",
     "update": "#90be6d",
     "all-reduce": "#b5838d",
     "send": "#adb5bd",
@@ -35,41 +36,41 @@ def _svg(width: float, height: float, parts: Iterable[str]) -> str:
     return "\n".join([head, style, ground, *parts, "</svg>\n"])
 
 
-def timeline_svg(found: Simulation, title: str) -> str:
+def timeline_svg(result: SimulationResult, title: str) -> str:
     """One row per worker: boxes with the number of the minibatch (or round), thin bars below for what it sends.
 
     A long simulation is cut where the picture would become too wide; its caption says so.
     """
-    computing = [e for e in found.events if e.lane == "compute" and e.kind != "wait" and e.length_s]
-    scale = _FORWARD / (median(e.length_s for e in computing) if computing else 1.0)
-    end = min(found.makespan_s, _WIDEST / scale)
-    cut = f", the first {format_seconds(end)} of them" if end < found.makespan_s else ""
-    caption = f"{title}: {found.minibatches} minibatches in {format_seconds(found.makespan_s)}{cut}"
-    parts = [f'<text x="8" y="16">{escape(caption)}</text>', *_legend({e.kind for e in found.events})]
-    for slot, share in enumerate(found.shares):
-        middle = _TOP + slot * _ROW + _BOX * 0.7
-        parts.append(f'<text x="8" y="{middle:.0f}">worker {share.worker}, stage {share.stage}</text>')
-    parts += [_box(event, scale) for event in found.events if event.start_s < end and event.kind in COLOURS]
-    return _svg(_LEFT + end * scale + 40, _TOP + len(found.shares) * _ROW + 10, parts)
+    events = [event for own in result.events for event in own]
+    computing = [e.length_s for e in events if e.track == "compute" and e.kind != "wait" and e.length_s]
+    scale = _FORWARD / (median(computing) if computing else 1.0)
+    end = min(result.makespan_s, _WIDEST / scale)
+    cut = f", the first {format_seconds(end)} of them" if end < result.makespan_s else ""
+    caption = f"{title}: {result.minibatches} minibatches in {format_seconds(result.makespan_s)}{cut}"
+    parts = [f'<text x="8" y="16">{escape(caption)}</text>', *_legend({e.kind for e in events})]
+    for row, (usage, own) in enumerate(zip(result.workers, result.events, strict=True)):
+        top = _TOP + row * _ROW
+        parts.append(f'<text x="8" y="{top + _BOX * 0.7:.0f}">worker {usage.worker}, stage {usage.stage}</text>')
+        parts += [_box(event, top, scale) for event in own if event.start_s < end and event.kind in COLOURS]
+    return _svg(_LEFT + end * scale + 40, _TOP + len(result.workers) * _ROW + 10, parts)
 
 
 def _legend(kinds: set[str]) -> list[str]:
     parts = []
     for place, kind in enumerate(kind for kind in COLOURS if kind in kinds):
-        x = _LEFT + place * 90
+        x = _LEFT + place * 110
         parts.append(f'<rect x="{x}" y="24" width="10" height="10" fill="{COLOURS[kind]}"/>')
-        parts.append(f'<text x="{x + 14}" y="33">{kind}</text>')
+        parts.append(f'<text x="{x + 14}" y="33">{kind.replace("_", " ")}</text>')
     return parts
 
 
-def _box(event: Event, scale: float) -> str:
+def _box(event: TraceEvent, y: float, scale: float) -> str:
     x, width = _LEFT + event.start_s * scale, event.length_s * scale
-    y = _TOP + event.slot * _ROW
     ends = f"{format_seconds(event.start_s)} to {format_seconds(event.start_s + event.length_s)}"
     about = f"<title>{escape(event.name)} {event.kind}, {ends}</title>"
     fill = f'fill="{COLOURS[event.kind]}"'
-    if event.lane != "compute":
-        y += _BOX + 1 + (_THIN if event.lane == "all-reduce" else 0)
+    if event.track != "compute":
+        y += _BOX + 1 + (_THIN if event.track == "all-reduce" else 0)
         return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_THIN - 1}" {fill}>{about}</rect>'
     place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BOX}"'
     box = f'<rect {place} {fill} stroke="#555" stroke-width="0.5">{about}</rect>'
@@ -79,7 +80,7 @@ def _box(event: Event, scale: float) -> str:
     return f'{box}<text class="n" x="{x + width / 2:.2f}" y="{y + 14}">{number}</text>'
 
 
-def gain_svg(points: Sequence[Point], title: str) -> str:
+def gain_svg(points: Sequence[SweepPoint], title: str) -> str:
     """Gain over data parallelism against bandwidth, both on logarithmic scales; dashed where they are equal."""
     width, height, left, top = 640, 400, 60, 40
     rates = [math.log(p.bandwidth_bytes_per_s) for p in points]

@@ -16,8 +16,16 @@ from pdtool.schedule.action import Action, ActionKind, Actions
 from pdtool.schedule.build import SCHEDULES, SEARCHED_SCHEDULES, build
 from pdtool.schedule.delays import gradient_delays
 from pdtool.schedule.draw import draw
+from pdtool.schedule.executable import check_executable
 from pdtool.schedule.grid import grid
-from pdtool.schedule.shape import PipelineShape, default_in_flight, default_shape, tied_update_lag, total_in_flight
+from pdtool.schedule.shape import (
+    PipelineShape,
+    default_in_flight,
+    default_shape,
+    pipeline_shape,
+    tied_update_lag,
+    total_in_flight,
+)
 from pdtool.schedule.stash_tracker import StashTracker
 from pdtool.schedule.timeline import timeline
 from pdtool.schedule.validate import validate
@@ -34,6 +42,7 @@ __all__ = [
     "PipelineShape",
     "StashTracker",
     "build",
+    "check_executable",
     "default_in_flight",
     "default_shape",
     "draw",
@@ -41,6 +50,7 @@ __all__ = [
     "gradient_delays",
     "grid",
     "is_asynchronous",
+    "pipeline_shape",
     "tied_update_lag",
     "timeline",
     "total_in_flight",

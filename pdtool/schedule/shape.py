@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pdtool.schedule.versions import is_asynchronous
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
@@ -125,3 +127,47 @@ def tied_update_lag(shape: PipelineShape, holders: Sequence[int], stage: int) ->
     """Rounds by which `stage` runs ahead of the first of the stages that hold a tied parameter; see run/tied.py."""
     ahead = [shape.replicas[s] * shape.in_flight[s] for s in (min(holders), stage)]
     return max(0, math.ceil((ahead[0] - ahead[1]) / shape.update_every[stage]))
+
+
+def pipeline_shape(
+    schedule: str,
+    *,
+    replicas: Sequence[int],
+    in_flight: Sequence[int],
+    weights: str,
+    microbatches: int = 1,
+    update_every: int | None = None,
+    chunks: int = 1,
+    tied_stages: Sequence[Sequence[int]] = (),
+) -> PipelineShape:
+    """Return the shape of a plan, with the number of minibatches after which each stage updates.
+
+    Args:
+        replicas: of each stage.
+        in_flight: of each stage; with chunks of the first stage on each worker.
+        weights: the policy, one of versions.POLICIES.
+        microbatches: in one update of a flushing schedule.
+        update_every: minibatches in one update of every stage, without a flush; None: as many as the stage has
+            replicas (PipeDream), and with vertical sync or 2BW the fewest that suit all stages.
+        tied_stages: groups of stages that share a parameter, and so must update after the same number of minibatches.
+    """
+    if not is_asynchronous(schedule):
+        intervals = [microbatches] * len(replicas)
+    elif update_every:
+        intervals = [update_every] * len(replicas)
+    elif weights == "vertical-sync":
+        intervals = [math.lcm(*replicas)] * len(replicas)
+    elif weights == "2bw":
+        intervals = [total_in_flight(replicas[: len(in_flight)], in_flight)] * len(replicas)
+    else:
+        intervals = list(replicas)
+        for stages in tied_stages:
+            for s in stages:
+                intervals[s] = math.lcm(*(replicas[t] for t in stages))
+    return PipelineShape(
+        replicas=tuple(replicas),
+        in_flight=tuple(in_flight),
+        update_every=tuple(intervals),
+        chunks=chunks,
+        weights=weights,
+    )

@@ -19,8 +19,9 @@ import harness
 
 from pdtool.artifacts.report import Report
 from pdtool.cluster import Cluster, Level
-from pdtool.partition.simulator.job import Border, Job, Work
-from pdtool.partition.simulator.simulate import simulate
+from pdtool.partition.simulator.engine import simulate
+from pdtool.partition.simulator.job import SimulationJob, StageWork
+from pdtool.partition.stage_loads import StageEdge
 from pdtool.run.launch import launch
 from pdtool.run.spec import RunSpec
 from pdtool.schedule import ActionKind, build
@@ -138,20 +139,20 @@ def where(report: Report, taken: Mapping[int, float]) -> dict[str, float]:
 def schedule_pace(spec: RunSpec, seconds: Sequence[float]) -> float:
     """Seconds per minibatch of the action lists where messages take no time."""
     shape, count = spec.plan.shape(), 20 * max(spec.plan.shape().replicas) + 40
-    job = Job(
+    job = SimulationJob(
         shape=shape,
         lists=build(spec.plan.schedule, shape, count),
         workers=range(sum(shape.replicas)),
         cluster=Cluster(levels=(Level(size=sum(shape.replicas), bandwidth_bytes_per_s=FREE),)),
         stages=[
-            Work(
+            StageWork(
                 seconds={**dict.fromkeys(ActionKind, 0.0), ActionKind.FORWARD: t / 3, ActionKind.BACKWARD: t * 2 / 3},
                 averaged_bytes=4,
             )
             for t in seconds
         ],
-        borders=[
-            Border(source=s, destination=s + 1, forward_bytes=4, backward_bytes=4) for s in range(len(seconds) - 1)
+        edges=[
+            StageEdge(source=s, destination=s + 1, forward_bytes=4, backward_bytes=4) for s in range(len(seconds) - 1)
         ],
     )
-    return simulate(job).pace_s
+    return simulate(job).time_per_minibatch_s

@@ -14,7 +14,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.partition.planning import under
+from pdtool.partition.planner import reschedule
 from pdtool.run.launch import launch
 from pdtool.run.spec import RunSpec
 
@@ -35,7 +35,7 @@ class Job:
 
     def variant(self, *, batch_size: int | None = None, **changes: Any) -> Plan:
         """The same stages run in another way; predictions are those for the profile's minibatch."""
-        plan = under(self.plan, self.profile, changes) if changes else self.plan
+        plan = reschedule(self.plan, self.profile, changes) if changes else self.plan
         return plan.model_copy(update={"batch_size": batch_size or plan.batch_size})
 
     def run(self, name: str, plan: Plan, steps: int) -> Report:

@@ -1,1 +1,1 @@
-"""A plan on a clock: the action lists that the workers execute, over links that all share."""
+"""A plan on a clock: the action lists that the workers execute, over links that they share."""

@@ -1,50 +1,48 @@
-"""What is simulated: action lists, what each action takes, and what goes between stages."""
+"""What is simulated, made from a placement: action lists, what each action takes, and what goes between stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
-from pdtool.schedule import ActionKind, Actions, PipelineShape
+from pdtool.errors import UsageError
+from pdtool.partition.cost.memory import StageMemory
+from pdtool.partition.placement import Placement
+from pdtool.partition.stage_loads import StageEdge, StageLoad, stage_edges, stage_loads, tied_bytes
+from pdtool.schedule import ActionKind, Actions, PipelineShape, build, is_asynchronous, tied_update_lag
+
+MIN_STEADY = 32  # minibatches in steady state
+MAX_ACTIONS = 200_000  # forwards and backwards, about ten seconds
+_LONGEST_PERIOD = 512  # minibatches
+
+
+_NO_MEMORY = StageMemory(fixed_bytes=0, version_bytes=0, minibatch_bytes=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StageWork:
     """What one stage costs on one worker.
 
     Attributes:
         seconds: of each kind of action.
-        weight_bytes: of one version of the weights.
-        kept_bytes: of each minibatch in flight.
-        fixed_bytes: gradients, optimizer state, and what is needed while computing.
+        memory: its parts; see cost.memory.
         averaged_bytes: of gradients, over the replicas, in each round.
     """
 
     seconds: Mapping[ActionKind, float]
-    weight_bytes: int = 0
-    kept_bytes: int = 0
-    fixed_bytes: int = 0
+    memory: StageMemory = _NO_MEMORY
     averaged_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Border:
-    """What one stage sends another for each minibatch, and whether gradients come back for it."""
-
-    source: int
-    destination: int
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    returns: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tied:
-    """A parameter of several stages: its gradient is summed over all their replicas once a round (run/tied.py).
+class TiedGroup:
+    """Parameters that several stages hold: their gradients are summed over all replicas of these once a round.
 
     Attributes:
-        lags: for each of the stages, rounds between a gradient and its step.
+        lags: for each of the stages, rounds between a gradient and its step (schedule.tied_update_lag).
     """
 
     stages: tuple[int, ...]
@@ -53,7 +51,7 @@ class Tied:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SimulationJob:
     """What is simulated.
 
     Attributes:
@@ -67,7 +65,106 @@ class Job:
     lists: Sequence[Actions]
     workers: Sequence[int]
     cluster: Cluster
-    stages: Sequence[Work]
-    borders: Sequence[Border]
-    tied: Sequence[Tied] = ()
+    stages: Sequence[StageWork]
+    edges: Sequence[StageEdge]
+    tied: Sequence[TiedGroup] = ()
     batch_size: int = 1
+
+    @classmethod
+    def of(
+        cls, placement: Placement, profile: Profile, cluster: Cluster, minibatches: int | None = None
+    ) -> SimulationJob:
+        """Return the job that a run of the placement is.
+
+        Args:
+            minibatches: of one epoch; None: enough to fill the pipeline, see it in steady state, and drain it.
+
+        Raises:
+            UsageError: the schedule does not go with the placement, or these are more minibatches than can be
+                simulated.
+        """
+        execution, depth = placement.execution, placement.pipeline_depth
+        sizes = tied_bytes(profile, placement.stages)
+        shape = placement.shape(sizes)
+        limit = max(MAX_ACTIONS // (2 * len(placement.stages)), steady_run(shape))
+        if minibatches and minibatches > limit:
+            raise UsageError(
+                f"--minibatches {minibatches} of {len(placement.stages)} stages take too long", f"give at most {limit}"
+            )
+        loads = stage_loads(profile, placement.stages)
+        return cls(
+            shape=shape,
+            lists=build(execution.schedule, shape, minibatches or steady_run(shape)),
+            workers=[worker for numbers in placement.workers[:depth] for worker in numbers],
+            cluster=cluster,
+            stages=[
+                _stage_work(profile, load, nodes, recompute)
+                for load, nodes, recompute in zip(loads, placement.stages, placement.recompute, strict=True)
+            ],
+            edges=stage_edges(profile, placement.stages),
+            tied=[
+                TiedGroup(stages=stages, size_bytes=size, lags=_lags(execution.schedule, shape, stages))
+                for stages, size in sizes.items()
+            ],
+            batch_size=profile.batch_size,
+        )
+
+
+def _stage_work(profile: Profile, load: StageLoad, nodes: Collection[str], recompute: bool) -> StageWork:
+    """Return what a stage takes. A profile has one time for a backward: where there are parameters half of it is taken
+    to be for their gradients, since the two matrix products are of the same size."""
+    backward_s = load.backward_s + load.forward_s * recompute
+    weights_s = sum(profile.by_name[name].backward_s / 2 for name in nodes if profile.by_name[name].parameter_bytes)
+    memory = StageMemory.of(load, profile.optimizer_state_bytes, recompute)
+    return StageWork(
+        seconds={
+            ActionKind.FORWARD: load.forward_s,
+            ActionKind.BACKWARD: backward_s,
+            ActionKind.BACKWARD_INPUT: backward_s - weights_s,
+            ActionKind.BACKWARD_WEIGHT: weights_s,
+            ActionKind.UPDATE: load.update_s,
+        },
+        memory=StageMemory(**{name: int(value) for name, value in vars(memory).items()}),
+        averaged_bytes=load.parameter_bytes - load.tied_bytes,
+    )
+
+
+def _lags(schedule: str, shape: PipelineShape, stages: tuple[int, ...]) -> tuple[int, ...]:
+    """Rounds between a gradient of a tied parameter and its step at each stage that holds it.
+
+    With chunks a worker goes on with its other stages and takes the step before the stage's next action. As if that
+    were a round later: a little too good, since nothing waits for the last one.
+    """
+    if is_asynchronous(schedule):
+        return tuple(tied_update_lag(shape, stages, s) for s in stages)
+    return (int(shape.chunks > 1),) * len(stages)
+
+
+def filling(shape: PipelineShape) -> int:
+    """Return the minibatches that are begun before the pipeline is in steady state."""
+    in_flight = (w * r for w, r in zip(shape.in_flight, shape.replicas, strict=False))
+    return max(*in_flight, *shape.update_every)
+
+
+def period(shape: PipelineShape) -> int:
+    """Return the minibatches after which a schedule repeats itself."""
+    common = math.lcm(*shape.update_every)
+    return common if common <= _LONGEST_PERIOD else max(shape.update_every)
+
+
+def steady_run(shape: PipelineShape) -> int:
+    """Return the minibatches to fill the pipeline, see it in steady state for whole periods, and drain it."""
+    periods = math.ceil(max(MIN_STEADY, period(shape)) / period(shape))
+    return 2 * filling(shape) + periods * period(shape)
+
+
+def steady_minibatches(minibatches: int, shape: PipelineShape) -> range:
+    """Return as many minibatches, in the order in which they end, as there are in whole periods between filling and
+    draining; there may be none."""
+    first = filling(shape)
+    return range(first, first + (minibatches - 2 * first) // period(shape) * period(shape))
+
+
+def action_count(placement: Placement) -> int:
+    """Return the forwards and backwards of a simulation, before its lists are built."""
+    return 2 * steady_run(placement.shape()) * len(placement.stages)

@@ -1,1 +1,0 @@
-"""A plan computed again with formulas of its own, to catch a false certificate."""

@@ -1,0 +1,1 @@
+"""What a placement costs: every formula once, with its source."""

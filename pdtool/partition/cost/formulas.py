@@ -1,0 +1,192 @@
+"""What a stage and a border cost: every formula of time once, for one stage or for arrays of them.
+
+Sources: PipeDream, SOSP'19, section 3.1 (T for a stage, 2 a/B for a border; the slowest of all is the time per
+minibatch); ring all-reduce: Patarasuk and Yuan, JPDC 2009 (each member sends 2 (n-1)/n of the bytes). Where we depart
+from the paper, the function says so and why; `pipedream.py` has the formulas of the paper's own code.
+
+    r: replicas of a stage in one copy of the pipeline     d: copies     R = r d: all its replicas
+    k: minibatches between two of its updates              w: minibatches in flight at one replica
+    members: of each level, how many a set of workers lies on, outermost level first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdtool.cluster import Cluster
+from pdtool.partition.cost.memory import StageMemory
+from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.stage_loads import Number, StageLoad
+
+TOLERANCE = 1 + 1e-9  # sums taken in another order differ in the last digits
+Members = Sequence[Number]  # one for each level
+Fractions = list[NDArray[np.float64]]  # for each level, [..., members]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """The formulas, with what they depend on besides the stage.
+
+    Attributes:
+        cluster: where one copy of the pipeline lies; its workers are numbered from 0.
+        pipeline_members: of each level, those that the workers of the pipeline lie on.
+        copy_members: of each level, those that the copies lie on, one worker of each; all 1 for one copy.
+        optimizer_state_ratio: bytes of optimizer state for each byte of parameters.
+        may_recompute: whether a stage that lacks memory may run its forward twice.
+    """
+
+    cluster: Cluster
+    execution: ExecutionConfig
+    pipeline_members: tuple[int, ...]
+    copy_members: tuple[int, ...]
+    optimizer_state_ratio: float
+    may_recompute: bool = True
+
+    requires_all_workers = False  # of a plan; then the first stage is known by its first worker
+
+    @property
+    def stashes_weights(self) -> bool:
+        """Whether each minibatch in flight has a weight version: 1F1B without a flush."""
+        return self.execution.schedule == "1f1b"
+
+    def update_interval(self, replicas: Number) -> Number:
+        """k: without a flush a stage updates when each replica has done one minibatch, with one at the flush."""
+        return replicas * self.execution.copies if self.stashes_weights else self.execution.microbatches
+
+    def flush_factor(self, stages: int) -> float:
+        """Time with fill and drain over time without: (M + p - 1) / M when each update flushes (GPipe, section 2.3)."""
+        if self.stashes_weights:
+            return 1.0
+        minibatches = -(-self.execution.microbatches // self.execution.copies)
+        return (minibatches + stages - 1) / minibatches
+
+    def in_flight(self, replicas: Number, workers_from_here: Number) -> Number:
+        """w that keeps all later workers busy: ceil(workers_from_here / r) (PipeDream, section 3.2).
+
+        `workers_from_here` are those of this stage and all later ones, in one copy. With a flush there are never more
+        than the microbatches of one update; GPipe has all of them in flight.
+        """
+        enough = -(-workers_from_here // replicas)
+        if self.stashes_weights:
+            return enough
+        microbatches = -(-self.execution.microbatches // (replicas * self.execution.copies))
+        return microbatches if self.execution.schedule == "gpipe" else np.minimum(enough, microbatches)
+
+    def compute_s(self, load: StageLoad, replicas: Number, recompute: Number = False) -> Number:
+        """Seconds per minibatch of the whole pipeline.
+
+        In a round of k minibatches a replica does ceil(k/R) forwards and backwards and one update; 1/R of everything
+        for PipeDream, where k = R.
+        """
+        k = self.update_interval(replicas)
+        passes_s = load.forward_s * (1 + np.asarray(recompute)) + load.backward_s
+        return (-(-k // (replicas * self.execution.copies)) * passes_s + load.update_s) / k
+
+    def allreduce_s(self, load: StageLoad, replicas: Number, members: Members) -> Number:
+        """Seconds per minibatch to average gradients, once in a round of k; overlaps with computing (section 3.1).
+
+        Section 3.1 has (1/m) 2 (m-1) |w| / B: all that the m replicas send in a round, over one link. Replicas send
+        at once, each over its own link, so a round takes 1/m of that. With copies one ring goes through the replicas of
+        all of them, m = r d: 2 (m-1)/m |w| over its slowest link, once in a round of m minibatches. That link alone:
+        where stages of a copy stand on one server, their rings share its link, and only a whole plan shows the sum
+        (contention.py, and the simulator). So this is a lower bound.
+
+        A tied parameter is summed over the replicas of every stage that holds it; who they are is not known while the
+        search has one stage in hand, so each is charged for one member more, over the slowest link of the pipeline.
+        """
+        ring_size = replicas * self.execution.copies
+        rounds_s = self.ring_s(load.parameter_bytes - load.tied_bytes, ring_size, members)
+        if np.any(load.tied_bytes):
+            rounds_s = rounds_s + self.ring_s(load.tied_bytes, ring_size + 1, self.pipeline_members)
+        return rounds_s / self.update_interval(replicas)
+
+    def stage_s(self, load: StageLoad, replicas: Number, compute_s: Number, allreduce_s: Number) -> Number:
+        """Seconds per minibatch of a stage that computes and averages.
+
+        Section 3.1 takes the larger of both. But the gradients of a round are there only in its last backward, and its
+        update waits for their averages: they hide behind that one backward (see simulator/network.py).
+        """
+        hidden_s = load.backward_s / self.update_interval(replicas)
+        return compute_s + np.maximum(allreduce_s - hidden_s, 0.0)
+
+    def ring_s(self, size_bytes: Number, ring_size: Number, members: Members) -> Number:
+        """Seconds of one ring all-reduce over the slowest link on the ring: 2 (n-1) messages one after the other."""
+        s_per_byte = latency_s = 0.0
+        for level, inside, copies in zip(self.cluster.levels, members, self.copy_members, strict=True):
+            crosses = np.greater(np.maximum(inside, copies), 1)
+            s_per_byte = np.maximum(s_per_byte, crosses / level.bandwidth_bytes_per_s)
+            latency_s = np.maximum(latency_s, crosses * level.latency_s)
+        return 2 * (ring_size - 1) * (size_bytes / ring_size * s_per_byte + np.greater(size_bytes, 0) * latency_s)
+
+    def transfer_s(self, load: StageLoad, s_per_byte: Number) -> Number:
+        """Seconds per minibatch to bring a stage what it takes and its gradients back, both ways at once: links are
+        full duplex. Section 3.1 has their sum, 2 a/B.
+
+        All that the stage takes is charged to the border before it, also what comes straight from a stage further up.
+        Latency delays a minibatch but does not slow the pipeline: the next one is already on its way.
+        """
+        return np.maximum(load.received_bytes, load.returned_bytes) * s_per_byte / self.execution.copies
+
+    def border_s_per_byte(self, before: Members, after: Members, sizes: tuple[Number, Number, Number]) -> Number:
+        """Seconds per byte between two stages of one copy: the busiest link on the way, at the slowest level.
+
+        A member's link is shared by all workers below it and carries what they send to, or take from, other members.
+
+        Args:
+            before, after: for each level, [..., members] fraction of a stage's workers on each member.
+            sizes: replicas of the stage before, of the stage after, and whether the stage before is the first of all.
+        """
+        s_per_byte = 0.0
+        for level, a, b in zip(self.cluster.levels, before, after, strict=True):
+            busiest = np.maximum(a * (1 - b), b * (1 - a)).max(axis=-1)
+            s_per_byte = np.maximum(s_per_byte, busiest / level.bandwidth_bytes_per_s)
+        return s_per_byte
+
+    def memory(self, load: StageLoad, recompute: Number = False) -> StageMemory:
+        """Return the memory of one worker of a stage, in its parts."""
+        return StageMemory.of(load, self.optimizer_state_ratio, recompute)
+
+    def memory_bytes(self, load: StageLoad, in_flight: Number, recompute: Number = False) -> Number:
+        """Bytes on one worker: without a flush one weight version for each minibatch in flight (section 3.3)."""
+        versions = in_flight if self.stashes_weights else 1
+        return self.memory(load, recompute).peak_bytes(versions, in_flight)
+
+    def must_recompute(self, load: StageLoad, in_flight: Number) -> Number:
+        """Whether a stage must run its forward twice: it fits that way only, and it may."""
+        if not self.may_recompute or self.cluster.memory_bytes is None:
+            return np.zeros_like(in_flight, dtype=bool)
+        limit = self.cluster.memory_bytes
+        stashed, recomputed = (self.memory_bytes(load, in_flight, recompute) for recompute in (False, True))
+        return (stashed > limit) & (recomputed <= limit)
+
+
+def members_of(cluster: Cluster, workers: Collection[int]) -> list[int]:
+    """Return how many members of each level `workers` lie on, outermost level first."""
+    return [len({worker // below for worker in workers}) for below in cluster.below]
+
+
+def members_between(cluster: Cluster, first: Number, end: Number) -> list[Number]:
+    """Return `members_of` the contiguous workers [first, end); arrays give arrays."""
+    return [(end - 1) // below - first // below + 1 for below in cluster.below]
+
+
+def fractions_on_members(cluster: Cluster, is_used: Number) -> Fractions:
+    """Return, for each level, [..., members] the fraction of the workers of a set that lie on each member.
+
+    Args:
+        is_used: [..., workers] 1 for each worker of the set.
+    """
+    used = np.asarray(is_used, dtype=float)
+    fractions = used / np.maximum(used.sum(axis=-1, keepdims=True), 1)
+    return [fractions.reshape(*fractions.shape[:-1], -1, below).sum(axis=-1) for below in cluster.below]
+
+
+def fractions_by_class(cluster: Cluster, workers: Sequence[int], classes: int) -> Fractions:
+    """Return [classes, members] for each level: where the workers lie whose positions are alike modulo `classes`."""
+    is_used = np.zeros((classes, cluster.workers))
+    is_used[np.arange(len(workers)) % classes, list(workers)] = 1
+    return fractions_on_members(cluster, is_used)

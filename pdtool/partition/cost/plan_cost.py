@@ -1,0 +1,219 @@
+"""The cost of a whole plan, found by the search or written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from pdtool.artifacts.profile import Profile
+from pdtool.cluster import Cluster
+from pdtool.partition.cost.formulas import CostModel, fractions_by_class, members_of
+from pdtool.partition.cost.pipedream import PipeDreamCostModel
+from pdtool.partition.placement import ExecutionConfig, Placement
+from pdtool.partition.stage_loads import StageLoad, stage_loads
+from pdtool.units import format_seconds
+
+CostModelName = Literal["ours", "pipedream", "pipedream-free"]
+COST_MODELS: tuple[CostModelName, ...] = get_args(CostModelName)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCost:
+    """What a plan costs; times are seconds per minibatch, one per stage or per border; memory is on one worker.
+
+    Attributes:
+        stage_s: computing and averaging together.
+        round_trip_s: from a forward to the end of its backward, over the minibatches in flight meanwhile; () where each
+            update flushes.
+        traffic_bytes: sent by all workers together for one minibatch.
+        flush_factor: for the fill and drain of a flushing schedule.
+    """
+
+    compute_s: tuple[float, ...]
+    allreduce_s: tuple[float, ...]
+    transfer_s: tuple[float, ...]
+    stage_s: tuple[float, ...]
+    round_trip_s: tuple[float, ...]
+    memory_bytes: tuple[int, ...]
+    traffic_bytes: int
+    flush_factor: float
+
+    @property
+    def time_per_minibatch_s(self) -> float:
+        """Seconds per minibatch: computing, averaging and sending overlap, so the slowest of all counts."""
+        return max(time_s for time_s, _ in self._resources()) * self.flush_factor
+
+    @property
+    def bottleneck(self) -> str:
+        """`stage 1 compute 12.3 ms`; the first of those that tie."""
+        time_s, name = max(self._resources(), key=lambda resource: resource[0])
+        flush = f", times {self.flush_factor:.3g} to fill and drain" if self.flush_factor > 1 else ""
+        return f"{name} {format_seconds(time_s)}{flush}"
+
+    def _resources(self) -> list[tuple[float, str]]:
+        """Seconds per minibatch and name of everything that a minibatch occupies."""
+        return [
+            *((time_s, f"stage {s} compute") for s, time_s in enumerate(self.compute_s)),
+            *((time_s, f"stage {s} all-reduce") for s, time_s in enumerate(self.allreduce_s)),
+            *((time_s, f"border {s}|{s + 1} transfer") for s, time_s in enumerate(self.transfer_s)),
+            *((time_s, f"stage {s} compute and all-reduce") for s, time_s in enumerate(self.stage_s)),
+            *((time_s, f"minibatches in flight at stage {s}") for s, time_s in enumerate(self.round_trip_s)),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A placement and what it costs."""
+
+    placement: Placement
+    cost: PlanCost
+
+    @property
+    def time_per_minibatch_s(self) -> float:
+        """Seconds per minibatch by the formulas."""
+        return self.cost.time_per_minibatch_s
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Work out the cost of any plan of one profile on one cluster.
+
+    Messages and rounds of replicas are taken to be hidden, and links that several stages share to be wide enough: this
+    is what can be searched without missing a plan. What it leaves out, the simulator has.
+
+    Args:
+        cost_model: whose formulas.
+        may_recompute: whether stages that lack memory may run their forward twice.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    cost_model: CostModelName = "ours"
+    may_recompute: bool = True
+
+    def model(
+        self, cluster: Cluster, execution: ExecutionConfig, pipeline_members: Sequence[int], copy_members: Sequence[int]
+    ) -> CostModel:
+        """Return the formulas for a pipeline whose copies each lie on `cluster`, see CostModel."""
+        fields = {
+            "cluster": cluster,
+            "execution": execution,
+            "pipeline_members": tuple(pipeline_members),
+            "copy_members": tuple(copy_members),
+            "optimizer_state_ratio": self.profile.optimizer_state_bytes,
+            "may_recompute": self.may_recompute,
+        }
+        if self.cost_model == "ours":
+            return CostModel(**fields)  # type: ignore[arg-type]
+        charges_activations = self.cost_model == "pipedream"
+        return PipeDreamCostModel(charges_activations=charges_activations, **fields)  # type: ignore[arg-type]
+
+    def model_of(self, workers: Sequence[Sequence[int]], execution: ExecutionConfig) -> CostModel:
+        """Return the formulas for a pipeline on these workers of each stage."""
+        pipeline_members = members_of(self.cluster, [worker for numbers in workers for worker in numbers])
+        copy_members = members_of(self.cluster, workers[0][: execution.copies])
+        return self.model(self.cluster, execution, pipeline_members, copy_members)
+
+    def place(
+        self,
+        stages: Sequence[Sequence[str]],
+        workers: Sequence[Sequence[int]],
+        execution: ExecutionConfig,
+        *,
+        in_flight: Sequence[int] | None = None,
+        recompute: Sequence[bool] | None = None,
+    ) -> Candidate:
+        """Place stages on workers and return the placement with its cost.
+
+        Args:
+            stages: node names of each stage; convex and in order (Graph.stage_faults).
+            workers: their numbers in the cluster, for each stage; as many as it has replicas in all copies.
+            in_flight: minibatches in flight at each replica of each stage; None: what the schedule wants.
+            recompute: for each stage; None: where memory demands it.
+        """
+        model, loads = self.model_of(workers, execution), stage_loads(self.profile, stages)
+        replicas = [len(numbers) // execution.copies for numbers in workers]
+        if in_flight is None:
+            workers_from_here = np.cumsum(replicas[::-1])[::-1].tolist()
+            in_flight = [int(model.in_flight(r, n)) for r, n in zip(replicas, workers_from_here, strict=True)]
+        if recompute is None:
+            recompute = [bool(model.must_recompute(load, w)) for load, w in zip(loads, in_flight, strict=True)]
+        placement = Placement(
+            stages=tuple(map(tuple, stages)),
+            workers=tuple(map(tuple, workers)),
+            in_flight=tuple(in_flight),
+            recompute=tuple(recompute),
+            execution=execution,
+        )
+        return Candidate(placement=placement, cost=_plan_cost(model, loads, placement))
+
+    def cost(self, placement: Placement) -> PlanCost:
+        """Return the cost of a placement as it is."""
+        model = self.model_of(placement.workers, placement.execution)
+        return _plan_cost(model, stage_loads(self.profile, placement.stages), placement)
+
+    def with_in_flight(self, candidate: Candidate, in_flight: Sequence[int]) -> Candidate:
+        """Return the same plan with other numbers of minibatches in flight."""
+        placement = candidate.placement.with_in_flight(in_flight)
+        return Candidate(placement=placement, cost=self.cost(placement))
+
+    def data_parallel(self, workers: int, execution: ExecutionConfig) -> Candidate:
+        """Return one stage on the first `workers` workers."""
+        return self.place([self.profile.graph.names], [range(workers)], execution)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether every worker has the memory it takes."""
+        return max(candidate.cost.memory_bytes) <= (self.cluster.memory_bytes or math.inf)
+
+
+def _plan_cost(model: CostModel, loads: Sequence[StageLoad], placement: Placement) -> PlanCost:
+    replicas, recompute = placement.replicas_per_copy, placement.recompute
+    passes_s = [load.forward_s * (1 + twice) + load.backward_s for load, twice in zip(loads, recompute, strict=True)]
+    remaining_s = np.cumsum(passes_s[::-1])[::-1].tolist()
+    in_flight = [w * count for w, count in zip(placement.in_flight, placement.replicas, strict=True)]
+    compute_s = [float(model.compute_s(*args)) for args in zip(loads, replicas, recompute, strict=True)]
+    members = [members_of(model.cluster, numbers) for numbers in placement.workers]
+    allreduce_s = [float(model.allreduce_s(*args)) for args in zip(loads, replicas, members, strict=True)]
+    stages = zip(loads, replicas, compute_s, allreduce_s, strict=True)
+    memory = zip(loads, placement.in_flight, recompute, strict=True)
+    round_trip_s = tuple(time_s / w for time_s, w in zip(remaining_s, in_flight, strict=True))
+    return PlanCost(
+        compute_s=tuple(compute_s),
+        allreduce_s=tuple(allreduce_s),
+        transfer_s=tuple(_transfers_s(model, loads, placement)),
+        stage_s=tuple(float(model.stage_s(*args)) for args in stages),
+        round_trip_s=round_trip_s if model.stashes_weights else (),
+        memory_bytes=tuple(int(model.memory_bytes(*args)) for args in memory),
+        traffic_bytes=_traffic_bytes(model, loads, replicas),
+        flush_factor=model.flush_factor(len(loads)),
+    )
+
+
+def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placement) -> list[float]:
+    """Seconds per minibatch over each border; of copies that lie unevenly the slowest counts."""
+    copies = placement.execution.copies
+    fractions = [fractions_by_class(model.cluster, numbers, copies) for numbers in placement.workers]
+    replicas = placement.replicas_per_copy
+    transfers_s = []
+    for s in range(1, len(loads)):
+        sizes = (replicas[s - 1], replicas[s], s == 1)
+        s_per_byte = model.border_s_per_byte(fractions[s - 1], fractions[s], sizes).max()
+        transfers_s.append(float(model.transfer_s(loads[s], s_per_byte)))
+    return transfers_s
+
+
+def _traffic_bytes(model: CostModel, loads: Sequence[StageLoad], replicas: Sequence[int]) -> int:
+    """Tensors once to each stage that takes them, gradients back, and the rings: 2 (R-1) P in a round of k.
+
+    The ring of a tied parameter has all replicas of its stages, n in all; 2 R for each stage is 2 bytes too many in 2n.
+    """
+    total = 0.0
+    for load, r in zip(loads, replicas, strict=True):
+        ring_size = r * model.execution.copies
+        ring_bytes = 2 * (ring_size - 1) * (load.parameter_bytes - load.tied_bytes) + 2 * ring_size * load.tied_bytes
+        total += load.received_bytes + load.returned_bytes + ring_bytes / model.update_interval(r)
+    return math.ceil(total)

@@ -1,0 +1,101 @@
+"""Why no plan is possible, and the smallest changes that would make one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdtool.cluster import Cluster
+from pdtool.errors import NoPlanError
+from pdtool.partition.cost.plan_cost import Candidate
+from pdtool.partition.search.search import PlanSearch
+from pdtool.units import format_bytes
+
+_MAX_WORKERS = 64  # that are proposed
+
+
+def explain_infeasible(search: PlanSearch) -> NoPlanError:
+    """Return the error that says why there is no plan, and what would help."""
+    options, max_stages = search.options, search.whole_space.cuts.max_stages
+    if options.straight and search.workers > max_stages:
+        return NoPlanError(
+            f"a straight pipeline on {search.workers} workers needs {search.workers} stages, but the model can be cut "
+            f"into {max_stages} at most",
+            f"give --workers {max_stages}",
+        )
+    smallest, limit = _smallest(search), search.cluster.memory_bytes
+    if smallest is None or limit is None:
+        return NoPlanError(
+            "no division into stages keeps every pinned node where it is pinned",
+            "loosen HINTS pin, or allow another number of stages",
+        )
+    needed = max(smallest.cost.memory_bytes)
+    stage = smallest.cost.memory_bytes.index(needed)
+    return NoPlanError(
+        f"no plan fits: the one that needs the least memory, {smallest.placement.config}, lacks "
+        f"{format_bytes(needed - limit)} in stage {stage}, which needs {format_bytes(needed)} on a worker that has "
+        f"{format_bytes(limit)}",
+        f"give each worker at least {needed} bytes{_more_workers(search)}{_other_schedules(search)}, "
+        "or smaller minibatches",
+    )
+
+
+def _smallest(search: PlanSearch) -> Candidate | None:
+    """Return the plan whose most loaded worker needs the least memory."""
+    plans = [
+        _recomputing(search, plan)
+        for layout in search.layouts
+        if layout.copies == 1  # copies only hold the same once more
+        for execution in search.options.executions
+        if (plan := search.search_layout(layout, execution).least_memory())
+    ]
+    return min(plans, key=lambda plan: max(plan.cost.memory_bytes), default=None)
+
+
+def _recomputing(search: PlanSearch, plan: Candidate) -> Candidate:
+    """Return the same plan with every stage recomputing, where that is allowed."""
+    placement = plan.placement
+    recompute = [search.options.recompute] * len(placement.stages)
+    return search.evaluator.place(placement.stages, placement.workers, placement.execution, recompute=recompute)
+
+
+def _more_workers(search: PlanSearch) -> str:
+    """Return the fewest members of the outermost level with which a plan fits; found by doubling."""
+    cluster = search.cluster
+    while search.options.workers is None and not search.options.straight:
+        outer = cluster.levels[0]
+        cluster = replace(cluster, levels=(replace(outer, size=2 * outer.size), *cluster.levels[1:]))
+        if cluster.workers > _MAX_WORKERS:
+            break
+        if _fits_on(search, cluster):
+            return f", or use --topology {_smallest_cluster(search, cluster).topology}"
+    return ""
+
+
+def _smallest_cluster(search: PlanSearch, enough: Cluster) -> Cluster:
+    """Return the smallest cluster that is large enough, between half of `enough` and `enough`."""
+    outer, inner = enough.levels[0], enough.levels[1:]
+    for size in range(outer.size // 2 + 1, outer.size):
+        cluster = replace(enough, levels=(replace(outer, size=size), *inner))
+        if _fits_on(search, cluster):
+            return cluster
+    return enough
+
+
+def _other_schedules(search: PlanSearch) -> str:
+    """Return another schedule that fits."""
+    schedules = [("1f1b", 1), ("1f1b-flush", max(4, search.options.microbatches))]
+    searched = {execution.schedule for execution in search.options.executions}
+    for schedule, microbatches in schedules:
+        options = replace(search.options, schedule=schedule, microbatches=microbatches)
+        if schedule not in searched and _is_possible(replace(search, options=options)):
+            return f", or use --schedule {schedule}"
+    return ""
+
+
+def _fits_on(search: PlanSearch, cluster: Cluster) -> bool:
+    return _is_possible(PlanSearch(search.profile, cluster, search.options))
+
+
+def _is_possible(search: PlanSearch) -> bool:
+    smallest = _smallest(search)
+    return smallest is not None and max(smallest.cost.memory_bytes) <= (search.cluster.memory_bytes or 0)

@@ -1,0 +1,168 @@
+"""A placement: which operators run on which workers, and how. Search, cost formulas and simulator compute with it.
+
+Placement.of(plan, profile)  <-  artifact Plan  <-  placement.to_plan(profile, path, cluster)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from pdtool.artifacts.cluster import ClusterSpec
+from pdtool.artifacts.plan import Plan, Stage
+from pdtool.artifacts.profile import Profile
+from pdtool.cluster import Cluster
+from pdtool.errors import ScheduleError
+from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, PipelineShape, check_executable, pipeline_shape
+
+_MAX_STAGES_SPELLED_OUT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionConfig:
+    """How a plan is executed, whatever its stages; the fields are those of artifacts.plan.Plan."""
+
+    schedule: str = "1f1b"
+    weights: str = "stash"
+    microbatches: int = 1
+    update_every: int | None = None
+    chunks: int = 1
+    copies: int = 1
+
+    @classmethod
+    def of_schedule(cls, schedule: str, microbatches: int = 1, chunks: int = 1) -> ExecutionConfig:
+        """Return the execution of a schedule with the weight policy that it usually has."""
+        return cls(schedule=schedule, weights=POLICIES[schedule][0], microbatches=microbatches, chunks=chunks)
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the cost formulas cover it; otherwise only the simulator does."""
+        return self.schedule in SEARCHED_SCHEDULES and self.weights in ("stash", "flush") and self.update_every is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The stages of a plan, the workers of each, and how they are executed.
+
+    Attributes:
+        stages: names of the nodes of each stage, in topological order.
+        workers: numbers in the cluster of the workers of each stage; replica k of a stage belongs to copy
+            k mod `execution.copies`. With chunks, stage s is on the workers of stage s mod the pipeline depth.
+        in_flight: minibatches in flight at each replica of each stage.
+        recompute: whether each stage runs its forward a second time before its backward, to save memory.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    workers: tuple[tuple[int, ...], ...]
+    in_flight: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    execution: ExecutionConfig
+
+    @classmethod
+    def of(cls, plan: Plan, profile: Profile) -> Placement:
+        """Read a plan.
+
+        Raises:
+            ArtifactError: its stages do not fit the profile.
+        """
+        return cls(
+            stages=tuple(map(tuple, plan.stage_nodes(profile))),
+            workers=tuple(stage.workers for stage in plan.stages),
+            in_flight=tuple(stage.in_flight for stage in plan.stages),
+            recompute=tuple(stage.recompute for stage in plan.stages),
+            execution=ExecutionConfig(
+                schedule=plan.schedule,
+                weights=plan.weights,
+                microbatches=plan.microbatches,
+                update_every=plan.update_every,
+                chunks=plan.chunks,
+                copies=plan.copies,
+            ),
+        )
+
+    def to_plan(self, profile: Profile, profile_path: str, cluster: Cluster) -> Plan:
+        """Write the placement as a plan, without predictions.
+
+        Args:
+            profile_path: where the profile lies; it stands in the plan.
+        """
+        stages = tuple(
+            Stage(
+                nodes=tuple(profile.graph.compress(nodes)),
+                replicas=len(workers),
+                workers=workers,
+                in_flight=in_flight,
+                recompute=recompute,
+            )
+            for nodes, workers, in_flight, recompute in zip(
+                self.stages, self.workers, self.in_flight, self.recompute, strict=True
+            )
+        )
+        return Plan.model_validate(
+            {
+                **vars(self.execution),
+                "name": f"{profile.name}-{cluster.topology}",
+                "model": profile.model,
+                "profile": profile_path,
+                "digests": {**profile.digests, profile_path: profile.content_sha256},
+                "batch_size": profile.batch_size,
+                "cluster": ClusterSpec.of(cluster),
+                "stages": stages,
+            }
+        )
+
+    @property
+    def pipeline_depth(self) -> int:
+        """Stages that are on workers of their own."""
+        return len(self.stages) // self.execution.chunks
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas of each stage in all copies."""
+        return tuple(map(len, self.workers))
+
+    @property
+    def replicas_per_copy(self) -> tuple[int, ...]:
+        """Replicas of each stage in one copy of the pipeline."""
+        return tuple(count // self.execution.copies for count in self.replicas)
+
+    @property
+    def used_workers(self) -> int:
+        """Number of workers that compute."""
+        return sum(self.replicas[: self.pipeline_depth])
+
+    @property
+    def config(self) -> str:
+        """`15-1`: the replicas of each stage; `4 x 3-1`: of each in four copies; many stages are counted."""
+        replicas = self.replicas_per_copy[: self.pipeline_depth]
+        text = "-".join(map(str, replicas))
+        if len(replicas) > _MAX_STAGES_SPELLED_OUT:
+            text = f"{len(replicas)} stages on {sum(replicas)} workers"
+        return f"{self.execution.copies} x {text}" if self.execution.copies > 1 else text
+
+    def shape(self, tied_stages: Collection[tuple[int, ...]] = ()) -> PipelineShape:
+        """Return what the schedule is built for; `tied_stages` are groups of stages that share a parameter."""
+        execution = self.execution
+        return pipeline_shape(
+            execution.schedule,
+            replicas=self.replicas,
+            in_flight=self.in_flight[: self.pipeline_depth],
+            weights=execution.weights,
+            microbatches=execution.microbatches,
+            update_every=execution.update_every,
+            chunks=execution.chunks,
+            tied_stages=tuple(tied_stages),
+        )
+
+    @property
+    def is_executable(self) -> bool:
+        """Whether its schedule runs to the end with these minibatches in flight."""
+        try:
+            check_executable(self.execution.schedule, self.shape(), self.execution.microbatches)
+        except ScheduleError:
+            return False
+        return True
+
+    def with_in_flight(self, in_flight: Sequence[int]) -> Placement:
+        """Return the same with other numbers of minibatches in flight at each replica of each stage."""
+        return replace(self, in_flight=tuple(in_flight))

@@ -1,0 +1,192 @@
+"""Whether what a plan says of itself is true.
+
+The figures are computed again from the profile and compared. The certificate is tried by searching again, for a plan
+that is faster than its lower bound. (That the formulas themselves are right is for the tests: they are compared with an
+independent implementation, and the search with brute force.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pdtool.artifacts.plan import Plan, Predicted
+from pdtool.artifacts.profile import Profile
+from pdtool.errors import ArtifactError, ScheduleError
+from pdtool.partition.cost.plan_cost import Evaluator
+from pdtool.partition.placement import Placement
+from pdtool.partition.planner import refresh
+from pdtool.partition.search.search import PlanSearch, SearchOptions
+from pdtool.units import format_bytes, format_seconds
+
+_RELATIVE_TOLERANCE = 1e-9  # sums taken in another order differ in the last digits
+_FIGURES = (
+    "bottleneck_s",
+    "simulated_s",
+    "data_parallel_s",
+    "throughput_samples_per_s",
+    "compute_s",
+    "allreduce_s",
+    "transfer_s",
+    "memory_bytes",
+    "traffic_bytes",
+    "gain_over_data_parallel",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One claim of a plan.
+
+    Attributes:
+        claim: what was looked at.
+        holds: None where that cannot be said.
+        words: what was found.
+        field: of the plan, where a figure stands there.
+        stored, recomputed: of that figure, where they differ.
+    """
+
+    claim: str
+    holds: bool | None
+    words: str
+    field: str = ""
+    stored: Any = None
+    recomputed: Any = None
+
+
+def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
+    """Yield what can be said of each claim of a plan, in the order in which it is best read.
+
+    Ends early where the stages are no division of the profile, or cannot be executed: then there are no figures.
+    """
+    try:
+        placement = Placement.of(plan, profile)
+    except ArtifactError as error:
+        yield Finding(claim="stages", holds=False, words=error.what.partition(": stages: ")[2], field="stages")
+        return
+    yield Finding(
+        claim="stages",
+        holds=True,
+        words=f"each of {len(profile.nodes)} operators in one of {len(placement.stages)}, nothing is sent backwards, "
+        "groups and pins are kept",
+    )
+    schedule = _schedule(plan)
+    yield schedule
+    if not schedule.holds:
+        return
+    recomputed = refresh(plan, profile).predicted
+    assert recomputed
+    yield _memory(plan, recomputed)
+    if plan.edited or not plan.predicted:  # the second for the type checker: without figures it is edited
+        time_s = recomputed.bottleneck_s
+        yield Finding(
+            claim="figures",
+            holds=False,
+            field="predicted",
+            recomputed=time_s,
+            words="those of another plan, this one was edited by hand since; as it is now it takes "
+            f"{format_seconds(time_s)} per minibatch",
+        )
+        return
+    for name in _FIGURES:
+        yield _compared(name, getattr(plan.predicted, name), getattr(recomputed, name))
+    yield from _certificate(plan, profile, recomputed.bottleneck_s)
+
+
+def _schedule(plan: Plan) -> Finding:
+    in_flight = ", ".join(str(stage.in_flight) for stage in plan.stages)
+    try:
+        plan.check_schedule()
+    except ScheduleError as error:
+        return Finding(claim="schedule", holds=False, words=str(error), field="stages", stored=in_flight)
+    words = f"{plan.schedule} runs to its end with {in_flight} minibatches in flight"
+    return Finding(claim="schedule", holds=True, words=words)
+
+
+def _memory(plan: Plan, recomputed: Predicted) -> Finding:
+    needed = recomputed.memory_bytes
+    worst, limit = max(range(len(needed)), key=needed.__getitem__), plan.cluster.memory_bytes
+    words = f"stage {worst} needs most, {format_bytes(needed[worst])} on a worker that has "
+    words += "no limit" if limit is None else format_bytes(limit)
+    return Finding(
+        claim="memory",
+        holds=limit is None or needed[worst] <= limit,
+        words=words,
+        field=f"stages[{worst}]",
+        stored=limit,
+        recomputed=needed[worst],
+    )
+
+
+def _compared(name: str, stored: Any, recomputed: Any) -> Finding:
+    """Compare a figure, or one for each stage; bytes may differ by one, they are rounded up."""
+    old, new = (value if isinstance(value, tuple) else (value,) for value in (stored, recomputed))
+    tolerance = 1.0 if name.endswith("_bytes") else 0.0
+    holds = len(old) == len(new) and all(
+        a == b or (None not in (a, b) and abs(a - b) <= max(tolerance, _RELATIVE_TOLERANCE * max(abs(a), abs(b))))
+        for a, b in zip(old, new, strict=False)
+    )
+    words = "as recomputed" if holds else f"the plan says {_listed(stored)}, recomputed it is {_listed(recomputed)}"
+    return Finding(
+        claim=name, holds=holds, words=words, field=f"predicted.{name}", stored=stored, recomputed=recomputed
+    )
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _certificate(plan: Plan, profile: Profile, time_s: float) -> Iterator[Finding]:
+    why = plan.why
+    if not why or why.lower_bound_s is None:
+        yield Finding(claim="lower bound", holds=None, words="none is claimed")
+        return
+    bound_s = why.lower_bound_s
+    yield _lower_bound(plan, profile, bound_s, time_s)
+    gap = max(0.0, time_s / bound_s - 1) if bound_s else 0.0
+    is_same = why.gap is not None and abs(why.gap - gap) <= _RELATIVE_TOLERANCE * (1 + gap)
+    words = f"this plan is {gap:.2%} slower than the lower bound" + f", it says {why.gap}" * (not is_same)
+    yield Finding(claim="gap", holds=is_same, words=words, field="why.gap", stored=why.gap, recomputed=gap)
+
+
+def _lower_bound(plan: Plan, profile: Profile, bound_s: float, time_s: float) -> Finding:
+    """Search again, and compare the fastest plan with the bound."""
+    fastest = _searched_again(plan, profile).fastest_plans()
+    best_s = min([time_s, *(candidate.time_per_minibatch_s for candidate in fastest[:1])])
+    words = f"no plan takes less than {format_seconds(bound_s)}, it says; the fastest that was found again "
+    words += f"takes {format_seconds(best_s)}"
+    if fastest and best_s < time_s:
+        words += f" ({fastest[0].placement.config})"
+    floor_s = sum(node.forward_s + node.backward_s for node in profile.nodes) / plan.cluster.cluster().workers
+    if bound_s < floor_s * (1 - _RELATIVE_TOLERANCE):
+        words += f"; a weak claim, all workers computing all the time take {format_seconds(floor_s)}"
+    return Finding(
+        claim="lower bound",
+        holds=best_s >= bound_s * (1 - _RELATIVE_TOLERANCE),
+        words=words,
+        field="why.lower_bound_s",
+        stored=bound_s,
+        recomputed=best_s,
+    )
+
+
+def _searched_again(plan: Plan, profile: Profile) -> PlanSearch:
+    """The search that the certificate is about, as far as the plan says; whether stages may recompute it does not say,
+    so that is searched only where a stage of the plan does."""
+    proof = plan.why.proof if plan.why else ""
+    workers = [int(number) for number in re.findall(r"(\d+) workers", proof)][-1:]
+    max_stages = [int(number) for number in re.findall(r"at most (\d+) stages", proof)]
+    evaluator = Evaluator(profile, plan.cluster.cluster(), plan.predicted.cost if plan.predicted else "ours")
+    options = SearchOptions(
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        workers=min(workers[0], evaluator.cluster.workers) if workers else None,
+        straight="every straight" in proof,
+        max_stages=max_stages[0] if max_stages else None,
+        simplest=0.0,
+        recompute=any(stage.recompute for stage in plan.stages),
+        cost_model=evaluator.cost_model,
+    )
+    return PlanSearch(profile, evaluator.cluster, options)

@@ -1,0 +1,129 @@
+"""From a profile and a cluster to a plan: the search, the choice by simulation, the figures and the certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pdtool.artifacts.plan import Plan, Why
+from pdtool.artifacts.profile import Profile
+from pdtool.cluster import Cluster
+from pdtool.partition.baselines import baselines, rivals
+from pdtool.partition.cost.plan_cost import Candidate, Evaluator
+from pdtool.partition.infeasible import explain_infeasible
+from pdtool.partition.placement import ExecutionConfig, Placement
+from pdtool.partition.predictions import predict, with_formulas
+from pdtool.partition.search.search import PlanSearch, SearchOptions
+from pdtool.partition.selection import select
+from pdtool.partition.simulated_schedules import SEARCHED_FOR, interleaved_placement
+from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, default_shape
+
+
+def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions | None = None) -> Plan:
+    """Return the best plan for `profile` on `cluster`, with its figures, its certificate and its rivals.
+
+    Raises:
+        UsageError: the options make no sense together or on this cluster.
+        NoPlanError: no plan fits the memory, the pins or the number of operators.
+    """
+    options = options or SearchOptions()
+    if options.schedule == "interleaved":
+        placement = interleaved_placement(profile, cluster, options)
+        plan = placement.to_plan(profile, profile_path, cluster)
+        plan.check()
+        return predict(plan, Evaluator(profile, cluster), placement)
+    if options.schedule in SEARCHED_FOR:
+        straight = options.straight or options.schedule == "zb-h1"
+        searched = replace(options, schedule=SEARCHED_FOR[options.schedule], straight=straight)
+        changes = {"schedule": options.schedule, "weights": POLICIES[options.schedule][0]}
+        return reschedule(make_plan(profile, profile_path, cluster, searched), profile, changes)
+    search = PlanSearch(profile, cluster, options)
+    optima = search.fastest_plans()
+    if not optima:
+        raise explain_infeasible(search)
+    execution = replace(optima[0].placement.execution, copies=1)
+    named = list(baselines(search, execution))
+    alike = [plan for _, plan in named if plan.placement.execution == execution]
+    selected = select(search, optima, alike)
+    return _finished(search, profile_path, selected.candidate, selected.simulated_s, optima, named)
+
+
+def _finished(
+    search: PlanSearch,
+    profile_path: str,
+    chosen: Candidate,
+    simulated_s: float | None,
+    optima: list[Candidate],
+    named: list[tuple[str, Candidate]],
+) -> Plan:
+    """The chosen plan as an artifact, with its figures and its certificate."""
+    bound_s, proof = _lower_bound(search, optima[0])
+    plan = chosen.placement.to_plan(search.profile, profile_path, search.cluster)
+    why = Why(
+        bottleneck=chosen.cost.bottleneck,
+        lower_bound_s=bound_s,
+        gap=max(0.0, chosen.time_per_minibatch_s / bound_s - 1) if bound_s else 0.0,
+        proof=proof,
+        rivals=tuple(rivals(search, chosen, named, optima)),
+    )
+    figures = with_formulas(plan, search.evaluator, chosen.cost, chosen.placement.execution, simulated_s)
+    return plan.model_copy(update={"why": why, "predicted": figures})
+
+
+def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
+    """(seconds per minibatch that no plan can beat, why that is so)."""
+    options, workers = search.options, search.workers
+    if search.limits:
+        work_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
+        return work_s / workers, f"{search.limits}; even so no plan beats {workers} workers that never wait"
+    kind = "straight pipeline" if options.straight else "plan"
+    stages = f" of at most {options.max_stages} stages" if options.max_stages else ""
+    return optimum.time_per_minibatch_s, (
+        f"every {kind}{stages} on {workers} workers was searched, over {search.whole_space.cut_count} cuts, with the "
+        "minibatches in flight that its schedule wants"
+    )
+
+
+def refresh(plan: Plan, profile: Profile) -> Plan:
+    """Return the same plan with figures for what it says now, after an edit by hand.
+
+    Raises:
+        ArtifactError: its stages do not fit the profile.
+    """
+    return predict(plan, _evaluator(plan, profile), Placement.of(plan, profile))
+
+
+def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan:
+    """Return the same stages run in another way, with the minibatches in flight that it wants.
+
+    Args:
+        changes: of schedule, weights, microbatches and update_every.
+
+    Raises:
+        UsageError: the schedule cannot have these replicas.
+    """
+    changed = plan.model_copy(update=dict(changes))
+    placement = Placement.of(changed, profile)
+    execution, evaluator = placement.execution, _evaluator(changed, profile)
+    if execution.schedule in SEARCHED_SCHEDULES:
+        searched = ExecutionConfig.of_schedule(execution.schedule, execution.microbatches)
+        searched = replace(searched, copies=execution.copies)
+        default = evaluator.place(placement.stages, placement.workers, searched).placement
+        placement = replace(placement, in_flight=default.in_flight, recompute=default.recompute)
+    else:
+        replicas = placement.replicas[: placement.pipeline_depth]
+        shape = default_shape(execution.schedule, replicas, execution.microbatches, execution.chunks)
+        placement = placement.with_in_flight(shape.in_flight * execution.chunks)
+    stages = tuple(
+        stage.model_copy(update={"in_flight": in_flight, "recompute": recompute})
+        for stage, in_flight, recompute in zip(plan.stages, placement.in_flight, placement.recompute, strict=True)
+    )
+    changed = changed.model_copy(update={"stages": stages})
+    changed.check_schedule()
+    return predict(changed, evaluator, placement)
+
+
+def _evaluator(plan: Plan, profile: Profile) -> Evaluator:
+    """Whose formulas the figures of a plan are by."""
+    return Evaluator(profile, plan.cluster.cluster(), plan.predicted.cost if plan.predicted else "ours")

@@ -1,0 +1,246 @@
+"""Where the graph of a profile may be cut into stages.
+
+A cut is a downset of the graph (graph.py). Nodes that must stay together are one *block*; cuts are enumerated over
+blocks. Where a graph has more cuts than can be searched it is coarsened first, and the result says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdtool.artifacts.profile import Profile
+
+MAX_CUTS = 1200
+NOT_OPERATORS = {"input": 0, "loss": -1}  # the first stage loads the data; only the last can have the loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutSpace:
+    """The cuts of a profile, and which of them may border which stage.
+
+    Attributes:
+        blocks: nodes that no cut separates, in topological order of the blocks.
+        inside: [cuts, blocks] whether a cut holds a block; from the empty cut to the whole, by size.
+        pins: for each block the stage indices it is pinned to, negative from the end.
+        coarsened: what was merged so that the cuts could be searched; "" when nothing was.
+        merged_free_blocks: number of blocks that cost no time and were merged; no plan is lost by that but where
+            memory is short.
+    """
+
+    blocks: Sequence[Sequence[str]]
+    inside: NDArray[np.bool_]
+    pins: Sequence[Collection[int]]
+    coarsened: str = ""
+    merged_free_blocks: int = 0
+
+    @cached_property
+    def contains(self) -> NDArray[np.bool_]:
+        """[cuts, cuts] whether the second cut is a proper superset of the first."""
+        within = self.inside.astype(np.float32)
+        supersets: NDArray[np.bool_] = within @ (1 - within).T == 0
+        np.fill_diagonal(supersets, False)
+        return supersets
+
+    @property
+    def max_stages(self) -> int:
+        """Length of the longest chain of cuts; every maximal chain of downsets grows by one block at a time."""
+        return len(np.unique(self.inside.sum(axis=1))) - 1
+
+    @property
+    def has_counted_pins(self) -> bool:
+        """Whether a block is pinned to a stage in the middle, so that it matters how many stages there are."""
+        return any(pin not in (0, -1) for pins in self.pins for pin in pins)
+
+    def allowed_before(self, stage: int, stages: int) -> NDArray[np.bool_]:
+        """[cuts] which cuts can stand before stage `stage` of `stages`: all that is pinned before it lies inside.
+
+        A pin beyond the last stage counts round, as Plan.stage_nodes has it.
+        """
+        is_allowed = np.ones(len(self.inside), dtype=bool)
+        for block, pins in enumerate(self.pins):
+            for pin in pins:
+                is_allowed &= self.inside[:, block] == (pin % stages < stage)
+        return is_allowed
+
+    def nodes(self, before: int, after: int) -> list[str]:
+        """Return the nodes of the stage between two cuts."""
+        blocks = np.flatnonzero(self.inside[after] & ~self.inside[before]).tolist()
+        return [name for block in blocks for name in self.blocks[block]]
+
+
+def find_cuts(profile: Profile, max_cuts: int = MAX_CUTS, finer: CutSpace | None = None) -> CutSpace:
+    """Enumerate the cuts of `profile`: groups unbroken, pins kept, an operator in every stage.
+
+    Args:
+        max_cuts: about how many there may be; where there are more, blocks are merged.
+        finer: the cuts found before for a larger `max_cuts`, to go on from.
+    """
+    pins = {node.name: NOT_OPERATORS[node.op] for node in profile.nodes if node.op in NOT_OPERATORS} | profile.pin
+    same_pin = ([name for name, pin in pins.items() if pin == index] for index in sorted(set(pins.values())))
+    blocks = _BlockGraph(profile, pins, [*(group for group in profile.together if group), *same_pin])
+    original = len(blocks.members)
+    if finer:
+        blocks = _BlockGraph(profile, pins, finer.blocks)
+    if blocks.cuts(max_cuts) is None:
+        blocks = blocks.without_free()
+    without_free = len(blocks.members)
+    while (cuts := blocks.cuts(max_cuts)) is None:
+        blocks = blocks.coarser(max_cuts)
+    count = len(blocks.members)
+    coarsened = finer.coarsened if finer else ""
+    if count < without_free:
+        coarsened = (
+            f"{original} groups of operators were merged into {count} so as to have no more than {max_cuts} "
+            "cuts to search (--cuts); a better plan may exist"
+        )
+    packed = b"".join(cut.to_bytes(count // 8 + 1, "little") for cut in cuts)
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(cuts), -1), axis=1, bitorder="little")
+    return CutSpace(
+        blocks=blocks.members,
+        inside=bits[:, :count].astype(bool),
+        pins=blocks.pins,
+        coarsened=coarsened,
+        merged_free_blocks=original - without_free,
+    )
+
+
+class _BlockGraph:
+    """A graph of blocks that is merged until its cuts can be searched. Cuts are ints, one bit per block."""
+
+    def __init__(self, profile: Profile, pin: Mapping[str, int], groups: Sequence[Sequence[str]]) -> None:
+        self.profile, self.pin = profile, pin
+        self.members = profile.graph.contracted(groups)
+        self.pins = [{pin[name] for name in block if name in pin} for block in self.members]
+        block_of = {name: b for b, block in enumerate(self.members) for name in block}
+        self.edges: dict[tuple[int, int], int] = {}  # bytes between two blocks
+        for name, takers in profile.graph.consumers.items():
+            for end in {block_of[taker] for taker in takers} - {block_of[name]}:
+                edge = (block_of[name], end)
+                self.edges[edge] = self.edges.get(edge, 0) + profile.by_name[name].output_bytes
+        self.before: list[list[int]] = [[] for _ in self.members]
+        self.after: list[list[int]] = [[] for _ in self.members]
+        for a, b in sorted(self.edges):
+            self.before[b].append(a)
+            self.after[a].append(b)
+
+    def cuts(self, limit: int) -> list[int] | None:
+        """Return all cuts, by size; None when there are more than `limit` (known after about `limit` steps).
+
+        All that is pinned to the first stage is in every cut but the empty one, all that is pinned to the last in none
+        but the whole. A cut with no operator on one side is left out: that stage would compute nothing.
+        """
+        needs = [sum(1 << a for a in sources) for sources in self.before]
+        start = self._closure({b for b, pins in enumerate(self.pins) if 0 in pins})
+        last = sum(1 << b for b, pins in enumerate(self.pins) if -1 in pins)
+        ready = [b for b, need in enumerate(needs) if not start >> b & 1 and need & ~start == 0]
+        queue = [] if start & last else [(start, ready)]
+        cuts = {cut for cut, _ in queue}
+        for cut, ready in queue:
+            for b in ready:
+                larger = cut | 1 << b
+                if not last >> b & 1 and larger not in cuts:
+                    cuts.add(larger)
+                    now_ready = [c for c in self.after[b] if needs[c] & ~larger == 0]
+                    queue.append((larger, [c for c in ready if c != b] + now_ready))  # the loop comes to it too
+            if len(cuts) > limit:
+                return None
+        computing = sum(1 << b for b, block in enumerate(self.members) if self._computes(block))
+        inner = [cut for cut in cuts if cut & computing and ~cut & computing]
+        return [0, *sorted(inner, key=lambda cut: (cut.bit_count(), cut)), (1 << len(self.members)) - 1]
+
+    def _closure(self, blocks: Collection[int]) -> int:
+        """Return the smallest cut that holds `blocks`."""
+        cut = 0
+        for b in reversed(range(len(self.members))):
+            if b in blocks or any(cut >> after & 1 for after in self.after[b]):
+                cut |= 1 << b
+        return cut
+
+    def _computes(self, block: Sequence[str]) -> bool:
+        return any(self.profile.by_name[name].op not in NOT_OPERATORS for name in block)
+
+    def without_free(self) -> _BlockGraph:
+        """Merge the blocks that cost no time and hold no parameters with a neighbour, where no plan is lost but for a
+        slower one: any plan gets no slower when such a block moves over the border to that neighbour."""
+        merged: set[int] = set()
+        pairs = []
+        for b in range(len(self.members)):
+            partner = self._free_partner(b)
+            if partner is not None and not {b, partner} & merged:
+                merged |= {b, partner}
+                pairs.append(self.members[b] + self.members[partner])
+        return _BlockGraph(self.profile, self.pin, [*self.members, *pairs]).without_free() if pairs else self
+
+    def _free_partner(self, b: int) -> int | None:
+        """Return the block that a free block can always be merged with: the one that it takes its only input from, if
+        nobody else takes that and no more comes out of `b` than goes in; or its only taker, if no more goes in than
+        comes out."""
+        nodes = [self.profile.by_name[name] for name in self.members[b]]
+        if self.pins[b] or any(n.forward_s + n.backward_s + n.update_s + n.parameter_bytes for n in nodes):
+            return None
+        entering = [self._bytes(a, [b]) for a in self.before[b]]
+        leaving = self._bytes(b, self.after[b])
+        if len(self.before[b]) == 1 and not self.pins[self.before[b][0]] & {0}:
+            is_only_taker = self.after[self.before[b][0]] == [b] or not self.after[b]
+            if is_only_taker and all(out <= into for out, into in zip(leaving, entering[0], strict=True)):
+                return self.before[b][0]
+        totals = [sum(sizes) for sizes in zip(*entering, strict=True)]
+        if len(self.after[b]) == 1 and all(into <= out for into, out in zip(totals, leaving, strict=False)):
+            return self.after[b][0]
+        return None
+
+    def _bytes(self, b: int, takers: Collection[int]) -> tuple[int, int]:
+        """Return the bytes, and the bytes of gradients, of what `b` makes and any of `takers` takes."""
+        taken = {name for taker in takers for inner in self.members[taker] for name in self.profile.graph.inputs[inner]}
+        nodes = [self.profile.by_name[name] for name in self.members[b] if name in taken]
+        return sum(n.output_bytes for n in nodes), sum(n.gradient_bytes for n in nodes)
+
+    def coarser(self, max_cuts: int) -> _BlockGraph:
+        """Merge up to a twelfth of the blocks (a third when they alone are far too many), each with a neighbour; at
+        least two blocks become one.
+
+        Only blocks that stand beside others multiply the cuts, so those go first, the cheapest of them before all.
+        """
+        nodes = self.profile.by_name
+        weight = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in self.members]
+        parallel = self._parallel_blocks()
+        max_pairs = len(self.members) // (3 if len(self.members) > 2 * max_cuts else 12)
+        merged: set[int] = set()
+        pairs: list[tuple[int, int]] = []
+        for b in sorted(range(len(self.members)), key=lambda b: (not parallel[b], weight[b], b)):
+            if len(pairs) > max_pairs or (pairs and bool(parallel[pairs[0][0]]) != bool(parallel[b])):
+                break
+            partner = next((c for c in self._partners(b, parallel) if c not in merged), None)
+            if b not in merged and partner is not None:
+                merged |= {b, partner}
+                pairs.append((b, partner))
+        groups = [self.members[b] + self.members[c] for b, c in pairs or [(0, 1)]]
+        return _BlockGraph(self.profile, self.pin, [*self.members, *groups])
+
+    def _partners(self, b: int, parallel: Sequence[int]) -> list[int]:
+        """Return what `b` may be merged with, the best first: along a branch, a sibling, then where most bytes flow."""
+        branch = [a for a in self.before[b] if parallel[a] and len(self.after[a]) == len(self.before[b]) == 1]
+        branch += [c for c in self.after[b] if parallel[c] and len(self.before[c]) == len(self.after[b]) == 1]
+        siblings = [c for a in self.before[b] for c in self.after[a] if self.before[c] == self.before[b]]
+        others = sorted(
+            [*self.before[b], *self.after[b]], key=lambda c: -max(self.edges.get((b, c), 0), self.edges.get((c, b), 0))
+        )
+        ranked = dict.fromkeys([*branch, *siblings, *others])
+        return [c for c in ranked if c != b and not (self.pins[b] and self.pins[c])]
+
+    def _parallel_blocks(self) -> list[int]:
+        """Return, for each block, how many others are neither before nor after it."""
+        upwards, downwards = [0] * len(self.members), [0] * len(self.members)
+        for b, sources in enumerate(self.before):
+            for a in sources:
+                upwards[b] |= upwards[a] | 1 << a
+        for b, takers in reversed(list(enumerate(self.after))):
+            for c in takers:
+                downwards[b] |= downwards[c] | 1 << c
+        pairs = zip(upwards, downwards, strict=True)
+        return [len(self.members) - 1 - up.bit_count() - down.bit_count() for up, down in pairs]

@@ -1,0 +1,143 @@
+"""The best pipelines of one layout under one schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from pdtool.partition.cost.formulas import CostModel, members_between
+from pdtool.partition.cost.plan_cost import Candidate, Evaluator
+from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.search.device_blocks import Layout
+from pdtool.partition.search.dynamic_programming import DynamicProgram
+from pdtool.partition.search.search_space import SearchSpace
+from pdtool.partition.stage_loads import Array
+
+_COARSE_CUTS = 160  # of a first, rough search: this many over the square root of the workers
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best plan of at most some number of stages: its time, fill and drain included, and the layers to trace it."""
+
+    time_per_minibatch_s: float
+    layers: list[Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSearch:
+    """The recurrence on one layout.
+
+    Attributes:
+        execution: how the plans are run; its copies are those of the layout.
+        bound_s: plans that take longer per minibatch are not looked for.
+        max_stages: that a plan may have.
+    """
+
+    evaluator: Evaluator
+    space: SearchSpace
+    layout: Layout
+    execution: ExecutionConfig
+    straight: bool = False
+    bound_s: float = np.inf
+    max_stages: int
+
+    @cached_property
+    def model(self) -> CostModel:
+        """The formulas on this layout."""
+        pipeline_members = members_between(self.layout.block, 0, self.layout.workers)
+        return self.evaluator.model(self.layout.block, self.execution, pipeline_members, self.layout.copy_members)
+
+    @cached_property
+    def program(self) -> DynamicProgram:
+        """The recurrence, solved as far as it was asked for."""
+        return self._program()
+
+    def _program(self, *, minimize_memory: bool = False) -> DynamicProgram:
+        return DynamicProgram(
+            self.space, self.model, self.layout.workers, self.straight, self.bound_s, minimize_memory=minimize_memory
+        )
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether there are workers enough to compute within the bound."""
+        work_s = float(self.space.forward_backward_s[-1])
+        return work_s / (self.layout.workers * self.layout.copies) <= self.bound_s
+
+    @property
+    def _counts_stages(self) -> bool:
+        """Whether it matters how many stages a plan has."""
+        is_limited = self.max_stages < min(self.layout.workers, self.space.cuts.max_stages)
+        return is_limited or self.space.cuts.has_counted_pins
+
+    @property
+    def _stage_counts(self) -> range:
+        return range(1, min(self.max_stages, self.layout.workers) + 1)
+
+    @cached_property
+    def fastest(self) -> Solution:
+        """The best of all `solutions`; without looking at each number of stages where nothing depends on it."""
+        program = self.program
+        unlimited = program.any_number_of_stages
+        if self.model.stashes_weights and not self._counts_stages:
+            return Solution(program.best(unlimited), [unlimited])
+        best = Solution(np.inf, [])
+        for stages, solution in enumerate(self.solutions(), 1):
+            best = min(best, solution, key=lambda entry: entry.time_per_minibatch_s)
+            if program.best(unlimited) * self.model.flush_factor(stages + 1) >= best.time_per_minibatch_s:
+                break  # more stages cannot make up for their longer fill and drain
+        return best
+
+    def solutions(self) -> Iterator[Solution]:
+        """Yield the best plans of at most 1, 2, ... stages; of exactly so many where a pin counts stages."""
+        program = self.program
+        for stages in self._stage_counts:
+            layers = self._layers(program, stages)
+            yield Solution(program.best(layers[-1]) * self.model.flush_factor(stages), layers)
+
+    def rough_time_s(self) -> float:
+        """Return a time per minibatch that can be had, found in a small part of the space: a bound for the search."""
+        coarser = self.coarser
+        return self.bound_s if coarser.space is self.space else min(self.bound_s, coarser.fastest.time_per_minibatch_s)
+
+    @property
+    def coarser(self) -> LayoutSearch:
+        """The same over few cuts."""
+        return replace(self, space=self.space.coarser(int(_COARSE_CUTS * self.layout.workers**-0.5)))
+
+    def candidate(self, solution: Solution) -> Candidate:
+        """Return the plan behind a solution."""
+        return self._traced(self.program, solution.layers)
+
+    def least_memory(self) -> Candidate | None:
+        """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
+        program = self._program(minimize_memory=True)
+        if self._counts_stages:
+            layers_by_count = (self._layers(program, stages) for stages in self._stage_counts)
+            layers = min(layers_by_count, key=lambda layers: program.best(layers[-1]))
+        else:
+            layers = [program.any_number_of_stages]
+        return self._traced(program, layers) if np.isfinite(program.best(layers[-1])) else None
+
+    def _layers(self, program: DynamicProgram, stages: int) -> list[Array]:
+        if self.space.cuts.has_counted_pins:
+            return program.exactly(stages)
+        program.at_most(stages)
+        return program.layers[: stages + 1]
+
+    def _traced(self, program: DynamicProgram, layers: list[Array]) -> Candidate:
+        layout, spans = self.layout, program.trace(layers)
+        names = self.evaluator.profile.graph.names
+        stages = []
+        for span in spans:
+            nodes = set(self.space.cuts.nodes(span.before, span.after))
+            stages.append([name for name in names if name in nodes])
+        positions = [range(span.first_worker, span.first_worker + span.replicas) for span in spans]
+        workers = [[layout.worker(c, p) for p in stage for c in range(layout.copies)] for stage in positions]
+        if len(stages) == 1:  # copies of one stage are data parallelism
+            execution = replace(self.execution, copies=1)
+            return self.evaluator.place(stages, [sorted(workers[0])], execution)
+        return self.evaluator.place(stages, workers, self.execution)

@@ -1,0 +1,249 @@
+"""The search over schedules, layouts and stages for the fastest plans by the cost formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+
+import numpy as np
+
+from pdtool.artifacts.profile import Profile
+from pdtool.cluster import Cluster
+from pdtool.errors import UsageError
+from pdtool.partition.cost.formulas import TOLERANCE
+from pdtool.partition.cost.plan_cost import COST_MODELS, Candidate, CostModelName, Evaluator
+from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.search.cuts import MAX_CUTS, find_cuts
+from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY, Layout, layouts
+from pdtool.partition.search.layout_search import LayoutSearch, Solution
+from pdtool.partition.search.search_space import SearchSpace
+from pdtool.schedule import SEARCHED_SCHEDULES
+
+_MIN_CUTS = 100
+_MAX_TIME_S = np.finfo(float).max
+_STAGES_TIMES_WORKERS = 1024  # a plan with more is taken only for being the fastest
+_STAGE_COUNTS_LISTED = 5  # of each layout: the best plans of at most 1, 2, ... stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What the user asked for.
+
+    Attributes:
+        schedule: see artifacts.plan.Plan; `auto` takes the fastest.
+        microbatches: of flushing schedules; `auto` looks at those only with more than one.
+        workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
+        straight: one stage on every worker, none replicated.
+        max_stages: no more stages than that; None: no limit.
+        simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
+        recompute: whether stages may run their forward twice to save memory.
+        cost_model: whose formulas; see plan_cost.COST_MODELS.
+        chunks: stages on each worker, of `interleaved`, which is not searched (simulated_schedules.py).
+        max_cuts: of the graph that are searched at most, on 16 workers or fewer; on more workers fewer.
+    """
+
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    workers: int | None = None
+    straight: bool = False
+    max_stages: int | None = None
+    simplest: float = 0.03
+    recompute: bool = True
+    cost_model: CostModelName = "ours"
+    chunks: int = 2
+    max_cuts: int = MAX_CUTS
+
+    @property
+    def executions(self) -> list[ExecutionConfig]:
+        """How a plan may be executed."""
+        schedules: tuple[str, ...] = (self.schedule,)
+        if self.schedule == "auto":
+            schedules = SEARCHED_SCHEDULES if self.microbatches > 1 else ("1f1b",)
+        return [ExecutionConfig.of_schedule(s, 1 if s == "1f1b" else self.microbatches) for s in schedules]
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """Everything that may be asked of one profile on one cluster; raises UsageError for options that make no sense."""
+
+    profile: Profile
+    cluster: Cluster
+    options: SearchOptions
+    _spaces: dict[int, SearchSpace] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        if options.schedule not in (*SEARCHED_SCHEDULES, "auto"):
+            names = ", ".join((*SEARCHED_SCHEDULES, "auto"))
+            raise UsageError(f"schedule {options.schedule!r} is not searched", f"choose one of {names}")
+        if options.cost_model not in COST_MODELS:
+            raise UsageError(f"cost {options.cost_model!r} is unknown", f"choose one of {', '.join(COST_MODELS)}")
+        if options.microbatches < 1 or (options.schedule == "1f1b" and options.microbatches != 1):
+            raise UsageError(
+                f"--microbatches {options.microbatches} with schedule {options.schedule}",
+                "give 1 or more to 1f1b-flush or gpipe; 1f1b has none",
+            )
+        if not 1 <= self.workers <= self.cluster.workers:
+            raise UsageError(
+                f"--workers {self.workers}: the cluster has {self.cluster.workers}",
+                f"give between 1 and {self.cluster.workers}",
+            )
+        if options.straight and self.workers > MAX_WORKERS_PER_COPY:
+            raise UsageError(
+                f"a straight pipeline on {self.workers} workers", f"give at most --workers {MAX_WORKERS_PER_COPY}"
+            )
+        if options.max_stages is not None and options.max_stages < (self.workers if options.straight else 1):
+            kind = f"straight pipeline on {self.workers} workers" if options.straight else "plan"
+            raise UsageError(f"a {kind} cannot have at most {options.max_stages} stages", "raise the number of stages")
+        if options.max_cuts < _MIN_CUTS:
+            raise UsageError(f"--cuts {options.max_cuts}", f"give {_MIN_CUTS} or more")
+        if not 0 <= options.simplest < float("inf"):
+            raise UsageError(f"a margin of {options.simplest} for the simplest plan", "give 0 or more, such as 0.03")
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """The cost of any plan under these options."""
+        return Evaluator(self.profile, self.cluster, self.options.cost_model, self.options.recompute)
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that may be used."""
+        return self.cluster.workers if self.options.workers is None else self.options.workers
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """The layouts to search, small blocks first."""
+        if self.options.straight:
+            return [Layout.whole(self.cluster, self.workers)]
+        return [v for v in layouts(self.cluster, self.workers) if v.workers <= MAX_WORKERS_PER_COPY]
+
+    def space(self, workers: int) -> SearchSpace:
+        """Return the stages that are searched on so many workers: the more workers, the fewer cuts can be searched."""
+        max_cuts = self.options.max_cuts * 16 // max(16, workers)
+        if max_cuts not in self._spaces:
+            space = next((space for limit, space in sorted(self._spaces.items()) if limit > max_cuts), None)
+            if space is None or space.cut_count > max_cuts:
+                cuts = find_cuts(self.profile, max_cuts, space.cuts if space else None)
+                space = SearchSpace(self.profile, cuts)
+            self._spaces[max_cuts] = space
+        return self._spaces[max_cuts]
+
+    @property
+    def whole_space(self) -> SearchSpace:
+        """The stages that are searched on all the workers."""
+        return self.space(min(self.workers, MAX_WORKERS_PER_COPY))
+
+    @property
+    def limits(self) -> str:
+        """What was left out of the search, in words; empty when nothing was."""
+        limits = []
+        if self.workers > MAX_WORKERS_PER_COPY:
+            limits.append(f"one copy of the pipeline has at most {MAX_WORKERS_PER_COPY} workers")
+        cuts = self.whole_space.cuts
+        if cuts.coarsened:
+            limits.append(cuts.coarsened)
+        if cuts.merged_free_blocks and self.cluster.memory_bytes:
+            limits.append(
+                f"{cuts.merged_free_blocks} operators without cost stand with a neighbour, whatever they stash"
+            )
+        return "; ".join(limits)
+
+    def search_layout(
+        self, layout: Layout, execution: ExecutionConfig, bound_s: float = np.inf, *, straight: bool = False
+    ) -> LayoutSearch:
+        """Return the search of one layout under one schedule, for plans of at most `bound_s` per minibatch."""
+        space = self.space(layout.workers)
+        return LayoutSearch(
+            evaluator=self.evaluator,
+            space=space,
+            layout=layout,
+            execution=replace(execution, copies=layout.copies),
+            bound_s=bound_s * TOLERANCE,
+            straight=straight or self.options.straight,
+            max_stages=min(self.options.max_stages or layout.workers, space.cuts.max_stages),
+        )
+
+    def data_parallel(self, execution: ExecutionConfig) -> Candidate:
+        """Return one stage on all workers."""
+        return self.evaluator.data_parallel(self.workers, execution)
+
+    def fastest_plans(self) -> list[Candidate]:
+        """Return the fastest plan of each layout and schedule, as far as it may be within the margin, fastest first.
+
+        The first one is the optimum by the formulas; there is none where no plan fits.
+        """
+        searches = self._layout_searches
+        plans = [*self._data_parallel_plans, *(search.candidate(search.fastest) for search in searches)]
+        return sorted(plans, key=lambda plan: (plan.time_per_minibatch_s, _schedule_rank(plan.placement.execution)))
+
+    def simplest_plan(self, bound_s: float) -> Candidate | None:
+        """Return a plan of at most `bound_s` per minibatch with the fewest stages: data parallelism first, then one
+        copy, then the fastest. None when it takes many stages to be so fast."""
+        bound_s *= TOLERANCE
+        fitting = [plan for plan in self._data_parallel_plans if plan.time_per_minibatch_s <= bound_s]
+        if fitting:
+            return fitting[0]
+        searches = [search for search in self._layout_searches if search.fastest.time_per_minibatch_s <= bound_s]
+        by_stages = [(search, search.solutions()) for search in searches]
+        for _ in range(max(4, _STAGES_TIMES_WORKERS // self.workers)):
+            solutions = [(search, solution) for search, rest in by_stages if (solution := next(rest, None))]
+            fast = [entry for entry in solutions if entry[1].time_per_minibatch_s <= bound_s]
+            if fast:
+                search, solution = min(fast, key=_simplicity)
+                return search.candidate(solution)
+        return None
+
+    def plans_by_stage_count(self, execution: ExecutionConfig, bound_s: float, slower: float) -> Iterator[Candidate]:
+        """Yield, for each layout, the best plans of at most 1, 2, ... stages and of any number, as far as they take
+        less than `bound_s` per minibatch; over few cuts, so these are only roughly the best.
+
+        Args:
+            slower: search as if links were so many times slower, for plans that send less.
+        """
+        levels = [replace(v, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s / slower) for v in self.cluster.levels]
+        slow_cluster = replace(self.cluster, levels=tuple(levels))
+        for layout in self.layouts:
+            search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s).coarser
+            if not search.is_promising or search.fastest.time_per_minibatch_s >= bound_s:
+                continue
+            best_s = bound_s
+            for solution in (*islice(search.solutions(), _STAGE_COUNTS_LISTED), search.fastest):
+                if solution.time_per_minibatch_s < best_s:
+                    best_s = solution.time_per_minibatch_s
+                    yield search.candidate(solution)
+
+    @cached_property
+    def _data_parallel_plans(self) -> Sequence[Candidate]:
+        """Data parallelism under each schedule, where it fits and was not excluded."""
+        if self.options.straight and self.workers > 1:
+            return []
+        plans = map(self.data_parallel, self.options.executions)
+        return [plan for plan in plans if self.evaluator.fits(plan)]
+
+    @cached_property
+    def _layout_searches(self) -> list[LayoutSearch]:
+        """The search of each layout and schedule that has a plan within the margin of the fastest one."""
+        best_s = min((plan.time_per_minibatch_s for plan in self._data_parallel_plans), default=np.inf)
+        pairs = [(layout, execution) for layout in self.layouts for execution in self.options.executions]
+        for layout, execution in pairs:  # the small ones first: their bounds spare most of the work on the large ones
+            search = self.search_layout(layout, execution, best_s)
+            if search.is_promising:
+                best_s = min(best_s, search.rough_time_s())
+        searches = []
+        for layout, execution in reversed(pairs):
+            search = self.search_layout(layout, execution, best_s * (1 + self.options.simplest))
+            if search.is_promising and search.fastest.time_per_minibatch_s <= min(search.bound_s, _MAX_TIME_S):
+                searches.append(search)
+                best_s = min(best_s, search.fastest.time_per_minibatch_s)
+        return searches
+
+
+def _schedule_rank(execution: ExecutionConfig) -> int:
+    return SEARCHED_SCHEDULES.index(execution.schedule)
+
+
+def _simplicity(entry: tuple[LayoutSearch, Solution]) -> tuple[int, float, int]:
+    search, solution = entry
+    return search.layout.copies, solution.time_per_minibatch_s, _schedule_rank(search.execution)

@@ -1,0 +1,302 @@
+"""Any action lists, executed on a clock: when everything happens, who waits for what, and what each worker holds.
+
+As in the runtime, sends never hold up computing. A message goes straight from the stage that makes a tensor to each
+stage that takes it, as soon as that one has asked for it: in the order of its list, and for one minibatch more than it
+has in flight (run/messages). The gradients of a round leave in buckets while its last backward goes on
+(run/weights/replicas.py), all replicas of a stage start a bucket together, and the update waits for all buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+from pdtool.errors import ScheduleError
+from pdtool.partition.simulator.allreduce import GradientAllReduces
+from pdtool.partition.simulator.job import SimulationJob, steady_minibatches
+from pdtool.partition.simulator.network import EventQueue, Flow, Network
+from pdtool.partition.simulator.recorder import Consumer, NullRecorder, Recorder, WorkerMemory
+from pdtool.partition.simulator.result import SimulationResult, WorkerUsage, time_per_minibatch_s
+from pdtool.schedule import Action, ActionKind, grid
+
+Turn = tuple[int, bool, int]  # worker, whether gradients, how many it takes before
+
+
+def simulate(job: SimulationJob) -> SimulationResult:
+    """Execute the lists to their end.
+
+    Complexity: a few events per action and message; each takes time in proportion to the messages that share a link.
+
+    Raises:
+        ScheduleError: a worker waits forever; the text holds the grid with its action marked.
+    """
+    recorder = Recorder(job)
+    workers, completion = _execute(job, recorder)
+    end_s = max(worker.free_s for worker in workers)
+    usages = (
+        worker.usage(end_s, memory, sent_bytes)
+        for worker, memory, sent_bytes in zip(workers, recorder.memory, recorder.sent_bytes, strict=True)
+    )
+    return SimulationResult(
+        minibatches=len(completion.done_s),
+        steady=len(completion.steady),
+        batch_size=job.batch_size,
+        makespan_s=end_s,
+        time_per_minibatch_s=completion.time_per_minibatch_s,
+        fill_s=max(worker.begun_s for worker in workers),
+        drain_s=end_s - min(worker.free_s for worker in workers),
+        workers=tuple(usages),
+        events=tuple(map(tuple, recorder.events)),
+    )
+
+
+def simulated_time_s(job: SimulationJob, limit_s: float = math.inf) -> float:
+    """Return the seconds per minibatch that `simulate` finds, sooner: nothing is recorded, and what comes after the
+    steady state is left out.
+
+    Args:
+        limit_s: times above it are not looked for; then the answer is infinite.
+    """
+    _, completion = _execute(job, NullRecorder(), limit_s)
+    time_s = completion.time_per_minibatch_s
+    return time_s if time_s <= limit_s else math.inf
+
+
+def _execute(
+    job: SimulationJob, recorder: NullRecorder, limit_s: float | None = None
+) -> tuple[list[_SimulatedWorker], _Completion]:
+    """Run all workers to their end; with a limit, until the time per minibatch is known or known to be above it."""
+    clock = EventQueue()
+    network = Network(job.cluster, clock)
+    depth, stages = job.shape.pipeline_depth, list(job.shape.stage_replicas())
+    stage_workers = [[w for w, (s, _) in enumerate(stages) if s == stage % depth] for stage in range(len(job.stages))]
+    workers: list[_SimulatedWorker] = []
+    allreduces = GradientAllReduces(job, stage_workers, network, clock, recorder, lambda w: workers[w].resume())
+    messages = _Messages(job, stage_workers, network, recorder, workers)
+    completion = _Completion(job, clock, limit_s)
+    shared = _Shared(job, clock, messages, allreduces, recorder, completion)
+    workers += [_SimulatedWorker(w, stage, shared) for w, (stage, _) in enumerate(stages)]
+    for worker in workers:
+        worker.resume()
+    clock.run()
+    for w, worker in enumerate(workers):
+        if not worker.has_finished and not completion.is_known:
+            text = grid(job.lists, mark=(w, worker.position))
+            raise ScheduleError(f"worker {w} waits forever in {job.lists[w][worker.position]}\n{text}")
+    return workers, completion
+
+
+class _Completion:
+    """When minibatches were done at all stages.
+
+    Args:
+        limit_s: stop as soon as the time per minibatch is known or known to be above it; None: go on to the end.
+
+    Attributes:
+        done_s: when each was done, in order.
+        steady: which of them are in steady state.
+        is_known: whether the simulation was stopped because the answer is known.
+    """
+
+    def __init__(self, job: SimulationJob, clock: EventQueue, limit_s: float | None) -> None:
+        self.clock, self.limit_s, self.is_known = clock, limit_s, False
+        self.done_s: list[float] = []
+        self._missing = Counter(a.minibatch for actions in job.lists for a in actions if a.kind.completes_backward)
+        self.steady = steady_minibatches(len(self._missing), job.shape)
+
+    def stage_done(self, minibatch: int) -> None:
+        """One stage is done with a minibatch."""
+        self._missing[minibatch] -= 1
+        if self._missing[minibatch]:
+            return
+        self.done_s.append(self.clock.now)
+        steady_done = len(self.done_s) - self.steady.start
+        if self.limit_s is not None and self.steady and steady_done >= 0:
+            elapsed_s = self.clock.now - self.done_s[self.steady.start - 1]
+            self.is_known = steady_done >= len(self.steady) or elapsed_s > self.limit_s * len(self.steady)
+            if self.is_known:
+                self.clock.stop()
+
+    @property
+    def time_per_minibatch_s(self) -> float:
+        """Seconds per minibatch in steady state; infinite where the simulation was stopped before its end."""
+        if self.is_known and len(self.done_s) < self.steady.stop:
+            return math.inf
+        return time_per_minibatch_s(self.done_s, self.steady)
+
+
+class _Messages:
+    """Tensors under way, between any two workers.
+
+    Attributes:
+        turn: when the worker that takes the tensors does so, in its list.
+        asked: turns that each worker has asked for, of tensors and of gradients.
+        held: messages that nobody has asked for yet.
+        outgoing: (stage, gradients?) -> the stages that take what it makes, and the bytes of each.
+        arrived: messages so far; departed_s: when the last was sent.
+        needs: (stage, gradients?) -> messages for each minibatch.
+    """
+
+    def __init__(
+        self,
+        job: SimulationJob,
+        stage_workers: list[list[int]],
+        network: Network,
+        recorder: NullRecorder,
+        workers: list[_SimulatedWorker],
+    ) -> None:
+        self.job, self.stage_workers, self.network, self.recorder = job, stage_workers, network, recorder
+        self.workers = workers
+        self.turn: dict[Consumer, int] = {}
+        self.asked: Counter[tuple[int, bool]] = Counter()
+        self.held: dict[Turn, list[Flow]] = {}
+        for w, ((stage, _), actions) in enumerate(zip(job.shape.stage_replicas(), job.lists, strict=True)):
+            forwards = [a for a in actions if a.kind is ActionKind.FORWARD]
+            backwards = [a for a in actions if a.kind.sends_gradients]
+            for is_gradient, consumers in ((False, forwards), (True, backwards)):
+                self.turn |= {(a.stage, is_gradient, a.minibatch): n for n, a in enumerate(consumers)}
+                self.asked[w, is_gradient] = job.shape.in_flight[stage] + 1
+        self.arrived: Counter[Consumer] = Counter()
+        self.departed_s: dict[Consumer, float] = {}
+        self.outgoing: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        for edge in job.edges:
+            self.outgoing.setdefault((edge.source, False), []).append((edge.destination, edge.forward_bytes))
+            if edge.has_gradient:
+                self.outgoing.setdefault((edge.destination, True), []).append((edge.source, edge.backward_bytes))
+        self.needs = Counter(
+            (to, is_gradient) for (_, is_gradient), takers in self.outgoing.items() for to, _ in takers
+        )
+
+    def ready(self, action: Action) -> float | None:
+        """Return when the last tensor that the action takes was sent; None while one has not arrived."""
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            return 0.0
+        is_gradient = action.kind is not ActionKind.FORWARD
+        key = (action.stage, is_gradient, action.minibatch)
+        return self.departed_s.get(key, 0.0) if self.arrived[key] == self.needs[action.stage, is_gradient] else None
+
+    def take(self, w: int, action: Action) -> None:
+        """The worker has what the action takes: it asks for one more."""
+        is_gradient = action.kind.sends_gradients
+        if is_gradient or action.kind is ActionKind.FORWARD:
+            for flow in self.held.pop((w, is_gradient, self.asked[w, is_gradient]), ()):
+                self.network.send(flow)
+            self.asked[w, is_gradient] += 1
+
+    def send_results(self, w: int, action: Action) -> None:
+        """Send everything that an action of worker `w` has made."""
+        if action.kind is ActionKind.FORWARD or action.kind.sends_gradients:
+            is_gradient = action.kind is not ActionKind.FORWARD
+            for stage, size_bytes in self.outgoing.get((action.stage, is_gradient), ()):
+                self._send(w, (stage, is_gradient, action.minibatch), size_bytes)
+
+    def _send(self, w: int, consumer: Consumer, size_bytes: int) -> None:
+        stage, is_gradient, minibatch = consumer
+        to = self.stage_workers[stage][minibatch % len(self.stage_workers[stage])]
+        self.departed_s[consumer] = self.network.clock.now
+        if to == w:
+            self._deliver(to, consumer)
+            return
+        links, latency_s = self.network.path(self.job.workers[w], self.job.workers[to])
+        ended = partial(self._sent, w, to, consumer, latency_s)
+        flow = Flow(channel=(w, to, is_gradient), size_bytes=size_bytes, links=dict.fromkeys(links, 1), ended=ended)
+        if self.turn[consumer] < self.asked[to, is_gradient]:
+            self.network.send(flow)
+        else:
+            self.held.setdefault((to, is_gradient, self.turn[consumer]), []).append(flow)
+
+    def _sent(self, w: int, to: int, consumer: Consumer, latency_s: float, flow: Flow) -> None:
+        self.recorder.message(w, to, consumer, flow, latency_s)
+        self.network.clock.at(self.network.clock.now + latency_s, partial(self._deliver, to, consumer))
+
+    def _deliver(self, to: int, consumer: Consumer) -> None:
+        self.arrived[consumer] += 1
+        self.workers[to].resume()
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What all workers of a simulation share."""
+
+    job: SimulationJob
+    clock: EventQueue
+    messages: _Messages
+    allreduces: GradientAllReduces
+    recorder: NullRecorder
+    completion: _Completion
+
+
+class _SimulatedWorker:
+    """One worker on its way through its list."""
+
+    def __init__(self, w: int, stage: int, shared: _Shared) -> None:
+        self.w, self.stage, self.shared = w, stage, shared
+        self.actions, self.clock = shared.job.lists[w], shared.clock
+        self.position, self.is_running = 0, False
+        self.busy_s = self.communication_s = 0.0
+        self.begun_s, self.free_s = math.inf, 0.0
+
+    @property
+    def has_finished(self) -> bool:
+        return self.position == len(self.actions)
+
+    def resume(self) -> None:
+        """Begin the next action if the worker is free and all is there that the action needs."""
+        if self.is_running or self.has_finished:
+            return
+        action = self.actions[self.position]
+        if action.kind is ActionKind.UPDATE:
+            made_s = self.shared.allreduces.ready(action.stage, action.minibatch, self.w)
+        else:
+            made_s = self.shared.messages.ready(action)
+        if made_s is not None:
+            self._begin(action, made_s)
+
+    def _begin(self, action: Action, made_s: float) -> None:
+        """Start an action whose last input was made at `made_s`, and has been under way since."""
+        now, length_s = self.clock.now, self.shared.job.stages[action.stage].seconds[action.kind]
+        if self.position and now > self.free_s:
+            self.shared.recorder.wait(self.w, self.free_s, now - self.free_s)
+        self.shared.recorder.action(self.w, action, now, length_s)
+        self.is_running, self.begun_s = True, min(self.begun_s, now)
+        self.communication_s += now - max(self.free_s, made_s)
+        self.busy_s += length_s
+        self.shared.messages.take(self.w, action)
+        self._offer_gradients(action, length_s)
+        self.clock.at(now + length_s, partial(self._end, action))
+
+    def _end(self, action: Action) -> None:
+        self.is_running, self.free_s = False, self.clock.now
+        self.position += 1
+        if action.kind.completes_backward:
+            self.shared.completion.stage_done(action.minibatch)
+        self.shared.messages.send_results(self.w, action)
+        self.resume()
+
+    def _offer_gradients(self, action: Action, length_s: float) -> None:
+        """In the last backward of a round, gradients are there bucket by bucket, those of the last layers first."""
+        following = self.actions[self.position + 1 : self.position + 2]
+        if action.kind.completes_backward and following and following[0].kind is ActionKind.UPDATE:
+            allreduces = self.shared.allreduces
+            buckets = allreduces.buckets(action.stage)
+            for n in range(1, buckets):
+                offer = partial(allreduces.offer, action.stage, following[0].minibatch, self.w, n)
+                self.clock.at(self.clock.now + length_s * n / buckets, offer)
+
+    def usage(self, makespan_s: float, memory: WorkerMemory, sent_bytes: float) -> WorkerUsage:
+        """Return how the time was spent."""
+        return WorkerUsage(
+            stage=self.stage,
+            worker=self.shared.job.workers[self.w],
+            busy_s=self.busy_s,
+            communication_s=self.communication_s,
+            idle_s=makespan_s - self.busy_s - self.communication_s,
+            span_s=self.free_s - min(self.begun_s, self.free_s),
+            peak_stashed=memory.stash.peak,
+            versions=memory.peak_versions,
+            delay=memory.stash.delay,
+            memory_bytes=int(memory.peak_bytes),
+            sent_bytes=round(sent_bytes),
+        )

@@ -1,0 +1,261 @@
+"""Links that messages share, on a clock.
+
+Every member of every level has a link up and a link down, each of the level's bandwidth. A message from worker a to b
+is on the way through the up links of a's members and the down links of b's, at all levels that the two do not share:
+
+    4x4, worker 1 -> worker 6      device 1 up, server 0 up  ->  server 1 down, device 6 down
+
+Messages on a link share it, as TCP streams do: first come first served would let one all-reduce of hundreds of
+megabytes hold up every activation behind it. The shares are max-min fair (Bertsekas and Gallager, Data Networks,
+section 6.5.2): no message can have more without taking it from one that has no more, and what a message leaves unused
+because another link holds it up goes to the others. All that changes at one moment changes the shares once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from pdtool.cluster import Cluster
+
+_ROUNDING = 1 + 1e-12  # sums that come and go leave a rest
+_MAX_REMEMBERED = 5_000
+
+
+class EventQueue:
+    """A clock that calls functions in order of time; those of one time in the order in which they were set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, float, Callable[[], None]]] = []
+        self._number = count()
+
+    def at(self, time: float, do: Callable[[], None]) -> None:
+        """Call `do` at `time`."""
+        heapq.heappush(self._events, (time, next(self._number), do))
+
+    def after_this_moment(self, do: Callable[[], None]) -> None:
+        """Call `do` when all else of this moment is done; one call at a time may wait for that."""
+        heapq.heappush(self._events, (self.now, math.inf, do))
+
+    def stop(self) -> None:
+        """Drop everything that was to come."""
+        self._events.clear()
+
+    def run(self) -> None:
+        """Call everything until nothing is left."""
+        events, pop = self._events, heapq.heappop
+        while events:
+            self.now, _, do = pop(events)
+            do()
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One way, up or down, between a member of a level and the others.
+
+    Attributes:
+        flows: those on it now, with how many messages each; `messages` in all.
+        demand: bytes/s that they would take if each had its other links for itself.
+        is_contended: whether it may hold up one of them; if not, none of them depends on the others for its sake.
+        remaining, unfilled: bandwidth left, and messages without their share of it, while shares are worked out.
+    """
+
+    direction: str
+    level: int
+    member: int
+    bandwidth: float
+    flows: dict[Flow, int] = field(default_factory=dict)
+    messages: int = 0
+    demand: float = 0.0
+    is_contended: bool = False
+    remaining: float = 0.0
+    unfilled: int = 0
+
+    def add(self, flow: Flow, messages: int) -> None:
+        """Put a flow on the link."""
+        self.flows[flow] = messages
+        self.messages += messages
+        self.demand += messages * flow.max_rate
+        self.is_contended = self.demand > self.bandwidth * _ROUNDING
+
+    def remove(self, flow: Flow) -> None:
+        """Take a flow off the link."""
+        messages = self.flows.pop(flow)
+        self.messages -= messages
+        self.demand = self.demand - messages * flow.max_rate if self.flows else 0.0
+        self.is_contended = self.demand > self.bandwidth * _ROUNDING
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Flow:
+    """One message, or one ring all-reduce: what all its members send at once.
+
+    Attributes:
+        channel: its flows go one after the other, over the same links; those of different channels at once.
+        size_bytes: to send, over each of its links.
+        links: with how many messages it is on each.
+        ended: called with the flow when the last byte has left; the latency comes on top.
+        started_s, ended_s: from when it had its channel for itself until its last byte had left.
+        max_rate: bytes/s of one message with no other flow beside it.
+    """
+
+    channel: Hashable
+    size_bytes: float
+    links: Mapping[Link, int]
+    ended: Callable[[Flow], None]
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    max_rate: float = 0.0
+    rate: float = 0.0
+    left_bytes: float = 0.0
+    since_s: float = 0.0
+    wake_number: int = 0
+
+
+class Network:
+    """All links of a cluster, and the messages on them."""
+
+    def __init__(self, cluster: Cluster, clock: EventQueue) -> None:
+        self.cluster, self.clock = cluster, clock
+        self._below = cluster.below
+        self._paths: dict[tuple[int, int], tuple[list[Link], float]] = {}
+        self._links: dict[tuple[str, int, int], Link] = {}
+        self._channels: dict[Hashable, deque[Flow]] = {}
+        # rates by the channels that share links: in a pipeline they come again and again
+        self._shares: dict[Collection[Hashable], dict[Hashable, float]] = {}
+        self._begun: list[Flow] = []  # since rates were last worked out
+        self._changed: dict[Link, None] = {}  # contended links with other flows than then
+
+    def path(self, a: int, b: int) -> tuple[list[Link], float]:
+        """The links from worker a to worker b, and the latency: that of the slowest level on the way."""
+        if (a, b) not in self._paths:
+            crossed = [(depth, below) for depth, below in enumerate(self._below) if a // below != b // below]
+            up = [self._link("up", depth, a // below) for depth, below in crossed]
+            down = [self._link("down", depth, b // below) for depth, below in crossed]
+            latency_s = max((self.cluster.levels[depth].latency_s for depth, _ in crossed), default=0.0)
+            self._paths[a, b] = up + down, latency_s
+        return self._paths[a, b]
+
+    def _link(self, direction: str, level: int, member: int) -> Link:
+        bandwidth = self.cluster.levels[level].bandwidth_bytes_per_s
+        return self._links.setdefault((direction, level, member), Link(direction, level, member, bandwidth))
+
+    def send(self, flow: Flow) -> None:
+        """Start a flow, or let it wait behind those of its channel."""
+        queue = self._channels.setdefault(flow.channel, deque())
+        queue.append(flow)
+        if len(queue) == 1:
+            self._start(flow)
+
+    def _start(self, flow: Flow) -> None:
+        flow.started_s = flow.since_s = self.clock.now
+        flow.left_bytes = flow.size_bytes
+        if flow.size_bytes <= 0:
+            self.clock.at(self.clock.now, partial(self._wake, flow, flow.wake_number))
+            return
+        flow.max_rate = min(link.bandwidth / n for link, n in flow.links.items())
+        self._share_after_this_moment()
+        self._begun.append(flow)
+        for link, n in flow.links.items():
+            link.add(flow, n)
+            if link.is_contended:
+                self._changed[link] = None
+
+    def _end(self, flow: Flow) -> None:
+        flow.ended_s = self.clock.now
+        if flow.rate:
+            for link in flow.links:
+                if link.is_contended:
+                    self._share_after_this_moment()
+                    self._changed[link] = None
+                link.remove(flow)
+        queue = self._channels[flow.channel]
+        queue.popleft()
+        if queue:
+            self._start(queue[0])
+        flow.ended(flow)
+
+    def _share_after_this_moment(self) -> None:
+        """Work out the rates anew when all that happens at this moment has happened."""
+        if not self._begun and not self._changed:
+            self.clock.after_this_moment(self._share)
+
+    def _share(self) -> None:
+        """Give all flows that begun, or that depend on links that changed, their rates, and set when they end."""
+        now = self.clock.now
+        flows, links = _connected(self._begun, self._changed)
+        self._begun, self._changed = [], {}
+        busy = frozenset([flow.channel for flow in flows])
+        if busy not in self._shares:
+            if len(self._shares) > _MAX_REMEMBERED:
+                self._shares.clear()
+            self._shares[busy] = {flow.channel: rate for flow, rate in _max_min_fair_rates(flows, links).items()}
+        rates = self._shares[busy]
+        for flow in flows:
+            rate = rates[flow.channel]
+            if rate != flow.rate:
+                flow.left_bytes -= flow.rate * (now - flow.since_s)
+                flow.rate, flow.since_s = rate, now
+                flow.wake_number += 1
+                self.clock.at(now + max(flow.left_bytes, 0.0) / rate, partial(self._wake, flow, flow.wake_number))
+
+    def _wake(self, flow: Flow, wake_number: int) -> None:
+        if wake_number == flow.wake_number:  # or else its rate has changed since
+            self._end(flow)
+
+
+def _connected(flows: Iterable[Flow], links: Iterable[Link]) -> tuple[Collection[Flow], list[Link]]:
+    """Return these flows, those on these links, on the contended links of those, and so on; and all these links."""
+    connected = dict.fromkeys(flows)
+    visited = dict.fromkeys(links)
+    for flow in connected:
+        visited |= dict.fromkeys(link for link in flow.links if link.is_contended)
+    queue = list(visited)
+    for link in queue:
+        for flow in link.flows:
+            if flow not in connected:
+                connected[flow] = None
+                for neighbour in flow.links:
+                    if neighbour.is_contended and neighbour not in visited:
+                        visited[neighbour] = None
+                        queue.append(neighbour)  # the loop comes to it, too
+    return connected, [link for link in visited if link.is_contended]
+
+
+def _max_min_fair_rates(flows: Collection[Flow], links: list[Link]) -> dict[Flow, float]:
+    """Raise the rates of all flows alike until some have their maximum, or links are full; then these flows have their
+    rate, and the others go on.
+
+    Args:
+        links: the contended ones that these flows are on, and no others.
+    """
+    for link in links:
+        link.remaining, link.unfilled = link.bandwidth, link.messages
+    rates: dict[Flow, float] = {}
+    rate = 0.0
+    waiting = list(flows)
+    while links:
+        shares = [link.remaining / link.unfilled for link in links]
+        share, max_rate = min(shares), min(flow.max_rate for flow in waiting)
+        if share < max_rate:
+            rate = max(rate, share)  # it only grows, but for rounding
+            full = [link for link, each in zip(links, shares, strict=True) if each == share]
+            filled = {flow: rate for link in full for flow in link.flows if flow not in rates}
+        else:
+            filled = {flow: max_rate for flow in waiting if flow.max_rate == max_rate}
+        rates |= filled
+        for flow, flow_rate in filled.items():
+            for link, messages in flow.links.items():
+                if link.is_contended:
+                    link.unfilled -= messages
+                    remaining = link.remaining - messages * flow_rate
+                    link.remaining = remaining if remaining > 0.0 else 0.0
+        waiting = [flow for flow in waiting if flow not in rates]
+        links = [link for link in links if link.unfilled]  # those without flows to fill are done
+    return rates | {flow: flow.max_rate for flow in waiting}

@@ -1,0 +1,101 @@
+"""What a simulation keeps of what happens: the events of its trace, the bytes sent, and the memory of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdtool.artifacts.trace import TraceEvent
+from pdtool.partition.simulator.job import SimulationJob
+from pdtool.partition.simulator.network import Flow
+from pdtool.schedule import Action, ActionKind, ForwardVersions, StashTracker, forward_versions
+
+Consumer = tuple[int, bool, int]  # stage, whether the message is a gradient, minibatch
+
+
+class NullRecorder:
+    """A recorder that keeps nothing: for simulations of which only the time per minibatch is wanted.
+
+    Workers are given by the positions of their lists.
+    """
+
+    def action(self, worker: int, action: Action, start_s: float, length_s: float) -> None:
+        """A worker begins an action."""
+
+    def wait(self, worker: int, start_s: float, length_s: float) -> None:
+        """A worker had to wait."""
+
+    def message(self, sender: int, receiver: int, consumer: Consumer, flow: Flow, latency_s: float) -> None:
+        """A tensor has left, and arrives after the latency."""
+
+    def averaged(self, worker: int, flow: Flow) -> None:
+        """A worker's part of a ring all-reduce has left."""
+
+
+class Recorder(NullRecorder):
+    """The events of each worker, what each sent, and what it holds."""
+
+    def __init__(self, job: SimulationJob) -> None:
+        replicas = list(job.shape.stage_replicas())
+        self.events: list[list[TraceEvent]] = [[] for _ in replicas]
+        self.sent_bytes = [0.0] * len(replicas)
+        versions = forward_versions(job.lists, job.shape.weights)
+        self.memory = [WorkerMemory(job, s, own) for (s, _), own in zip(replicas, versions, strict=True)]
+
+    def action(self, worker: int, action: Action, start_s: float, length_s: float) -> None:
+        kind = action.kind.name.lower()
+        self.events[worker].append(TraceEvent("compute", str(action), kind, start_s, length_s))
+        self.memory[worker].apply(action)
+
+    def wait(self, worker: int, start_s: float, length_s: float) -> None:
+        self.events[worker].append(TraceEvent("compute", "wait", "wait", start_s, length_s))
+
+    def message(self, sender: int, receiver: int, consumer: Consumer, flow: Flow, latency_s: float) -> None:
+        stage, is_gradient, minibatch = consumer
+        name = f"for {stage}{'B' if is_gradient else 'F'}{minibatch}"
+        self._add_flow(sender, "send", name, flow, 0.0)
+        self._add_flow(receiver, "receive", name, flow, latency_s)
+        self.sent_bytes[sender] += flow.size_bytes
+
+    def averaged(self, worker: int, flow: Flow) -> None:
+        self._add_flow(worker, "all-reduce", "gradients", flow, 0.0)
+        self.sent_bytes[worker] += flow.size_bytes
+
+    def _add_flow(self, worker: int, track: str, name: str, flow: Flow, latency_s: float) -> None:
+        length_s = flow.ended_s - flow.started_s
+        event = TraceEvent(track, name, track, flow.started_s + latency_s, length_s, round(flow.size_bytes))
+        self.events[worker].append(event)
+
+
+class WorkerMemory:
+    """What one worker holds, and the most of it so far.
+
+    Args:
+        stage: the first of its stages.
+        versions: the weight version that each of its forwards reads.
+
+    Attributes:
+        peak_bytes, peak_versions: the most at once.
+    """
+
+    def __init__(self, job: SimulationJob, stage: int, versions: ForwardVersions) -> None:
+        self.stages = job.shape.stages_on_same_workers(stage)
+        self.parts = {s: job.stages[s].memory for s in self.stages}
+        self.stash = StashTracker(versions, stashing=job.shape.weights != "none")
+        self.peak_bytes = self.peak_versions = 0
+        self._in_flight = dict.fromkeys(self.stages, 0)
+
+    def apply(self, action: Action) -> None:
+        """Account for an action; what a minibatch holds is free when its last action begins: nothing else begins before
+        that ends."""
+        self.stash.apply(action)
+        if action.kind.completes_backward:
+            self._in_flight[action.stage] -= 1
+        elif action.kind in (ActionKind.FORWARD, ActionKind.UPDATE):  # only these hold more than before
+            self._in_flight[action.stage] += action.kind is ActionKind.FORWARD
+            versions = {s: self.stash.versions(s) for s in self.stages}
+            held_bytes = sum(self._bytes(versions))
+            self.peak_bytes = max(self.peak_bytes, held_bytes)
+            self.peak_versions = max(self.peak_versions, *versions.values())
+
+    def _bytes(self, versions: dict[int, int]) -> Iterable[int]:
+        return (part.peak_bytes(versions[s], self._in_flight[s]) for s, part in self.parts.items())

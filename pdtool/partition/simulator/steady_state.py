@@ -1,0 +1,30 @@
+"""The time per minibatch of a placement in steady state, where a simulation does not take too long."""
+
+from __future__ import annotations
+
+import math
+
+from pdtool.artifacts.profile import Profile
+from pdtool.cluster import Cluster
+from pdtool.errors import ScheduleError
+from pdtool.partition.placement import Placement
+from pdtool.partition.simulator.engine import simulated_time_s
+from pdtool.partition.simulator.job import SimulationJob, action_count
+
+_MAX_ACTIONS_TIMES_WORKERS = 300_000  # about half a second
+
+
+def steady_state_s(placement: Placement, profile: Profile, cluster: Cluster, limit_s: float = math.inf) -> float | None:
+    """Return the seconds per minibatch in steady state, infinite above the limit; None where the simulation would take
+    too long, or the placement cannot be executed."""
+    if is_too_large(placement):
+        return None
+    try:
+        return simulated_time_s(SimulationJob.of(placement, profile, cluster), limit_s)
+    except ScheduleError:
+        return None
+
+
+def is_too_large(placement: Placement) -> bool:
+    """Whether a simulation would take too long."""
+    return action_count(placement) * placement.used_workers > _MAX_ACTIONS_TIMES_WORKERS

@@ -1,0 +1,235 @@
+"""What each stage must do for a minibatch and hold: summed once, for one plan or for all pairs of cuts.
+
+A stage lies between two cuts (see pdtool.graph), so its sums are those inside the second cut less those inside the
+first:
+
+    cut i   | x  a |  b  c  d        stage (i, j) = b, c      load[j] - load[i]
+    cut j   | x  a    b  c |  d
+
+The stages of one plan are the pairs of consecutive cuts of that plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdtool.artifacts.profile import Profile
+
+Array = NDArray[Any]
+Number = Any  # one number, or a numpy array of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """What one stage does for one minibatch and holds on one worker; or arrays of these, for many stages.
+
+    Attributes:
+        forward_s, backward_s, update_s: seconds on one worker.
+        parameter_bytes: distinct parameters, tied ones included.
+        tied_bytes: parameters that other stages hold too.
+        stash_bytes: kept from forward to backward.
+        working_bytes: the most that one operator needs besides, while it computes.
+        received_bytes: tensors from all earlier stages, each once.
+        returned_bytes: gradients sent back for them.
+        entering_bytes: all tensors that cross the cut before the stage, whoever takes them; not the model's inputs.
+    """
+
+    forward_s: Number
+    backward_s: Number
+    update_s: Number
+    parameter_bytes: Number
+    tied_bytes: Number
+    stash_bytes: Number
+    working_bytes: Number
+    received_bytes: Number
+    returned_bytes: Number
+    entering_bytes: Number
+
+    def select(self, index: Any) -> StageLoad:
+        """Return the loads at these positions of the arrays."""
+        return StageLoad(**{name: column[index] for name, column in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class StageLoadTable:
+    """The loads of the stages between any two of some cuts.
+
+    Args:
+        blocks: nodes that no cut separates, in topological order of the blocks.
+        inside: [cuts, blocks] whether a cut holds a block; from the empty cut to the whole.
+    """
+
+    profile: Profile
+    blocks: Sequence[Sequence[str]]
+    inside: NDArray[np.bool_]
+
+    @cached_property
+    def forward_backward_s(self) -> Array:
+        """[cuts] seconds of all that lies inside each cut."""
+        return self._sums["forward_s"] + self._sums["backward_s"]
+
+    def stages_from(self, begin: int, ends: Array) -> StageLoad:
+        """Return the loads of the stages from cut `begin` to each of the cuts `ends`; every field is [ends]."""
+        received, returned = np.zeros(len(ends)), np.zeros(len(ends))
+        for producer in np.flatnonzero(self._crossing[begin]):
+            is_taken = self._takers_inside[ends, producer] > self._takers_inside[begin, producer]
+            received += is_taken * self._producer_bytes[0][producer]
+            returned += is_taken * self._producer_bytes[1][producer]
+        sums = {name: values[ends] - values[begin] for name, values in self._sums.items()}
+        tied = np.zeros(len(ends))
+        for size_bytes, holders_inside in self._shared:
+            holders = holders_inside[ends] - holders_inside[begin]
+            sums["parameter_bytes"] = sums["parameter_bytes"] - size_bytes * np.maximum(holders - 1, 0)
+            tied += size_bytes * ((holders > 0) & (holders < holders_inside[-1]))
+        return StageLoad(
+            **sums,
+            tied_bytes=tied,
+            working_bytes=self._working_bytes_between(begin, ends),
+            received_bytes=received,
+            returned_bytes=returned,
+            entering_bytes=np.full(len(ends), self._entering_bytes[begin]),
+        )
+
+    def _working_bytes_between(self, begin: int, ends: Array) -> Array:
+        """[ends] the largest working set of the blocks between the cuts: the first found in falling order of size."""
+        sizes, order = self._blocks_by_working_bytes
+        held = self.inside[np.ix_(ends, order)] & ~self.inside[begin, order]
+        return np.asarray(sizes[order][held.argmax(axis=1)])
+
+    @cached_property
+    def _block_of(self) -> dict[str, int]:
+        return {name: b for b, block in enumerate(self.blocks) for name in block}
+
+    @cached_property
+    def _blocks_of_nodes(self) -> Array:
+        """[nodes] the block of each node of the profile."""
+        return np.array([self._block_of[node.name] for node in self.profile.nodes], dtype=np.int64)
+
+    def _sum_inside(self, values: Sequence[float]) -> Array:
+        """[cuts] sum of one value per node over the nodes inside each cut."""
+        per_block = np.bincount(self._blocks_of_nodes, weights=values, minlength=len(self.blocks))
+        return np.asarray(self.inside @ per_block)
+
+    @cached_property
+    def _sums(self) -> dict[str, Array]:
+        """Field of StageLoad -> [cuts] its sum inside each cut, shared parameters counted at each of their nodes."""
+        fields = ("forward_s", "backward_s", "update_s", "parameter_bytes", "stash_bytes")
+        return {name: self._sum_inside([getattr(node, name) for node in self.profile.nodes]) for name in fields}
+
+    @cached_property
+    def _blocks_by_working_bytes(self) -> tuple[Array, Array]:
+        """[blocks] working bytes, and the blocks in falling order of them."""
+        working = self.profile.working_bytes
+        sizes = np.array([max((working[name] for name in block), default=0) for block in self.blocks], dtype=float)
+        return sizes, np.argsort(-sizes, kind="stable")
+
+    @cached_property
+    def _shared(self) -> list[tuple[int, Array]]:
+        """For each shared parameter its bytes, and [cuts] how many of its nodes lie inside each cut."""
+        return [
+            (shared.bytes, self._sum_inside([float(node.name in shared.nodes) for node in self.profile.nodes]))
+            for shared in self.profile.shared
+        ]
+
+    @cached_property
+    def _producers(self) -> list[tuple[str, list[int]]]:
+        """Nodes whose output leaves their block, and the blocks that take it."""
+        producers = (
+            (name, sorted({self._block_of[taker] for taker in takers} - {self._block_of[name]}))
+            for name, takers in self.profile.graph.consumers.items()
+        )
+        return [(name, blocks) for name, blocks in producers if blocks]
+
+    @cached_property
+    def _producer_bytes(self) -> Array:
+        """[2, producers] bytes forward and bytes of gradient backward."""
+        nodes = [self.profile.by_name[name] for name, _ in self._producers]
+        return np.array([[n.output_bytes for n in nodes], [n.gradient_bytes for n in nodes]], dtype=float)
+
+    @cached_property
+    def _takers_inside(self) -> Array:
+        """[cuts, producers] how many of the blocks that take a producer's output lie inside each cut."""
+        columns = [self.inside[:, blocks].sum(axis=1) for _, blocks in self._producers]
+        return np.array(columns, dtype=np.int32).reshape(len(columns), len(self.inside)).T
+
+    @cached_property
+    def _crossing(self) -> Array:
+        """[cuts, producers] whether a producer is inside a cut and something outside takes its output."""
+        homes = np.array([self._block_of[name] for name, _ in self._producers], dtype=np.int64)
+        return np.asarray(self.inside[:, homes] & (self._takers_inside < self._takers_inside[-1]))
+
+    @cached_property
+    def _entering_bytes(self) -> Array:
+        """[cuts] bytes that cross each cut, without the model's inputs."""
+        is_computed = np.array([self.profile.by_name[name].op != "input" for name, _ in self._producers], dtype=bool)
+        return np.asarray(self._crossing @ (self._producer_bytes[0] * is_computed))
+
+
+def stage_loads(profile: Profile, stages: Sequence[Sequence[str]]) -> list[StageLoad]:
+    """Return the load of each stage of one plan, as plain numbers; `stages` hold node names."""
+    prefixes = np.tri(len(stages) + 1, len(stages), -1, dtype=bool)
+    table = StageLoadTable(profile, stages, prefixes)
+    loads = (table.stages_from(s, np.array([s + 1])) for s in range(len(stages)))
+    return [
+        StageLoad(
+            **{
+                name: float(column[0]) if name.endswith("_s") else round(float(column[0]))
+                for name, column in vars(load).items()
+            }
+        )
+        for load in loads
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEdge:
+    """What one stage sends another for each minibatch; `has_gradient`: whether gradients come back for it."""
+
+    source: int
+    destination: int
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    has_gradient: bool = True
+
+
+def stage_edges(profile: Profile, stages: Sequence[Collection[str]]) -> list[StageEdge]:
+    """Return what goes from the stage of each node straight to every stage that takes it; inputs come from stage 0."""
+    stage_of = _stage_of(stages)
+    sent: dict[tuple[int, int], list[str]] = {}
+    for name, takers in profile.graph.consumers.items():
+        for s in sorted({stage_of[taker] for taker in takers} - {stage_of[name]}):
+            sent.setdefault((stage_of[name], s), []).append(name)
+    edges = []
+    for (source, destination), names in sorted(sent.items()):
+        nodes = [profile.by_name[name] for name in names]
+        edges.append(
+            StageEdge(
+                source=source,
+                destination=destination,
+                forward_bytes=sum(node.output_bytes for node in nodes),
+                backward_bytes=sum(node.gradient_bytes for node in nodes),
+                has_gradient=any(node.gradient_bytes or not node.output_bytes for node in nodes),
+            )
+        )
+    return edges
+
+
+def tied_bytes(profile: Profile, stages: Sequence[Collection[str]]) -> dict[tuple[int, ...], int]:
+    """Return the bytes of tied parameters by the group of stages that hold them, where these are several."""
+    stage_of = _stage_of(stages)
+    sizes: dict[tuple[int, ...], int] = {}
+    for shared in profile.shared:
+        holders = tuple(sorted({stage_of[name] for name in shared.nodes}))
+        if len(holders) > 1:
+            sizes[holders] = sizes.get(holders, 0) + shared.bytes
+    return sizes
+
+
+def _stage_of(stages: Sequence[Collection[str]]) -> dict[str, int]:
+    return {name: s for s, nodes in enumerate(stages) for name in nodes}

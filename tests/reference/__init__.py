@@ -1,0 +1,1 @@
+"""Independent implementations that the tests compare with; no program imports them."""
