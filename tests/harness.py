@@ -18,7 +18,7 @@ import torch
 from replay import Batch
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
+from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec
 from pdtool.artifacts.envelope import ModelRef, file_sha256
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.frontend.modelfile import ModelFile

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from pdtool.artifacts import envelope
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.cluster import ClusterFile
+from pdtool.artifacts.cluster_file import ClusterFile
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile

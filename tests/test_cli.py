@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli import main
+from pdtool.cli.app import main
 from pdtool.cli.options import file_name
 from pdtool.errors import (
     ArtifactError,

@@ -15,7 +15,7 @@ from graphs import chain, plan_of
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.dot import dot
+from pdtool.cli.console.graphviz import dot
 from pdtool.cluster import make_cluster
 from pdtool.partition.simulator import compare
 from pdtool.partition.simulator.compare import Point, crossings, grid

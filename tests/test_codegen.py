@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
+from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Device, Node, Profile

@@ -13,7 +13,7 @@ from pdtool import __version__, errors
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli import main
+from pdtool.cli.app import main
 from pdtool.partition.checker.check import Check
 
 ROOT = Path(__file__).parent.parent

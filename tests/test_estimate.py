@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from pdtool.artifacts.device import Devices, DeviceSpec
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Profile
-from pdtool.cli import main
+from pdtool.cli.app import main
 from pdtool.errors import ArtifactError, ModelError, StaleError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.profile.devices import TABLE, find_device
-from pdtool.profile.estimate import calibrated, estimate
-from pdtool.profile.flops import FORMULAS
+from pdtool.profile.estimate import calibrate_device, estimate
+from pdtool.profile.kernels import FLOP_FORMULAS
 from pdtool.profile.measure import measure
 
 TIMES = {"forward_s", "backward_s", "update_s"}
@@ -135,10 +135,10 @@ def example_inputs(n): return torch.randn({"n, 5" if "batch_first" in layer else
 
 def test_cudnn_counts_the_same_flops_as_onednn():
     inputs, matrices, biases = (5, 3, 6), [(32, 6), (32, 8)], [(32,), (32,)]
-    forward, backward = FORMULAS[torch.ops.aten._cudnn_rnn], FORMULAS[torch.ops.aten._cudnn_rnn_backward]
+    forward, backward = FLOP_FORMULAS[torch.ops.aten._cudnn_rnn], FLOP_FORMULAS[torch.ops.aten._cudnn_rnn_backward]
     assert forward(inputs, matrices + biases, 4) == 2 * 5 * 3 * 32 * (6 + 8)
-    assert forward(inputs, matrices, 2) == FORMULAS[torch.ops.aten.mkldnn_rnn_layer](inputs, *matrices, *biases)
-    assert backward(inputs, matrices, 2) == FORMULAS[torch.ops.aten.mkldnn_rnn_layer_backward](inputs, *matrices)
+    assert forward(inputs, matrices, 2) == FLOP_FORMULAS[torch.ops.aten.mkldnn_rnn_layer](inputs, *matrices, *biases)
+    assert backward(inputs, matrices, 2) == FLOP_FORMULAS[torch.ops.aten.mkldnn_rnn_layer_backward](inputs, *matrices)
 
 
 def test_a_linear_layer_takes_the_longer_of_computing_and_moving(tmp_path):
@@ -244,7 +244,7 @@ def test_calibration_makes_the_sums_of_each_kind_those_measured(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     file = write(tmp_path, NET)
     measured = measure(file, batch_size=16)
-    device = calibrated(DEVICE, measured, "measured.json")
+    device = calibrate_device(DEVICE, measured, "measured.json")
     assert set(device.factors) == {"matmul", "norm", "embedding", "elementwise", "update"}
     again = estimate(file, batch_size=16, device=device)
     assert again.device.name == "by hand, calibrated"
@@ -261,17 +261,17 @@ def test_calibration_refuses_what_is_not_measured_or_not_this_model(tmp_path, mo
     with pytest.raises(
         ArtifactError, match=r"m.json: device.kind: holds no times that pdtool measured; calibrate with"
     ):
-        calibrated(DEVICE, estimate(file, batch_size=4, device=DEVICE), "m.json")
+        calibrate_device(DEVICE, estimate(file, batch_size=4, device=DEVICE), "m.json")
     renamed = tuple(n.model_copy(update={"parameter_bytes": 4}) if n.name == "mix" else n for n in measured.nodes)
     with pytest.raises(
         ArtifactError, match=r"nodes\[2\]: is Linear 'mix' where the model has Linear 'mix', or of another"
     ):
-        calibrated(DEVICE, measured.model_copy(update={"nodes": renamed}), "m.json")
+        calibrate_device(DEVICE, measured.model_copy(update={"nodes": renamed}), "m.json")
     with pytest.raises(ArtifactError, match=r"has 10 nodes, the model has 11"):
-        calibrated(DEVICE, measured.model_copy(update={"nodes": measured.nodes[:-1]}), "m.json")
+        calibrate_device(DEVICE, measured.model_copy(update={"nodes": measured.nodes[:-1]}), "m.json")
     (tmp_path / "net.py").write_text(NET + "\n")
     with pytest.raises(StaleError, match="has changed since it was profiled"):
-        calibrated(DEVICE, measured, "m.json")
+        calibrate_device(DEVICE, measured, "m.json")
 
 
 def test_every_device_of_the_table_cites_its_source():

@@ -130,7 +130,7 @@ def test_planning_never_loads_torch(tmp_path):
     samples.cluster().save(tmp_path / "cluster.yaml")
     (tmp_path / "graph.txt").write_text(GRAPH)
     code = (
-        "import sys\nfrom pdtool.cli import main\n"
+        "import sys\nfrom pdtool.cli.app import main\n"
         f"for arguments in {WITHOUT_TORCH!r}:\n"
         "    try:\n        main(arguments)\n"
         "    except SystemExit as end:\n        assert not end.code, (arguments, end.code)\n"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pdtool import resident
-from pdtool.artifacts.trace import TraceEvent, chrome_trace
+from pdtool.artifacts.chrome_trace import TraceEvent, chrome_trace
 from pdtool.run import ledger, meter
 from pdtool.run.ledger import Totals
 from pdtool.run.memory import Memory

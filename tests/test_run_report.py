@@ -12,9 +12,9 @@ import harness
 import pytest
 from harness import CONV2, CONV3, CONV4, TIED3
 
+from pdtool.artifacts.chrome_trace import TRACKS
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.trace import TRACKS
-from pdtool.cli.trace import chrome_trace
+from pdtool.cli.console.simulation_trace import simulation_trace
 from pdtool.partition.simulator.job import Border, Job, Tied, Work
 from pdtool.partition.simulator.simulate import simulate
 from pdtool.run.launch import launch
@@ -102,7 +102,7 @@ def simulated(spec: Any) -> list[dict[str, Any]]:
             tied=[Tied(stages=t.stages, lags=(0,) * len(t.stages), size_bytes=8) for t in bundle.tied],
         )
     )
-    return list(chrome_trace(found)["traceEvents"])
+    return list(simulation_trace(found)["traceEvents"])
 
 
 def lane_of(event: dict[str, Any]) -> str:

@@ -95,14 +95,8 @@ class Artifact(FrozenModel):
         Raises:
             ArtifactError: missing, truncated, altered, of another format, or with fields out of range.
         """
-        if str(path) == "-":
-            return cls.parse(sys.stdin.read(), "stdin")
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise ArtifactError(path, f"cannot be read ({reason})", f"write it with `{cls._maker()}`") from error
-        return cls.parse(text, path)
+        text = read_text(path, f"write it with `{cls._maker()}`")
+        return cls.parse(text, "stdin" if str(path) == "-" else path)
 
     @classmethod
     def parse(cls, text: str, path: Path | str = "<text>") -> Self:
@@ -271,6 +265,15 @@ def title(text: str) -> str:
         raise UsageError(
             f"name {text!r} holds a quote, a slash or a control character", "give another with --name"
         ) from None
+
+
+def read_text(path: Path | str, remedy: str = "") -> str:
+    """Read a UTF-8 file (`-` is stdin); raises ArtifactError with the remedy when it cannot be read."""
+    try:
+        return sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ArtifactError(path, f"cannot be read ({reason})", remedy) from error
 
 
 def file_sha256(path: Path | str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.cluster import ClusterSpec
+from pdtool.artifacts.cluster_file import ClusterSpec
 from pdtool.artifacts.envelope import (
     Bytes,
     Count,

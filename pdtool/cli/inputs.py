@@ -10,7 +10,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.envelope import ModelRef, file_sha256
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.console import note
+from pdtool.cli.console.terminal import note
 from pdtool.cli.options import file_name
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.schedule import POLICIES, is_asynchronous

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pdtool.artifacts.cluster import ClusterSpec
+from pdtool.artifacts.cluster_file import ClusterSpec
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster

@@ -6,7 +6,7 @@ from one that was searched, and the simulator says what it costs.
 
 from __future__ import annotations
 
-from pdtool.artifacts.cluster import ClusterSpec
+from pdtool.artifacts.cluster_file import ClusterSpec
 from pdtool.artifacts.plan import Plan, Predicted, Stage, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster

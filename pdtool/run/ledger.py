@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pdtool.artifacts.trace import TraceEvent
+from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.schedule import Action, ActionKind
 
 MOST_EVENTS = 5_000  # of actions and waits, and as many of messages: the first ones

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from pdtool.artifacts.trace import TraceEvent
+from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.run.clock import Mark, clock_of
 from pdtool.run.ledger import Ledger, Totals
 from pdtool.run.memory import Memory

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from pdtool import schedule
+from pdtool.artifacts.chrome_trace import chrome_trace
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.trace import chrome_trace
 from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches, sample_order, seed_torch

@@ -1,4 +1,4 @@
-"""Simulations as tables and lines for people, and as JSON for scripts."""
+"""Simulations as tables and lines for people and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import asdict
 from typing import Any
 
 from pdtool.artifacts.plan import Plan
-from pdtool.cli.render import Parts
-from pdtool.cli.tables import table
+from pdtool.cli.console.table import Lines, table
 from pdtool.partition.simulator.compare import CHOSEN, Comparison, Point, crossings
 from pdtool.partition.simulator.simulation import Simulation
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
-_MOST_WORKERS = 64  # in a table
-_WIDEST = 40  # bar of a plot, in characters
+_MAX_LISTED_WORKERS = 64
+_BAR_CHARACTERS = 40  # the widest bar of a plot
 
 
-def simulation_view(plan: Plan, schedule: str, found: Simulation) -> Parts:
-    """How each worker spent its time, and the pace beside what was predicted."""
+def simulation_view(plan: Plan, schedule: str, found: Simulation) -> Lines:
+    """Show how each worker spent its time, and the time per minibatch beside the predicted one."""
     rows = [
         (
             share.worker,
@@ -33,13 +32,13 @@ def simulation_view(plan: Plan, schedule: str, found: Simulation) -> Parts:
             format_bytes(share.memory_bytes),
             format_bytes(share.sent_bytes),
         )
-        for share in found.shares[:_MOST_WORKERS]
+        for share in found.shares[:_MAX_LISTED_WORKERS]
     ]
     columns = ("worker", "stage", "busy", "communicating", "idle", "stashed", "versions", "memory", "sent")
     title = f"{plan.name}: {plan.config}, schedule {schedule}, {found.minibatches} minibatches of {found.batch_size}"
     yield table(columns, rows, names=0, title=title)
-    if len(found.shares) > _MOST_WORKERS:
-        yield f"({len(found.shares) - _MOST_WORKERS} more workers; --json has them all)"
+    if len(found.shares) > _MAX_LISTED_WORKERS:
+        yield f"({len(found.shares) - _MAX_LISTED_WORKERS} more workers; --json has them all)"
     pace = f"{format_seconds(found.pace_s)} per minibatch ({found.throughput_samples_per_s:.4g} samples/s)"
     if found.steady:
         yield f"steady state: {pace}{_beside(predicted_s(plan, schedule), found.pace_s)}"
@@ -50,7 +49,7 @@ def simulation_view(plan: Plan, schedule: str, found: Simulation) -> Parts:
 
 
 def predicted_s(plan: Plan, schedule: str) -> float | None:
-    """The pace that the plan predicts, where it predicts that of `schedule`."""
+    """Return the seconds per minibatch that the plan predicts, if it predicts them for `schedule`."""
     return plan.predicted.bottleneck_s if plan.predicted and schedule == plan.schedule else None
 
 
@@ -60,8 +59,8 @@ def _beside(predicted: float | None, simulated: float) -> str:
     return f"; predicted {format_seconds(predicted)}, simulated {simulated / predicted - 1:+.1%}"
 
 
-def comparison_view(comparison: Comparison) -> Parts:
-    """The plan and those that everyone asks about, whatever number of minibatches was asked for."""
+def comparison_view(comparison: Comparison) -> Lines:
+    """Compare the plan with the usual baselines in steady state, whatever number of minibatches was asked for."""
     own = next(row for row in comparison.rows if row.label == CHOSEN)
     yield table(
         ("in steady state", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
@@ -87,8 +86,8 @@ def _short(config: str) -> str:
     return config if len(config) <= 20 else f"{config[:8]}…{config[-8:]}"
 
 
-def sweep_view(points: Sequence[Point]) -> Parts:
-    """Gain over data parallelism at each bandwidth, as figures and as bars; `|` is where they are equal."""
+def sweep_view(points: Sequence[Point]) -> Lines:
+    """Show the gain over data parallelism at each bandwidth, as figures and as bars; `|` is where they are equal."""
     most = max(1.0, *(point.gain for point in points))
     rows = [
         (
@@ -108,15 +107,15 @@ def sweep_view(points: Sequence[Point]) -> Parts:
 
 
 def _bar(share: float, mark: float) -> str:
-    cells = ("█" * round(share * _WIDEST)).ljust(_WIDEST, "·")
-    place = min(_WIDEST - 1, math.floor(mark * _WIDEST))
+    cells = ("█" * round(share * _BAR_CHARACTERS)).ljust(_BAR_CHARACTERS, "·")
+    place = min(_BAR_CHARACTERS - 1, math.floor(mark * _BAR_CHARACTERS))
     return cells[:place] + "|" + cells[place + 1 :]
 
 
 def as_data(
     plan: Plan, schedule: str, found: Simulation, comparison: Comparison, points: Sequence[Point]
 ) -> dict[str, Any]:
-    """Everything but the events, as `--json` prints it."""
+    """Return all figures, without the events, as `--json` prints them."""
     made: dict[str, Any] = {
         "plan": plan.name,
         "config": plan.config,

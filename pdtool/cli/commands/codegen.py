@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console import note, status
-from pdtool.cli.deliver import print_json
+from pdtool.cli.console.output import print_json
+from pdtool.cli.console.terminal import note, status
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle

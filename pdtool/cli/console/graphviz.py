@@ -1,4 +1,4 @@
-"""The partitioned graph in Graphviz's language."""
+"""The partitioned operator graph in DOT, the language of Graphviz."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def write_graph(plan: Plan, profile: Profile, path: Path) -> None:
             f"{path} needs Graphviz, whose `dot` is not on PATH",
             f"install graphviz, or write {path.with_suffix('.dot')}",
         )
-    done = subprocess.run([program, "-Tsvg"], input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
+    drawn = subprocess.run([program, "-Tsvg"], input=text, capture_output=True, text=True, check=False)
+    if drawn.returncode:
         raise PdtoolError(
-            f"{program} failed: {done.stderr.strip() or done.returncode}", f"write {path.with_suffix('.dot')}"
+            f"{program} failed: {drawn.stderr.strip() or drawn.returncode}", f"write {path.with_suffix('.dot')}"
         )
-    write_atomically(path, done.stdout)
+    write_atomically(path, drawn.stdout)
 
 
 def dot(plan: Plan, profile: Profile) -> str:
-    """A box per stage around its operators; tensors that cross a border carry their bytes (activations + gradients)."""
+    """Draw a box per stage around its operators; an edge between stages is labelled `activation + gradient bytes`."""
     return "\n".join(_lines(plan, profile)) + "\n"
 
 
@@ -58,18 +58,18 @@ def _lines(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"    {_quoted(name)} [label={_quoted(f'{name}{chr(10)}{node.op}, {time}')}];"
         yield "  }"
     stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
-    for name, takers in profile.graph.consumers.items():
+    for name, consumers in profile.graph.consumers.items():
         node = profile.by_name[name]
-        for taker in takers:
-            crossing = ""
-            if stage_of[name] != stage_of[taker]:
+        for consumer in consumers:
+            attributes = ""
+            if stage_of[name] != stage_of[consumer]:
                 label = f"{format_bytes(node.output_bytes)} + {format_bytes(node.gradient_bytes)}"
-                crossing = f" [label={_quoted(label)}, color=firebrick, penwidth=2]"
-            yield f"  {_quoted(name)} -> {_quoted(taker)}{crossing};"
+                attributes = f" [label={_quoted(label)}, color=firebrick, penwidth=2]"
+            yield f"  {_quoted(name)} -> {_quoted(consumer)}{attributes};"
     yield "}"
 
 
 def _quoted(text: str) -> str:
-    """A string of DOT: what stands in an artifact never becomes syntax."""
+    """Quote a text as a string of DOT, so that what stands in an artifact never becomes syntax."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console import note, show
-from pdtool.cli.deliver import deliver
+from pdtool.cli.console.output import write_artifact
+from pdtool.cli.console.terminal import note, show
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES, is_asynchronous
 
@@ -108,7 +108,7 @@ def partition(
 ) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.artifacts.profile import Profile
-    from pdtool.cli.render import plan_view
+    from pdtool.cli.console.plan_view import plan_view
     from pdtool.partition.planning import make_plan
     from pdtool.partition.search import Options
 
@@ -131,11 +131,11 @@ def partition(
     )
     plan = make_plan(Profile.load(path), path, cluster, wanted)
     show(*plan_view(plan))
-    deliver(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
+    write_artifact(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
 
 
 def _from_file(file: str, besides: str | None, memory: str | None) -> Cluster:
-    from pdtool.artifacts.cluster import ClusterFile
+    from pdtool.artifacts.cluster_file import ClusterFile
     from pdtool.units import parse_bytes
 
     if besides:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdtool.cli import options
-from pdtool.cli.codegen import generated
-from pdtool.cli.codegen import model as model_option
-from pdtool.cli.console import note, show
-from pdtool.cli.deliver import print_json
+from pdtool.cli.commands.codegen import generated
+from pdtool.cli.commands.codegen import model as model_option
+from pdtool.cli.console.output import print_json
+from pdtool.cli.console.terminal import note, show
 from pdtool.errors import StaleError, TargetMissedError, UsageError
 from pdtool.schedule import SCHEDULES
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdtool.cli.inputs import Inputs
     from pdtool.run.spec import RunSpec
 
-_LAST = "the folder of -o"
+_SAME_FOLDER = "the folder of -o"
 
 
 @click.command(
@@ -53,7 +53,7 @@ _LAST = "the folder of -o"
 @click.option(
     "--resume",
     is_flag=False,
-    flag_value=_LAST,
+    flag_value=_SAME_FOLDER,
     metavar="[RUN_DIR]",
     help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  [default: -o]",
 )
@@ -127,12 +127,12 @@ def run(
     if settings["compiled"] and asked.schedule == "zb-h1":
         note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
     if dry_run:
-        _print_places(asked, settings)
+        _print_workers(asked, settings)
         return
     spec = replace(_spec(inputs, _bundle(inputs), settings), plan=asked)
     report = _launched(spec)
-    if _speaks():
-        _tell(spec, report, as_json)
+    if _is_first_worker():
+        _print_report(spec, report, as_json)
     if report.target_reached is False:
         raise TargetMissedError(
             f"target {report.target} was not reached in {report.epochs} epoch(s)", "give more --epochs, with --resume"
@@ -140,22 +140,22 @@ def run(
 
 
 def _bundle(inputs: Inputs) -> Bundle:
-    """The plan's bundle, generated when it is missing or was made from something else.
+    """Return the plan's bundle; generate it when it is missing or was made from something else.
 
     Raises:
         StaleError: it is, and this process is one worker of several, started by torchrun or srun.
     """
-    found = inputs.bundle(inputs.folder)
-    if found:
-        return found
+    bundle = inputs.bundle(inputs.folder)
+    if bundle:
+        return bundle
     if _is_worker():
         raise StaleError(inputs.folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
     note(f"{inputs.folder}/ is missing or was made from something else: generating it")
     return generated(inputs, inputs.folder)
 
 
-def _speaks() -> bool:
-    """Whether this process tells the user what happens: of the workers that torchrun or srun started, one does."""
+def _is_first_worker() -> bool:
+    """Tell whether this process prints: of the workers that torchrun or srun started, only the first does."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
@@ -200,10 +200,10 @@ def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
 
 
 def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:
-    """The run's folder, and the one to resume from: with one of them given, the other is the same."""
+    """Return the run's folder and the one to resume from; with one of them given, the other is the same."""
     from pdtool.run.checkpoint import complete
 
-    if resume == _LAST:
+    if resume == _SAME_FOLDER:
         if output is None:
             raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
         resume = output
@@ -218,7 +218,7 @@ def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int
 
 
 def _new_folder(path: Path) -> Path:
-    """`runs/digits-3`, or the first of `runs/digits-3.2`, `.3`, ... that does not exist."""
+    """Return `runs/digits-3`, or the first of `runs/digits-3.2`, `.3`, ... that does not exist."""
     number, free = 1, path
     while free.exists():
         number += 1
@@ -229,24 +229,24 @@ def _new_folder(path: Path) -> Path:
 def _launched(spec: RunSpec) -> Report:
     from pdtool.run.launch import launch
 
-    if _speaks():
+    if _is_first_worker():
         plan = spec.plan
         note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {spec.out}/")
-    with _following(spec) as on_event:
+    with _event_printer(spec) as on_event:
         return launch(spec, on_event)
 
 
 @contextmanager
-def _following(spec: RunSpec) -> Iterator[Any]:
-    """A bar of the updates on a terminal, and a line for each epoch everywhere."""
-    from pdtool.cli.render import metrics_line
+def _event_printer(spec: RunSpec) -> Iterator[Any]:
+    """Yield a function that prints events: on a terminal a bar of the updates, everywhere a line for each epoch."""
+    from pdtool.cli.console.report_view import metrics_line
 
     if not sys.stderr.isatty():
         yield lambda event: note(metrics_line(event)) if event["split"] == "valid" else None
         return
     from rich.progress import Progress
 
-    from pdtool.cli.console import console
+    from pdtool.cli.console.terminal import console
 
     with Progress(console=console(err=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
@@ -262,14 +262,14 @@ def _following(spec: RunSpec) -> Iterator[Any]:
         yield on_event
 
 
-def _print_places(plan: Any, settings: dict[str, Any]) -> None:
-    from pdtool.cli.render import places_table
+def _print_workers(plan: Any, settings: dict[str, Any]) -> None:
+    from pdtool.cli.console.plan_view import worker_table
 
-    show(places_table(plan, settings["nnodes"]), err=False)
+    show(worker_table(plan, settings["nnodes"]), err=False)
 
 
-def _tell(spec: RunSpec, report: Report, as_json: bool) -> None:
-    from pdtool.cli.render import report_view
+def _print_report(spec: RunSpec, report: Report, as_json: bool) -> None:
+    from pdtool.cli.console.report_view import report_view
 
     if as_json:
         print_json(report)

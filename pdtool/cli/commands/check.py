@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console import show
+from pdtool.cli.console.terminal import show
 from pdtool.errors import ArtifactError
 
 if TYPE_CHECKING:

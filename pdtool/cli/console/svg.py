@@ -36,7 +36,7 @@ def _svg(width: float, height: float, parts: Iterable[str]) -> str:
 
 
 def timeline_svg(found: Simulation, title: str) -> str:
-    """One row per worker: boxes with the number of the minibatch (or round), thin bars below for what it sends.
+    """Draw a row per worker: boxes with the number of the minibatch (or round), thin bars below for its messages.
 
     A long simulation is cut where the picture would become too wide; its caption says so.
     """
@@ -80,7 +80,7 @@ def _box(event: Event, scale: float) -> str:
 
 
 def gain_svg(points: Sequence[Point], title: str) -> str:
-    """Gain over data parallelism against bandwidth, both on logarithmic scales; dashed where they are equal."""
+    """Draw gain over data parallelism against bandwidth, both on logarithmic scales; dashed where they are equal."""
     width, height, left, top = 640, 400, 60, 40
     rates = [math.log(p.bandwidth_bytes_per_s) for p in points]
     low, high = (limit(1.0, *(p.gain for p in points)) for limit in (min, max))

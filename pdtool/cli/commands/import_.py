@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console import note, show
-from pdtool.cli.deliver import deliver
-from pdtool.errors import ArtifactError
+from pdtool.cli.console.output import write_artifact
+from pdtool.cli.console.terminal import note, show
 
 
 @click.command(
@@ -34,29 +32,23 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
 
     GRAPH is a graph.txt; - is stdin. There is no model behind it: it can be planned for, but not run.
     """
-    from pdtool.cli.render import profile_table
-    from pdtool.profile.published import read_published
+    from pdtool.artifacts.envelope import read_text
+    from pdtool.cli.console.profile_view import profile_table
+    from pdtool.profile.pipedream_import import read_pipedream_profile
 
+    text = read_text(graph, "name a graph.txt of PipeDream's profiler")
     path = "stdin" if graph == "-" else graph
-    found = read_published(_text(graph), path, name=name or _name(graph), batch_size=batch_size)
-    show(profile_table(found.profile, largest=12))
-    if found.batch_from:
-        note(f"minibatch of {found.profile.batch_size}, {found.batch_from}; name another with --batch-size")
+    profile, batch_source = read_pipedream_profile(text, path, name=name or _name(graph), batch_size=batch_size)
+    show(profile_table(profile, largest=12))
+    if batch_source:
+        note(f"minibatch of {profile.batch_size}, {batch_source}; name another with --batch-size")
     note("the file knows no optimizer step, and of what a backward keeps only the operators' outputs")
-    deliver(found.profile, output or f"profiles/{options.file_name(found.profile.name)}.json", as_json=as_json)
-
-
-def _text(path: str) -> str:
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ArtifactError(path, f"cannot be read ({reason})", "name a graph.txt of PipeDream's profiler") from error
+    write_artifact(profile, output or f"profiles/{options.file_name(profile.name)}.json", as_json=as_json)
 
 
 def _name(path: str) -> str:
-    """`vgg16` for vgg16.graph.txt and for vgg16/graph.txt."""
+    """Return `vgg16` for vgg16.graph.txt and for vgg16/graph.txt."""
     if path == "-":
         return "imported"
-    own = Path(path).name.removesuffix(".txt").removesuffix("graph").rstrip(".")
-    return own or Path(path).resolve().parent.name or "imported"
+    stem = Path(path).name.removesuffix(".txt").removesuffix("graph").rstrip(".")
+    return stem or Path(path).resolve().parent.name or "imported"

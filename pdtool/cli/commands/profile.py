@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console import note, progress, show
-from pdtool.cli.deliver import deliver
+from pdtool.cli.console.output import write_artifact
+from pdtool.cli.console.terminal import note, progress, show
 from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,21 +76,20 @@ def profile(
 
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """
-    from pdtool.cli.render import profile_table
+    from pdtool.cli.console.profile_view import profile_table
 
-    here = device in ("cpu", "cuda")
-    if here and (precision or calibrate):
+    measures = device in ("cpu", "cuda")
+    if measures and (precision or calibrate):
         raise UsageError(f"--device {device} measures; --precision and --calibrate are for estimates", "leave them out")
-    if threads and not here:
+    if threads and not measures:
         raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
-    result = (
-        _measured(model, settings, batch_size, device, threads)
-        if here
-        else _estimated(model, settings, batch_size, device, precision, calibrate)
-    )
+    if measures:
+        result = _measured(model, settings, batch_size, device, threads)
+    else:
+        result = _estimated(model, settings, batch_size, device, precision, calibrate)
     show(profile_table(result, largest=12))
-    _warn_of_coverage(result)
-    deliver(result, output or f"profiles/{options.file_name(result.name)}.json", as_json=as_json)
+    _warn_about_coverage(result)
+    write_artifact(result, output or f"profiles/{options.file_name(result.name)}.json", as_json=as_json)
 
 
 def _measured(model: str, settings: tuple[str, ...], batch_size: int, device: str, threads: int | None) -> Profile:
@@ -98,8 +97,8 @@ def _measured(model: str, settings: tuple[str, ...], batch_size: int, device: st
     from pdtool.profile.measure import measure
 
     file = ModelFile.load(parse_ref(model, settings), trusted=True)
-    with progress("measuring operators") as tick:
-        return measure(file, batch_size=batch_size, device=device, threads=threads, progress=tick)
+    with progress("measuring operators") as on_progress:
+        return measure(file, batch_size=batch_size, device=device, threads=threads, progress=on_progress)
 
 
 def _estimated(
@@ -117,22 +116,22 @@ def _estimated(
     spec = find_device(device)
     reference = Profile.load(calibrate) if calibrate else None
     from pdtool.frontend.modelfile import ModelFile, parse_ref
-    from pdtool.profile.estimate import calibrated, estimate
+    from pdtool.profile.estimate import calibrate_device, estimate
 
     file = ModelFile.load(parse_ref(model, settings), trusted=True)
-    with progress("estimating operators") as tick:
+    with progress("estimating operators") as on_progress:
         if calibrate and reference:
-            spec = calibrated(spec, reference, calibrate, tf32=precision == "tf32")
+            spec = calibrate_device(spec, reference, calibrate, tf32=precision == "tf32")
             factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
             note(f"measured over estimated in {calibrate}: {factors}")
-        result = estimate(file, batch_size=batch_size, device=spec, precision=precision, progress=tick)
+        result = estimate(file, batch_size=batch_size, device=spec, precision=precision, progress=on_progress)
     note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
     note(f"source: {spec.source}")
     inputs = [path for path in (device, calibrate) if path and path != "-" and Path(path).is_file()]
     return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in inputs}}})
 
 
-def _warn_of_coverage(result: Profile) -> None:
+def _warn_about_coverage(result: Profile) -> None:
     if result.device.kind == "measured" and not 0.9 <= result.coverage <= 1.1:
         note(
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "

@@ -1,4 +1,4 @@
-"""A profile as PipeDream published them (`graph.txt`) -> a Profile. Nothing here needs torch.
+"""Import profiles as PipeDream published them (`graph.txt`). Nothing here needs torch.
 
 A line is a node or an edge; sizes are in bytes, times in milliseconds, and a size can be a list to be summed:
 
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from pdtool.artifacts.envelope import title
 from pdtool.artifacts.profile import Device, Node, Profile
@@ -35,59 +36,65 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Line:
-    """A node as its line says it; `sizes` in bytes, one per output tensor."""
+class _NodeLine:
+    """A node as its line describes it.
+
+    Attributes:
+        number: of the line.
+        output_bytes: one entry per output tensor.
+    """
 
     number: int
     description: str
     op: str
     forward_s: float
     backward_s: float
-    sizes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
     parameter_bytes: int
     inputs: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """What was read, and where its batch size comes from, in words ("" when it was given)."""
+class ImportedProfile(NamedTuple):
+    """A profile, and where its batch size comes from, in words ("" when it was given)."""
 
     profile: Profile
-    batch_from: str
+    batch_source: str
 
 
-def read_published(text: str, path: str, *, name: str, batch_size: int | None = None) -> Published:
-    """Read the text of a `graph.txt`; `path` is named in errors and beside the digest.
+def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int | None = None) -> ImportedProfile:
+    """Read the text of a `graph.txt`.
 
-    The file tells neither what a backward keeps (`stash_bytes` is the node's own output, as PipeDream's planner has
-    it) nor the optimizer's part, nor a whole step: these stay 0. Inputs cost nothing: their time is that of loading.
+    The file tells neither what is kept for a backward (`stash_bytes` is the node's own output, as in PipeDream's
+    planner) nor the time of the optimizer, nor that of a whole step: these stay 0. Inputs cost nothing: their time is
+    that of loading.
 
     Args:
-        batch_size: None: as the shapes tell, or else 128.
+        path: of the text, for errors and for the digest.
+        batch_size: samples in the minibatch; None: what the shapes tell, or else 128.
 
     Raises:
-        ArtifactError: a line is malformed, a node stands twice, an edge leads nowhere or the graph has a cycle.
+        ArtifactError: a line is malformed, a node is there twice, an edge leads nowhere or the graph has a cycle.
         UsageError: the name cannot be that of a profile.
     """
     lines = _parse(text, path)
-    found, batch_from = (batch_size, "") if batch_size else _batch_size(lines)
+    samples, batch_source = (batch_size, "") if batch_size else _batch_size(lines)
     profile = Profile(
         name=title(name),
         model=None,
         digests={path: hashlib.sha256(text.encode()).hexdigest()},
-        batch_size=found,
+        batch_size=samples,
         device=Device(name=DEVICE, kind="measured"),
         step_s=0.0,
         coverage=0.0,
         nodes=tuple(_node(key, lines[key]) for key in _ordered(lines, path)),
     )
     profile.check()
-    return Published(profile=profile, batch_from=batch_from)
+    return ImportedProfile(profile, batch_source)
 
 
-def _parse(text: str, path: str) -> dict[str, _Line]:
-    """Nodes by name, with their edges; nodes may stand after edges that name them."""
-    nodes: dict[str, _Line] = {}
+def _parse(text: str, path: str) -> dict[str, _NodeLine]:
+    """Return the nodes by name, with their edges; a node's line may come after edges that name it."""
+    nodes: dict[str, _NodeLine] = {}
     edges: dict[tuple[str, str], int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         line = line.removesuffix("\r")
@@ -107,28 +114,30 @@ def _parse(text: str, path: str) -> dict[str, _Line]:
         nodes[target].inputs.append(source)
     if not nodes:
         raise ArtifactError(path, "has no nodes", "name a graph.txt as PipeDream's profiler writes it")
-    joined = {end for edge in edges for end in edge}
+    connected = {end for edge in edges for end in edge}
     for key, node in nodes.items():
-        if key not in joined and len(nodes) > 1:
+        if key not in connected and len(nodes) > 1:
             raise _fault(path, node.number, f"no edge leads from or to {key} (is the file cut off?)")
     return nodes
 
 
-def _line(match: re.Match[str], number: int, path: str) -> _Line:
+def _line(match: re.Match[str], number: int, path: str) -> _NodeLine:
     values: dict[str, list[float]] = {}
     for key, text in zip(("forward", "backward", "activation_size", "parameter_size"), match.groups()[3:], strict=True):
-        listed = text.removeprefix("[").removesuffix("]").split(";") if re.fullmatch(r"\[.*\]", text) else [text]
-        values[key] = [_number(part.strip(), key, number, path) for part in listed]
-        whole = key.endswith("size") or len(listed) == 1
-        if not whole or (key.endswith("size") and any(v != int(v) for v in values[key])):
-            raise _fault(path, number, f"{key} {text!r} is not {'whole bytes' if whole else 'one number'}")
-    return _Line(
+        items = text.removeprefix("[").removesuffix("]").split(";") if re.fullmatch(r"\[.*\]", text) else [text]
+        values[key] = [_number(item.strip(), key, number, path) for item in items]
+        is_size = key.endswith("size")
+        if not is_size and len(items) > 1:
+            raise _fault(path, number, f"{key} {text!r} is not one number")
+        if is_size and any(v != int(v) for v in values[key]):
+            raise _fault(path, number, f"{key} {text!r} is not whole bytes")
+    return _NodeLine(
         number=number,
         description=match[2],
         op=match[3].strip(),
         forward_s=values["forward"][0] / 1e3,
         backward_s=values["backward"][0] / 1e3,
-        sizes=tuple(map(int, values["activation_size"])),
+        output_bytes=tuple(map(int, values["activation_size"])),
         parameter_bytes=sum(map(int, values["parameter_size"])),
     )
 
@@ -144,8 +153,8 @@ def _fault(path: str, line: int, what: str) -> ArtifactError:
     return ArtifactError(path, what, "give a graph.txt as PipeDream's profiler writes it", field=f"line {line}")
 
 
-def _ordered(nodes: Mapping[str, _Line], path: str) -> list[str]:
-    """Topological, and by number where that leaves a choice: the order of the lines does not matter."""
+def _ordered(nodes: Mapping[str, _NodeLine], path: str) -> list[str]:
+    """Order the nodes topologically, and by number where that leaves a choice, whatever the order of the lines."""
     sorter = TopologicalSorter({key: node.inputs for key, node in nodes.items()})
     try:
         sorter.prepare()
@@ -168,10 +177,10 @@ def _index(key: str) -> int:
     return int(key.removeprefix("node"))
 
 
-def _node(key: str, line: _Line) -> Node:
-    size = sum(line.sizes)
+def _node(key: str, line: _NodeLine) -> Node:
+    output_bytes = sum(line.output_bytes)
     if not line.inputs and re.fullmatch(r"Input[0-9]*", line.description):
-        return Node(name=key, op="input", module=key, output_bytes=size)
+        return Node(name=key, op="input", module=key, output_bytes=output_bytes)
     return Node(
         name=key,
         op=line.op,
@@ -179,32 +188,33 @@ def _node(key: str, line: _Line) -> Node:
         inputs=tuple(sorted(line.inputs, key=_index)),
         forward_s=line.forward_s,
         backward_s=line.backward_s,
-        output_bytes=size,
-        gradient_bytes=size,
+        output_bytes=output_bytes,
+        gradient_bytes=output_bytes,
         parameter_bytes=line.parameter_bytes,
-        stash_bytes=size,
+        stash_bytes=output_bytes,
     )
 
 
-def _batch_size(nodes: Mapping[str, _Line]) -> tuple[int, str]:
-    """(samples in a minibatch, where that is seen), from float32 sizes.
+def _batch_size(nodes: Mapping[str, _NodeLine]) -> tuple[int, str]:
+    """Derive the samples in a minibatch from float32 sizes; return them and where they were seen, in words.
 
     The state of an LSTM has samples × hidden numbers whatever the length of its sequences; the output of a Linear has
     samples × out_features where it comes after a View. All that a file has of the first kind, or else of the second,
     must agree.
     """
-    flattened = any(line.op == "View" for line in nodes.values())
-    kinds = [(r"LSTM\([0-9]+, ([0-9]+)\)", 3, 1, "the state of")]
-    if flattened:
+    kinds = [
+        (r"LSTM\([0-9]+, ([0-9]+)\)", 3, 1, "the state of")
+    ]  # (operator, its outputs, the one with samples, words)
+    if any(line.op == "View" for line in nodes.values()):
         kinds.append((r"Linear\(.*out_features=([0-9]+).*\)", 1, 0, "the output of"))
-    for pattern, tensors, which, what in kinds:
-        seen = {}
+    for pattern, outputs, index, what in kinds:
+        lines_by_samples = {}
         for line in nodes.values():
             match = re.fullmatch(pattern, line.description)
-            if match and int(match[1]) and len(line.sizes) == tensors:
-                seen[line.sizes[which] / (_FLOAT_BYTES * int(match[1]))] = line
-        if len(seen) == 1:
-            batch, line = next(iter(seen.items()))
-            if batch == int(batch) > 0:
-                return int(batch), f"from {what} {line.description} in line {line.number}"
+            if match and int(match[1]) and len(line.output_bytes) == outputs:
+                lines_by_samples[line.output_bytes[index] / (_FLOAT_BYTES * int(match[1]))] = line
+        if len(lines_by_samples) == 1:
+            [(samples, line)] = lines_by_samples.items()
+            if samples == int(samples) > 0:
+                return int(samples), f"from {what} {line.description} in line {line.number}"
     return DEFAULT_BATCH, "assumed: no shape in the file tells it"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pdtool.cli.console import note
+from pdtool.cli.console.terminal import note
 
 
 @click.command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console import show, status
+from pdtool.cli.console.terminal import show, status
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES
 
@@ -62,11 +62,11 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Execute PLAN on a clock, beside data parallelism and others."""
-    from pdtool.cli import simulation
-    from pdtool.cli import svg as pictures
-    from pdtool.cli.deliver import deliver_text
+    from pdtool.cli.console import simulation_view as views
+    from pdtool.cli.console import svg as pictures
+    from pdtool.cli.console.output import write_text
+    from pdtool.cli.console.simulation_trace import simulation_trace
     from pdtool.cli.inputs import planned
-    from pdtool.cli.trace import chrome_trace
     from pdtool.partition.simulator import compare
     from pdtool.partition.simulator.planned import planned_job
     from pdtool.partition.simulator.simulate import simulate as execute
@@ -81,12 +81,12 @@ def simulate(
         compared = compare.compare(profile, chosen, steady)
         points = compare.sweep(profile, chosen, rates) if rates else []
     if as_json:
-        click.echo(json.dumps(simulation.as_data(chosen, name, found, compared, points), indent=1))
+        click.echo(json.dumps(views.as_data(chosen, name, found, compared, points), indent=1))
     else:
-        show(*simulation.simulation_view(chosen, name, found), "", *simulation.comparison_view(compared), err=piped)
-        show(*(["", *simulation.sweep_view(points)] if points else []), err=piped)
+        show(*views.simulation_view(chosen, name, found), "", *views.comparison_view(compared), err=piped)
+        show(*(["", *views.sweep_view(points)] if points else []), err=piped)
     if trace:
-        deliver_text(json.dumps(chrome_trace(found)), trace, "; open it in https://ui.perfetto.dev")
+        write_text(json.dumps(simulation_trace(found)), trace, "; open it in https://ui.perfetto.dev")
     if svg:
         title = f"{chosen.name} ({chosen.config}, {name})"
         picture = (
@@ -94,7 +94,7 @@ def simulate(
             if points
             else (pictures.timeline_svg(found, title))
         )
-        deliver_text(picture, svg)
+        write_text(picture, svg)
 
 
 def _piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What a piece of work takes on a device: its seconds, or its scratch memory."""
+"""Instruments that measure a piece of work on a device: its seconds, or its scratch memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pdtool import resident
 Reading = Callable[[], float]
 
 
-class Gauge(Protocol):
+class Instrument(Protocol):
     """Measures a piece of work."""
 
-    def of(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
-        """The result of `work`, and a function for what it took, to be called when the device has come to rest."""
+    def measure(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
+        """Do `work`; return its result and its reading, a function to be called once the device has finished."""
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Seconds: CUDA events on a GPU, the processor's clock here."""
+class Stopwatch:
+    """Measures seconds: with CUDA events on a GPU, with the performance counter on a CPU."""
 
     device: torch.device
 
-    def of(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
-        """See Gauge."""
+    def measure(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
+        """See Instrument."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             result = work()
@@ -42,17 +42,17 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Scratch:
-    """Bytes held at the peak of the work and no more at its end: what it needs besides its results. 0 where the
-    system does not say.
+class ScratchMemoryGauge:
+    """Measures bytes held at the peak of the work and no more at its end: what it needs besides its results.
 
-    On a CPU, resident pages: also what libraries such as oneDNN take for themselves, past torch's allocator.
+    The reading is 0 where the system does not say. On a CPU resident pages count, which includes what libraries such
+    as oneDNN take for themselves, past torch's allocator.
     """
 
     device: torch.device
 
-    def of(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
-        """See Gauge."""
+    def measure(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
+        """See Instrument."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             result = work()
@@ -65,5 +65,5 @@ class Scratch:
             peak = resident.peak() or 0
             resident.trim()  # what it has freed
             held = resident.now()
-        scratch = 0 if held is None else max(0, peak - held)
-        return result, lambda: float(scratch)
+        scratch_bytes = 0 if held is None else max(0, peak - held)
+        return result, lambda: float(scratch_bytes)

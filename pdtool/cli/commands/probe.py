@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console import note, show, status
-from pdtool.cli.deliver import deliver
+from pdtool.cli.console.output import write_artifact
+from pdtool.cli.console.terminal import note, show, status
 
 
 @click.command(
@@ -50,7 +50,7 @@ def probe(
     link carries with all its workers sending and receiving at once, one pair alone, a small message, an all-reduce.
     """
     from pdtool.artifacts.envelope import title
-    from pdtool.cli.render import cluster_view
+    from pdtool.cli.console.cluster_view import cluster_view
     from pdtool.cluster import parse_topology
     from pdtool.errors import UsageError
     from pdtool.units import parse_seconds
@@ -63,9 +63,9 @@ def probe(
 
     request = Request(name=title(name or topology), sizes=sizes, device=device, timeout_s=timeout_s)
     with status("starting the workers") as step:
-        found = probe(request, Machines(count=nnodes, own=node_rank, endpoint=rdzv_endpoint), step)
-    if found is None:
+        cluster = probe(request, Machines(count=nnodes, own=node_rank, endpoint=rdzv_endpoint), step)
+    if cluster is None:
         note("measured; the first machine has the figures")
         return
-    show(*cluster_view(found))
-    deliver(found, output or "-", as_json=as_json)
+    show(*cluster_view(cluster))
+    write_artifact(cluster, output or "-", as_json=as_json)

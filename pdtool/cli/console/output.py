@@ -1,4 +1,4 @@
-"""Where an artifact goes: to its file, to stdout, or to both when its JSON is asked for."""
+"""Write what a command made: to its file, to stdout, or to both when its JSON is asked for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdtool.cli.console import note
+from pdtool.cli.console.terminal import note
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import Artifact
 
 
-def deliver(artifact: Artifact, path: str, *, as_json: bool) -> None:
-    """Write `path` (`-` is stdout) and say so on stderr; `as_json` prints the artifact on stdout as well."""
+def write_artifact(artifact: Artifact, path: str, *, as_json: bool) -> None:
+    """Write an artifact to `path` (`-` is stdout) and name the file on stderr.
+
+    Args:
+        as_json: print the artifact's JSON on stdout as well.
+    """
     if path != "-":
         artifact.save(path)
         note(f"wrote {path}")
@@ -24,8 +28,8 @@ def deliver(artifact: Artifact, path: str, *, as_json: bool) -> None:
         click.echo(artifact.dump(), nl=False)
 
 
-def deliver_text(text: str, path: Path, hint: str = "") -> None:
-    """The same for what is no artifact; `hint` says what to do with the file."""
+def write_text(text: str, path: Path, hint: str = "") -> None:
+    """Write a text that is no artifact to `path` (`-` is stdout); `hint` says what to do with the file."""
     from pdtool.artifacts.envelope import write_atomically
 
     if str(path) == "-":
@@ -36,7 +40,7 @@ def deliver_text(text: str, path: Path, hint: str = "") -> None:
 
 
 def print_json(artifact: Artifact) -> None:
-    """The artifact itself on stdout: with its digest where its file has one too."""
+    """Print an artifact's JSON on stdout; a kind whose file has a digest is printed with it."""
     text = artifact.dump()
     click.echo(
         text if text.startswith("{") else artifact.model_dump_json(indent=1, exclude={"sha256"}) + "\n", nl=False
