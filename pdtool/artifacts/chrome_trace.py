@@ -1,4 +1,4 @@
-"""`trace.json`: what workers did when, for chrome://tracing and Perfetto; a run's and a simulation's look alike."""
+"""`trace.json`: what workers did when, for chrome://tracing and Perfetto, of runs and simulations alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TRACKS = ("compute", "all-reduce", "send", "receive")
 
 
 class TraceEvent(NamedTuple):
-    """Something that takes time on a worker.
+    """An event that takes time on a worker.
 
     Attributes:
         track: one of TRACKS.
@@ -27,35 +27,40 @@ class TraceEvent(NamedTuple):
 
 
 def chrome_trace(workers: Mapping[str, Iterable[TraceEvent]]) -> dict[str, Any]:
-    """One process per worker, its tracks as threads; microseconds from the first event of all. Events of a track that
-    overlap stand in rows of their own."""
-    listed = {name: list(events) for name, events in workers.items()}
-    origin = min((event.start_s for events in listed.values() for event in events), default=0.0)
-    out: list[dict[str, Any]] = []
-    for pid, (name, events) in enumerate(listed.items()):
-        out.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+    """Write events in the Chrome trace format: one process per worker, its tracks as threads.
+
+    Times are microseconds from the first event of all. Overlapping events of a track go to rows of their own.
+
+    Args:
+        workers: name of each worker -> its events.
+    """
+    events_of = {name: list(events) for name, events in workers.items()}
+    origin = min((event.start_s for events in events_of.values() for event in events), default=0.0)
+    trace: list[dict[str, Any]] = []
+    for pid, (name, events) in enumerate(events_of.items()):
+        trace.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
         for number, track in enumerate(TRACKS):
-            for row, side_by_side in enumerate(rows(event for event in events if event.track == track)):
+            for row, row_events in enumerate(_rows(event for event in events if event.track == track)):
                 tid = number * 1000 + row
                 label = f"{track} {row + 1}" if row else track
-                out.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": label}})
-                out += [_slice(event, pid, tid, origin) for event in side_by_side]
-    return {"traceEvents": out, "displayTimeUnit": "ms"}
+                trace.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": label}})
+                trace += [_slice(event, pid, tid, origin) for event in row_events]
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
 
 
 def _slice(event: TraceEvent, pid: int, tid: int, origin: float) -> dict[str, Any]:
     start, length = round((event.start_s - origin) * 1e6, 3), round(event.length_s * 1e6, 3)
-    made = {"ph": "X", "name": event.name, "cat": event.kind, "pid": pid, "tid": tid, "ts": start, "dur": length}
-    return {**made, "args": {"bytes": event.size_bytes}} if event.size_bytes else made
+    entry = {"ph": "X", "name": event.name, "cat": event.kind, "pid": pid, "tid": tid, "ts": start, "dur": length}
+    return {**entry, "args": {"bytes": event.size_bytes}} if event.size_bytes else entry
 
 
-def rows(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
-    """As few rows as hold the events side by side."""
-    made: list[list[TraceEvent]] = []
+def _rows(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
+    """Distribute the events over as few rows as possible, without overlap within a row."""
+    rows: list[list[TraceEvent]] = []
     for event in sorted(events, key=lambda e: (e.start_s, e.start_s + e.length_s)):
-        free = next((row for row in made if row[-1].start_s + row[-1].length_s <= event.start_s + 1e-12), None)
+        free = next((row for row in rows if row[-1].start_s + row[-1].length_s <= event.start_s + 1e-12), None)
         if free is None:
-            made.append([event])
+            rows.append([event])
         else:
             free.append(event)
-    return made
+    return rows

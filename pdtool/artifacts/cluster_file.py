@@ -1,4 +1,4 @@
-"""Cluster: the workers there are, how they are joined, and what `pdtool probe` measured between them."""
+"""The artifact ClusterFile: the workers, the links between them, and what `pdtool probe` measured on those."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pdtool.artifacts.envelope import Count, FieldError, FrozenModel, Label, Seconds, Title, YamlArtifact
-from pdtool.cluster import MOST_WORKERS, Cluster, Level
+from pdtool.cluster import MAX_WORKERS, Cluster, Level
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class LevelSpec(FrozenModel):
-    """One level of the cluster: members, bytes per second each way, seconds of latency."""
+    """One level of the cluster: its members, bytes per second each way, seconds of latency."""
 
     size: Count
     bandwidth_bytes_per_s: Rate
@@ -22,19 +22,19 @@ class LevelSpec(FrozenModel):
 
 
 class ClusterSpec(FrozenModel):
-    """The cluster a plan is for; levels outermost first."""
+    """The cluster that a plan is made for; levels outermost first."""
 
     levels: Annotated[tuple[LevelSpec, ...], Field(min_length=1)]
     memory_bytes: Count | None = None
 
     def cluster(self) -> Cluster:
-        """The same as the value that planning computes with."""
+        """Return the value that planning computes with."""
         levels = tuple(Level(**level.model_dump()) for level in self.levels)
         return Cluster(levels=levels, memory_bytes=self.memory_bytes)
 
     @classmethod
     def of(cls, value: Cluster) -> ClusterSpec:
-        """Inverse of `cluster`."""
+        """Make the artifact of a value that planning computes with."""
         return cls(
             levels=tuple(
                 LevelSpec(size=v.size, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s, latency_s=v.latency_s)
@@ -45,7 +45,7 @@ class ClusterSpec(FrozenModel):
 
 
 class LevelMeasured(FrozenModel):
-    """What was measured at one level besides its bandwidth and latency; bytes per second each way.
+    """What was measured at one level besides its bandwidth and latency, in bytes per second each way.
 
     Attributes:
         pair_bytes_per_s: one pair of workers alone, both ways at once.
@@ -58,7 +58,7 @@ class LevelMeasured(FrozenModel):
 
 
 class NetworkMeasured(FrozenModel):
-    """Where the figures come from: how many workers took part, over which backend of which torch."""
+    """How the figures were measured: with how many workers, over which backend of which torch version."""
 
     workers: Count
     backend: Literal["gloo", "nccl"]
@@ -87,13 +87,13 @@ class ClusterFile(YamlArtifact):
 
     def check(self) -> None:
         workers = math.prod(level.size for level in self.levels)
-        if workers > MOST_WORKERS:
-            raise FieldError("levels", f"{workers} workers: at most {MOST_WORKERS}")
+        if workers > MAX_WORKERS:
+            raise FieldError("levels", f"{workers} workers: at most {MAX_WORKERS}")
         if self.measured and self.measured.workers != workers:
             raise FieldError("measured.workers", f"{self.measured.workers}, but the levels have {workers}")
         if self.measured and len(self.measured.levels) != len(self.levels):
             raise FieldError("measured.levels", f"{len(self.measured.levels)} of them for {len(self.levels)} level(s)")
 
     def cluster(self) -> Cluster:
-        """The value that planning computes with."""
+        """Return the value that planning computes with."""
         return ClusterSpec(levels=self.levels, memory_bytes=self.memory_bytes).cluster()

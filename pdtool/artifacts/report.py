@@ -1,4 +1,4 @@
-"""Report: what a run did, beside what its plan predicted."""
+"""The artifact Report: what a run did, beside what its plan predicted."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pdtool.artifacts.plan import Predicted
 
 
 class StageReport(FrozenModel):
-    """What one stage did, per minibatch of the whole pipeline and averaged over its replicas and the measured epochs.
+    """What one stage did per minibatch of the whole pipeline, averaged over its replicas and the measured epochs.
 
-    busy_s + wait_s + allreduce_s + rest_s is the time there was. A worker cannot tell whether what it waits for is on
-    its way or not made yet, which a simulation calls communication and idle time: its waits are both.
+    busy_s + wait_s + allreduce_s + rest_s is the whole time. A worker cannot tell whether a message that it waits for
+    is on its way (a simulation's communication time) or not sent yet (its idle time): wait_s holds both.
 
     Attributes:
-        busy_s: forward + backward + update, without waiting; handing over messages is part of it.
-        forward_s, backward_s, update_s: its parts.
-        wait_s: blocked on messages from other stages, and at the end of an epoch to them.
+        busy_s: forward + backward + update, without waiting; sending messages is part of it.
+        forward_s, backward_s, update_s: the parts of busy_s.
+        wait_s: blocked on messages from other stages, and at the end of an epoch on messages to them.
         allreduce_s: blocked on gradients of other replicas, or of other stages with the same parameter.
         rest_s: between actions.
-        send_s: of the busy time, handing over messages.
-        sent_bytes: to other workers.
-        peak_versions: live weight versions at one replica, at most.
-        peak_stashed: minibatches with a live autograd graph at one replica, at most.
-        peak_memory_bytes: of one worker while it trained: its parameters and buffers, and all that it held beyond what
-            it held before the first minibatch: tensors on a GPU, resident memory otherwise. None: not known.
+        send_s: the part of busy_s that is spent on sending messages.
+        sent_bytes: bytes sent to other workers.
+        peak_versions: maximal number of live weight versions at one replica.
+        peak_stashed: maximal number of minibatches with a live autograd graph at one replica.
+        peak_memory_bytes: of one worker while it trained: its parameters and buffers, and what it held more than before
+            the first minibatch, in tensors on a GPU, in resident memory otherwise. None: not known.
     """
 
     replicas: Count
@@ -46,12 +46,12 @@ class StageReport(FrozenModel):
 
     @property
     def time_s(self) -> float:
-        """All the time there was."""
+        """The whole time in seconds."""
         return self.busy_s + self.wait_s + self.allreduce_s + self.rest_s
 
 
 class Measured(FrozenModel):
-    """Of the whole pipeline, in steady state."""
+    """What was measured of the whole pipeline in steady state; bottleneck_s is seconds per minibatch."""
 
     bottleneck_s: Seconds
     throughput_samples_per_s: Seconds

@@ -202,9 +202,8 @@ def _batch_size(nodes: Mapping[str, _NodeLine]) -> tuple[int, str]:
     samples × out_features where it comes after a View. All that a file has of the first kind, or else of the second,
     must agree.
     """
-    kinds = [
-        (r"LSTM\([0-9]+, ([0-9]+)\)", 3, 1, "the state of")
-    ]  # (operator, its outputs, the one with samples, words)
+    # (operator, number of its outputs, index of the one whose size tells, words)
+    kinds = [(r"LSTM\([0-9]+, ([0-9]+)\)", 3, 1, "the state of")]
     if any(line.op == "View" for line in nodes.values()):
         kinds.append((r"Linear\(.*out_features=([0-9]+).*\)", 1, 0, "the output of"))
     for pattern, outputs, index, what in kinds:
