@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdtool.schedule.build import build
+from pdtool.schedule.builders import build
 from pdtool.schedule.shape import PipelineShape, total_in_flight
 from pdtool.schedule.stash_tracker import StashTracker
 from pdtool.schedule.versions import forward_versions
