@@ -1,4 +1,4 @@
-"""`check`: a plan -> whether its figures and its certificate are true."""
+"""`check`: compute a plan's figures and certificate again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`codegen`: a plan -> a folder of stage files, proved equal to the model."""
+"""`codegen`: write a plan's stage files, plans/NAME.yaml -> plans/NAME/, and prove them equal to the model."""
 
 from __future__ import annotations
 

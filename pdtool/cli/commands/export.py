@@ -1,4 +1,4 @@
-"""`export`: a run's last checkpoint -> one ordinary state_dict."""
+"""`export`: write a run's last checkpoint as one ordinary state_dict."""
 
 from __future__ import annotations
 

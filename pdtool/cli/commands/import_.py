@@ -1,4 +1,4 @@
-"""`import`: a profile published by PipeDream -> profiles/NAME.json."""
+"""`import`: convert a profile published by PipeDream, graph.txt -> profiles/NAME.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`partition`: profiles/NAME.json -> plans/NAME-4x4.yaml."""
+"""`partition`: plan a profile for a cluster, profiles/NAME.json -> plans/NAME-4x4.yaml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pdtool.cluster import Cluster
     from pdtool.partition.evaluate import Cost
 
-_BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
+_OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 
 
 @click.command(
@@ -34,7 +34,7 @@ _BETWEEN, _INSIDE = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3
 @click.option(
     "--bandwidth",
     metavar="RATE,...",
-    show_default=f"{_BETWEEN} outside, {_INSIDE} at inner levels",
+    show_default=f"{_OUTER_BANDWIDTH} outside, {_INNER_BANDWIDTH} at inner levels",
     help="Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
 )
 @click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
@@ -113,7 +113,7 @@ def partition(
     from pdtool.partition.search import Options
 
     path = options.candidate("profile", profile)
-    wanted = Options(
+    search_options = Options(
         workers=workers,
         straight=straight,
         schedule=schedule,
@@ -124,27 +124,28 @@ def partition(
         chunks=chunks,
         cuts=cuts,
     )
-    cluster = (
-        _from_file(file, topology or bandwidth or latency, memory)
-        if file
-        else (_cluster(topology, bandwidth, latency, memory))
-    )
-    plan = make_plan(Profile.load(path), path, cluster, wanted)
+    if file:
+        cluster = _cluster_from_file(file, topology or bandwidth or latency, memory)
+    else:
+        cluster = _cluster_from_options(topology, bandwidth, latency, memory)
+    plan = make_plan(Profile.load(path), path, cluster, search_options)
     show(*plan_view(plan))
     write_artifact(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
 
 
-def _from_file(file: str, besides: str | None, memory: str | None) -> Cluster:
+def _cluster_from_file(file: str, also_given: str | None, memory: str | None) -> Cluster:
     from pdtool.artifacts.cluster_file import ClusterFile
     from pdtool.units import parse_bytes
 
-    if besides:
-        raise UsageError(f"--cluster {file} together with {besides!r}", "give the file or the figures, not both")
+    if also_given:
+        raise UsageError(f"--cluster {file} together with {also_given!r}", "give the file or the figures, not both")
     cluster = ClusterFile.load(file).cluster()
     return replace(cluster, memory_bytes=parse_bytes(memory)) if memory else cluster
 
 
-def _cluster(topology: str | None, bandwidth: str | None, latency: str | None, memory: str | None) -> Cluster:
+def _cluster_from_options(
+    topology: str | None, bandwidth: str | None, latency: str | None, memory: str | None
+) -> Cluster:
     from pdtool.cluster import make_cluster, parse_topology
     from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
@@ -152,7 +153,7 @@ def _cluster(topology: str | None, bandwidth: str | None, latency: str | None, m
         raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
     sizes = parse_topology(topology)
     if bandwidth is None:
-        bandwidth = ",".join([_BETWEEN, *[_INSIDE] * (len(sizes) - 1)])
+        bandwidth = ",".join([_OUTER_BANDWIDTH, *[_INNER_BANDWIDTH] * (len(sizes) - 1)])
         note(f"no --bandwidth given: assuming {bandwidth}")
     latencies = [parse_seconds(text) for text in latency.split(",")] if latency else None
     if latencies and len(latencies) != len(sizes):

@@ -1,4 +1,4 @@
-"""`probe`: the network between the workers -> cluster.yaml."""
+"""`probe`: measure the network between the workers, -> cluster.yaml."""
 
 from __future__ import annotations
 

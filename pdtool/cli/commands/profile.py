@@ -1,4 +1,4 @@
-"""`profile`: model.py -> profiles/NAME.json."""
+"""`profile`: measure or estimate a model's operators, model.py -> profiles/NAME.json."""
 
 from __future__ import annotations
 

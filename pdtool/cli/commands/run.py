@@ -1,4 +1,4 @@
-"""`run`: a plan -> trained workers, runs/NAME/."""
+"""`run`: train a plan's stages on their workers, plans/NAME.yaml -> runs/NAME/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`simulate`: a plan on a clock -> who is busy when, and how it does beside other plans."""
+"""`simulate`: execute a plan on a simulated clock, and compare it with other plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdtool.cli.console.terminal import show, status
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES
 
-_POINTS = 13  # of a sweep
+_SWEEP_POINTS = 13
 
 
 @click.command(
@@ -72,42 +72,41 @@ def simulate(
     from pdtool.partition.simulator.simulate import simulate as execute
 
     rates = _rates(sweep) if sweep else []
-    piped = _piped(trace, svg, as_json)
+    piped = _is_piped(trace, svg, as_json)
     chosen, profile = planned(options.candidate("plan", plan))
     name = schedule or chosen.schedule
     with status("simulating"):
-        found = execute(planned_job(chosen, profile, schedule=schedule, minibatches=minibatches))
-        steady = execute(planned_job(chosen, profile, schedule=schedule)) if minibatches else found
+        result = execute(planned_job(chosen, profile, schedule=schedule, minibatches=minibatches))
+        steady = execute(planned_job(chosen, profile, schedule=schedule)) if minibatches else result
         compared = compare.compare(profile, chosen, steady)
         points = compare.sweep(profile, chosen, rates) if rates else []
     if as_json:
-        click.echo(json.dumps(views.as_data(chosen, name, found, compared, points), indent=1))
+        click.echo(json.dumps(views.as_data(chosen, name, result, compared, points), indent=1))
     else:
-        show(*views.simulation_view(chosen, name, found), "", *views.comparison_view(compared), err=piped)
+        show(*views.simulation_view(chosen, name, result), "", *views.comparison_view(compared), err=piped)
         show(*(["", *views.sweep_view(points)] if points else []), err=piped)
     if trace:
-        write_text(json.dumps(simulation_trace(found)), trace, "; open it in https://ui.perfetto.dev")
+        write_text(json.dumps(simulation_trace(result)), trace, "; open it in https://ui.perfetto.dev")
     if svg:
         title = f"{chosen.name} ({chosen.config}, {name})"
-        picture = (
-            pictures.gain_svg(points, f"gain of {title} over data parallelism")
-            if points
-            else (pictures.timeline_svg(found, title))
-        )
+        if points:
+            picture = pictures.gain_svg(points, f"gain of {title} over data parallelism")
+        else:
+            picture = pictures.timeline_svg(result, title)
         write_text(picture, svg)
 
 
-def _piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
-    """Whether a file goes to stdout, and the tables to stderr; raises UsageError where two would go there."""
+def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
+    """Tell whether a file goes to stdout, and thus the tables to stderr; raises UsageError when two files would."""
     files = [f"{option} -" for option, path in (("--trace", trace), ("--svg", svg)) if path == Path("-")]
-    there = files + ["--json"] * as_json
-    if len(there) > 1:
-        raise UsageError(f"{' and '.join(there)} would all go to stdout", "name files for all but one")
+    outputs = files + ["--json"] * as_json
+    if len(outputs) > 1:
+        raise UsageError(f"{' and '.join(outputs)} would all go to stdout", "name files for all but one")
     return bool(files)
 
 
 def _rates(text: str) -> list[float]:
-    """The bandwidths of `bandwidth=0.1..25Gbit/s`, in bytes per second; raises UsageError."""
+    """Read `bandwidth=0.1..25Gbit/s` as bandwidths in bytes per second; raises UsageError."""
     from pdtool.partition.simulator.compare import grid
     from pdtool.units import parse_bandwidth
 
@@ -117,4 +116,4 @@ def _rates(text: str) -> list[float]:
     low, high = parse_bandwidth(match[1] + (match[2] or match[4])), parse_bandwidth(match[3] + match[4])
     if low >= high:
         raise UsageError(f"--sweep {text!r} goes from {low:.4g} down to {high:.4g} bytes/s", "give the lower one first")
-    return grid(low, high, _POINTS)
+    return grid(low, high, _SWEEP_POINTS)

@@ -8,10 +8,10 @@ from pdtool.artifacts.chrome_trace import TraceEvent, chrome_trace
 from pdtool.partition.simulator.simulation import Simulation
 
 
-def simulation_trace(found: Simulation) -> dict[str, Any]:
+def simulation_trace(result: Simulation) -> dict[str, Any]:
     """Return what chrome://tracing and Perfetto open, as pdtool.artifacts.chrome_trace describes it."""
-    workers: list[list[TraceEvent]] = [[] for _ in found.shares]
-    for e in found.events:
+    workers: list[list[TraceEvent]] = [[] for _ in result.shares]
+    for e in result.events:
         workers[e.slot].append(TraceEvent(e.lane, e.name, e.kind, e.start_s, e.length_s, e.size_bytes))
-    names = (f"worker {share.worker}, stage {share.stage}" for share in found.shares)
+    names = (f"worker {share.worker}, stage {share.stage}" for share in result.shares)
     return chrome_trace(dict(zip(names, workers, strict=True)))

@@ -22,7 +22,7 @@ COLOURS = {
     "send": "#adb5bd",
 }
 _LEFT, _TOP, _ROW, _BOX, _THIN = 150, 44, 34, 20, 5  # pixels
-_FORWARD, _WIDEST = 26, 12_000  # a forward's box, the picture
+_FORWARD_WIDTH, _MAX_WIDTH = 26, 12_000  # pixels, of a forward's box and of the picture
 
 
 def _svg(width: float, height: float, parts: Iterable[str]) -> str:
@@ -31,32 +31,32 @@ def _svg(width: float, height: float, parts: Iterable[str]) -> str:
         f'viewBox="0 0 {width:.0f} {height:.0f}">'
     )
     style = "<style>text { font: 11px sans-serif; } .n { text-anchor: middle; } .r { text-anchor: end; }</style>"
-    ground = '<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([head, style, ground, *parts, "</svg>\n"])
+    background = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([head, style, background, *parts, "</svg>\n"])
 
 
-def timeline_svg(found: Simulation, title: str) -> str:
+def timeline_svg(result: Simulation, title: str) -> str:
     """Draw a row per worker: boxes with the number of the minibatch (or round), thin bars below for its messages.
 
     A long simulation is cut where the picture would become too wide; its caption says so.
     """
-    computing = [e for e in found.events if e.lane == "compute" and e.kind != "wait" and e.length_s]
-    scale = _FORWARD / (median(e.length_s for e in computing) if computing else 1.0)
-    end = min(found.makespan_s, _WIDEST / scale)
-    cut = f", the first {format_seconds(end)} of them" if end < found.makespan_s else ""
-    caption = f"{title}: {found.minibatches} minibatches in {format_seconds(found.makespan_s)}{cut}"
-    parts = [f'<text x="8" y="16">{escape(caption)}</text>', *_legend({e.kind for e in found.events})]
-    for slot, share in enumerate(found.shares):
+    computing = [e for e in result.events if e.lane == "compute" and e.kind != "wait" and e.length_s]
+    scale = _FORWARD_WIDTH / (median(e.length_s for e in computing) if computing else 1.0)
+    end = min(result.makespan_s, _MAX_WIDTH / scale)
+    shortened = f", the first {format_seconds(end)} of them" if end < result.makespan_s else ""
+    caption = f"{title}: {result.minibatches} minibatches in {format_seconds(result.makespan_s)}{shortened}"
+    parts = [f'<text x="8" y="16">{escape(caption)}</text>', *_legend({e.kind for e in result.events})]
+    for slot, share in enumerate(result.shares):
         middle = _TOP + slot * _ROW + _BOX * 0.7
         parts.append(f'<text x="8" y="{middle:.0f}">worker {share.worker}, stage {share.stage}</text>')
-    parts += [_box(event, scale) for event in found.events if event.start_s < end and event.kind in COLOURS]
-    return _svg(_LEFT + end * scale + 40, _TOP + len(found.shares) * _ROW + 10, parts)
+    parts += [_box(event, scale) for event in result.events if event.start_s < end and event.kind in COLOURS]
+    return _svg(_LEFT + end * scale + 40, _TOP + len(result.shares) * _ROW + 10, parts)
 
 
 def _legend(kinds: set[str]) -> list[str]:
     parts = []
-    for place, kind in enumerate(kind for kind in COLOURS if kind in kinds):
-        x = _LEFT + place * 90
+    for index, kind in enumerate(kind for kind in COLOURS if kind in kinds):
+        x = _LEFT + index * 90
         parts.append(f'<rect x="{x}" y="24" width="10" height="10" fill="{COLOURS[kind]}"/>')
         parts.append(f'<text x="{x + 14}" y="33">{kind}</text>')
     return parts
@@ -66,13 +66,13 @@ def _box(event: Event, scale: float) -> str:
     x, width = _LEFT + event.start_s * scale, event.length_s * scale
     y = _TOP + event.slot * _ROW
     ends = f"{format_seconds(event.start_s)} to {format_seconds(event.start_s + event.length_s)}"
-    about = f"<title>{escape(event.name)} {event.kind}, {ends}</title>"
+    tooltip = f"<title>{escape(event.name)} {event.kind}, {ends}</title>"
     fill = f'fill="{COLOURS[event.kind]}"'
     if event.lane != "compute":
         y += _BOX + 1 + (_THIN if event.lane == "all-reduce" else 0)
-        return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_THIN - 1}" {fill}>{about}</rect>'
-    place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BOX}"'
-    box = f'<rect {place} {fill} stroke="#555" stroke-width="0.5">{about}</rect>'
+        return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_THIN - 1}" {fill}>{tooltip}</rect>'
+    position = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BOX}"'
+    box = f'<rect {position} {fill} stroke="#555" stroke-width="0.5">{tooltip}</rect>'
     number = re.sub(r"^[0-9]+[A-Z]", "", event.name)
     if event.kind == "update" or width < 7 * len(number):
         return box
@@ -100,20 +100,22 @@ def gain_svg(points: Sequence[Point], title: str) -> str:
         f'<text class="r" x="{width - 30}" y="{height - 8}">bandwidth of the outermost level</text>',
     ]
     for p in points:
-        place = x(p.bandwidth_bytes_per_s)
-        rate = format_bits_rate(p.bandwidth_bytes_per_s)
+        centre = x(p.bandwidth_bytes_per_s)
+        label = format_bits_rate(p.bandwidth_bytes_per_s)
         parts.append(
-            f'<circle cx="{place:.1f}" cy="{y(p.gain):.1f}" r="3" fill="#1d6fa5">'
-            f"<title>{rate}: {p.gain:.3g} ×</title></circle>"
+            f'<circle cx="{centre:.1f}" cy="{y(p.gain):.1f}" r="3" fill="#1d6fa5">'
+            f"<title>{label}: {p.gain:.3g} ×</title></circle>"
         )
-        parts.append(f'<text class="r" transform="translate({place + 4:.1f},{height - 52}) rotate(-40)">{rate}</text>')
+        parts.append(
+            f'<text class="r" transform="translate({centre + 4:.1f},{height - 52}) rotate(-40)">{label}</text>'
+        )
     ticks = sorted({low * 1.1, 1.0, high / 1.1})
     parts += [f'<text class="r" x="{left - 8}" y="{y(tick) + 4:.1f}">{tick:.3g} ×</text>' for tick in ticks]
-    for even in crossings(points):
-        place = x(even)
+    for rate in crossings(points):
+        centre = x(rate)
         parts.append(
-            f'<line x1="{place:.1f}" y1="{top}" x2="{place:.1f}" y2="{height - 60}" stroke="#c1121f" '
+            f'<line x1="{centre:.1f}" y1="{top}" x2="{centre:.1f}" y2="{height - 60}" stroke="#c1121f" '
             f'stroke-dasharray="4"/>'
         )
-        parts.append(f'<text class="n" x="{place:.1f}" y="{top - 6}">as fast at {format_bits_rate(even)}</text>')
+        parts.append(f'<text class="n" x="{centre:.1f}" y="{top - 6}">as fast at {format_bits_rate(rate)}</text>')
     return _svg(width, height, parts)
