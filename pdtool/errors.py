@@ -59,6 +59,18 @@ class ArtifactError(PdtoolError):
         self.field = field
 
 
+class FieldError(ValueError):
+    """A fault in the content of an artifact; whoever reads the file makes an ArtifactError of it.
+
+    Args:
+        field: where the fault is, as `stages[2].workers`.
+    """
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(what)
+        self.field = field
+
+
 class StaleError(ArtifactError):
     """An artifact was made from an input that has changed since."""
 

@@ -12,13 +12,7 @@ from functools import cached_property
 
 import networkx as nx
 
-
-class GraphError(ValueError):
-    """The nodes and edges are not a graph in topological order; `field` says where."""
-
-    def __init__(self, field: str, what: str) -> None:
-        super().__init__(what)
-        self.field = field
+from pdtool.errors import FieldError
 
 
 @dataclass(frozen=True)
@@ -28,6 +22,9 @@ class Graph:
     Attributes:
         inputs: node name -> names of the nodes it takes tensors from; the order of the keys is topological.
         modules: node name -> path of the module it belongs to ("" is the model itself).
+
+    Raises:
+        FieldError: the nodes are not in topological order, or take what is no node.
     """
 
     inputs: Mapping[str, Sequence[str]]
@@ -38,9 +35,9 @@ class Graph:
         for index, (name, sources) in enumerate(self.inputs.items()):
             for source in sources:
                 if source not in self.inputs:
-                    raise GraphError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which is no node")
+                    raise FieldError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which is no node")
                 if source not in seen:
-                    raise GraphError(
+                    raise FieldError(
                         f"nodes[{index}].inputs",
                         f"node {name!r} takes {source!r}, which comes after it (a cycle, or not in topological order)",
                     )

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Count, Digest, FieldError, FrozenModel, Name, Title, YamlArtifact, file_sha256
-from pdtool.errors import StaleError
+from pdtool.artifacts.envelope import Count, Digest, FrozenModel, Name, Title, YamlArtifact, file_sha256
+from pdtool.errors import FieldError, StaleError
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 # A dimension: a number, or one that grows with the minibatch: `batch`, `49*batch`, `batch+1`.

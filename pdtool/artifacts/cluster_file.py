@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.envelope import Count, FieldError, FrozenModel, Label, Seconds, Title, YamlArtifact
+from pdtool.artifacts.envelope import Count, FrozenModel, Label, Seconds, Title, YamlArtifact
 from pdtool.cluster import MAX_WORKERS, Cluster, Level
+from pdtool.errors import FieldError
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -35,13 +37,8 @@ class ClusterSpec(FrozenModel):
     @classmethod
     def of(cls, value: Cluster) -> ClusterSpec:
         """Make the artifact of a value that planning computes with."""
-        return cls(
-            levels=tuple(
-                LevelSpec(size=v.size, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s, latency_s=v.latency_s)
-                for v in value.levels
-            ),
-            memory_bytes=value.memory_bytes,
-        )
+        levels = tuple(LevelSpec(**asdict(level)) for level in value.levels)
+        return cls(levels=levels, memory_bytes=value.memory_bytes)
 
 
 class LevelMeasured(FrozenModel):

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Count, FieldError, FrozenModel, Label, Seconds, YamlArtifact
+from pdtool.artifacts.envelope import Count, FrozenModel, Label, Seconds, YamlArtifact
+from pdtool.errors import FieldError
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from pdtool import __version__
-from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError
 
 
 def _as_integer(value: object) -> object:
@@ -200,14 +200,6 @@ class YamlArtifact(Artifact):
                 f"write it again with `{cls._maker()}`, or add that line",
             )
         return content
-
-
-class FieldError(ValueError):
-    """A fault in the content of an artifact; `field` says where."""
-
-    def __init__(self, field: str, what: str) -> None:
-        super().__init__(what)
-        self.field = field
 
 
 class _Dumper(yaml.SafeDumper):

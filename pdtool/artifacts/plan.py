@@ -11,20 +11,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pdtool.artifacts.cluster_file import ClusterSpec
-from pdtool.artifacts.envelope import (
-    Bytes,
-    Count,
-    Digest,
-    FieldError,
-    FrozenModel,
-    Label,
-    ModelRef,
-    Seconds,
-    Title,
-    YamlArtifact,
-)
+from pdtool.artifacts.envelope import Bytes, Count, Digest, FrozenModel, Label, ModelRef, Seconds, Title, YamlArtifact
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError, ScheduleError
+from pdtool.errors import ArtifactError, FieldError, ScheduleError
 from pdtool.schedule import POLICIES, PipelineShape, build, default_shape, is_asynchronous, total_in_flight, validate
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory

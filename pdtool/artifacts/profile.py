@@ -13,7 +13,6 @@ from pdtool.artifacts.envelope import (
     Artifact,
     Bytes,
     Count,
-    FieldError,
     FrozenModel,
     Label,
     ModelRef,
@@ -22,7 +21,8 @@ from pdtool.artifacts.envelope import (
     Seconds,
     Title,
 )
-from pdtool.graph import Graph, GraphError
+from pdtool.errors import FieldError
+from pdtool.graph import Graph
 
 
 class Device(FrozenModel):
@@ -108,10 +108,7 @@ class Profile(Artifact):
         for index, name in enumerate(names):
             if first.setdefault(name, index) != index:
                 raise FieldError(f"nodes[{index}].name", f"{name!r} stands twice")
-        try:
-            _ = self.graph
-        except GraphError as error:
-            raise FieldError(error.field, str(error)) from error
+        _ = self.graph  # raises FieldError when it is not in topological order
         known = set(names)
         for field, group in (
             *((f"shared[{i}].nodes", s.nodes) for i, s in enumerate(self.shared)),
