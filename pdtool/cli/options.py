@@ -41,6 +41,23 @@ def output(help: str) -> Callable[[Any], Any]:
     return click.option("-o", "--output", metavar="PATH", help=help)
 
 
+def topology(*, required: bool) -> Callable[[Any], Any]:
+    """Define `--topology`, the sizes of a cluster's levels."""
+    return click.option(
+        "--topology",
+        required=required,
+        metavar="NxM",
+        help="Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
+    )
+
+
+def timeout(default: str) -> Callable[[Any], Any]:
+    """Define `--timeout` of workers that wait for each other."""
+    return click.option(
+        "--timeout", default=default, show_default=True, metavar="TIME", help="How long a worker waits for another."
+    )
+
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifact itself on stdout.")
 
 

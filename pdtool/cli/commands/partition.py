@@ -25,11 +25,7 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
     "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB"
 )
 @click.argument("profile", required=False)
-@click.option(
-    "--topology",
-    metavar="NxM",
-    help="Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
-)
+@options.topology(required=False)
 @click.option("--cluster", "file", metavar="FILE", help="The same and all bandwidths, as `pdtool probe` writes them.")
 @click.option(
     "--bandwidth",

@@ -13,12 +13,7 @@ from pdtool.cli.console.terminal import note, show, status
     epilog="\b\nExamples:\n  pdtool probe --topology 4 -o cluster.yaml\n"
     "  pdtool probe --topology 2x4 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29511 -o cluster.yaml"
 )
-@click.option(
-    "--topology",
-    required=True,
-    metavar="NxM",
-    help="Workers: sizes of the nested levels, the outermost first; 2x4 is 2 servers of 4 devices.",
-)
+@options.topology(required=True)
 @options.output("File to write; - is stdout, the default.")
 @click.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
 @click.option(
@@ -28,9 +23,7 @@ from pdtool.cli.console.terminal import note, show, status
     show_default=True,
     help="Where the tensors are; auto is cuda where every worker has a CUDA device.",
 )
-@click.option(
-    "--timeout", default="60s", show_default=True, metavar="TIME", help="How long a worker waits for another."
-)
+@options.timeout("60s")
 @options.machines
 @options.as_json
 def probe(

@@ -65,9 +65,7 @@ _SAME_FOLDER = "the folder of -o"
     show_default=True,
     help="Device to train on; auto is cuda where there is one.",
 )
-@click.option(
-    "--timeout", default="300s", show_default=True, metavar="TIME", help="How long a worker waits for another."
-)
+@options.timeout("300s")
 @options.schedule(SCHEDULES, None)
 @options.microbatches("what the plan says")
 @options.weights
