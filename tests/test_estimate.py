@@ -186,9 +186,9 @@ def test_lookups_and_elementwise_cost_their_bytes_and_views_nothing(tmp_path):
 def test_a_gradient_step_moves_parameter_gradient_and_state(tmp_path):
     text = NET.replace("torch.optim.Adam([p for _, p in named])", "torch.optim.SGD([p for _, p in named], 0.1)")
     profile = estimate(write(tmp_path, text), batch_size=4, device=DEVICE)
-    held = 4 * (20 * 8 + 64 + 8 + 16 + 3)
-    spare = 3 / (20 * 8 + 64 + 8 + 16 + 3)  # belongs to no node
-    assert sum(n.update_s for n in profile.nodes) == pytest.approx(3 * held / 1e11 * (1 - spare))
+    parameter_bytes = 4 * (20 * 8 + 64 + 8 + 16 + 3)
+    unused = 3 / (20 * 8 + 64 + 8 + 16 + 3)  # belongs to no node
+    assert sum(n.update_s for n in profile.nodes) == pytest.approx(3 * parameter_bytes / 1e11 * (1 - unused))
 
 
 def test_a_model_larger_than_any_memory_is_never_allocated(tmp_path):
@@ -246,12 +246,12 @@ def test_calibration_makes_the_sums_of_each_kind_those_measured(tmp_path, monkey
     measured = measure(file, batch_size=16)
     device = calibrate_device(DEVICE, measured, "measured.json")
     assert set(device.factors) == {"matmul", "norm", "embedding", "elementwise", "update"}
-    again = estimate(file, batch_size=16, device=device)
-    assert again.device.name == "by hand, calibrated"
+    calibrated = estimate(file, batch_size=16, device=device)
+    assert calibrated.device.name == "by hand, calibrated"
     for names in (["mix", "out"], ["norm"], ["embed"]):
-        spent = [sum(p.by_name[n].forward_s + p.by_name[n].backward_s for n in names) for p in (measured, again)]
+        spent = [sum(p.by_name[n].forward_s + p.by_name[n].backward_s for n in names) for p in (measured, calibrated)]
         assert spent[0] == pytest.approx(spent[1])
-    assert sum(n.update_s for n in again.nodes) == pytest.approx(sum(n.update_s for n in measured.nodes))
+    assert sum(n.update_s for n in calibrated.nodes) == pytest.approx(sum(n.update_s for n in measured.nodes))
 
 
 def test_calibration_refuses_what_is_not_measured_or_not_this_model(tmp_path, monkeypatch):
@@ -398,5 +398,5 @@ def test_a_model_of_7b_parameters_takes_half_a_minute_and_2_gb(tmp_path):
     assert int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) < 2e6
     profile = Profile.load(tmp_path / "llm.json")
     with torch.device("meta"):
-        held = sum(p.nbytes for p in zoo("llm", **SEVEN_B).build().parameters())
-    assert profile.parameter_bytes(set(profile.by_name)) == held > 4 * 6.7e9
+        parameter_bytes = sum(p.nbytes for p in zoo("llm", **SEVEN_B).build().parameters())
+    assert profile.parameter_bytes(set(profile.by_name)) == parameter_bytes > 4 * 6.7e9

@@ -80,9 +80,9 @@ JOIN = "\tnode1 -- node3\n\tnode3 -- node2"
     ],
 )
 def test_the_minibatch_is_what_the_sizes_tell(text, batch, why):
-    found = read_pipedream_profile(text, "f", name="net")
-    assert found.profile.batch_size == batch
-    assert why in found.batch_source
+    profile, batch_source = read_pipedream_profile(text, "f", name="net")
+    assert profile.batch_size == batch
+    assert why in batch_source
     assert read(text, batch_size=9).batch_size == 9
 
 

@@ -53,26 +53,33 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+def module_name(path: Path) -> str:
+    """`pdtool.schedule` for pdtool/schedule/__init__.py, `pdtool.graph` for pdtool/graph.py."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
 def imports(path: Path) -> set[str]:
-    """Dotted names of all modules a file imports, wherever in it."""
-    found = set()
+    """Dotted names of all modules that a file imports, wherever: also inside functions and for type checking only."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module
-            if node.module == "pdtool":  # from pdtool import schedule
-                found |= {f"pdtool.{alias.name}" for alias in node.names}
-            else:
-                found.add(node.module)
-    return found
+            members = {f"{node.module}.{alias.name}" for alias in node.names}  # some may be modules themselves
+            modules |= {name if name in MODULES else node.module for name in members}
+    return modules
 
 
 def inside(path: Path) -> set[str]:
     """Parts of pdtool that a file imports, its own left out."""
     names = {name.split(".")[1] for name in imports(path) if name.startswith("pdtool.")}
-    return names - {part_of(path), "__version__"}
+    return names - {part_of(path)}
 
 
 def outside(path: Path) -> set[str]:
@@ -110,30 +117,8 @@ REPEATED_FILES = {
 }
 
 
-def module_name(path: Path) -> str:
-    """`pdtool.schedule` for pdtool/schedule/__init__.py, `pdtool.graph` for pdtool/graph.py."""
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(path): path for path in FILES}
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Modules of pdtool that a file imports, wherever in it: also inside functions and for type checking only."""
-    modules = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            members = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules |= {name if name in MODULES else node.module for name in members}
-    return modules & MODULES.keys()
-
-
 def test_no_import_cycle():
-    imports_of = {name: imported_modules(path) for name, path in MODULES.items()}
-    graph = nx.DiGraph((name, other) for name, others in imports_of.items() for other in others)
+    graph = nx.DiGraph((name, other) for name, path in MODULES.items() for other in imports(path) & MODULES.keys())
     cycles = [sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1]
     assert cycles == []
 
@@ -179,7 +164,7 @@ def test_one_formatter_decides():
 def test_the_rules_are_about_what_is_there():
     assert {part_of(path) for path in FILES} == {*LAYER, "__init__", "__main__", "zoo"}
     assert outside(ROOT / "graph.py") == {"networkx"}
-    assert "pdtool.artifacts.plan" in imported_modules(ROOT / "artifacts" / "kinds.py")
+    assert "pdtool.artifacts.plan" in imports(ROOT / "artifacts" / "kinds.py")
     assert "errors" in inside(ROOT / "schedule" / "validate.py")
 
 

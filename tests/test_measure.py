@@ -80,8 +80,8 @@ def test_profile_counts_what_the_model_holds(model_file):
     assert nodes["act"].stash_bytes == 16 * 8 * 4
     (shared,) = profile.shared
     assert (shared.name, shared.bytes, shared.nodes) == ("embed.weight", 20 * 8 * 4, ("embed", "out"))
-    held = sum(p.nbytes for n, p in model_file.build().named_parameters() if n != "spare")
-    assert profile.parameter_bytes(list(nodes)) == held
+    parameter_bytes = sum(p.nbytes for n, p in model_file.build().named_parameters() if n != "spare")
+    assert profile.parameter_bytes(list(nodes)) == parameter_bytes
     assert profile.optimizer_state_bytes == pytest.approx(2.0)
     assert seen[-1][0] == seen[-1][1] > 0
     assert Profile.parse(profile.dump()).dump() == profile.dump()
