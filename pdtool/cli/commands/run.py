@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +13,7 @@ from pdtool.cli import options
 from pdtool.cli.commands.codegen import generated
 from pdtool.cli.commands.codegen import model as model_option
 from pdtool.cli.console.output import print_json
-from pdtool.cli.console.terminal import note, show
+from pdtool.cli.console.terminal import note, show, training_progress
 from pdtool.errors import StaleError, TargetMissedError, UsageError
 from pdtool.schedule import SCHEDULES
 
@@ -230,34 +227,8 @@ def _launched(spec: RunSpec) -> Report:
     if _is_first_worker():
         plan = spec.plan
         note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {spec.out}/")
-    with _event_printer(spec) as on_event:
+    with training_progress(spec.epochs) as on_event:
         return launch(spec, on_event)
-
-
-@contextmanager
-def _event_printer(spec: RunSpec) -> Iterator[Any]:
-    """Yield a function that prints events: on a terminal a bar of the updates, everywhere a line for each epoch."""
-    from pdtool.cli.console.report_view import metrics_line
-
-    if not sys.stderr.isatty():
-        yield lambda event: note(metrics_line(event)) if event["split"] == "valid" else None
-        return
-    from rich.progress import Progress
-
-    from pdtool.cli.console.terminal import console
-
-    with Progress(console=console(err=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def on_event(event: dict[str, Any]) -> None:
-            if event["split"] == "valid":
-                bar.console.print(metrics_line(event), markup=False)
-                bar.update(task, total=event["step"] / event["epoch"] * spec.epochs)
-            else:
-                label = f"epoch {event['epoch']}/{spec.epochs}  loss {event['loss']:.4f}"
-                bar.update(task, description=label, completed=event["step"])
-
-        yield on_event
 
 
 def _print_workers(plan: Any, settings: dict[str, Any]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.table import Table
 
 from pdtool.artifacts.report import Report
@@ -65,9 +63,3 @@ def _prediction_table(report: Report) -> Table:
 def _compared(predicted_s: float, measured_s: float) -> str:
     ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s else ""
     return f"predicted {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
-
-
-def metrics_line(event: dict[str, Any]) -> str:
-    """Write a validation line of metrics.jsonl as `epoch 3: loss 0.1234, accuracy 0.9810`."""
-    figures = [f"{k} {v:.4f}" for k, v in event.items() if k not in ("split", "epoch", "step")]
-    return f"epoch {event['epoch']}: {', '.join(figures)}"
