@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.codegen.expressions import expression, literal
 from pdtool.codegen.wiring import Wiring
-from pdtool.frontend.leaves import constructor
+from pdtool.frontend.leaf_modules import constructor
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Value
 
 _WIDTH = 110

@@ -22,7 +22,7 @@ from pdtool.codegen.wiring import Wiring
 from pdtool.errors import PdtoolError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Size, Traced, Value
-from pdtool.frontend.trace import trace
+from pdtool.frontend.tracing import trace
 
 _COPIES = 6  # of all parameters while values are compared: model, its copy, the stages, and two sets of gradients
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+# Arguments of ATen operators that say where and how memory lies, not what is computed.
+LAYOUT_ARGUMENTS = {"layout", "pin_memory", "cudnn_enable", "cudnn_enabled", "non_blocking"}
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
 
@@ -132,3 +134,10 @@ class Traced:
     def by_name(self) -> dict[str, Operator]:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}
+
+
+def is_default(value: Any, argument: Any) -> bool:
+    """Whether `value` may be left out of a call: it is None, or the default that the schema gives to `argument`."""
+    if isinstance(value, (Value, State, Size, ByMode, Tensor)):
+        return False
+    return value is None or (argument.has_default_value() and bool(value == argument.default_value))

@@ -28,7 +28,7 @@ from pdtool.artifacts.profile import Device, Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Operator
-from pdtool.frontend.trace import trace
+from pdtool.frontend.tracing import trace
 from pdtool.profile.calibrate import fit, kind_of, measurable
 from pdtool.profile.count import Subject, size_errors
 from pdtool.profile.execute import differentiable, inplace_modules_off, tensors

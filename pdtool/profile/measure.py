@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.trace import trace
+from pdtool.frontend.tracing import trace
 from pdtool.profile.count import Subject, size_errors
 from pdtool.profile.execute import differentiable, inplace_modules_off, tensors
 from pdtool.profile.gauge import Clock, Gauge, Reading, Scratch

@@ -1,6 +1,6 @@
 """Read a model's operator graph with torch.export.
 
-Leaf modules (frontend/leaves.py) are made opaque while torch.export runs, so that each whole call of one is a
+Leaf modules (frontend/leaf_modules.py) are made opaque while torch.export runs, so that each whole call of one is a
 single node; what lies between them arrives as ATen operators. The model is traced twice, in training and in
 evaluation mode: an argument that differs between the two depends on `self.training`.
 """
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import TraceError
-from pdtool.frontend.leaves import is_leaf
+from pdtool.frontend.graph_reader import LeafCall, Reader
+from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.modelfile import user_line
 from pdtool.frontend.operators import ByMode, Operator, Traced
-from pdtool.frontend.read import LeafCall, Reader
 
 _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
