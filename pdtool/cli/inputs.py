@@ -67,7 +67,7 @@ class Inputs:
         """The user's model, imported (with torch)."""
         from pdtool.frontend.modelfile import ModelFile
 
-        return ModelFile.load(self.model, trusted=self.trusted, digests=dict(self.plan.digests))
+        return ModelFile.load(self.model, trusted=self.trusted, digests=self.plan.digests)
 
     def bundle(self, folder: Path) -> Bundle | None:
         """The bundle in `folder` if codegen made it from this very plan and its files are whole; None otherwise."""
@@ -79,14 +79,23 @@ class Inputs:
         return bundle if bundle.digests.get("plan") == self.plan.plan_sha256 else None
 
     def _check_model(self, recorded: ModelRef) -> None:
-        """Raises StaleError when the source file changed since it was profiled; nothing is imported."""
+        """Compare the source file with the one that was profiled; nothing is imported.
+
+        Raises:
+            StaleError: it changed, and the plan does not record the operator graph that it was made for.
+        """
         from pdtool.frontend.modelfile import find_source
 
         expected = self.plan.digests.get(recorded.source)
-        if expected and file_sha256(find_source(self.model.source)) != expected:
-            raise StaleError(
-                self.path, f"{self.model.source} has changed since it was profiled", "profile and partition it again"
-            )
+        if not expected or file_sha256(find_source(self.model.source)) == expected:
+            return
+        changed = f"{self.model.source} has changed since it was profiled"
+        if not self.plan.graph_sha256:
+            raise StaleError(self.path, changed, "profile and partition it again")
+        note(
+            f"{changed}: the plan holds as long as the operators are the same, which is checked; "
+            "the loss and the optimizer may cost something else, and HINTS are as they were"
+        )
 
 
 def planned(path: str) -> tuple[Plan, Profile]:

@@ -13,13 +13,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle, StageModule
-from pdtool.artifacts.envelope import write_atomically
+from pdtool.artifacts.envelope import OPERATOR_GRAPH, write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.verify import verify_shapes, verify_values
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import PdtoolError
+from pdtool.frontend.graph_check import check_profile
+from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Size, Traced, Value
 from pdtool.frontend.tracing import trace
@@ -41,12 +43,14 @@ def generate(
 
     Raises:
         TraceError: the model cannot be traced.
+        StaleError: the model's operator graph has changed since it was profiled.
         ArtifactError: the plan does not fit the profile, or the profile not the model.
         VerificationError: the stages are not equal to the model.
     """
     stages = plan.stage_nodes(profile)
     progress("tracing the model")
     traced = trace(model_file.build(), model_file.example_inputs, plan.batch_size, model_file.path)
+    check_profile(traced, profile, model_file.ref.source)
     wiring = Wiring.of(traced, stages)
     progress("writing the stages")
     writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
@@ -69,9 +73,10 @@ def generate(
 
 def _bundle(plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[str, str], proof: str) -> Bundle:
     inputs = [wiring.names[op.outputs[0]] for op in wiring.traced.operators if op.is_input]
+    graph = graph_sha256(wiring.traced)
     return Bundle(
         name=plan.name,
-        digests={**plan.digests, "plan": plan.plan_sha256},
+        digests={**plan.digests, **({OPERATOR_GRAPH: graph} if graph else {}), "plan": plan.plan_sha256},
         batch_size=plan.batch_size,
         proof="values" if proof == "values" else "shapes",
         inputs=tuple(inputs),

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
-from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
 from pdtool.errors import ModelError, StaleError, UsageError
 
 RESERVED = {"split", "epoch", "step", "loss"}  # what a line of metrics.jsonl holds besides the user's metrics
@@ -42,18 +42,19 @@ class ModelFile:
     module: ModuleType
 
     @classmethod
-    def load(cls, ref: ModelRef, *, trusted: bool = False, digests: dict[str, str] | None = None) -> ModelFile:
+    def load(cls, ref: ModelRef, *, trusted: bool = False, digests: Mapping[str, str] | None = None) -> ModelFile:
         """Import the file.
 
         Args:
             ref: names the file, the function and its settings.
             trusted: the user named it on the command line. A reference found in an artifact is not trusted: only a
                 file under the current folder, or pdtool's own zoo, is then imported.
-            digests: SHA-256 by source that the file must still have.
+            digests: those of the artifact that names the model. Where the operator graph is not among them, the file
+                must have the bytes that it had; where it is, compare the graph after tracing (graph_check.py).
 
         Raises:
             UsageError: no such file or module.
-            StaleError: the file changed since the artifact was made.
+            StaleError: the file changed since the artifact was made, which does not record the operator graph.
             ModelError: it cannot be imported, or lacks the function.
         """
         path = find_source(ref.source)
@@ -62,8 +63,9 @@ class ModelFile:
                 f"the artifact names the model {ref.source!r}, outside the current folder",
                 "check that file, then name it yourself with --model",
             )
-        expected = (digests or {}).get(ref.source)
-        if expected and file_sha256(path) != expected:
+        digests = digests or {}
+        expected = digests.get(ref.source)
+        if expected and OPERATOR_GRAPH not in digests and file_sha256(path) != expected:
             raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
         file = cls(ref, path, _import(ref.source, path))
         file._function(ref.function)

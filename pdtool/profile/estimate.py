@@ -25,9 +25,10 @@ from torch._subclasses.fake_tensor import (
 
 from pdtool.artifacts.device import DeviceSpec, Precision
 from pdtool.artifacts.profile import Device, Profile
-from pdtool.errors import ModelError, UsageError
+from pdtool.errors import ModelError, StaleError, UsageError
+from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import Operator
+from pdtool.frontend.operators import Operator, Traced
 from pdtool.frontend.tracing import trace
 from pdtool.profile.calibrate import fit, kind_of, measurable
 from pdtool.profile.count import Subject, size_errors
@@ -63,14 +64,14 @@ def estimate(
             f"{device.name} has no figure for {precision}", f"choose one of {', '.join(device.peak_flops_per_s)}"
         )
     cast = next((dtype for dtype, name in PRECISIONS.items() if name == precision), None)
-    fakes = _Fakes(FakeTensorMode(allow_non_fake_inputs=True), cast)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = _Fakes(mode, cast)
     with size_errors(model_file, batch_size), _without_values():
-        model = fakes.model(model_file)
-        traced = trace(
-            model, lambda n: tuple(fakes.tensor(t) for t in model_file.example_inputs(n)), batch_size, model_file.path
-        )
+        traced = fakes.trace(model_file, batch_size)
+        as_written = traced if cast is None else _Fakes(mode, None).trace(model_file, batch_size)
         inplace_modules_off(traced.model)
-        subject = Subject.of(model_file, traced, batch_size, torch.device("cpu"), fakes.tensor)
+        digest = graph_sha256(as_written)
+        subject = Subject.of(model_file, traced, digest, batch_size, torch.device("cpu"), fakes.tensor)
         return _Estimate(subject, fakes.mode, device, precision, progress).profile()
 
 
@@ -83,12 +84,15 @@ def calibrated(device: DeviceSpec, measured: Profile, path: Path | str, *, tf32:
 
     Raises:
         ArtifactError: the profile is no measured one, or not of the model as it is now.
-        StaleError, UsageError: its model file changed, or lies outside the current folder.
+        StaleError: its model changed.
+        UsageError: its model file lies outside the current folder.
     """
     model = measurable(measured, path)
     model_file = ModelFile.load(model, digests=measured.digests)
     plain = device.model_copy(update={"factors": {}})
     estimated = estimate(model_file, batch_size=measured.batch_size, device=plain, precision="tf32" if tf32 else None)
+    if estimated.graph_sha256 and measured.graph_sha256 not in (None, estimated.graph_sha256):
+        raise StaleError(model.source, "its operators have changed since it was profiled", "profile it again")
     return device.model_copy(update={"factors": {**device.factors, **fit(measured, estimated, path)}})
 
 
@@ -98,6 +102,13 @@ class _Fakes:
 
     mode: FakeTensorMode
     cast: torch.dtype | None
+
+    def trace(self, model_file: ModelFile, batch_size: int) -> Traced:
+        """Trace the model with fake parameters and inputs."""
+        model = self.model(model_file)
+        return trace(
+            model, lambda n: tuple(self.tensor(t) for t in model_file.example_inputs(n)), batch_size, model_file.path
+        )
 
     def model(self, model_file: ModelFile) -> nn.Module:
         """The model, its parameters never allocated unless its construction looks at values."""
@@ -119,7 +130,7 @@ class _Fakes:
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """PipelineShape and type of `tensor` alone."""
+        """A tensor of the shape and type of `tensor`, without its values."""
         fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
         return fake.to(self.cast) if self.cast and fake.is_floating_point() else fake
 

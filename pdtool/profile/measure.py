@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.profile import Device, Profile
+from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing import trace
 from pdtool.profile.count import Subject, size_errors
@@ -55,8 +56,9 @@ def measure(
     try:
         with size_errors(model_file, batch_size):
             traced = trace(model_file.build(), model_file.example_inputs, batch_size, model_file.path)
+            digest = graph_sha256(traced)
             inplace_modules_off(traced.model.to(where))
-            subject = Subject.of(model_file, traced, batch_size, where)
+            subject = Subject.of(model_file, traced, digest, batch_size, where)
             return _Measurement(subject, where, progress).profile()
     finally:
         torch.set_num_threads(before)
