@@ -162,6 +162,11 @@ class Artifact(FrozenModel):
         then the model's file must have the bytes that it had."""
         return self.digests.get(OPERATOR_GRAPH)
 
+    def with_graph(self, sha256: str | None) -> Self:
+        """Record the digest of the operator graph that it was made for; None leaves the artifact as it is."""
+        digests = {**self.digests, OPERATOR_GRAPH: sha256} if sha256 else self.digests
+        return self.model_copy(update={"digests": digests})
+
     @classmethod
     def _maker(cls) -> str:
         makers = {"profile": "profile", "plan": "partition", "bundle": "codegen", "cluster": "probe"}

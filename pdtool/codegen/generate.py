@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle, StageModule
-from pdtool.artifacts.envelope import OPERATOR_GRAPH, write_atomically
+from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.codegen.emit import StageWriter
@@ -73,10 +73,9 @@ def generate(
 
 def _bundle(plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[str, str], proof: str) -> Bundle:
     inputs = [wiring.names[op.outputs[0]] for op in wiring.traced.operators if op.is_input]
-    graph = graph_sha256(wiring.traced)
-    return Bundle(
+    bundle = Bundle(
         name=plan.name,
-        digests={**plan.digests, **({OPERATOR_GRAPH: graph} if graph else {}), "plan": plan.plan_sha256},
+        digests={**plan.digests, "plan": plan.plan_sha256},
         batch_size=plan.batch_size,
         proof="values" if proof == "values" else "shapes",
         inputs=tuple(inputs),
@@ -95,6 +94,7 @@ def _bundle(plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[
         tensors=tuple(wiring.tensors()),
         tied=tuple(wiring.tied),
     )
+    return bundle.with_graph(graph_sha256(wiring.traced))
 
 
 def _fits(traced: Traced) -> bool:

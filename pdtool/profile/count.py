@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from pdtool.artifacts.envelope import OPERATOR_GRAPH
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
 from pdtool.errors import ModelError, PdtoolError
 from pdtool.frontend.modelfile import ModelFile
@@ -31,7 +30,6 @@ class Subject:
 
     Attributes:
         run: executes its operators.
-        graph_sha256: digest of the operator graph of the model file; None where fake tensors hide it.
         inputs: the model's arguments.
         target: what the loss compares the output with; None without a loss.
         with_loss: whether the model file has a loss and a dataset to take a target from.
@@ -39,7 +37,6 @@ class Subject:
 
     model_file: ModelFile
     traced: Traced
-    graph_sha256: str | None
     batch: int
     run: Executor
     inputs: tuple[Tensor, ...]
@@ -51,7 +48,6 @@ class Subject:
         cls,
         model_file: ModelFile,
         traced: Traced,
-        graph_sha256: str | None,
         batch: int,
         device: torch.device,
         move: Callable[[Tensor], Tensor] | None = None,
@@ -59,7 +55,6 @@ class Subject:
         """The traced model with the first minibatch of its training set.
 
         Args:
-            graph_sha256: digest of the operator graph as codegen will trace it.
             move: what brings a tensor of the minibatch to where the model is; None: a copy to `device`.
         """
         place = move or (lambda t: t.to(device))
@@ -68,7 +63,6 @@ class Subject:
         return cls(
             model_file=model_file,
             traced=traced,
-            graph_sha256=graph_sha256,
             batch=batch,
             run=Executor.of(traced, batch, device),
             inputs=tuple(place(t) for t in model_file.as_inputs(data)),
@@ -187,8 +181,7 @@ class Subject:
         profile = Profile(
             name=self.model_file.name,
             model=self.model_file.ref,
-            digests={self.model_file.ref.source: self.model_file.sha256}
-            | ({OPERATOR_GRAPH: self.graph_sha256} if self.graph_sha256 else {}),
+            digests={self.model_file.ref.source: self.model_file.sha256},
             batch_size=self.batch,
             device=device,
             step_s=step_s + update_s if step_s else 0.0,

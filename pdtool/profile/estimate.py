@@ -70,9 +70,9 @@ def estimate(
         traced = fakes.trace(model_file, batch_size)
         as_written = traced if cast is None else _Fakes(mode, None).trace(model_file, batch_size)
         inplace_modules_off(traced.model)
-        digest = graph_sha256(as_written)
-        subject = Subject.of(model_file, traced, digest, batch_size, torch.device("cpu"), fakes.tensor)
-        return _Estimate(subject, fakes.mode, device, precision, progress).profile()
+        subject = Subject.of(model_file, traced, batch_size, torch.device("cpu"), fakes.tensor)
+        profile = _Estimate(subject, fakes.mode, device, precision, progress).profile()
+        return profile.with_graph(graph_sha256(as_written))
 
 
 def calibrated(device: DeviceSpec, measured: Profile, path: Path | str, *, tf32: bool = False) -> DeviceSpec:

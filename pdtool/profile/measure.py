@@ -58,8 +58,8 @@ def measure(
             traced = trace(model_file.build(), model_file.example_inputs, batch_size, model_file.path)
             digest = graph_sha256(traced)
             inplace_modules_off(traced.model.to(where))
-            subject = Subject.of(model_file, traced, digest, batch_size, where)
-            return _Measurement(subject, where, progress).profile()
+            subject = Subject.of(model_file, traced, batch_size, where)
+            return _Measurement(subject, where, progress).profile().with_graph(digest)
     finally:
         torch.set_num_threads(before)
 
