@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from pdtool.artifacts.device import DeviceSpec, Precision
+from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.errors import ModelError, StaleError, UsageError
 from pdtool.frontend.graph_digest import graph_sha256
@@ -91,9 +92,16 @@ def calibrated(device: DeviceSpec, measured: Profile, path: Path | str, *, tf32:
     model_file = ModelFile.load(model, digests=measured.digests)
     plain = device.model_copy(update={"factors": {}})
     estimated = estimate(model_file, batch_size=measured.batch_size, device=plain, precision="tf32" if tf32 else None)
-    if estimated.graph_sha256 and measured.graph_sha256 not in (None, estimated.graph_sha256):
-        raise StaleError(model.source, "its operators have changed since it was profiled", "profile it again")
+    if _has_changed(model, measured, estimated):
+        raise StaleError(model.source, "has changed since it was profiled", "profile it again")
     return device.model_copy(update={"factors": {**device.factors, **fit(measured, estimated, path)}})
+
+
+def _has_changed(model: ModelRef, before: Profile, now: Profile) -> bool:
+    """Compare the operator graphs of two profiles of a model, or the bytes of its file where one records no graph."""
+    if before.graph_sha256 and now.graph_sha256:
+        return before.graph_sha256 != now.graph_sha256
+    return before.digests.get(model.source) not in (None, now.digests[model.source])
 
 
 @dataclass(frozen=True)
