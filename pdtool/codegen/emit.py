@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.codegen.expressions import expression, literal
 from pdtool.codegen.wiring import Wiring
-from pdtool.frontend.leaf_modules import constructor
+from pdtool.frontend.leaf_modules import constructor_arguments
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Value
 
 _WIDTH = 110
@@ -338,7 +338,7 @@ def _later(path: str, child: Any) -> Iterator[str]:
 def _construct(module: nn.Module) -> str:
     arguments = [
         literal_argument(value) if required else f"{name}={literal_argument(value)}"
-        for name, value, required in constructor(module)
+        for name, value, required in constructor_arguments(module)
     ]
     return f"nn.{type(module).__name__}({', '.join(arguments)})"
 

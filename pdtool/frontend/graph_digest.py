@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from pdtool.frontend.leaf_modules import constructor
+from pdtool.frontend.leaf_modules import constructor_arguments
 from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, State, Traced, Value, is_default
 
 # A size is told by its values here: its expression may be written in another way by another version of torch.
@@ -71,7 +71,7 @@ def _operator(op: Operator, model: nn.Module) -> dict[str, Any]:
         changed = [a.name for a in arguments if not is_default(op.kwargs[a.name], a) and a.name not in LAYOUT_ARGUMENTS]
         content |= {"target": str(op.target), "kwargs": {name: _plain(op.kwargs[name]) for name in changed}}
     elif not op.is_input:
-        built = {name: _plain(value) for name, value, _ in constructor(model.get_submodule(op.module))}
+        built = {name: _plain(value) for name, value, _ in constructor_arguments(model.get_submodule(op.module))}
         content |= {"constructor": built, "kwargs": {name: _plain(value) for name, value in op.kwargs.items()}}
     return content
 
