@@ -92,7 +92,7 @@ def constructor_arguments(module: nn.Module) -> list[tuple[str, Any, bool]]:
     tensors = (*module.parameters(), *module.buffers())
     dtypes = {t.dtype for t in tensors if t.is_floating_point()} - {torch.float32}
     if dtypes:
-        arguments.append(("dtype", dtypes.pop(), False))
+        arguments.append(("dtype", min(dtypes, key=str), False))
     return arguments
 
 

@@ -195,11 +195,6 @@ class ModelFile:
         """Whether the file defines `function`."""
         return callable(getattr(self.module, function, None))
 
-    def require(self, *functions: str) -> None:
-        """Raise ModelError when one of `functions` is missing."""
-        for function in functions:
-            self._function(function)
-
     def _function(self, name: str) -> Callable[..., Any]:
         if not self.has(name):
             defined = [
