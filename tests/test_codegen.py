@@ -18,7 +18,7 @@ from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.trace import trace
+from pdtool.frontend.tracing import trace
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 INPUTS = {

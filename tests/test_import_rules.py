@@ -49,7 +49,7 @@ HOMES = {
 
 
 def part_of(path: Path) -> str:
-    """`frontend` for pdtool/frontend/trace.py; `errors` for pdtool/errors.py."""
+    """`frontend` for pdtool/frontend/tracing.py; `errors` for pdtool/errors.py."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 

@@ -172,7 +172,7 @@ def test_a_loss_that_fails_names_its_line(tmp_path):
 
 def test_profile_of_this_file_is_where_it_says(model_file):
     profile = measure(model_file, batch_size=4)
-    assert profile.digests == {model_file.ref.source: model_file.sha256}
+    assert profile.digests == {model_file.ref.source: model_file.sha256, "operator graph": profile.graph_sha256}
     assert Path(profile.model.source).is_file()
 
 

@@ -62,7 +62,7 @@ def test_an_unknown_size_is_refused(name):
 
 
 def test_example_inputs_are_shaped_as_the_dataset(file):
-    file.require("model", "example_inputs", "dataset", "loss", "optimizer", "metrics")
+    assert all(map(file.has, ("model", "example_inputs", "dataset", "loss", "optimizer", "metrics")))
     (inputs,) = file.example_inputs(6)
     data, _ = file.example_batch(6)
     assert (inputs.shape, inputs.dtype) == (data.shape, data.dtype)

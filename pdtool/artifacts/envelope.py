@@ -36,6 +36,7 @@ ModulePath = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_]+(\.[A-Za-
 Title = Annotated[str, StringConstraints(pattern=r"""^[^\x00-\x1f"'\\/]*$""", max_length=500)]
 _EXPONENTIAL = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"
 Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
+OPERATOR_GRAPH = "operator graph"  # in Artifact.digests, among paths: the model as it was traced
 
 
 class FrozenModel(BaseModel):
@@ -45,7 +46,7 @@ class FrozenModel(BaseModel):
 
 
 class ModelRef(FrozenModel):
-    """Where the user's model comes from; it is imported only when its digest is unchanged.
+    """Where the user's model comes from.
 
     Attributes:
         source: `model.py` (a path, relative to where pdtool runs) or `package.module`.
@@ -68,7 +69,8 @@ class Artifact(FrozenModel):
     Attributes:
         format: `pdtool/KIND/1`; set by each kind.
         tool_version: the pdtool that wrote it.
-        digests: SHA-256 of every input it was made from, by path.
+        digests: SHA-256 of every input it was made from, by path, and of the model's operator graph under
+            OPERATOR_GRAPH. What is made from an artifact takes its digests over.
         sha256: of the artifact itself, in its file only, to detect alterations; plans and clusters, which people
             edit, have none.
     """
@@ -147,6 +149,17 @@ class Artifact(FrozenModel):
     def content_sha256(self) -> str:
         """Digest of the content, as other artifacts record it; fields with their default value do not change it."""
         return _seal(self.model_dump(mode="json", exclude={"sha256"}, exclude_defaults=True))
+
+    @property
+    def graph_sha256(self) -> str | None:
+        """Digest of the operator graph that it was made for (frontend/graph_digest.py); None where none was recorded:
+        then the model's file must have the bytes that it had."""
+        return self.digests.get(OPERATOR_GRAPH)
+
+    def with_graph(self, sha256: str | None) -> Self:
+        """Record the digest of the operator graph that it was made for; None leaves the artifact as it is."""
+        digests = {**self.digests, OPERATOR_GRAPH: sha256} if sha256 else self.digests
+        return self.model_copy(update={"digests": digests})
 
     @classmethod
     def _maker(cls) -> str:

@@ -58,16 +58,14 @@ class Inputs:
 
     @property
     def folder(self) -> Path:
-        """Where the stage files go unless told otherwise: beside the plan."""
-        if self.path == "-":
-            return Path("plans") / file_name(self.plan.name)
-        return Path(self.path).with_suffix("")
+        """Where the stage files go unless told otherwise."""
+        return bundle_folder(self.path, self.plan)
 
     def model_file(self) -> ModelFile:
         """The user's model, imported (with torch)."""
         from pdtool.frontend.modelfile import ModelFile
 
-        return ModelFile.load(self.model, trusted=self.trusted, digests=dict(self.plan.digests))
+        return ModelFile.load(self.model, trusted=self.trusted, digests=self.plan.digests)
 
     def bundle(self, folder: Path) -> Bundle | None:
         """The bundle in `folder` if codegen made it from this very plan and its files are whole; None otherwise."""
@@ -79,14 +77,28 @@ class Inputs:
         return bundle if bundle.digests.get("plan") == self.plan.plan_sha256 else None
 
     def _check_model(self, recorded: ModelRef) -> None:
-        """Raises StaleError when the source file changed since it was profiled; nothing is imported."""
+        """Compare the source file with the one that was profiled; nothing is imported.
+
+        Raises:
+            StaleError: it changed, and the plan does not record the operator graph that it was made for.
+        """
         from pdtool.frontend.modelfile import find_source
 
         expected = self.plan.digests.get(recorded.source)
-        if expected and file_sha256(find_source(self.model.source)) != expected:
-            raise StaleError(
-                self.path, f"{self.model.source} has changed since it was profiled", "profile and partition it again"
-            )
+        if not expected or file_sha256(find_source(self.model.source)) == expected:
+            return
+        changed = f"{self.model.source} has changed since it was profiled"
+        if not self.plan.graph_sha256:
+            raise StaleError(self.path, changed, "profile and partition it again")
+        note(
+            f"{changed}: the plan holds as long as the operators are the same, which is checked; "
+            "the loss and the optimizer may cost something else, and HINTS are as they were"
+        )
+
+
+def bundle_folder(path: str, plan: Plan) -> Path:
+    """The folder of a plan's stage files: beside the plan, which stands in `path`; `plans/NAME` for one from stdin."""
+    return Path("plans") / file_name(plan.name) if path == "-" else Path(path).with_suffix("")
 
 
 def planned(path: str) -> tuple[Plan, Profile]:
@@ -102,11 +114,29 @@ def read(path: str) -> tuple[Plan, Profile]:
 
 
 def profile_of(plan: Plan, path: str) -> Profile:
-    """What `plan`, which stands in `path`, was made from.
+    """Read the profile that `plan`, which stands in `path`, was made from.
 
     Raises:
         StaleError: it changed since.
-        ArtifactError: the plan does not say where it is: it came through a pipe.
+        ArtifactError: the plan does not say where it is, because it came through a pipe.
+    """
+    profile = read_profile(plan, path)
+    if not was_made_from(plan, profile):
+        raise StaleError(path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again")
+    return profile
+
+
+def was_made_from(plan: Plan, profile: Profile) -> bool:
+    """Whether `profile` has the content that the plan was made from; a plan that records none fits any."""
+    recorded = plan.digests.get(plan.profile) or plan.digests.get("-")
+    return recorded in (None, profile.content_sha256)
+
+
+def read_profile(plan: Plan, path: str) -> Profile:
+    """Read the profile that a plan names, whether it has changed or not.
+
+    Raises:
+        ArtifactError: the plan, which stands in `path`, does not say where it is, because it came through a pipe.
     """
     if plan.profile == "-":
         raise ArtifactError(
@@ -115,11 +145,7 @@ def profile_of(plan: Plan, path: str) -> Profile:
             "write the profile to a file and put its path there, as `profile: profiles/net.json`",
             field="profile",
         )
-    profile = Profile.load(plan.profile)
-    known = plan.digests.get(plan.profile) or plan.digests.get("-")
-    if known not in (None, profile.content_sha256):
-        raise StaleError(path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again")
-    return profile
+    return Profile.load(plan.profile)
 
 
 def _named(recorded: ModelRef, text: str) -> ModelRef:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdtool.frontend.operators import ByMode, Operator, Size, State, Value
+from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, is_default
 
 # A template applies when every argument that it does not name has its default value; `{sizes*}` spreads a list.
 _TEMPLATES = {
@@ -60,8 +60,6 @@ _TEMPLATES = {
     "where.self": "torch.where({condition}, {self}, {other})",
     "cross_entropy_loss": "F.cross_entropy({self}, {target})",
 }
-# Arguments that say where and how memory lies, not what is computed.
-_IGNORED = {"layout", "pin_memory", "cudnn_enable", "cudnn_enabled", "non_blocking"}
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
 
 Write = Callable[[Any], str]
@@ -81,7 +79,7 @@ def expression(op: Operator, write: Write) -> str:
     if custom:
         return custom(arguments, write)
     key = name if overload == "default" else f"{name}.{overload}"
-    changed = {a.name for a in schema.arguments if not _is_default(arguments[a.name], a)} - _IGNORED
+    changed = {a.name for a in schema.arguments if not is_default(arguments[a.name], a)} - LAYOUT_ARGUMENTS
     template = _TEMPLATES.get(key)
     if template and changed - {"device"} <= {field for field, _ in _FIELD.findall(template)}:
         return _FIELD.sub(
@@ -108,7 +106,7 @@ def _call_arguments(
     """Required arguments by position, changed options by name."""
     required, options = [], []
     for a in schema.arguments:
-        if a.name in _IGNORED or (a.has_default_value() and a.name not in changed):
+        if a.name in LAYOUT_ARGUMENTS or (a.has_default_value() and a.name not in changed):
             continue
         text = write(arguments[a.name])
         if a.has_default_value() or a.kwarg_only:
@@ -117,12 +115,6 @@ def _call_arguments(
         elif not options:
             required.append(text)
     return required, options
-
-
-def _is_default(value: Any, argument: Any) -> bool:
-    if isinstance(value, (Value, State, Size, ByMode, Tensor)):
-        return False
-    return value is None or (argument.has_default_value() and bool(value == argument.default_value))
 
 
 def _spread(values: Any, write: Write) -> str:

@@ -20,9 +20,11 @@ from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.verify import verify_shapes, verify_values
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import PdtoolError
+from pdtool.frontend.graph_check import check_profile
+from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Size, Traced, Value
-from pdtool.frontend.trace import trace
+from pdtool.frontend.tracing import trace
 
 _COPIES = 6  # of all parameters while values are compared: model, its copy, the stages, and two sets of gradients
 
@@ -41,12 +43,14 @@ def generate(
 
     Raises:
         TraceError: the model cannot be traced.
+        StaleError: the model's operator graph has changed since it was profiled.
         ArtifactError: the plan does not fit the profile, or the profile not the model.
         VerificationError: the stages are not equal to the model.
     """
     stages = plan.stage_nodes(profile)
     progress("tracing the model")
     traced = trace(model_file.build(), model_file.example_inputs, plan.batch_size, model_file.path)
+    check_profile(traced, profile, model_file.ref.source)
     wiring = Wiring.of(traced, stages)
     progress("writing the stages")
     writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
@@ -69,7 +73,7 @@ def generate(
 
 def _bundle(plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[str, str], proof: str) -> Bundle:
     inputs = [wiring.names[op.outputs[0]] for op in wiring.traced.operators if op.is_input]
-    return Bundle(
+    bundle = Bundle(
         name=plan.name,
         digests={**plan.digests, "plan": plan.plan_sha256},
         batch_size=plan.batch_size,
@@ -90,6 +94,7 @@ def _bundle(plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[
         tensors=tuple(wiring.tensors()),
         tied=tuple(wiring.tied),
     )
+    return bundle.with_graph(graph_sha256(wiring.traced))
 
 
 def _fits(traced: Traced) -> bool:

@@ -24,11 +24,13 @@ from torch._subclasses.fake_tensor import (
 )
 
 from pdtool.artifacts.device import DeviceSpec, OperatorKind, Precision
+from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Device, Profile
-from pdtool.errors import ModelError, UsageError
+from pdtool.errors import ModelError, StaleError, UsageError
+from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import Operator
-from pdtool.frontend.trace import trace
+from pdtool.frontend.operators import Operator, Traced
+from pdtool.frontend.tracing import trace
 from pdtool.profile.calibrate import fit_factors, measured_model, operator_kind
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules, requiring_gradients, tensors_in
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
@@ -71,15 +73,15 @@ def estimate(
             f"{device.name} has no figure for {precision}", f"choose one of {', '.join(device.peak_flops_per_s)}"
         )
     cast = next((dtype for dtype, name in PRECISIONS.items() if name == precision), None)
-    fakes = _FakeTensors(FakeTensorMode(allow_non_fake_inputs=True), cast)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = _FakeTensors(mode, cast)
     with batch_size_errors(model_file, batch_size), _without_values():
-        model = fakes.model(model_file)
-        traced = trace(
-            model, lambda n: tuple(fakes.tensor(t) for t in model_file.example_inputs(n)), batch_size, model_file.path
-        )
+        traced = fakes.trace(model_file, batch_size)
+        as_written = traced if cast is None else _FakeTensors(mode, None).trace(model_file, batch_size)
         disable_inplace_modules(traced.model)
         profiled = ProfiledModel.of(model_file, traced, batch_size, torch.device("cpu"), fakes.tensor)
-        return _Estimate(profiled, fakes.mode, device, precision, progress).profile()
+        profile = _Estimate(profiled, fakes.mode, device, precision, progress).profile()
+        return profile.with_graph(graph_sha256(as_written))
 
 
 def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *, tf32: bool = False) -> DeviceSpec:
@@ -91,12 +93,23 @@ def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *,
 
     Raises:
         ArtifactError: the profile is no measured one, or not of the model as it is now.
-        StaleError, UsageError: its model file changed, or lies outside the current folder.
+        StaleError: its model changed.
+        UsageError: its model file lies outside the current folder.
     """
-    model_file = ModelFile.load(measured_model(measured, path), digests=measured.digests)
+    model = measured_model(measured, path)
+    model_file = ModelFile.load(model, digests=measured.digests)
     plain = device.model_copy(update={"factors": {}})
     estimated = estimate(model_file, batch_size=measured.batch_size, device=plain, precision="tf32" if tf32 else None)
+    if _has_changed(model, measured, estimated):
+        raise StaleError(model.source, "has changed since it was profiled", "profile it again")
     return device.model_copy(update={"factors": {**device.factors, **fit_factors(measured, estimated, path)}})
+
+
+def _has_changed(model: ModelRef, before: Profile, now: Profile) -> bool:
+    """Compare the operator graphs of two profiles of a model, or the bytes of its file where one records no graph."""
+    if before.graph_sha256 and now.graph_sha256:
+        return before.graph_sha256 != now.graph_sha256
+    return before.digests.get(model.source) not in (None, now.digests[model.source])
 
 
 @dataclass(frozen=True)
@@ -105,6 +118,13 @@ class _FakeTensors:
 
     mode: FakeTensorMode
     cast: torch.dtype | None
+
+    def trace(self, model_file: ModelFile, batch_size: int) -> Traced:
+        """Trace the model with fake parameters and inputs."""
+        model = self.model(model_file)
+        return trace(
+            model, lambda n: tuple(self.tensor(t) for t in model_file.example_inputs(n)), batch_size, model_file.path
+        )
 
     def model(self, model_file: ModelFile) -> nn.Module:
         """Build the model; its parameters are allocated only if its construction reads values."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.profile import Device, Profile
+from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.trace import trace
+from pdtool.frontend.tracing import trace
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules, requiring_gradients, tensors_in
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
 from pdtool.profile.instruments import Instrument, Reading, ScratchMemoryGauge, Stopwatch
@@ -55,9 +56,10 @@ def measure(
     try:
         with batch_size_errors(model_file, batch_size):
             traced = trace(model_file.build(), model_file.example_inputs, batch_size, model_file.path)
+            digest = graph_sha256(traced)
             disable_inplace_modules(traced.model.to(where))
             profiled = ProfiledModel.of(model_file, traced, batch_size, where)
-            return _Measurement(profiled, where, progress).profile()
+            return _Measurement(profiled, where, progress).profile().with_graph(digest)
     finally:
         torch.set_num_threads(before)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdtool.errors import UsageError
+from pdtool.frontend.graph_check import check_bundle
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.border import Border
@@ -118,9 +119,11 @@ def set_up(spec: RunSpec, rank: int, device: torch.device, local_workers: int) -
     everyone = places(spec.plan)
     place = everyone[rank]
     status, meter = Status(spec.out, place), Meter(device)
-    file = ModelFile.load(spec.model, trusted=spec.trusted, digests=dict(spec.bundle.digests))
+    file = ModelFile.load(spec.model, trusted=spec.trusted, digests=spec.bundle.digests)
     shape = spec.plan.shape(tuple(tied.stages for tied in spec.bundle.tied))
     model = file.build(spec.seed)
+    if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
+        check_bundle(file, model, spec.bundle)
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     loaded = {

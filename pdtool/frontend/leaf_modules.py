@@ -1,7 +1,7 @@
-"""The torch.nn modules that pdtool takes whole, and how each is constructed again.
+"""Say which torch.nn modules are one operator each, and how such a leaf module is constructed again.
 
-A leaf call appears in the graph, in the profile and in the generated code as one operator, under the module's
-original name. The table below names each type's constructor arguments; nothing is ever read from a repr.
+The call of a leaf module stands in the graph, in the profile and in the generated code as one operator, under the
+module's original name. The table below names each type's constructor arguments; nothing is ever read from a repr.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-# Type: constructor arguments that are attributes of the module under the same name. `bias` is whether there is one.
-# `inplace` is left out on purpose: a stage border may precede the module, and a received tensor must not change.
+# Constructor arguments that are attributes of the module under the same name; `bias` is whether there is one.
+# `inplace` is left out: the module may be the first of its stage, and a received tensor must not change.
 _CONV = "in_channels out_channels kernel_size stride padding dilation groups bias padding_mode"
 _CONV_TRANSPOSE = "in_channels out_channels kernel_size stride padding output_padding groups bias dilation padding_mode"
 _NORM = "num_features eps momentum affine track_running_stats"
 _RNN = "input_size hidden_size num_layers bias batch_first dropout bidirectional"
-_AVERAGE = "kernel_size stride padding ceil_mode count_include_pad"
-_MAX = "kernel_size stride padding dilation return_indices ceil_mode"
+_AVERAGE_POOL = "kernel_size stride padding ceil_mode count_include_pad"
+_MAX_POOL = "kernel_size stride padding dilation return_indices ceil_mode"
 
-# Arguments that torch keeps as a tuple and people write as one number.
-_SQUARE = {"kernel_size", "stride", "padding", "dilation", "output_padding", "normalized_shape"}
+# Arguments that torch keeps as a tuple, and people write as one number where all dimensions have the same.
+_PER_DIMENSION = {"kernel_size", "stride", "padding", "dilation", "output_padding", "normalized_shape"}
 
-LEAVES: dict[type[nn.Module], str] = {
+LEAF_MODULES: dict[type[nn.Module], str] = {
     nn.Linear: "in_features out_features bias",
     nn.Bilinear: "in1_features in2_features out_features bias",
     nn.Embedding: "num_embeddings embedding_dim padding_idx scale_grad_by_freq",
@@ -39,9 +39,9 @@ LEAVES: dict[type[nn.Module], str] = {
     nn.GRU: _RNN,
     nn.RNN: _RNN + " nonlinearity",
     nn.MultiheadAttention: "embed_dim num_heads dropout bias add_zero_attn batch_first",
-    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), _MAX),
-    nn.AvgPool1d: _AVERAGE,
-    **dict.fromkeys((nn.AvgPool2d, nn.AvgPool3d), _AVERAGE + " divisor_override"),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), _MAX_POOL),
+    nn.AvgPool1d: _AVERAGE_POOL,
+    **dict.fromkeys((nn.AvgPool2d, nn.AvgPool3d), _AVERAGE_POOL + " divisor_override"),
     **dict.fromkeys((nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), "output_size"),
     **dict.fromkeys((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), "output_size return_indices"),
     **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), "p"),
@@ -68,9 +68,9 @@ LEAVES: dict[type[nn.Module], str] = {
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a call of `module` is taken whole: a type of the table, exactly, behaving as that type does."""
+    """Whether a call of `module` is one operator: its type is one of the table, and nothing changes what it does."""
     return (
-        type(module) in LEAVES
+        type(module) in LEAF_MODULES
         and "forward" not in vars(module)
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         and getattr(module, "max_norm", None) is None  # an Embedding that rewrites its weights in forward
@@ -79,28 +79,28 @@ def is_leaf(module: nn.Module) -> bool:
     )
 
 
-def constructor(module: nn.Module) -> list[tuple[str, Any, bool]]:
-    """(argument, value, required) of the call that makes a module like this one; defaults are left out."""
+def constructor_arguments(module: nn.Module) -> list[tuple[str, Any, bool]]:
+    """Return (argument, value, required) of the call that makes such a module; defaults are left out."""
     signature = inspect.signature(nn.RNNBase if isinstance(module, nn.RNNBase) else type(module))
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()} | {"nonlinearity": "tanh"}
     arguments = []
-    for name in LEAVES[type(module)].split():
+    for name in LEAF_MODULES[type(module)].split():
         value = _value(module, name)
         default = defaults[name]
         if default is inspect.Parameter.empty or value != default:
             arguments.append((name, value, default is inspect.Parameter.empty))
-    state = (*module.parameters(), *module.buffers())
-    dtypes = {t.dtype for t in state if t.is_floating_point()} - {torch.float32}
+    tensors = (*module.parameters(), *module.buffers())
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()} - {torch.float32}
     if dtypes:
-        arguments.append(("dtype", dtypes.pop(), False))
+        arguments.append(("dtype", min(dtypes, key=str), False))
     return arguments
 
 
 def _value(module: nn.Module, name: str) -> Any:
     if name == "bias" and not isinstance(module, nn.RNNBase):
-        own = "in_proj_bias" if isinstance(module, nn.MultiheadAttention) else "bias"
-        return getattr(module, own) is not None
+        attribute = "in_proj_bias" if isinstance(module, nn.MultiheadAttention) else "bias"
+        return getattr(module, attribute) is not None
     value = getattr(module, name)
-    if isinstance(value, tuple) and value and len(set(value)) == 1 and name in _SQUARE:
+    if isinstance(value, tuple) and value and len(set(value)) == 1 and name in _PER_DIMENSION:
         return value[0]  # Conv2d(3, 64, kernel_size=3), not kernel_size=(3, 3)
     return value

@@ -1,9 +1,10 @@
-"""Read one exported program into operators: ATen nodes, leaf calls, and nothing that is only bookkeeping."""
+"""Read an exported program into operators: ATen operators and leaf calls, without what is only bookkeeping."""
 
 from __future__ import annotations
 
 import operator as python_operator
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +17,25 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import TraceError
+from pdtool.frontend.graph_passes import drop_dead_operators, first_names, mark_constants, operators_sharing_state
 from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Value
 
 _TORCH = str(Path(torch.__file__).parent)
-_SMALL = 64  # elements of a constant tensor that may stand in a stage file as a literal
+_MAX_LITERAL_ELEMENTS = 64  # of a constant tensor, to stand in a stage file as a literal
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
 _ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
 
 
 @dataclass
 class LeafCall:
-    """One call of a leaf module, noted while torch.export runs."""
+    """One call of a leaf module, recorded while torch.export runs.
+
+    Attributes:
+        path: of the module.
+        forward: the module's own, which is replaced meanwhile.
+        arguments: positional and keyword arguments as a flat list; `spec` is their pytree.
+        result: what the module returned: a pytree of indices into its tensors, None elsewhere.
+    """
 
     path: str
     forward: Callable[..., Any]
@@ -35,8 +44,16 @@ class LeafCall:
     result: Any = None
 
 
-class Reader:
-    """Walks the nodes of one exported program; `read` gives the operators."""
+class GraphReader:
+    """Reads one exported program; `read` walks its nodes once, in order.
+
+    Attributes:
+        values: what each node stands for: a Value, a State, a constant, a size, or a list of these.
+        operators: those read so far.
+        names: of operators and modules, which no other operator may have.
+        call_counts: leaf module -> calls of it read so far.
+        changed_buffers: names of the buffers that an operator writes.
+    """
 
     def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, calls: list[LeafCall]) -> None:
         self.model = model
@@ -46,14 +63,31 @@ class Reader:
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.batch = _batch_symbol(program)
-        self.env: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
         self.operators: list[Operator] = []
         self.names: set[str] = set(self.modules) | {"loss", "target"}
-        self.leaf_calls: dict[str, int] = {}
-        self.changed: set[str] = set()  # buffers written by an operator
+        self.call_counts: Counter[str] = Counter()
+        self.changed_buffers: set[str] = set()
 
     def read(self) -> Traced:
-        """All operators, model inputs first; raises TraceError."""
+        """Read all operators, model inputs first; raises TraceError."""
+        self._check_names()
+        for node, spec in zip(self._placeholders(), self.program.graph_signature.input_specs, strict=True):
+            self.values[node] = self._input(node, spec)
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self._call(node)
+        output = self._output()
+        operators = drop_dead_operators(self.operators, output, self.changed_buffers)
+        return Traced(
+            model=self.model,
+            operators=tuple(mark_constants(operators, self.changed_buffers)),
+            output=output,
+            together=operators_sharing_state(self.operators, self.changed_buffers),
+            tied=first_names(self.parameters),
+        )
+
+    def _check_names(self) -> None:
         for name in (*self.modules, *self.parameters, *self.buffers):
             if not _NAME.fullmatch(name):
                 raise TraceError(
@@ -61,19 +95,6 @@ class Reader:
                 )
             if name in ("loss", "target"):
                 raise TraceError(f"the model has a part named {name!r}, as pdtool calls a node of its own", "rename it")
-        for node, spec in zip(self._placeholders(), self.program.graph_signature.input_specs, strict=True):
-            self.env[node] = self._input(node, spec)
-        for node in self.program.graph.nodes:
-            if node.op == "call_function":
-                self._call(node)
-        output = self._output()
-        return Traced(
-            model=self.model,
-            operators=tuple(self._finished(output)),
-            output=output,
-            together=self._together(),
-            tied=self._tied(),
-        )
 
     def _placeholders(self) -> list[fx.Node]:
         return [node for node in self.program.graph.nodes if node.op == "placeholder"]
@@ -91,7 +112,7 @@ class Reader:
         return value
 
     def _constant(self, tensor: Tensor, node: fx.Node) -> Tensor:
-        if tensor.numel() > _SMALL:
+        if tensor.numel() > _MAX_LITERAL_ELEMENTS:
             raise TraceError(
                 f"the model holds a tensor of {tensor.numel()} elements that is neither parameter nor buffer",
                 "use register_buffer for it",
@@ -100,15 +121,15 @@ class Reader:
         return tensor.detach().clone()
 
     def _call(self, node: fx.Node) -> None:
-        """One node: a leaf call, an ATen operator, or bookkeeping that leaves no trace in the list."""
+        """Read one node: a leaf call, an ATen operator, or bookkeeping, which adds no operator."""
         target: Any = node.target
         value = node.meta.get("val")
         if isinstance(value, (int, float, bool, torch.SymInt)) and not isinstance(
             target, torch._ops.HigherOrderOperator
         ):
-            self.env[node] = self._size(value, node)
+            self.values[node] = self._size(value, node)
         elif target is python_operator.getitem:
-            self.env[node] = self._argument(node.args[0])[node.args[1]]
+            self.values[node] = self._argument(node.args[0])[node.args[1]]
         elif target is torch.ops.pdtool.leaf.default:
             self._leaf(node)
         elif isinstance(target, torch._ops.HigherOrderOperator):
@@ -118,32 +139,33 @@ class Reader:
         elif target._schema.name.split("::")[-1].startswith(("_assert", "sym_constrain")):
             return
         elif target is torch.ops.aten.contiguous.default and len(node.args) == 1 and not node.kwargs:
-            self.env[node] = self._argument(node.args[0])  # whether it copies depends on the mode; `view` is a reshape
+            # Whether it copies depends on the mode; it can be left out, since `view` is read as `reshape`.
+            self.values[node] = self._argument(node.args[0])
         elif target._schema.name.split("::")[-1] in _ALIASES and isinstance(self._argument(node.args[0]), Tensor):
-            self.env[node] = self._argument(node.args[0])
+            self.values[node] = self._argument(node.args[0])
         else:
             self._aten(node, target)
 
     def _region(self, node: fx.Node, kind: str) -> None:
-        """The body of `with torch.no_grad()`, its inputs detached, or of a switched-off autocast, as it is."""
-        place = next((i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"), -1)
+        """Read the body of `with torch.no_grad()`, its inputs detached, or of a switched-off autocast as it is."""
+        body_index = next((i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"), -1)
         no_grad = kind == "wrap_with_set_grad_enabled" and node.args[0] is False
-        if place < 0 or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
+        if body_index < 0 or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
             raise TraceError(
                 f"{kind} cannot be cut into stages",
                 "keep autocast, enable_grad and control-flow operators out of forward",
                 location=_location(node),
             )
-        taken = [self._argument(a) for a in node.args[place + 1 :]]
+        arguments = [self._argument(a) for a in node.args[body_index + 1 :]]
         if no_grad:
-            taken = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in taken]
-        body = getattr(self.program.graph_module, str(node.args[place].target))  # type: ignore[union-attr]
-        inner = list(body.graph.nodes)
-        self.env.update(zip((n for n in inner if n.op == "placeholder"), taken, strict=True))
-        for inside in inner:
-            if inside.op == "call_function":
-                self._call(inside)
-        self.env[node] = list(self._argument(inner[-1].args[0]))
+            arguments = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in arguments]
+        body = getattr(self.program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
+        body_nodes = list(body.graph.nodes)
+        self.values.update(zip((n for n in body_nodes if n.op == "placeholder"), arguments, strict=True))
+        for body_node in body_nodes:
+            if body_node.op == "call_function":
+                self._call(body_node)
+        self.values[node] = list(self._argument(body_nodes[-1].args[0]))
 
     def _detached(self, value: Value) -> Value:
         name = self._unique("detach")
@@ -155,22 +177,17 @@ class Reader:
         return result
 
     def _leaf(self, node: fx.Node) -> None:
-        index, tensors = node.args
-        call = self.calls[index]  # type: ignore[index]
-        feed = iter(self._argument(tensors))
-        flat = [next(feed) if isinstance(a, Tensor) else a for a in call.arguments]
-        if any(isinstance(a, (torch.SymInt, torch.SymFloat)) for a in flat):
-            raise TraceError(f"{call.path} takes a size as an argument", location=_location(node))
-        args, kwargs = pytree.tree_unflatten(flat, call.spec)
+        """Read a whole call of a leaf module."""
+        number, tensors = node.args
+        call = self.calls[number]  # type: ignore[index]
+        args, kwargs = self._leaf_arguments(call, self._argument(tensors), node)
         module = self.modules[call.path]
-        number = self.leaf_calls[call.path] = self.leaf_calls.get(call.path, -1) + 1
-        often = sum(other.path == call.path for other in self.calls) > 1
-        name = f"{call.path}@{number}" if often else call.path
+        name = self._leaf_name(call.path)
         parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [f"{call.path}.{n}" for n, _ in module.named_buffers(remove_duplicate=False)]
-        self.changed |= set(buffers)
-        taken = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
-        differentiable = any(v.differentiable for v in taken) or self._trainable(parameters)
+        self.changed_buffers |= set(buffers)
+        inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
+        differentiable = any(v.differentiable for v in inputs) or self._trainable(parameters)
         outputs = tuple(self._value(v, name, i, differentiable) for i, v in enumerate(node.meta["val"]))
         self._append(
             Operator(
@@ -186,35 +203,68 @@ class Reader:
                 location=_location(node),
             )
         )
-        self.env[node] = list(outputs)
-        if getattr(module, "inplace", False) and taken:
-            self._rename(taken[0], outputs[0])
+        self.values[node] = list(outputs)
+        if getattr(module, "inplace", False) and inputs:
+            self._replace_value(inputs[0], outputs[0])
+
+    def _leaf_arguments(self, call: LeafCall, tensors: list[Any], node: fx.Node) -> Any:
+        """(args, kwargs) of the call, with `tensors` in the places of its tensors."""
+        remaining = iter(tensors)
+        flat = [next(remaining) if isinstance(a, Tensor) else a for a in call.arguments]
+        if any(isinstance(a, (torch.SymInt, torch.SymFloat)) for a in flat):
+            raise TraceError(f"{call.path} takes a size as an argument", location=_location(node))
+        return pytree.tree_unflatten(flat, call.spec)
+
+    def _leaf_name(self, path: str) -> str:
+        """The module's path; `PATH@0`, `PATH@1`, ... where the module is called several times."""
+        number = self.call_counts[path]
+        self.call_counts[path] += 1
+        return f"{path}@{number}" if sum(call.path == path for call in self.calls) > 1 else path
 
     def _aten(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
+        """Read an ATen operator; one that writes into a tensor in place becomes its out-of-place form."""
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
-        given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs
-        arguments = {
-            a.name: self._argument(given[a.name]) if a.name in given else a.default_value
-            for a in target._schema.arguments
-        }
+        arguments = self._aten_arguments(node, target)
         written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         overwritten = arguments[written[0]] if written else None
         if isinstance(overwritten, State) and target._schema.name == "aten::copy_" and arguments["src"] is overwritten:
             return  # torch.export's own note of a buffer that an operator before it has already changed
         if written and not isinstance(overwritten, State):
             target = self._out_of_place(node, target, overwritten)
-        state = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, State)]
-        parameters = tuple(dict.fromkeys(s.name for s in state if s.name in self.parameters))
-        buffers = tuple(dict.fromkeys(s.name for s in state if s.name in self.buffers))
-        taken = [v for v in pytree.tree_leaves(arguments) if isinstance(v, Value)]
-        differentiable = any(v.differentiable for v in taken) or self._trainable(parameters)
-        differentiable = differentiable and target._schema.name.split("::")[-1] not in _ALIASES
+        outputs = self._aten_operator(node, target, arguments)
+        self.values[node] = list(outputs) if isinstance(node.meta["val"], (tuple, list)) else outputs[0]
+        if isinstance(overwritten, State):
+            self.changed_buffers.add(overwritten.name)
+            self.values[node] = overwritten
+        elif isinstance(overwritten, Value):
+            self._replace_value(overwritten, outputs[0])
+
+    def _aten_arguments(self, node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+        """All arguments by the names of the schema, defaults included."""
+        names = [a.name for a in target._schema.arguments]
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        return {
+            a.name: self._argument(given[a.name]) if a.name in given else a.default_value
+            for a in target._schema.arguments
+        }
+
+    def _aten_operator(
+        self, node: fx.Node, target: torch._ops.OpOverload, arguments: dict[str, Any]
+    ) -> tuple[Value, ...]:
+        """Append the operator and return its outputs."""
+        leaves = pytree.tree_leaves(arguments)
+        state = list(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, State)))
+        parameters = tuple(name for name in state if name in self.parameters)
         op = target._schema.name.split("::")[-1]
-        module, name = self._place(node, op)
-        meta = node.meta["val"]
-        tensors = list(meta) if isinstance(meta, (tuple, list)) else [meta]
-        outputs = tuple(self._value(v, name, i, differentiable) for i, v in enumerate(tensors))
+        differentiable = any(leaf.differentiable for leaf in leaves if isinstance(leaf, Value))
+        differentiable = (differentiable or self._trainable(parameters)) and op not in _ALIASES
+        module, name = self._module_and_name(node, op)
+        result = node.meta["val"]
+        several = isinstance(result, (tuple, list))
+        outputs = tuple(
+            self._value(tensor, name, i, differentiable) for i, tensor in enumerate(result if several else [result])
+        )
         self._append(
             Operator(
                 name=name,
@@ -223,21 +273,16 @@ class Reader:
                 target=target,
                 kwargs=arguments,
                 outputs=outputs,
-                structure=list(range(len(tensors))) if isinstance(meta, (tuple, list)) else 0,
+                structure=list(range(len(outputs))) if several else 0,
                 parameters=parameters,
-                buffers=buffers,
+                buffers=tuple(name for name in state if name in self.buffers),
                 location=_location(node),
             )
         )
-        self.env[node] = list(outputs) if isinstance(meta, (tuple, list)) else outputs[0]
-        if isinstance(overwritten, State):
-            self.changed.add(overwritten.name)
-            self.env[node] = overwritten
-        elif isinstance(overwritten, Value):
-            self._rename(overwritten, outputs[0])
+        return outputs
 
     def _out_of_place(self, node: fx.Node, target: torch._ops.OpOverload, overwritten: Any) -> torch._ops.OpOverload:
-        """`add_` -> `add`; only where nothing else looks at the same memory."""
+        """Return `add` for `add_`; raises TraceError where something else still looks at the same memory."""
         name, overload = target._schema.name.split("::")[-1].rstrip("_"), target._overloadname
         packet = getattr(torch.ops.aten, name, None)
         source = self._source(overwritten)
@@ -250,53 +295,35 @@ class Reader:
         return getattr(packet, overload)  # type: ignore[no-any-return]
 
     def _source(self, value: Any) -> fx.Node | None:
-        """The latest node whose result is `value`."""
-        return next((n for n in reversed(self.env) if self.env[n] is value), None)
+        """The latest node that stands for `value`."""
+        return next((n for n in reversed(self.values) if self.values[n] is value), None)
 
     def _is_shared_view(self, node: fx.Node, writer: fx.Node) -> bool:
         """Whether `node` is a view of a tensor that is still used after `writer`."""
-        seen = list(self.program.graph.nodes)
+        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         while isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(node.args[0], fx.Node):
             alias = node.target._schema.returns[0].alias_info
             if alias is None or alias.is_write:
                 return False
             node = node.args[0]
-            if any(seen.index(user) > seen.index(writer) for user in node.users):
+            if any(order[user] > order[writer] for user in node.users):
                 return True
         return False
 
-    def _rename(self, old: Value, new: Value) -> None:
-        """From here on, whoever uses `old` means `new`: it was written in place."""
-        for node, value in self.env.items():
+    def _replace_value(self, old: Value, new: Value) -> None:
+        """Let later users of `old`, which was written in place, take `new`."""
+        for node, value in self.values.items():
             if value is old:
-                self.env[node] = new
+                self.values[node] = new
             elif isinstance(value, list):
-                self.env[node] = [new if v is old else v for v in value]
-
-    def _finished(self, output: Any) -> list[Operator]:
-        """The operators that something depends on, with `constant` set where only constants come in."""
-        used = {v.operator for v in pytree.tree_leaves(output) if isinstance(v, Value)}
-        kept = []
-        for op in reversed(self.operators):
-            if op.is_input or op.name in used or self.changed & set(op.buffers):
-                kept.append(op)
-                used |= {v.operator for v in op.values}
-        constants: set[str] = set()
-        finished = []
-        for op in reversed(kept):
-            random = op.target is not None and torch.Tag.nondeterministic_seeded in op.target.tags
-            stateful = op.parameters or self.changed & set(op.buffers)
-            if op.target is not None and not (random or stateful) and all(v.operator in constants for v in op.values):
-                constants.add(op.name)
-            finished.append(replace(op, constant=op.name in constants))
-        return finished
+                self.values[node] = [new if v is old else v for v in value]
 
     def _append(self, op: Operator) -> None:
         self.names.add(op.name)
         self.operators.append(op)
 
-    def _place(self, node: fx.Node, op: str) -> tuple[str, str]:
-        """(path of the module whose forward runs this node, unique name of the operator)."""
+    def _module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
+        """Return the path of the module whose forward runs this node, and a unique name of the operator."""
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path = re.sub(r"@\d+", "", str(stack[-1][0])) if stack else ""
         return path, self._unique(f"{path}.{op}" if path else op)
@@ -329,7 +356,7 @@ class Reader:
         return Size(sympy.sympify(expression))
 
     def _argument(self, argument: Any) -> Any:
-        return pytree.tree_map(lambda a: self.env[a] if isinstance(a, fx.Node) else self._size(a, None), argument)
+        return pytree.tree_map(lambda a: self.values[a] if isinstance(a, fx.Node) else self._size(a, None), argument)
 
     def _trainable(self, names: Any) -> bool:
         return any(self.parameters[name].requires_grad for name in names)
@@ -342,22 +369,9 @@ class Reader:
         output = pytree.tree_unflatten(flat, self.program.call_spec.out_spec)
         return dict(output) if isinstance(output, dict) else output
 
-    def _together(self) -> tuple[tuple[str, ...], ...]:
-        """Operators that share a buffer which one of them changes."""
-        users: dict[str, list[str]] = {}
-        for op in self.operators:
-            for name in op.buffers if not op.constant else ():
-                if name in self.changed:
-                    users.setdefault(name, []).append(op.name)
-        return tuple(dict.fromkeys(tuple(names) for names in users.values() if len(names) > 1))
-
-    def _tied(self) -> dict[str, str]:
-        first: dict[int, str] = {}
-        return {name: first.setdefault(id(parameter), name) for name, parameter in self.parameters.items()}
-
 
 def _batch_symbol(program: torch.export.ExportedProgram) -> Any:
-    """The one symbol in the shapes of the inputs."""
+    """The symbol of the minibatch's size in the shapes of the inputs; None where there is none."""
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, Tensor):
