@@ -261,6 +261,15 @@ def test_tensors_of_a_bundle_only_go_to_later_stages(consumers):
         Bundle.parse(altered(samples.bundle(), tensors=content))
 
 
+def test_the_digest_of_the_operator_graph_stands_among_the_digests():
+    assert samples.profile().graph_sha256 is None
+    profile = samples.profile().with_graph("a" * 64)
+    assert Profile.parse(profile.dump()).graph_sha256 == "a" * 64
+    assert profile.digests == {**samples.profile().digests, "operator graph": "a" * 64}
+    assert profile.with_graph(None) == profile
+    assert profile.content_sha256 != samples.profile().content_sha256
+
+
 def test_a_changed_or_missing_stage_file_is_stale(tmp_path):
     bundle = samples.bundle()
     with pytest.raises(StaleError, match=r"stage_0\.py: is missing"):

@@ -1,13 +1,19 @@
 """The digest of the operator graph: what changes it, what does not, and that it is the same everywhere."""
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import samples
+import torch
 
 from pdtool.artifacts.envelope import ModelRef
+from pdtool.errors import StaleError
+from pdtool.frontend.graph_check import check_bundle
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing import trace
@@ -154,3 +160,36 @@ def test_a_constant_whose_value_a_fake_tensor_hides_leaves_the_graph_unrecorded(
     profile = estimate(file, batch_size=4, device=find_device("a100-80gb"))
     assert profile.graph_sha256 is None
     assert profile.digests == {file.ref.source: file.sha256}
+
+
+def reseed():
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+def draws():
+    """A number from each generator that a user's code may draw from."""
+    return torch.rand(1).item(), random.random(), np.random.rand()
+
+
+def test_the_check_of_a_bundle_refuses_another_graph_and_leaves_the_random_state(original, tmp_path):
+    bundle = samples.bundle().with_graph(original)
+    reseed()
+    expected = draws()
+    file = load(tmp_path, ("def example_inputs(batch_size):", "def example_inputs(batch_size):\n    torch.rand(3)"))
+    model = file.build()
+    reseed()
+    check_bundle(file, model, bundle)
+    assert draws() == expected
+
+    file = load(tmp_path, DIFFERENT["kind"])
+    with pytest.raises(
+        StaleError, match=r"model.py: the model's operators are not those that .* `pdtool check --fresh`"
+    ):
+        check_bundle(file, file.build(), bundle)
+
+
+def test_a_bundle_that_records_no_graph_is_not_checked(tmp_path):
+    file = load(tmp_path)
+    check_bundle(file, torch.nn.Linear(2, 2), samples.bundle())

@@ -1,4 +1,4 @@
-"""What codegen and run start from: a plan, the profile and the model it was made from, and whether they still fit."""
+"""Read what codegen and run start from: a plan, its profile and its model, and check that they still fit together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A plan and what it was made from, all found unchanged.
+    """A plan with the profile and the model that it was made from.
 
     Attributes:
         path: of the plan; `-` is stdin.
@@ -37,10 +37,14 @@ class Inputs:
 
     @classmethod
     def load(cls, path: str, model: str | None) -> Inputs:
-        """Read the plan and its profile; a plan edited by hand gets its predictions computed again.
+        """Read the plan and its profile, and compute the predictions of a plan edited by hand again.
+
+        Whether the model still has the operators that were profiled is seen when it is traced, by codegen and by the
+        workers of a run.
 
         Raises:
-            StaleError: the profile or the model changed after the plan was made; it says which.
+            StaleError: the profile changed after the plan was made; or the model's file did, and no operator graph is
+                recorded.
             ArtifactError: the plan, or an edit of it, does not hold together.
         """
         plan, profile = read(path)
@@ -62,13 +66,13 @@ class Inputs:
         return bundle_folder(self.path, self.plan)
 
     def model_file(self) -> ModelFile:
-        """The user's model, imported (with torch)."""
+        """Import the user's model, and torch with it."""
         from pdtool.frontend.modelfile import ModelFile
 
         return ModelFile.load(self.model, trusted=self.trusted, digests=self.plan.digests)
 
     def bundle(self, folder: Path) -> Bundle | None:
-        """The bundle in `folder` if codegen made it from this very plan and its files are whole; None otherwise."""
+        """Return the bundle in `folder` if codegen made it from this plan and its files are whole; None otherwise."""
         try:
             bundle = Bundle.load(folder / "bundle.yaml")
             bundle.check_files(folder)
@@ -102,13 +106,13 @@ def bundle_folder(path: str, plan: Plan) -> Path:
 
 
 def planned(path: str) -> tuple[Plan, Profile]:
-    """A plan and its profile, for those who need no model; as Inputs.load has them."""
+    """Read a plan and its profile as Inputs.load does, for commands that need no model."""
     plan, profile = read(path)
     return _checked(plan, profile), profile
 
 
 def read(path: str) -> tuple[Plan, Profile]:
-    """A plan and its profile as they are; raises StaleError when the profile changed since."""
+    """Read a plan and its profile; raises StaleError when the profile has changed since."""
     plan = Plan.load(path)
     return plan, profile_of(plan, path)
 
@@ -149,13 +153,13 @@ def read_profile(plan: Plan, path: str) -> Profile:
 
 
 def _named(recorded: ModelRef, text: str) -> ModelRef:
-    """The model named on the command line, with the recorded function and settings unless it names a function."""
+    """Return the model named on the command line, with the recorded settings, and function unless it names one."""
     source, _, function = text.partition(":")
     return ModelRef(source=source, function=function or recorded.function, settings=recorded.settings)
 
 
 def _checked(plan: Plan, profile: Profile) -> Plan:
-    """The plan, proved executable; after an edit by hand, with predictions for what it says now."""
+    """Check that the plan can be executed, and compute its predictions again after an edit by hand."""
     plan.stage_nodes(profile)
     plan.check_schedule()
     if not plan.edited:
@@ -175,7 +179,7 @@ def rescheduled(
     weights: str | None = None,
     update_every: int | None = None,
 ) -> Plan:
-    """The same stages run in another way; None keeps what the plan says.
+    """Return a plan with the same stages, run in another way; None keeps what the plan says.
 
     Raises:
         UsageError: the schedule has no such thing, or cannot have these stages.

@@ -39,7 +39,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 
 
 def generated(inputs: Inputs, folder: Path) -> Bundle:
-    """Generate the bundle and say what was proved."""
+    """Generate the bundle, and say on stderr what was proved."""
     from pdtool.codegen.generate import generate
 
     with status("generating") as step:
