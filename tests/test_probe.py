@@ -17,16 +17,17 @@ import samples
 
 from pdtool.artifacts.cluster import ClusterFile
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
+from pdtool.machines import Machines
 from pdtool.partition.planning import make_plan
 from pdtool.partition.search import Options
-from pdtool.profile.machines import Machines, probe
-from pdtool.profile.probe import Request
+from pdtool.profile.probe import ProbeRequest
+from pdtool.profile.probe_launcher import probe
 
 ROOT = Path(__file__).parent.parent
 
 
 def request(*sizes, **options):
-    return Request(name="here", sizes=sizes, device="cpu", round_s=0.02, **options)
+    return ProbeRequest(name="here", sizes=sizes, device="cpu", round_s=0.02, **options)
 
 
 def free_port() -> int:
@@ -216,5 +217,5 @@ def test_cuda_is_refused_where_a_worker_has_none():
     if torch.cuda.device_count() > 1:
         pytest.skip("this machine has CUDA devices for two workers")
     with pytest.raises(PdtoolError, match=r"worker [01] has no CUDA device of its own.*--device cpu") as caught:
-        probe(Request(name="x", sizes=(2,), device="cuda"), Machines(), lambda step: None)
+        probe(ProbeRequest(name="x", sizes=(2,), device="cuda"), Machines(), lambda step: None)
     assert caught.value.exit_code == 2

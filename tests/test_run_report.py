@@ -17,18 +17,18 @@ from pdtool.artifacts.trace import TRACKS
 from pdtool.cli.trace import chrome_trace
 from pdtool.partition.simulator.job import Border, Job, Tied, Work
 from pdtool.partition.simulator.simulate import simulate
-from pdtool.run.launch import launch
-from pdtool.run.log import read
-from pdtool.run.spec import Target, places, seed_of
+from pdtool.run.config import Target, assign_ranks, derive_seed
+from pdtool.run.measure.metrics_log import read_metrics
+from pdtool.run.processes.launcher import launch
 from pdtool.schedule import ActionKind, build
 
 
 def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
     """Through torch elastic: a line per update of the last stage and per validation, one lane per worker, a report."""
-    spec = harness.job(tmp_path, CONV2, (2, 1), epochs=2, target=Target("loss", 0.0))
+    spec = harness.job(tmp_path, CONV2, (2, 1), epochs=2, target=Target.parse("loss=0.0"))
     events: list[dict[str, object]] = []
-    report = launch(spec, on_event=events.append)
-    lines = read(spec.out / "metrics.jsonl")
+    report = launch(spec, on_metrics=events.append)
+    lines = read_metrics(spec.out / "metrics.jsonl")
     assert lines == events
     assert [(line["split"], line["epoch"], line["step"]) for line in lines] == [
         *(("train", 1, step) for step in range(1, 8)),
@@ -124,7 +124,7 @@ def test_the_trace_of_a_run_has_the_lanes_and_names_of_its_simulation(traced: tu
         assert actions[0] == actions[1]
         assert messages[0] == messages[1]
         assert averages[0] == averages[1]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == set(map(str, places(spec.plan)))
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == set(map(str, assign_ranks(spec.plan)))
 
 
 def test_a_worker_does_one_thing_at_a_time(traced: tuple[Any, ...]) -> None:
@@ -161,7 +161,7 @@ def test_shares_of_the_time_add_up(traced: tuple[Any, ...]) -> None:
 
 
 def test_a_run_stops_at_its_target(tmp_path: Path) -> None:
-    spec = harness.job(tmp_path, CONV3, epochs=5, steps=2, target=Target("accuracy", 0.0))
+    spec = harness.job(tmp_path, CONV3, epochs=5, steps=2, target=Target.parse("accuracy=0.0"))
     report = launch(spec)
     assert (report.epochs, report.minibatches, report.target_reached) == (1, 2, True)
 
@@ -178,8 +178,8 @@ def test_targets(text: str, value: float, reached: bool) -> None:
 
 
 def test_seeds_differ_in_every_part() -> None:
-    seeds = {seed_of(a, b, c) for a in range(3) for b in range(3) for c in range(3)} | {
-        seed_of(0, 0),
-        seed_of(0, 0, "x"),
+    seeds = {derive_seed(a, b, c) for a in range(3) for b in range(3) for c in range(3)} | {
+        derive_seed(0, 0),
+        derive_seed(0, 0, "x"),
     }
     assert len(seeds) == 29

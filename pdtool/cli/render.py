@@ -222,7 +222,7 @@ def report_view(report: Report) -> Parts:
     yield _figures(report)
     measured = report.measured
     if report.predicted:
-        yield f"per minibatch: {_beside(report.predicted.bottleneck_s, measured.bottleneck_s)}"
+        yield f"per minibatch: {_beside(report.predicted, measured.bottleneck_s)}"
     else:
         yield f"per minibatch: measured {format_seconds(measured.bottleneck_s)}"
     yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
@@ -273,9 +273,13 @@ def _figures(report: Report) -> Table:
     return _table(columns, rows, title="per minibatch, and at most:")
 
 
-def _beside(predicted_s: float, measured_s: float) -> str:
+def _beside(predicted: Predicted, measured_s: float) -> str:
+    """The measured seconds beside those of the simulation, or of the formulas where the plan was not simulated."""
+    is_simulated = predicted.simulated_s is not None
+    predicted_s = predicted.bottleneck_s if predicted.simulated_s is None else predicted.simulated_s
     ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s else ""
-    return f"predicted {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
+    source = "simulated" if is_simulated else "predicted"
+    return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
 
 
 def metrics_line(event: dict[str, Any]) -> str:

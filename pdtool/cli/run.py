@@ -18,13 +18,14 @@ from pdtool.cli.codegen import model as model_option
 from pdtool.cli.console import note, show
 from pdtool.cli.deliver import print_json
 from pdtool.errors import StaleError, TargetMissedError, UsageError
+from pdtool.machines import Machines, is_first_worker, is_worker
 from pdtool.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle
     from pdtool.artifacts.report import Report
     from pdtool.cli.inputs import Inputs
-    from pdtool.run.spec import RunSpec
+    from pdtool.run.config import RunConfig
 
 _LAST = "the folder of -o"
 
@@ -46,8 +47,9 @@ _LAST = "the folder of -o"
 )
 @click.option(
     "--target",
-    metavar="METRIC=VALUE",
-    help="Stop when the validation reaches it, as accuracy=0.98 or loss=0.1; exit with 6 when it does not.",
+    metavar="METRIC<=VALUE",
+    help="Stop when the validation reaches it, as 'nll<=4' or 'accuracy>=0.98' (also <, > and =, where = means at most "
+    "for loss and perplexity, else at least); exit with 6 when it does not.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Fixes everything drawn.")
 @click.option(
@@ -129,10 +131,10 @@ def run(
     if dry_run:
         _print_places(asked, settings)
         return
-    spec = replace(_spec(inputs, _bundle(inputs), settings), plan=asked)
-    report = _launched(spec)
-    if _speaks():
-        _tell(spec, report, as_json)
+    config = replace(_config(inputs, _bundle(inputs), settings), plan=asked)
+    report = _launched(config)
+    if is_first_worker(os.environ):
+        _tell(config, report, as_json)
     if report.target_reached is False:
         raise TargetMissedError(
             f"target {report.target} was not reached in {report.epochs} epoch(s)", "give more --epochs, with --resume"
@@ -145,31 +147,25 @@ def _bundle(inputs: Inputs) -> Bundle:
     Raises:
         StaleError: it is, and this process is one worker of several, started by torchrun or srun.
     """
-    found = inputs.bundle(inputs.folder)
-    if found:
-        return found
-    if _is_worker():
+    bundle = inputs.bundle(inputs.folder)
+    if bundle:
+        return bundle
+    if is_worker(os.environ):
         raise StaleError(inputs.folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
     note(f"{inputs.folder}/ is missing or was made from something else: generating it")
     return generated(inputs, inputs.folder)
 
 
-def _speaks() -> bool:
-    """Whether this process tells the user what happens: of the workers that torchrun or srun started, one does."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-
-
-def _is_worker() -> bool:
-    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
-
-
-def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
-    from pdtool.run.correct import Correction
-    from pdtool.run.spec import RunSpec, Target
+def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConfig:
+    from pdtool.run.config import RunConfig, Target
+    from pdtool.run.weights.delay_compensation import DelayCompensation
     from pdtool.units import parse_seconds
 
     out, resume = _folders(inputs, settings["output"], settings["resume"], settings["nnodes"])
-    return RunSpec(
+    target = Target.parse(settings["target"]) if settings["target"] else None
+    correction = settings["correction"]
+    names = ("epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype")
+    return RunConfig(
         plan=inputs.plan,
         bundle=bundle,
         bundle_dir=inputs.folder,
@@ -178,41 +174,28 @@ def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
         out=out,
         resume=resume,
         timeout_s=parse_seconds(settings["timeout"]),
-        target=Target.parse(settings["target"]) if settings["target"] else None,
-        correction=Correction.parse(settings["correction"]) if settings["correction"] else None,
-        **{
-            name: settings[name]
-            for name in (
-                "epochs",
-                "steps",
-                "seed",
-                "device",
-                "precision",
-                "compiled",
-                "transport",
-                "wire_dtype",
-                "nnodes",
-                "node_rank",
-                "rdzv_endpoint",
-            )
-        },
+        target=target,
+        delay_compensation=DelayCompensation.parse(correction) if correction else None,
+        threads=inputs.profile.threads,
+        machines=Machines(settings["nnodes"], settings["node_rank"], settings["rdzv_endpoint"]),
+        **{name: settings[name] for name in names},
     )
 
 
 def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:
     """The run's folder, and the one to resume from: with one of them given, the other is the same."""
-    from pdtool.run.checkpoint import complete
+    from pdtool.run.checkpoint import complete_checkpoints
 
     if resume == _LAST:
         if output is None:
             raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
         resume = output
     if output is None and (resume is None or not (Path(resume) / "checkpoints").is_dir()):
-        if nnodes > 1 or _is_worker():
+        if nnodes > 1 or is_worker(os.environ):
             raise UsageError("workers started one by one need one folder for the run", "name it with -o")
         output = str(_new_folder(Path("runs") / inputs.folder.name))
     out = Path(output or str(resume))
-    if complete(out) and (resume is None or Path(resume).resolve() != out.resolve()):
+    if complete_checkpoints(out) and (resume is None or Path(resume).resolve() != out.resolve()):
         raise UsageError(f"{out} holds a run already", "go on with it by --resume, or name another folder with -o")
     return out, Path(resume) if resume else None
 
@@ -226,18 +209,20 @@ def _new_folder(path: Path) -> Path:
     return free
 
 
-def _launched(spec: RunSpec) -> Report:
-    from pdtool.run.launch import launch
+def _launched(config: RunConfig) -> Report:
+    from pdtool.run.processes.launcher import launch
 
-    if _speaks():
-        plan = spec.plan
-        note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {spec.out}/")
-    with _following(spec) as on_event:
-        return launch(spec, on_event)
+    if is_first_worker(os.environ):
+        plan = config.plan
+        if config.target and config.target.interpretation:
+            note(config.target.interpretation)
+        note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
+    with _following(config) as on_metrics:
+        return launch(config, on_metrics)
 
 
 @contextmanager
-def _following(spec: RunSpec) -> Iterator[Any]:
+def _following(config: RunConfig) -> Iterator[Any]:
     """A bar of the updates on a terminal, and a line for each epoch everywhere."""
     from pdtool.cli.render import metrics_line
 
@@ -254,9 +239,9 @@ def _following(spec: RunSpec) -> Iterator[Any]:
         def on_event(event: dict[str, Any]) -> None:
             if event["split"] == "valid":
                 bar.console.print(metrics_line(event), markup=False)
-                bar.update(task, total=event["step"] / event["epoch"] * spec.epochs)
+                bar.update(task, total=event["step"] / event["epoch"] * config.epochs)
             else:
-                label = f"epoch {event['epoch']}/{spec.epochs}  loss {event['loss']:.4f}"
+                label = f"epoch {event['epoch']}/{config.epochs}  loss {event['loss']:.4f}"
                 bar.update(task, description=label, completed=event["step"])
 
         yield on_event
@@ -268,10 +253,10 @@ def _print_places(plan: Any, settings: dict[str, Any]) -> None:
     show(places_table(plan, settings["nnodes"]), err=False)
 
 
-def _tell(spec: RunSpec, report: Report, as_json: bool) -> None:
+def _tell(config: RunConfig, report: Report, as_json: bool) -> None:
     from pdtool.cli.render import report_view
 
     if as_json:
         print_json(report)
     show(*report_view(report))
-    note(f"wrote {spec.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")
+    note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")

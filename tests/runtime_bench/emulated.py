@@ -21,8 +21,8 @@ from pdtool.artifacts.report import Report
 from pdtool.cluster import Cluster, Level
 from pdtool.partition.simulator.job import Border, Job, Work
 from pdtool.partition.simulator.simulate import simulate
-from pdtool.run.launch import launch
-from pdtool.run.spec import RunSpec
+from pdtool.run.config import RunConfig
+from pdtool.run.processes.launcher import launch
 from pdtool.schedule import ActionKind, build
 from runtime_bench.rows import Row, medians
 from runtime_bench.toys import Emulated, alone, notes
@@ -135,7 +135,7 @@ def where(report: Report, taken: Mapping[int, float]) -> dict[str, float]:
     return {"stage": s, **{name: seconds * 1e3 for name, seconds in parts.items()}}
 
 
-def schedule_pace(spec: RunSpec, seconds: Sequence[float]) -> float:
+def schedule_pace(spec: RunConfig, seconds: Sequence[float]) -> float:
     """Seconds per minibatch of the action lists where messages take no time."""
     shape, count = spec.plan.shape(), 20 * max(spec.plan.shape().replicas) + 40
     job = Job(
