@@ -55,7 +55,7 @@ def test_a_level_pairs_every_worker_with_its_counterparts():
         workers = math.prod(sizes)
         for depth, size in enumerate(sizes):
             below = math.prod(sizes[depth + 1 :])
-            places = [request(*sizes).place(depth, rank) for rank in range(workers)]
+            places = [request(*sizes).position(depth, rank) for rank in range(workers)]
             for place in places:
                 assert len(place.peers) == size
                 assert place.rank in place.peers
@@ -175,7 +175,7 @@ def test_a_first_machine_that_does_not_come_is_named():
         (["--topology", "2", "--timeout", "0s"], "--timeout 0s leaves no time to answer"),
         (["--topology", "2", "--timeout", "5"], "time '5' is not a number with a unit"),
         (["--topology", "2", "--name", "my/lab"], "name 'my/lab' holds a quote, a slash"),
-        (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot have its share of 3 workers"),
+        (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot have its share of the 3 workers"),
         (["--topology", "2", "--nnodes", "2", "--node-rank", "2"], "machine 2 of 2 cannot have its share"),
         (["--topology", "2", "--nnodes", "2"], "2 machines need a place to meet"),
         (["--topology", "2", "--nnodes", "2", "--rdzv-endpoint", "node0"], "2 machines need a place to meet"),

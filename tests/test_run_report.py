@@ -10,10 +10,12 @@ from typing import Any
 
 import harness
 import pytest
+import samples
 from harness import CONV2, CONV3, CONV4, TIED3
 
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.trace import TRACKS
+from pdtool.cli.render import report_view
 from pdtool.cli.trace import chrome_trace
 from pdtool.partition.simulator.job import Border, Job, Tied, Work
 from pdtool.partition.simulator.simulate import simulate
@@ -167,14 +169,46 @@ def test_a_run_stops_at_its_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value", "reached"),
-    [("accuracy=0.9", 0.9, True), ("accuracy=0.9", 0.89, False), ("loss=0.5", 0.5, True), ("perplexity=98", 99, False)],
+    ("text", "reached", "missed"),
+    [
+        ("accuracy=0.9", [0.9, 1.0], [0.89]),
+        ("loss=0.5", [0.5, 0.1], [0.51]),
+        ("perplexity=98", [98, 97], [99]),
+        ("nll=4", [4, 7.6], [3.9]),
+        ("nll<=4", [4, 3.9], [7.6]),
+        ("nll<4", [3.9], [4, 7.6]),
+        ("bleu>=20", [20, 21], [19.9]),
+        ("loss>0.5", [0.6], [0.5, 0.4]),
+    ],
 )
-def test_targets(text: str, value: float, reached: bool) -> None:
-    """At least; loss and perplexity at most."""
+def test_targets(text: str, reached: list[float], missed: list[float]) -> None:
+    """With = at least; loss and perplexity at most; otherwise as it is written."""
     target = Target.parse(text)
     assert str(target) == text
-    assert target.reached({target.metric: value}) is reached
+    assert Target.parse(str(target)) == target
+    assert all(target.is_reached({target.metric: value}) for value in reached)
+    assert not any(target.is_reached({target.metric: value}) for value in missed)
+
+
+def test_a_target_that_can_be_read_in_two_ways_says_how_it_was_read() -> None:
+    said = "target nll=4 is read as nll >= 4; write nll<=4 if less is better"
+    assert Target.parse("nll=4").interpretation == said
+    assert Target.parse("loss=0.5").interpretation == "target loss=0.5 is read as loss <= 0.5"
+    assert Target.parse("accuracy=0.9").interpretation == "target accuracy=0.9 is read as accuracy >= 0.9"
+    assert Target.parse("nll<=4").interpretation is None
+
+
+def test_the_report_compares_measured_with_simulated_time_where_the_plan_has_one() -> None:
+    """Else with what the formulas say."""
+    predicted = samples.plan().predicted
+    assert predicted
+    report = samples.report()
+    for simulated_s, line in (
+        (None, "per minibatch: predicted 2 ms, measured 4 ms (+100%)"),
+        (5e-3, "per minibatch: simulated 5 ms, measured 4 ms (-20%)"),
+    ):
+        changed = predicted.model_copy(update={"bottleneck_s": 2e-3, "simulated_s": simulated_s})
+        assert line in list(report_view(report.model_copy(update={"predicted": changed})))
 
 
 def test_seeds_differ_in_every_part() -> None:

@@ -42,7 +42,7 @@ def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, 
     _end_with(launcher)
     os.dup2(2, 1)  # what the user's code prints; stdout is for artifacts
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.update({k: v for k, v in environment.items() if not k.startswith(_ELASTIC_PREFIXES)})
+    _take_environment(environment)
     os.chdir(folder)
     rank = int(os.environ["RANK"])
     try:
@@ -55,6 +55,14 @@ def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, 
         failure = _unexpected_failure(config.out, rank, error)
     write_failure(config.out, rank, failure)
     os._exit(failure.exit_code)  # at once: the destructors of process groups may wait for peers
+
+
+def _take_environment(environment: Mapping[str, str]) -> None:
+    """Take over the variables of the process that launched the workers; the fork server may be older than they are."""
+    for name in os.environ.keys() - environment.keys():
+        if not name.startswith(_ELASTIC_PREFIXES):
+            del os.environ[name]
+    os.environ.update({k: v for k, v in environment.items() if not k.startswith(_ELASTIC_PREFIXES)})
 
 
 def run_worker(config: RunConfig) -> Report:
