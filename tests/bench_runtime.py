@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, default=Path("runs/bench-runtime.json"), metavar="FILE", help="Where the figures go, too."
     )
-    parser.add_argument("--keep", type=Path, metavar="WORKERS_FOLDER", help="Leave all runs there, with their traces.")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Leave all runs there, with their traces.")
     arguments = parser.parse_args()
     repeats = 1 if arguments.quick else arguments.repeats
     os.environ["OMP_NUM_THREADS"] = "1"  # as torch elastic has it for its workers

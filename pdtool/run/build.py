@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pdtool.errors import UsageError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks, ranks_of_stage
 from pdtool.run.data import DatasetSplit, MinibatchLoader
 from pdtool.run.measure.meter import WorkerMeter
@@ -25,7 +23,7 @@ from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.stage_module import load_stage_module
 from pdtool.run.stage_replica import StageReplica
 from pdtool.run.weights.optimizer import NamedOptimizer
-from pdtool.run.weights.replica_averager import ReplicaAverager, ReplicaGroup
+from pdtool.run.weights.replica_averager import ReplicaAverager
 from pdtool.run.weights.tied_parameters import TiedHolders, TiedParameterSync
 from pdtool.schedule import PipelineShape, gradient_delays, is_asynchronous, tied_update_lag, total_in_flight
 
@@ -81,30 +79,7 @@ class WorkerContext:
             UsageError: the checkpoint is of another model.
         """
         for replica in self.stages.values():
-            self._load_stage_state(replica, folder)
-
-    def _load_stage_state(self, replica: StageReplica, folder: Path) -> None:
-        names = {self.canonical[name]: name for name in replica.optimized_names}
-        model_keys = {f"model.{name}" for name in replica.saved_names}
-        state = checkpoint.load(folder, lambda key: key in model_keys or _parameter_name(key) in names)
-        replica.stage.weights.bind_newest()
-        current = replica.stage.module.state_dict()
-        with torch.no_grad():
-            for name in replica.saved_names:
-                saved = state.get(f"model.{name}")
-                if saved is None or saved.shape != current[name].shape:
-                    described = "none" if saved is None else f"one of shape {list(saved.shape)}"
-                    shape = list(current[name].shape)
-                    raise UsageError(
-                        f"the model has {name} of shape {shape}, the checkpoint {folder} {described}",
-                        "resume from a run of the same model",
-                    )
-                current[name].copy_(saved)
-        by_parameter: dict[str, dict[str, Tensor]] = {}
-        for key, value in state.items():
-            if key not in model_keys:
-                by_parameter.setdefault(names[_parameter_name(key)], {})[key.rpartition(".")[2]] = value
-        replica.load(by_parameter)
+            replica.load(folder, self.canonical)
 
 
 def build_context(config: RunConfig, rank: int, device: torch.device, local_workers: int) -> WorkerContext:
@@ -131,7 +106,8 @@ def build_context(config: RunConfig, rank: int, device: torch.device, local_work
         s: load_stage_module(config.bundle, config.bundle_dir, s, model).to(device)
         for s in shape.stages_on_same_workers(assignment.stage)
     }
-    loaders = _open_data(config, file) if assignment.stage == 0 else {}
+    inputs = [config.bundle.by_name[name] for name in config.bundle.inputs]
+    loaders = {name: MinibatchLoader(file, name, inputs) for name in _SPLITS} if assignment.stage == 0 else {}
     described = {name: loader.describe() for name, loader in loaders.items()}
     splits = broadcast(described, ranks_of_stage(assignments, 0)[0], "the description of the data")
     context = WorkerContext(
@@ -150,11 +126,6 @@ def build_context(config: RunConfig, rank: int, device: torch.device, local_work
     builder = _StageBuilder(context, model, _channels(context))
     context.stages |= {s: builder.build(s, module) for s, module in modules.items()}
     return context
-
-
-def _open_data(config: RunConfig, file: ModelFile) -> dict[str, MinibatchLoader]:
-    inputs = [config.bundle.by_name[name] for name in config.bundle.inputs]
-    return {split: MinibatchLoader(file, split, inputs) for split in _SPLITS}
 
 
 def _channels(context: WorkerContext) -> Channels:
@@ -194,7 +165,7 @@ class _StageBuilder:
             io=StageIO(
                 self._config.bundle, s, self._channels, ahead=in_flight + 1, device=context.device, meter=context.meter
             ),
-            averager=ReplicaAverager(self._replica_group(s), untied.values(), context.meter),
+            averager=ReplicaAverager(context.groups.replicas[s], untied.values(), context.meter),
             optimizer=NamedOptimizer(context.file, untied, self._config.delay_compensation, self._delays[s]),
             tied=tied,
             saved_names=saved_names,
@@ -213,15 +184,6 @@ class _StageBuilder:
             extrapolates=compensation is not None and compensation.extrapolates_weights,
             autocast=Autocast(device, output_dtypes) if config.precision == "bf16" else None,
             compiled=config.compiled,
-        )
-
-    def _replica_group(self, s: int) -> ReplicaGroup:
-        groups, depth = self._context.groups, self._context.shape.pipeline_depth
-        return ReplicaGroup(
-            stage=s,
-            group=groups.replicas[s],
-            ranks=ranks_of_stage(assign_ranks(self._config.plan), s % depth),
-            device=self._context.device if groups.uses_nccl else torch.device("cpu"),
         )
 
     def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
@@ -257,9 +219,3 @@ class _StageBuilder:
             elif s == 0 and first_name not in used_canonical:
                 unused[name] = self._model_state[name].detach()
         return unused
-
-
-def _parameter_name(key: str) -> str:
-    """`optimizer.features.0.weight.exp_avg` -> `features.0.weight`; "" for other keys."""
-    kind, _, rest = key.partition(".")
-    return rest.rpartition(".")[0] if kind == "optimizer" else ""

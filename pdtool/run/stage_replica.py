@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from pdtool.errors import PdtoolError
+from pdtool.errors import PdtoolError, UsageError
+from pdtool.run import checkpoint
 from pdtool.run.messages.stage_io import StageIO
 from pdtool.run.stage import PipelineStage
 from pdtool.run.weights.optimizer import NamedOptimizer
@@ -113,16 +116,40 @@ class StageReplica:
             state |= {f"optimizer.{canonical[name]}.{key}": value for name, key, value in optimizer.state()}
         return state
 
-    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over the optimizers' state, as {parameter: {key: value}}; parameters are loaded already."""
+    def load(self, folder: Path, canonical: Mapping[str, str]) -> None:
+        """Take over what `state` returned from a checkpoint, also of another plan.
+
+        Args:
+            canonical: parameter name -> its first name in the whole model.
+
+        Raises:
+            UsageError: the checkpoint is of another model.
+        """
+        names = {canonical[name]: name for optimizer in self._optimizers for name in optimizer.parameters}
+        model_keys = {f"model.{name}" for name in self.saved_names}
+        saved = checkpoint.load(folder, lambda key: key in model_keys or _parameter_name(key) in names)
+        self.stage.weights.bind_newest()
+        self._load_module(saved, folder)
+        by_parameter: dict[str, dict[str, Tensor]] = {}
+        for key, value in saved.items():
+            if key not in model_keys:
+                by_parameter.setdefault(names[_parameter_name(key)], {})[key.rpartition(".")[2]] = value
         for optimizer in self._optimizers:
-            optimizer.load(state)
+            optimizer.load(by_parameter)
         self._extrapolate_weights()
 
-    @property
-    def optimized_names(self) -> list[str]:
-        """The parameters whose optimizers are on this stage."""
-        return [name for optimizer in self._optimizers for name in optimizer.parameters]
+    def _load_module(self, saved: Mapping[str, Tensor], folder: Path) -> None:
+        current = self.stage.module.state_dict()
+        for name in self.saved_names:
+            value, shape = saved.get(f"model.{name}"), list(current[name].shape)
+            if value is None or list(value.shape) != shape:
+                described = "none" if value is None else f"one of shape {list(value.shape)}"
+                raise UsageError(
+                    f"the model has {name} of shape {shape}, the checkpoint {folder} {described}",
+                    "resume from a run of the same model",
+                )
+            with torch.no_grad():
+                current[name].copy_(value)
 
     @property
     def _optimizers(self) -> list[NamedOptimizer]:
@@ -143,5 +170,11 @@ class StageReplica:
 
     def _extrapolate_weights(self) -> None:
         """Let forwards read what the delay compensation says."""
-        values = {key: value for o in self._optimizers for key, value in o.extrapolated_weights().items()}
+        values = {key: value for o in self._optimizers for key, value in o.steps.extrapolated_weights().items()}
         self.stage.weights.set_extrapolated(values)
+
+
+def _parameter_name(key: str) -> str:
+    """`optimizer.features.0.weight.exp_avg` -> `features.0.weight`; "" for other keys."""
+    kind, _, rest = key.partition(".")
+    return rest.rpartition(".")[0] if kind == "optimizer" else ""

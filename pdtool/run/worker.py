@@ -272,8 +272,8 @@ class Worker:
 
     def _report(self, outcome: RunOutcome) -> Report:
         """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""
-        own = (str(self._assignment), self._measurements(), self._meter.events)
-        workers: Sequence[Any] = all_gather(own, self._context.groups.world, "measurements")
+        measured = (str(self._assignment), self._measurements(), self._meter.events)
+        workers: Sequence[Any] = all_gather(measured, self._context.groups.world, "measurements")
         report = assemble_report(self._config, [measurements for _, measurements, _ in workers], outcome)
         if self._assignment.rank == 0:
             trace = chrome_trace({name: events for name, _, events in workers})
@@ -288,10 +288,7 @@ class Worker:
         return WorkerMeasurements(
             stage=self._assignment.stage,
             totals=self._meter.totals,
-            minibatches=self._timer.minibatches,
-            samples=self._timer.samples,
-            train_s=self._timer.train_s,
-            time_per_minibatch_s=self._timer.time_per_minibatch_s,
+            epochs=self._timer,
             peak_versions=max(stage.weights.peak_versions for stage in stages),
             peak_stashed=max(stage.peak_stashed for stage in stages),
             peak_memory_bytes=self._meter.memory.peak_bytes,

@@ -51,7 +51,7 @@ class Layer(nn.Module):
         if length and left > 0:
             time.sleep(left)
         if self.file is None:
-            self.file = open(f"WORKERS_FOLDER/{self.number}-{os.getpid()}", "ab", buffering=0)
+            self.file = open(f"FOLDER/{self.number}-{os.getpid()}", "ab", buffering=0)
         self.file.write(struct.pack("dddd", kind, begin, time.perf_counter(), cpu))
     def forward(self, x):
         return Spend.apply(x, self.weight, self) if self.training else x.new_ones(len(x), self.out)
@@ -93,7 +93,7 @@ class Emulated:
 
     def toy(self, folder: Path) -> Toy:
         """The stages for tests/harness.py; they note into `folder`."""
-        layer = LAYER.replace("WORKERS_FOLDER", str(folder))
+        layer = LAYER.replace("FOLDER", str(folder))
         last = len(self.forward_s) - 1
         made = [
             f"self.l{s} = Layer({s}, {self.weights}, {4 if s == last else self.width}, {f!r}, {b!r})"

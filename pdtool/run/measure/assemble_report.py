@@ -8,6 +8,7 @@ from statistics import fmean
 
 from pdtool.artifacts.report import Measured, Report, StageReport
 from pdtool.run.config import RunConfig
+from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.timings import TimeTotals
 
 
@@ -17,19 +18,14 @@ class WorkerMeasurements:
 
     Attributes:
         stage: the worker's first stage.
-        minibatches, samples: those that went through the whole pipeline in these epochs.
-        train_s: seconds of these epochs, with pipeline fill and drain and without validation and checkpoints.
-        time_per_minibatch_s: at the last stage, seconds per minibatch between the first and the last loss of an epoch;
-            0 elsewhere.
+        totals: where the time went.
+        epochs: the time of these epochs, without validation and checkpoints, and what was trained in them.
         peak_memory_bytes: see PeakMemory.
     """
 
     stage: int
     totals: TimeTotals
-    minibatches: int
-    samples: int
-    train_s: float
-    time_per_minibatch_s: float
+    epochs: EpochTimer
     peak_versions: int
     peak_stashed: int
     peak_memory_bytes: int | None = None
@@ -55,9 +51,10 @@ class RunOutcome:
 def assemble_report(config: RunConfig, workers: Sequence[WorkerMeasurements], outcome: RunOutcome) -> Report:
     """Return the report of a run."""
     plan = config.plan
-    train_s = max(worker.train_s for worker in workers)
-    time_per_minibatch_s = max(worker.time_per_minibatch_s for worker in workers)
-    time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, workers[0].minibatches)
+    epochs = workers[0].epochs
+    train_s = max(worker.epochs.train_s for worker in workers)
+    time_per_minibatch_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # those of the last stage know
+    time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, epochs.minibatches)
     return Report(
         plan=plan.name,
         config=plan.config,
@@ -65,7 +62,7 @@ def assemble_report(config: RunConfig, workers: Sequence[WorkerMeasurements], ou
         batch_size=plan.batch_size,
         epochs=outcome.epochs,
         minibatches=outcome.minibatches,
-        throughput_samples_per_s=workers[0].samples / train_s if train_s else 0.0,
+        throughput_samples_per_s=epochs.samples / train_s if train_s else 0.0,
         target=str(config.target) if config.target else None,
         target_reached=outcome.target_reached,
         metrics=dict(outcome.metrics),
@@ -81,26 +78,19 @@ def assemble_report(config: RunConfig, workers: Sequence[WorkerMeasurements], ou
 
 def _stage_report(replicas: Sequence[WorkerMeasurements]) -> StageReport:
     """Figures per minibatch of the whole pipeline, averaged over the replicas of a stage."""
-    per_minibatch = 1 / max(1, replicas[0].minibatches)
-    forward_s, backward_s, update_s, wait_s, allreduce_s, send_s = (
-        fmean(getattr(replica.totals, name) for replica in replicas) * per_minibatch
-        for name in ("forward_s", "backward_s", "update_s", "wait_s", "allreduce_s", "send_s")
-    )
-    busy_s = forward_s + backward_s + update_s
-    time_s = fmean(replica.train_s for replica in replicas) * per_minibatch
+    per_minibatch = 1 / max(1, replicas[0].epochs.minibatches)
+    mean = {name: fmean(vars(replica.totals)[name] for replica in replicas) for name in vars(replicas[0].totals)}
+    times = {name: value * per_minibatch for name, value in mean.items() if name.endswith("_s")}
+    busy_s = times["forward_s"] + times["backward_s"] + times["update_s"]
+    time_s = fmean(replica.epochs.train_s for replica in replicas) * per_minibatch
     peaks_bytes = [replica.peak_memory_bytes for replica in replicas if replica.peak_memory_bytes is not None]
     return StageReport(
         replicas=len(replicas),
         busy_s=busy_s,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        update_s=update_s,
-        wait_s=wait_s,
-        allreduce_s=allreduce_s,
-        rest_s=max(0.0, time_s - busy_s - wait_s - allreduce_s),
-        send_s=send_s,
-        sent_bytes=round(fmean(replica.totals.sent_bytes for replica in replicas) * per_minibatch),
+        rest_s=max(0.0, time_s - busy_s - times["wait_s"] - times["allreduce_s"]),
+        sent_bytes=round(mean["sent_bytes"] * per_minibatch),
         peak_versions=max(replica.peak_versions for replica in replicas),
         peak_stashed=max(replica.peak_stashed for replica in replicas),
         peak_memory_bytes=max(peaks_bytes, default=None),
+        **times,
     )

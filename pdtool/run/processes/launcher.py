@@ -30,15 +30,7 @@ from pdtool.machines import worker_environment
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.measure.metrics_log import following_metrics
-from pdtool.run.processes.status import (
-    OWN_ERROR,
-    WORKERS_FOLDER,
-    WorkerFailure,
-    prepare_folder,
-    read_failure,
-    read_pid,
-    read_status,
-)
+from pdtool.run.processes.status import OWN_ERROR, WORKERS_FOLDER, prepare_folder, read_failure, read_pid, read_status
 from pdtool.run.processes.worker_main import run_worker, worker_main
 from pdtool.schedule import build, is_asynchronous, validate
 
@@ -157,7 +149,8 @@ def diagnose(config: RunConfig, exit_codes: Mapping[int, int]) -> PdtoolError:
     failures = {rank: failure for rank in assignments if (failure := read_failure(config.out, rank))}
     for rank, failure in failures.items():
         if failure.peer == OWN_ERROR:
-            return _worker_error(config, assignments[rank], failure)
+            kind = _ERRORS.get(failure.exit_code, WorkerDiedError)
+            return kind(f"{assignments[rank]}, at {read_status(config.out, rank)}: {failure.what}", failure.remedy)
     silent = [rank for rank in exit_codes if rank not in failures]
     pointing = [rank for rank, failure in failures.items() if failure.peer in assignments]
     unheard = [assignment.rank for assignment in local_assignments(config) if assignment.rank not in failures]
@@ -175,11 +168,6 @@ def diagnose(config: RunConfig, exit_codes: Mapping[int, int]) -> PdtoolError:
         f"{assignments[rank]} {how}; it was last at {read_status(config.out, rank)}" + (f". {told}" if told else ""),
         "go on from the last checkpoint with --resume" if has_checkpoint else "start it again",
     )
-
-
-def _worker_error(config: RunConfig, assignment: RankAssignment, failure: WorkerFailure) -> PdtoolError:
-    kind = _ERRORS.get(failure.exit_code, WorkerDiedError)
-    return kind(f"{assignment}, at {read_status(config.out, assignment.rank)}: {failure.what}", failure.remedy)
 
 
 def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:

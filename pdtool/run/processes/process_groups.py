@@ -14,18 +14,34 @@ from pdtool.run.processes.collectives import PeerErrorContext, all_gather
 
 
 @dataclass(frozen=True)
+class ReplicaGroup:
+    """The replicas of one stage.
+
+    Attributes:
+        ranks: in the order of the replicas.
+        group: their process group; None for one replica.
+        device: where numbers are summed.
+    """
+
+    stage: int
+    ranks: list[int]
+    group: Any
+    device: torch.device
+
+
+@dataclass(frozen=True)
 class ProcessGroups:
     """Handles of torch.distributed process groups.
 
     Attributes:
         world: all workers, gloo; for facts, metrics and checkpoints.
-        replicas: of each stage, its replicas; None when there is one.
+        replicas: of each stage.
         tied: of each tied parameter of the bundle, all replicas of all stages that hold it; gloo.
         uses_nccl: whether tensors can go from device to device; otherwise they go through CPU memory.
     """
 
     world: Any
-    replicas: list[Any]
+    replicas: list[ReplicaGroup]
     tied: list[Any]
     uses_nccl: bool
 
@@ -40,21 +56,19 @@ def make_process_groups(config: RunConfig, device: torch.device, local_workers: 
     Raises:
         PeerError: a worker does not come.
     """
-    with PeerErrorContext("the process groups were not made"):
-        return _make(config, device, local_workers)
-
-
-def _make(config: RunConfig, device: torch.device, local_workers: int) -> ProcessGroups:
     plan, timeout = config.plan, timedelta(seconds=config.timeout_s)
     assignments = assign_ranks(plan)
-    world = dist.new_group([a.rank for a in assignments], timeout=timeout, backend="gloo")
-    has_own_device = device.type == "cuda" and dist.is_nccl_available() and torch.cuda.device_count() >= local_workers
-    uses_nccl = all(all_gather(has_own_device, world, "the choice of NCCL or gloo"))
-    backend = "nccl" if uses_nccl else "gloo"
-    members = [ranks_of_stage(assignments, s % plan.pipeline_depth) for s in range(len(plan.stages))]
-    replicas = [dist.new_group(m, timeout=timeout, backend=backend) if len(m) > 1 else None for m in members]
-    tied = [
-        dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
-        for t in config.bundle.tied
-    ]
+    with PeerErrorContext("the process groups were not made"):
+        world = dist.new_group([a.rank for a in assignments], timeout=timeout, backend="gloo")
+        has_devices = device.type == "cuda" and torch.cuda.device_count() >= local_workers
+        uses_nccl = all(all_gather(has_devices and dist.is_nccl_available(), world, "the choice of NCCL or gloo"))
+        backend = "nccl" if uses_nccl else "gloo"
+        sum_device = device if uses_nccl else torch.device("cpu")
+        members = [ranks_of_stage(assignments, s % plan.pipeline_depth) for s in range(len(plan.stages))]
+        groups = [dist.new_group(m, timeout=timeout, backend=backend) if len(m) > 1 else None for m in members]
+        replicas = [ReplicaGroup(s, members[s], group, sum_device) for s, group in enumerate(groups)]
+        tied = [
+            dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
+            for t in config.bundle.tied
+        ]
     return ProcessGroups(world, replicas, tied, uses_nccl)

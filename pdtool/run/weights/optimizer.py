@@ -25,6 +25,7 @@ class NamedOptimizer:
         compensation: for steps that come `delay` updates late.
 
     Attributes:
+        steps: the optimizer's steps, compensated for their delay.
         updates: steps taken, including those of the runs that this one resumed.
     """
 
@@ -39,7 +40,7 @@ class NamedOptimizer:
         self.updates = 0
         self.optimizer = _user_optimizer(file, self.parameters)
         stepped = list(self.parameters.values()) if self.optimizer else []
-        self._steps = CompensatedSteps(compensation, stepped, delay)
+        self.steps = CompensatedSteps(compensation, stepped, delay)
         self._scheduler = file.scheduler(self.optimizer) if self.optimizer else None
 
     def step(self) -> None:
@@ -49,7 +50,7 @@ class NamedOptimizer:
             ModelError: the learning-rate scheduler cannot be stepped after each update.
         """
         if self.optimizer:
-            self._steps.step(self.optimizer, self.updates)
+            self.steps.step(self.optimizer, self.updates)
             self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         if self._scheduler:
@@ -60,10 +61,6 @@ class NamedOptimizer:
                     f"the learning-rate schedule {type(self._scheduler).__name__} cannot be stepped ({error})",
                     "use one that is stepped after each update, without a metric",
                 ) from error
-
-    def extrapolated_weights(self) -> Mapping[int, Tensor]:
-        """Return what forwards read instead of a parameter, of its shape, by the id of the parameter."""
-        return self._steps.extrapolated_weights()
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter, key, value): momentum and the like, and the number of updates; numbers as tensors."""
@@ -104,7 +101,7 @@ class NamedOptimizer:
             self.optimizer.state[parameter][key] = value if value.dim() == 0 else value.to(parameter.device)
 
     def _last_steps(self) -> dict[int, Tensor]:
-        return {id(p): step for p, step in zip(self._steps.parameters, self._steps.last_steps, strict=True)}
+        return {id(p): step for p, step in zip(self.steps.parameters, self.steps.last_steps, strict=True)}
 
 
 def _user_optimizer(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> Optimizer | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,29 +12,9 @@ from torch import Tensor, nn
 
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.processes.collectives import PeerErrorContext
+from pdtool.run.processes.process_groups import ReplicaGroup
 
 BUCKET_BYTES = 25_000_000
-
-
-@dataclass(frozen=True)
-class ReplicaGroup:
-    """The replicas of one stage.
-
-    Attributes:
-        group: their process group; None for one replica.
-        ranks: in the order of the replicas.
-        device: where numbers are summed.
-    """
-
-    stage: int
-    group: Any
-    ranks: Sequence[int]
-    device: torch.device
-
-    @property
-    def size(self) -> int:
-        """Number of replicas."""
-        return len(self.ranks)
 
 
 class ReplicaAverager:
@@ -153,11 +132,11 @@ class ReplicaAverager:
 
     def _ring_bytes(self, tensor: Tensor) -> int:
         """Bytes that each member of a ring sends (Patarasuk and Yuan, JPDC 2009)."""
-        size = self._replicas.size
+        size = len(self._replicas.ranks)
         return round(2 * (size - 1) / size * tensor.nbytes)
 
     def _peer_error(self, what: str) -> PeerErrorContext:
-        stage, ranks = self._replicas.stage, list(self._replicas.ranks)
+        stage, ranks = self._replicas.stage, self._replicas.ranks
         return PeerErrorContext(f"{what} were not averaged with the other replicas of stage {stage} (ranks {ranks})")
 
 
