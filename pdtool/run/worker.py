@@ -89,9 +89,9 @@ class Worker:
 
     def train(self, epoch: int, minibatches: Minibatches) -> None:
         """Train one epoch; the pipeline is empty before and after."""
-        plan = self._action_list(len(minibatches))
-        self._begin_phase("train", epoch, minibatches, plan)
-        for action, ends_round in plan.actions:
+        action_list = self._action_list(len(minibatches))
+        self._begin_phase("train", epoch, minibatches, action_list)
+        for action, ends_round in action_list.actions:
             i, replica = action.minibatch, self._stages[action.stage]
             self._status.set(f"{action} of epoch {epoch}")
             with self._meter.action(action):
@@ -121,7 +121,7 @@ class Worker:
                 if action.kind.completes_backward:
                     replica.backward_done(i, minibatches.weight(i))
         for stage, replica in self._stages.items():
-            replica.end_epoch(len(plan.forwards(stage)))
+            replica.end_epoch(len(action_list.forwards(stage)))
         self._meter.synchronize()
 
     def validate(self, epoch: int, max_samples: int | None = None) -> dict[str, float]:
@@ -138,13 +138,13 @@ class Worker:
         """
         samples = self._context.splits["valid"].samples
         minibatches = Minibatches(range(samples)[:max_samples], self._config.plan.batch_size)
-        plan = self._forward_list(len(minibatches))
-        self._begin_phase("valid", epoch, minibatches, plan)
+        action_list = self._forward_list(len(minibatches))
+        self._begin_phase("valid", epoch, minibatches, action_list)
         sums: dict[str, tuple[float, float]] = {}
         for replica in self._stages.values():
             replica.stage.module.eval()
         with torch.no_grad():
-            for action, _ in plan.actions:
+            for action, _ in action_list.actions:
                 self._status.set(f"{action} of the validation after epoch {epoch}")
                 replica = self._stages[action.stage]
                 inputs, target = replica.io.receive_inputs(action.minibatch)  # (1)
@@ -217,12 +217,12 @@ class Worker:
         actions = self._action_list(minibatches).actions
         return ActionList([(a, False) for a, _ in actions if a.kind is ActionKind.FORWARD], {})
 
-    def _begin_phase(self, split: str, epoch: int, minibatches: Minibatches, plan: ActionList) -> None:
+    def _begin_phase(self, split: str, epoch: int, minibatches: Minibatches, action_list: ActionList) -> None:
         data = DataPass(split, self._context.splits[split], minibatches, self._config.seed, epoch)
         for stage, replica in self._stages.items():
-            replica.stage.weights.begin_phase(plan.versions.get(stage, {}))
+            replica.stage.weights.begin_phase(action_list.versions.get(stage, {}))
             loader = self._context.loaders.get(split) if stage == 0 else None
-            replica.io.begin_phase(data, loader, plan.forwards(stage), plan.backwards(stage))
+            replica.io.begin_phase(data, loader, action_list.forwards(stage), action_list.backwards(stage))
 
     def _seed_forward(self, epoch: int, action: Action) -> None:
         """Fix the random numbers (dropout) of one forward: resuming and other workers make no difference."""
