@@ -21,10 +21,10 @@ ROOT = Path(__file__).parent.parent / "pdtool"
 FILES = sorted(ROOT.rglob("*.py"))
 PARTS = ("profile", "partition", "codegen", "run")
 
-# errors, units, resident <
+# errors, units, machines, process_memory <
 # graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < cli
 LAYERS = (
-    ("errors", "units", "resident"),
+    ("errors", "units", "machines", "process_memory"),
     ("graph", "cluster", "schedule"),
     ("artifacts",),
     ("frontend",),

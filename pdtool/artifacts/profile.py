@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -23,6 +24,8 @@ from pdtool.artifacts.envelope import (
 )
 from pdtool.errors import FieldError
 from pdtool.graph import Graph
+
+_THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of a CPU: `AMD EPYC, 2 threads`
 
 
 class Device(FrozenModel):
@@ -118,6 +121,12 @@ class Profile(Artifact):
             for name in group:
                 if name not in known:
                     raise FieldError(field, f"{name!r} is no node")
+
+    @property
+    def threads(self) -> int | None:
+        """The CPU threads that the times were measured with; None when they were not measured on a CPU."""
+        match = _THREADS.search(self.device.name)
+        return int(match[1]) if match and self.device.kind == "measured" else None
 
     @cached_property
     def graph(self) -> Graph:

@@ -11,23 +11,24 @@ from pdtool.artifacts.plan import Predicted
 
 
 class StageReport(FrozenModel):
-    """What one stage did per minibatch of the whole pipeline, averaged over its replicas and the measured epochs.
+    """What one stage did, per minibatch of the whole pipeline, averaged over its replicas and the measured epochs.
 
-    busy_s + wait_s + allreduce_s + rest_s is the whole time. A worker cannot tell whether a message that it waits for
-    is on its way (a simulation's communication time) or not sent yet (its idle time): wait_s holds both.
+    busy_s + wait_s + allreduce_s + rest_s is the whole time of a minibatch. A worker cannot tell whether what it waits
+    for is under way or not computed yet, which a simulation calls communication and idle time: its waits are both.
 
     Attributes:
-        busy_s: forward + backward + update, without waiting; sending messages is part of it.
-        forward_s, backward_s, update_s: the parts of busy_s.
-        wait_s: blocked on messages from other stages, and at the end of an epoch on messages to them.
-        allreduce_s: blocked on gradients of other replicas, or of other stages with the same parameter.
-        rest_s: between actions.
-        send_s: the part of busy_s that is spent on sending messages.
+        busy_s: seconds of forward, backward and update without waiting; handing over messages is part of it.
+        forward_s, backward_s, update_s: the parts of busy_s, in seconds.
+        wait_s: seconds blocked on messages from other stages, and at the end of an epoch on messages to them.
+        allreduce_s: seconds blocked on gradients of other replicas, or of other stages with the same parameter.
+        rest_s: seconds between actions.
+        send_s: seconds of handing over messages, a part of busy_s.
         sent_bytes: bytes sent to other workers.
-        peak_versions: maximal number of live weight versions at one replica.
-        peak_stashed: maximal number of minibatches with a live autograd graph at one replica.
-        peak_memory_bytes: of one worker while it trained: its parameters and buffers, and what it held more than before
-            the first minibatch, in tensors on a GPU, in resident memory otherwise. None: not known.
+        peak_versions: most live weight versions at one replica.
+        peak_stashed: most minibatches with a live autograd graph at one replica.
+        peak_memory_bytes: most bytes of one worker while it trained: its parameters and buffers, and all that it held
+            beyond what it held before the first minibatch; tensors on a GPU, resident memory otherwise. None where the
+            system does not say.
     """
 
     replicas: Count
@@ -46,12 +47,16 @@ class StageReport(FrozenModel):
 
     @property
     def time_s(self) -> float:
-        """The whole time in seconds."""
+        """The whole time of a minibatch, in seconds."""
         return self.busy_s + self.wait_s + self.allreduce_s + self.rest_s
 
 
 class Measured(FrozenModel):
-    """What was measured of the whole pipeline in steady state; bottleneck_s is seconds per minibatch."""
+    """What was measured of the whole pipeline, in steady state.
+
+    Attributes:
+        bottleneck_s: seconds per minibatch.
+    """
 
     bottleneck_s: Seconds
     throughput_samples_per_s: Seconds

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pdtool import resident
+from pdtool import process_memory
 
 Reading = Callable[[], float]
 
@@ -59,11 +59,11 @@ class ScratchMemoryGauge:
             peak = torch.cuda.max_memory_allocated(self.device)
             held: int | None = torch.cuda.memory_allocated(self.device)
         else:
-            resident.trim()  # pages that the work takes again become resident again
-            resident.restart()
+            process_memory.trim_heap()  # pages that the work takes again become resident again
+            process_memory.reset_peak()
             result = work()
-            peak = resident.peak() or 0
-            resident.trim()  # what it has freed
-            held = resident.now()
+            peak = process_memory.peak_resident_bytes() or 0
+            process_memory.trim_heap()  # what it has freed
+            held = process_memory.resident_bytes()
         scratch_bytes = 0 if held is None else max(0, peak - held)
         return result, lambda: float(scratch_bytes)

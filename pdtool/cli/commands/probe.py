@@ -51,12 +51,13 @@ def probe(
     sizes, timeout_s = parse_topology(topology), parse_seconds(timeout)
     if timeout_s <= 0:
         raise UsageError(f"--timeout {timeout} leaves no time to answer", "write 60s")
-    from pdtool.profile.machines import Machines, probe
-    from pdtool.profile.probe import Request
+    from pdtool.machines import Machines
+    from pdtool.profile.probe import ProbeRequest
+    from pdtool.profile.probe_launcher import probe
 
-    request = Request(name=title(name or topology), sizes=sizes, device=device, timeout_s=timeout_s)
+    request = ProbeRequest(name=title(name or topology), sizes=sizes, device=device, timeout_s=timeout_s)
     with status("starting the workers") as step:
-        cluster = probe(request, Machines(count=nnodes, own=node_rank, endpoint=rdzv_endpoint), step)
+        cluster = probe(request, Machines(nnodes, node_rank, rdzv_endpoint), step)
     if cluster is None:
         note("measured; the first machine has the figures")
         return

@@ -15,13 +15,14 @@ from pdtool.cli.commands.codegen import model as model_option
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show, training_progress
 from pdtool.errors import StaleError, TargetMissedError, UsageError
+from pdtool.machines import Machines, is_first_worker, is_worker
 from pdtool.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle
     from pdtool.artifacts.report import Report
     from pdtool.cli.inputs import Inputs
-    from pdtool.run.spec import RunSpec
+    from pdtool.run.config import RunConfig
 
 _SAME_FOLDER = "the folder of -o"
 
@@ -43,8 +44,9 @@ _SAME_FOLDER = "the folder of -o"
 )
 @click.option(
     "--target",
-    metavar="METRIC=VALUE",
-    help="Stop when the validation reaches it, as accuracy=0.98 or loss=0.1; exit with 6 when it does not.",
+    metavar="METRIC<=VALUE",
+    help="Stop when the validation reaches it, as 'nll<=4' or 'accuracy>=0.98' (also <, > and =, where = means at most "
+    "for loss and perplexity, else at least); exit with 6 when it does not.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Fixes everything drawn.")
 @click.option(
@@ -124,10 +126,10 @@ def run(
     if dry_run:
         _print_workers(asked, settings)
         return
-    spec = replace(_spec(inputs, _bundle(inputs), settings), plan=asked)
-    report = _launched(spec)
-    if _is_first_worker():
-        _print_report(spec, report, as_json)
+    config = replace(_config(inputs, _bundle(inputs), settings), plan=asked)
+    report = _launched(config)
+    if is_first_worker(os.environ):
+        _print_report(config, report, as_json)
     if report.target_reached is False:
         raise TargetMissedError(
             f"target {report.target} was not reached in {report.epochs} epoch(s)", "give more --epochs, with --resume"
@@ -143,28 +145,22 @@ def _bundle(inputs: Inputs) -> Bundle:
     bundle = inputs.bundle(inputs.folder)
     if bundle:
         return bundle
-    if _is_worker():
+    if is_worker(os.environ):
         raise StaleError(inputs.folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
     note(f"{inputs.folder}/ is missing or was made from something else: generating it")
     return generated(inputs, inputs.folder)
 
 
-def _is_first_worker() -> bool:
-    """Tell whether this process prints: of the workers that torchrun or srun started, only the first does."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-
-
-def _is_worker() -> bool:
-    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
-
-
-def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
-    from pdtool.run.correct import Correction
-    from pdtool.run.spec import RunSpec, Target
+def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConfig:
+    from pdtool.run.config import RunConfig, Target
+    from pdtool.run.weights.delay_compensation import DelayCompensation
     from pdtool.units import parse_seconds
 
     out, resume = _folders(inputs, settings["output"], settings["resume"], settings["nnodes"])
-    return RunSpec(
+    target = Target.parse(settings["target"]) if settings["target"] else None
+    correction = settings["correction"]
+    names = ("epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype")
+    return RunConfig(
         plan=inputs.plan,
         bundle=bundle,
         bundle_dir=inputs.folder,
@@ -173,41 +169,28 @@ def _spec(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunSpec:
         out=out,
         resume=resume,
         timeout_s=parse_seconds(settings["timeout"]),
-        target=Target.parse(settings["target"]) if settings["target"] else None,
-        correction=Correction.parse(settings["correction"]) if settings["correction"] else None,
-        **{
-            name: settings[name]
-            for name in (
-                "epochs",
-                "steps",
-                "seed",
-                "device",
-                "precision",
-                "compiled",
-                "transport",
-                "wire_dtype",
-                "nnodes",
-                "node_rank",
-                "rdzv_endpoint",
-            )
-        },
+        target=target,
+        delay_compensation=DelayCompensation.parse(correction) if correction else None,
+        threads=inputs.profile.threads,
+        machines=Machines(settings["nnodes"], settings["node_rank"], settings["rdzv_endpoint"]),
+        **{name: settings[name] for name in names},
     )
 
 
 def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:
     """Return the run's folder and the one to resume from; with one of them given, the other is the same."""
-    from pdtool.run.checkpoint import complete
+    from pdtool.run.checkpoint import complete_checkpoints
 
     if resume == _SAME_FOLDER:
         if output is None:
             raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
         resume = output
     if output is None and (resume is None or not (Path(resume) / "checkpoints").is_dir()):
-        if nnodes > 1 or _is_worker():
+        if nnodes > 1 or is_worker(os.environ):
             raise UsageError("workers started one by one need one folder for the run", "name it with -o")
         output = str(_new_folder(Path("runs") / inputs.folder.name))
     out = Path(output or str(resume))
-    if complete(out) and (resume is None or Path(resume).resolve() != out.resolve()):
+    if complete_checkpoints(out) and (resume is None or Path(resume).resolve() != out.resolve()):
         raise UsageError(f"{out} holds a run already", "go on with it by --resume, or name another folder with -o")
     return out, Path(resume) if resume else None
 
@@ -221,14 +204,16 @@ def _new_folder(path: Path) -> Path:
     return free
 
 
-def _launched(spec: RunSpec) -> Report:
-    from pdtool.run.launch import launch
+def _launched(config: RunConfig) -> Report:
+    from pdtool.run.processes.launcher import launch
 
-    if _is_first_worker():
-        plan = spec.plan
-        note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {spec.out}/")
-    with training_progress(spec.epochs) as on_event:
-        return launch(spec, on_event)
+    if is_first_worker(os.environ):
+        plan = config.plan
+        if config.target and config.target.interpretation:
+            note(config.target.interpretation)
+        note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
+    with training_progress(config.epochs) as on_metrics:
+        return launch(config, on_metrics)
 
 
 def _print_workers(plan: Any, settings: dict[str, Any]) -> None:
@@ -237,10 +222,10 @@ def _print_workers(plan: Any, settings: dict[str, Any]) -> None:
     show(worker_table(plan, settings["nnodes"]), err=False)
 
 
-def _print_report(spec: RunSpec, report: Report, as_json: bool) -> None:
+def _print_report(config: RunConfig, report: Report, as_json: bool) -> None:
     from pdtool.cli.console.report_view import report_view
 
     if as_json:
         print_json(report)
     show(*report_view(report))
-    note(f"wrote {spec.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")
+    note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")

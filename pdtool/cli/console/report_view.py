@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from pdtool.artifacts.plan import Predicted
 from pdtool.artifacts.report import Report
 from pdtool.cli.console.table import Lines, table
 from pdtool.units import format_bytes, format_seconds
@@ -19,7 +20,7 @@ def report_view(report: Report) -> Lines:
     yield _prediction_table(report)
     measured = report.measured
     if report.predicted:
-        yield f"per minibatch: {_compared(report.predicted.bottleneck_s, measured.bottleneck_s)}"
+        yield f"per minibatch: {_compared(report.predicted, measured.bottleneck_s)}"
     else:
         yield f"per minibatch: measured {format_seconds(measured.bottleneck_s)}"
     yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
@@ -60,6 +61,10 @@ def _prediction_table(report: Report) -> Table:
     return table(columns, rows, title="per minibatch, and at most:")
 
 
-def _compared(predicted_s: float, measured_s: float) -> str:
+def _compared(predicted: Predicted, measured_s: float) -> str:
+    """Compare measured seconds with those of the simulation, or of the formulas if the plan was not simulated."""
+    source, predicted_s = "simulated", predicted.simulated_s
+    if predicted_s is None:
+        source, predicted_s = "predicted", predicted.bottleneck_s
     ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s else ""
-    return f"predicted {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
+    return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
