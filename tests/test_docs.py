@@ -110,7 +110,7 @@ class Shell:
         """Run lines, several at the same time; each must exit with 0. Returns what the last one prints."""
         output = ""
         for line, process in [(line, self.start(line)) for line in lines]:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=300)
             assert process.returncode == 0, f"{line}\nexit code {process.returncode}\n{output}"
         return output
 
@@ -124,6 +124,7 @@ def before(shell: Shell, line: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # twenty processes import torch: a minute or so, and many where others hold the cores
 def test_the_readmes_commands_run_in_order(tmp_path):
     """All blocks of commands, in one folder, as one reader would type them."""
     shell = Shell(tmp_path)
