@@ -1,6 +1,6 @@
-"""`python -m pdtool` is the command `pdtool`."""
+"""Run the command `pdtool`, as `python -m pdtool`."""
 
-from pdtool.cli import main
+from pdtool.cli.app import main
 
 if __name__ == "__main__":
     main(prog_name="pdtool")

@@ -1,4 +1,4 @@
-"""The cluster: nested levels of workers, and which link two workers share.
+"""Clusters: nested levels of workers, and the link that two workers share.
 
 `4x4` is four servers of four devices. Workers are numbered with the innermost level fastest:
 
@@ -17,7 +17,7 @@ from functools import cached_property
 
 from pdtool.errors import UsageError
 
-MOST_WORKERS = 100_000
+MAX_WORKERS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Levels, outermost first, and the memory of each device (bytes; None: not limited)."""
+    """Levels, outermost first, and the memory of each device in bytes (None: not limited)."""
 
     levels: tuple[Level, ...]
     memory_bytes: int | None = None
@@ -49,23 +49,21 @@ class Cluster:
 
     @property
     def topology(self) -> str:
-        """`4x4`."""
+        """The sizes of the levels, as `4x4`."""
         return "x".join(str(level.size) for level in self.levels)
 
     def link(self, a: int, b: int) -> Level | None:
-        """The slowest link on the way from worker `a` to worker `b`; None when they are the same."""
+        """Return the slowest link on the way from worker `a` to worker `b`; None when they are the same."""
         return self.span(min(a, b), max(a, b) + 1)
 
     def span(self, first: int, end: int) -> Level | None:
-        """The slowest link crossed inside the contiguous workers [first, end); None for a single worker."""
-        below = self.workers
-        crossed = None
-        for level in self.levels:
-            below //= level.size
-            slower = crossed is None or level.bandwidth_bytes_per_s < crossed.bandwidth_bytes_per_s
+        """Return the slowest link crossed inside the contiguous workers [first, end); None for a single worker."""
+        slowest = None
+        for level, below in zip(self.levels, self.below, strict=True):
+            slower = slowest is None or level.bandwidth_bytes_per_s < slowest.bandwidth_bytes_per_s
             if slower and first // below != (end - 1) // below:
-                crossed = level
-        return crossed
+                slowest = level
+        return slowest
 
 
 def parse_topology(text: str) -> tuple[int, ...]:
@@ -73,8 +71,8 @@ def parse_topology(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}){0,9}", text):
         raise UsageError(f"topology {text!r} is not sizes joined by x", "write 4 or 2x8, the outermost level first")
     sizes = tuple(int(part) for part in text.split("x"))
-    if 0 in sizes or math.prod(sizes) > MOST_WORKERS:
-        raise UsageError(f"topology {text!r} has {math.prod(sizes)} workers", f"give between 1 and {MOST_WORKERS}")
+    if 0 in sizes or math.prod(sizes) > MAX_WORKERS:
+        raise UsageError(f"topology {text!r} has {math.prod(sizes)} workers", f"give between 1 and {MAX_WORKERS}")
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""Every error pdtool raises on purpose: what is wrong, with the values, and what to do about it."""
+"""All errors that pdtool raises on purpose: what is wrong, with the values, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 
 class PdtoolError(Exception):
-    """Base of all expected errors; `cli` prints it and exits with its `exit_code`.
+    """Base of all expected errors; `cli` prints its text and exits with its `exit_code`.
 
     Args:
         what: what is wrong, with the values that show it.
@@ -36,7 +36,7 @@ class ModelError(PdtoolError):
 
 
 class TraceError(ModelError):
-    """torch.export, or our reading of its graph, cannot take this model.
+    """The model cannot be traced by torch.export, or its graph cannot be read.
 
     Args:
         location: `file.py:12` in the user's code, or "" when it is not known.
@@ -48,7 +48,7 @@ class TraceError(ModelError):
 
 
 class ArtifactError(PdtoolError):
-    """A file that pdtool reads is truncated, altered, of an unknown format, or does not hold together."""
+    """A file that pdtool reads is truncated, altered, of an unknown format, or inconsistent."""
 
     exit_code = 3
 
@@ -56,6 +56,18 @@ class ArtifactError(PdtoolError):
         where = f"{path}: {field}" if field else str(path)
         super().__init__(f"{where}: {what}", remedy)
         self.path = path
+        self.field = field
+
+
+class FieldError(ValueError):
+    """A fault in the content of an artifact; whoever reads the file makes an ArtifactError of it.
+
+    Args:
+        field: where the fault is, as `stages[2].workers`.
+    """
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(what)
         self.field = field
 
 
@@ -70,7 +82,7 @@ class NoPlanError(PdtoolError):
 
 
 class ScheduleError(PdtoolError):
-    """A list of actions breaks a law of schedules; below its first line the text has the grid with the fault marked."""
+    """A list of actions breaks a rule of schedules; its text ends with the grid of actions, the fault marked."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""The operator graph: what computes what from what, and where it may be cut.
+"""The operator graph of a model, and where it may be cut into stages.
 
 A *cut* is a downset: a set of nodes that holds every predecessor of its members. A stage is the difference of two
 cuts, one inside the other, so the stages in order never send anything backwards.
@@ -12,13 +12,7 @@ from functools import cached_property
 
 import networkx as nx
 
-
-class GraphError(ValueError):
-    """The nodes and edges are not a graph in topological order; `field` says where."""
-
-    def __init__(self, field: str, what: str) -> None:
-        super().__init__(what)
-        self.field = field
+from pdtool.errors import FieldError
 
 
 @dataclass(frozen=True)
@@ -28,6 +22,9 @@ class Graph:
     Attributes:
         inputs: node name -> names of the nodes it takes tensors from; the order of the keys is topological.
         modules: node name -> path of the module it belongs to ("" is the model itself).
+
+    Raises:
+        FieldError: the nodes are not in topological order, or take what is no node.
     """
 
     inputs: Mapping[str, Sequence[str]]
@@ -38,9 +35,9 @@ class Graph:
         for index, (name, sources) in enumerate(self.inputs.items()):
             for source in sources:
                 if source not in self.inputs:
-                    raise GraphError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which is no node")
+                    raise FieldError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which is no node")
                 if source not in seen:
-                    raise GraphError(
+                    raise FieldError(
                         f"nodes[{index}].inputs",
                         f"node {name!r} takes {source!r}, which comes after it (a cycle, or not in topological order)",
                     )
@@ -62,14 +59,14 @@ class Graph:
 
     @cached_property
     def digraph(self) -> nx.DiGraph[str]:
-        """The same graph for networkx."""
+        """The same graph as a networkx graph."""
         graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(self.inputs)
         graph.add_edges_from((source, name) for name, sources in self.inputs.items() for source in sources)
         return graph
 
     def contracted(self, groups: Iterable[Collection[str]]) -> list[list[str]]:
-        """Blocks of nodes that no cut may separate, in topological order of the blocks.
+        """Return blocks of nodes that no cut may separate, in topological order of the blocks.
 
         Each group becomes one block, together with all nodes on paths between its members (a block must be convex,
         so the strongly connected components of the contracted graph are merged); overlapping groups are joined.
@@ -78,7 +75,7 @@ class Graph:
         union.add_nodes_from(self.inputs)
         for group in groups:
             nx.add_path(union, list(group))
-        block_of = {name: i for i, part in enumerate(nx.connected_components(union)) for name in part}
+        block_of = {name: i for i, component in enumerate(nx.connected_components(union)) for name in component}
         quotient: nx.DiGraph[int] = nx.DiGraph()
         quotient.add_nodes_from(block_of.values())
         quotient.add_edges_from((block_of[a], block_of[b]) for a, b in self.digraph.edges if block_of[a] != block_of[b])
@@ -87,14 +84,14 @@ class Graph:
         members: dict[int, list[str]] = {}
         for name, block in block_of.items():
             members.setdefault(condensed.graph["mapping"][block], []).append(name)
-        first = {part: min(position[name] for name in names) for part, names in members.items()}
+        first = {block: min(position[name] for name in names) for block, names in members.items()}
         order = nx.lexicographical_topological_sort(condensed, key=first.__getitem__)
-        return [sorted(members[part], key=position.__getitem__) for part in order]
+        return [sorted(members[block], key=position.__getitem__) for block in order]
 
     def stage_faults(self, stages: Sequence[Collection[str]]) -> list[str]:
-        """What is wrong with `stages` as a partition of this graph, in words; empty when nothing is.
+        """Say what is wrong with `stages` as a partition of this graph; empty when nothing is.
 
-        Every node stands in exactly one stage and no tensor goes to an earlier stage.
+        Every node must be in exactly one stage, and no tensor may go to an earlier stage.
         """
         faults = []
         stage_of: dict[str, int] = {}
@@ -118,16 +115,16 @@ class Graph:
     def compress(self, nodes: Collection[str]) -> list[str]:
         """Write a set of nodes as module paths where it holds all nodes of a module, as node names elsewhere."""
         chosen = set(nodes)
-        whole = {m for m in self._members if m and self._members[m] <= chosen}
+        complete = {m for m in self._members if m and self._members[m] <= chosen}
         entries: dict[str, None] = {}
         for name in self.inputs:
             if name in chosen:
-                covering = [m for m in _prefixes(self.modules[name]) if m in whole]
-                entries[covering[0] if covering else name] = None
+                outermost = next((m for m in _prefixes(self.modules[name]) if m in complete), name)
+                entries[outermost] = None
         return list(entries)
 
     def expand(self, entries: Iterable[str]) -> list[str]:
-        """Inverse of `compress`, in topological order; an entry that names nothing is kept as it is."""
+        """Return the nodes that `compress` wrote as these entries, in topological order; unknown entries are kept."""
         wanted: set[str] = set()
         unknown = []
         for entry in entries:
@@ -150,6 +147,6 @@ class Graph:
 
 
 def _prefixes(path: str) -> list[str]:
-    """`a.b.c` -> [`a`, `a.b`, `a.b.c`]."""
+    """Return `a`, `a.b` and `a.b.c` for `a.b.c`."""
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))] if path else []

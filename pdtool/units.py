@@ -1,4 +1,4 @@
-"""Bytes, seconds and rates: how they are read from an option and how they are printed."""
+"""Read bytes, seconds and rates from options, and print them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pdtool.errors import UsageError
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
-_LEAST, _MOST = 1e-3, 1e18  # of what anyone means
+_MIN, _MAX = 1e-3, 1e18  # values outside are slips
 _RATE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?i?)(bit|B)/s")
 _SIZE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?i?)B")
 _TIME = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*(s|ms|us|ns)")
@@ -22,7 +22,7 @@ def parse_bandwidth(text: str) -> float:
     """
     match = _RATE.fullmatch(text.strip())
     value = _number(match, text) if match else 0.0
-    if not match or not _LEAST <= value * _PREFIX[match[2]] <= _MOST:
+    if not match or not _MIN <= value * _PREFIX[match[2]] <= _MAX:
         raise UsageError(f"bandwidth {text!r} is not a positive rate in bits or bytes", "write 10Gbit/s or 1.25GB/s")
     return value * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1)
 
@@ -31,7 +31,7 @@ def parse_bytes(text: str) -> int:
     """Read `16GB` or `16GiB` as a number of bytes; raises UsageError."""
     match = _SIZE.fullmatch(text.strip())
     value = _number(match, text) if match else 0.0
-    if not match or not 1 <= value * _PREFIX[match[2]] <= _MOST:
+    if not match or not 1 <= value * _PREFIX[match[2]] <= _MAX:
         raise UsageError(f"size {text!r} is not a positive number of bytes", "write 16GB or 16GiB")
     return int(value * _PREFIX[match[2]])
 
@@ -39,7 +39,7 @@ def parse_bytes(text: str) -> int:
 def parse_seconds(text: str) -> float:
     """Read `50us` or `1.5s` as seconds; raises UsageError."""
     match = _TIME.fullmatch(text.strip())
-    if not match or _number(match, text) > _MOST:
+    if not match or _number(match, text) > _MAX:
         raise UsageError(f"time {text!r} is not a number with a unit", "write 50us, 1ms or 1.5s")
     return _number(match, text) * _SECONDS[match[2]]
 
@@ -55,22 +55,22 @@ def _number(match: re.Match[str], text: str) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """`1.21 GB`: decimal prefixes, three significant figures."""
+    """Write bytes as `1.21 GB`, with decimal prefixes and three significant figures."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"), 1e3)
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """`1.25 GB/s`."""
+    """Write a rate as `1.25 GB/s`."""
     return format_bytes(bytes_per_s) + "/s"
 
 
 def format_bits_rate(bytes_per_s: float) -> str:
-    """`10 Gbit/s`: how links between servers are sold."""
+    """Write a rate as `10 Gbit/s`, as links between servers are sold."""
     return _scaled(bytes_per_s * 8, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"), 1e3)
 
 
 def format_seconds(seconds: float) -> str:
-    """`1.5 s`, `12.3 ms`, `45 µs`."""
+    """Write seconds as `1.5 s`, `12.3 ms` or `45 µs`."""
     if seconds == 0:
         return "0"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):

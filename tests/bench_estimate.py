@@ -15,7 +15,7 @@ from pdtool.artifacts.profile import Node, Profile
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
-from pdtool.profile.published import read_published
+from pdtool.profile.pipedream_import import read_pipedream_profile
 
 DATA = Path("/work/shared/data/pipedream")
 MODELS = ("vgg16", "alexnet", "resnet50")
@@ -53,7 +53,7 @@ class Comparison:
 
 def compare(name: str) -> Comparison:
     """The zoo's model of that name, at the published minibatch, beside the published profile."""
-    published = read_published((DATA / f"{name}.graph.txt").read_text(), name, name=name).profile
+    published = read_pipedream_profile((DATA / f"{name}.graph.txt").read_text(), name, name=name).profile
     start = time.perf_counter()
     file = ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}"), trusted=True)
     profile = estimate(file, batch_size=published.batch_size, device=find_device("v100"))

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdtool.artifacts.cluster import ClusterFile
+from pdtool.artifacts.cluster_file import ClusterFile
 
 ROOT = Path(__file__).parent.parent
 SPACES = ("pd-a", "pd-b")
@@ -28,7 +28,7 @@ def sh(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def joined(rate: str) -> Iterator[None]:
+def worker_environment(rate: str) -> Iterator[None]:
     """Both namespaces, joined by a link of `rate` each way, as tc writes it."""
     try:
         for space in SPACES:
@@ -110,7 +110,7 @@ def main() -> None:
     missed = []
     for rate, bits in (("100mbit", 1e8), ("1gbit", 1e9)):
         for topology in ("2", "2x2"):
-            with joined(rate), tempfile.TemporaryDirectory() as name:
+            with worker_environment(rate), tempfile.TemporaryDirectory() as name:
                 found = probed(topology, Path(name))
             assert found.measured
             link, level = found.levels[0], found.measured.levels[0]

@@ -14,18 +14,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.run.channel import Receiver, Sender
-from pdtool.run.meeting import meet
-from pdtool.run.posted import PostedReceiver, PostedSender
-from pdtool.run.shared import SharedReceiver, SharedSender, Slots
-from pdtool.run.wiring import Hop, Wire, hops
+from pdtool.run.measure.meter import NullMeter
+from pdtool.run.messages.channel import Receiver, Sender
+from pdtool.run.messages.distributed import DistributedReceiver, DistributedSender
+from pdtool.run.messages.routes import Edge, Route, list_routes
+from pdtool.run.messages.shared_memory import SharedMemoryReceiver, SharedMemorySender, SlotLayout
+from pdtool.run.messages.shared_memory_setup import share_memory
 
 SIZES = (4 << 10, 256 << 10, 4 << 20, 16 << 20)
 KINDS = ("gloo", "shared", "shared, copied")
@@ -33,30 +33,30 @@ DEPTH = 4
 CPU = torch.device("cpu")
 
 
-def there_and_back(size: int) -> tuple[Hop, Hop]:
-    """The two hops between rank 0 and rank 1 for messages of `size` bytes."""
+def there_and_back(size: int) -> tuple[Route, Route]:
+    """The two routes between rank 0 and rank 1 for messages of `size` bytes."""
     tensor = TensorSpec(
         name="a", producer=0, consumers=(1,), shape=("batch", size // 4), dtype="float32", gradient=True
     )
-    there, back = hops([Wire(0, "a", 0, 1, tensor)], [[0], [1]])
+    there, back = list_routes([Edge(0, "a", 0, 1, tensor)], [[0], [1]])
     return there, back
 
 
 def open_ends(kind: str, size: int, rank: int) -> tuple[Sender, Receiver]:
-    """This rank's ends: it sends on one hop and receives on the other."""
+    """This rank's ends: it sends on one route and receives on the other."""
     there = there_and_back(size)
     out, into = there if rank == 0 else there[::-1]
     if kind == "gloo":
         groups = [dist.new_group(backend="gloo") for _ in there]
         return (
-            PostedSender(out, groups[out.number], depth=DEPTH, carrier=CPU, waiting=nullcontext),
-            PostedReceiver(into, groups[into.number], carrier=CPU),
+            DistributedSender(out, groups[out.number], DEPTH, CPU, NullMeter()),
+            DistributedReceiver(into, groups[into.number], CPU),
         )
-    slots = Slots.of(out, 1, DEPTH)
-    _, shares = meet(there, rank, dist.group.WORLD, dict.fromkeys((0, 1), slots.count * slots.size), 60.0)
+    layout = SlotLayout.of(out, 1, DEPTH)
+    _, shared = share_memory(there, rank, dist.group.WORLD, dict.fromkeys((0, 1), layout.total_bytes), 60.0)
     return (
-        SharedSender(out, slots, *shares[out.number], nullcontext),
-        SharedReceiver(into, slots, *shares[into.number]),
+        SharedMemorySender(out, layout, shared[out.number], NullMeter()),
+        SharedMemoryReceiver(into, layout, shared[into.number]),
     )
 
 
@@ -76,7 +76,7 @@ class Ends:
 
     def receive(self) -> None:
         i = next(self.got)
-        [tensor] = self.receiver.receive(i)
+        [tensor] = self.receiver.receive(i, 1)
         if self.copied:
             tensor.clone()
         self.receiver.expect(i + DEPTH, 1)
@@ -105,7 +105,7 @@ def work(rank: int, folder: str, results: Any) -> None:
         for _ in range(3):
             rounds.append(measured(lambda turn=turn: [step() for step in turn], count)[0])  # type: ignore[misc]
             stream.append(measured(turn[0], count))
-            ends.sender.finish()
+            ends.sender.flush()
         results.put((size, kind, rank, sorted(rounds)[1] / 2, *sorted(stream)[1]))
     dist.barrier()
     os._exit(0)  # what is posted stays so

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pdtool.cli import main
+from pdtool.cli.app import main
 
 # Before anything imports torch, and for the processes that tests start: others hold the cores, and more threads spin.
 os.environ["OMP_NUM_THREADS"] = "1"

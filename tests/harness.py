@@ -18,12 +18,12 @@ import torch
 from replay import Batch
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
+from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec
 from pdtool.artifacts.envelope import ModelRef, file_sha256
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order
-from pdtool.run.spec import RunSpec
 from pdtool.schedule import POLICIES, default_shape
 
 
@@ -292,7 +292,7 @@ def job(
     optimizer: str = "sgd",
     batch_size: int = 4,
     **settings: Any,
-) -> RunSpec:
+) -> RunConfig:
     """Write model.py and the bundle into `folder`; a spec that runs them with one worker per replica.
 
     Args:
@@ -353,7 +353,7 @@ def job(
     )
     plan.check()
     settings = {"out": folder / "run", "timeout_s": 60.0} | settings
-    return RunSpec(
+    return RunConfig(
         plan=plan,
         bundle=bundle,
         bundle_dir=folder / "bundle",
@@ -378,7 +378,7 @@ class Outcome:
 # the others with models of the zoo. What is not installed is left out.
 PRELOAD = (
     "harness",
-    "pdtool.run.launch",
+    "pdtool.run.processes.launcher",
     "pdtool.run.worker",
     "torch._dynamo",
     "sklearn.datasets",
@@ -393,7 +393,7 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def run(spec: RunSpec) -> list[Outcome]:
+def run(spec: RunConfig) -> list[Outcome]:
     """Run a job on real processes and collect what they end with, by rank."""
     context = multiprocessing.get_context("forkserver")
     start_server()
@@ -412,25 +412,25 @@ def run(spec: RunSpec) -> list[Outcome]:
     return [outcome for outcomes in loaded for outcome in outcomes]
 
 
-def _work(spec: RunSpec, rank: int, world: int, store: Path) -> None:
-    from pdtool.run.setup import set_up
+def _work(spec: RunConfig, rank: int, world: int, store: Path) -> None:
+    from pdtool.run.build import build_context
     from pdtool.run.worker import Worker
 
     gc.freeze()  # the worker looks through nothing for garbage that the server has imported
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    setup = set_up(spec, rank, torch.device("cpu"), world)
-    Worker(setup).run()
+    context = build_context(spec, rank, torch.device("cpu"), world)
+    Worker(context).run()
     outcomes = [
         Outcome(
             stage=s,
-            replica=part.replica,
-            state={name: value.detach().clone() for name, value in part.stage.module.state_dict().items()},
-            peak_versions=part.stage.weights.peak_versions,
-            peak_stashed=part.stage.peak_stashed,
+            replica=context.assignment.replica,
+            state={name: value.detach().clone() for name, value in replica.stage.module.state_dict().items()},
+            peak_versions=replica.stage.weights.peak_versions,
+            peak_stashed=replica.stage.peak_stashed,
         )
-        for s, part in setup.parts.items()
+        for s, replica in context.stages.items()
     ]
     torch.save(outcomes, spec.out / f"outcome-{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -439,7 +439,7 @@ def _work(spec: RunSpec, rank: int, world: int, store: Path) -> None:
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 
 
-def batches(spec: RunSpec) -> list[list[Batch]]:
+def batches(spec: RunConfig) -> list[list[Batch]]:
     """The minibatches of every epoch, as the replays take them."""
     data = ModelFile.load(spec.model, trusted=True).dataset("train")
     size = spec.plan.batch_size
@@ -468,6 +468,6 @@ def without_statistics(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {n: v for n, v in state.items() if not n.endswith(("running_mean", "running_var", "num_batches_tracked"))}
 
 
-def stage_of(spec: RunSpec) -> dict[str, int]:
+def stage_of(spec: RunConfig) -> dict[str, int]:
     """Parameter name -> its stage."""
     return {name: s for s, stage in enumerate(spec.bundle.stages) for name in stage.parameters}

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.cluster import ClusterFile, ClusterSpec, LevelMeasured, LevelSpec, NetworkMeasured
+from pdtool.artifacts.cluster_file import ClusterFile, ClusterSpec, LevelMeasured, LevelSpec, NetworkMeasured
 from pdtool.artifacts.envelope import Artifact, ModelRef
 from pdtool.artifacts.plan import Plan, Predicted, Rival, Stage, Why
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter

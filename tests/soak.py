@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from pdtool.artifacts.plan import Plan
-from pdtool.run.status import FOLDER
+from pdtool.run.processes.status import WORKERS_FOLDER
 
 ROOT = Path(__file__).parent.parent
 PDTOOL = [sys.executable, "-m", "pdtool"]
@@ -65,7 +65,7 @@ def _train(plan: Path, out: Path, epochs: int) -> float:
     sizes: list[int] = []
     while process.poll() is None:
         time.sleep(0.5)
-        size = sum(_bytes(path) for path in (out / FOLDER).glob("*.status"))
+        size = sum(_bytes(path) for path in (out / WORKERS_FOLDER).glob("*.status"))
         if (out / "metrics.jsonl").exists() and size:
             sizes.append(size)
     if process.returncode:

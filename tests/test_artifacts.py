@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from pdtool.artifacts import envelope
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.cluster import ClusterFile
+from pdtool.artifacts.cluster_file import ClusterFile
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
@@ -259,6 +259,15 @@ def test_tensors_of_a_bundle_only_go_to_later_stages(consumers):
     content[1] |= {"consumers": consumers}
     with pytest.raises(ArtifactError, match="consumers"):
         Bundle.parse(altered(samples.bundle(), tensors=content))
+
+
+def test_the_digest_of_the_operator_graph_stands_among_the_digests():
+    assert samples.profile().graph_sha256 is None
+    profile = samples.profile().with_graph("a" * 64)
+    assert Profile.parse(profile.dump()).graph_sha256 == "a" * 64
+    assert profile.digests == {**samples.profile().digests, "operator graph": "a" * 64}
+    assert profile.with_graph(None) == profile
+    assert profile.content_sha256 != samples.profile().content_sha256
 
 
 def test_a_changed_or_missing_stage_file_is_stale(tmp_path):

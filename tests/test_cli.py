@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli import main
+from pdtool.cli.app import main
 from pdtool.cli.options import file_name
 from pdtool.errors import (
     ArtifactError,
@@ -281,8 +281,8 @@ def test_json_prints_the_artifact_itself(planned):
     assert json.loads(planned.pdtool("show", "plans/net-2.yaml", "--json").stdout) == content
     planned.write("plan.json", result.stdout)
     assert Plan.load("plan.json") == Plan.load("plans/net-2.yaml")
-    alone = planned.pdtool("partition", "--topology", "2", "--json", "-o", "-")
-    assert alone.stdout == result.stdout
+    only_stdout = planned.pdtool("partition", "--topology", "2", "--json", "-o", "-")
+    assert only_stdout.stdout == result.stdout
     profile = planned.pdtool("show", "profiles/net.json", "--json").stdout
     assert profile == samples.profile().dump()
 

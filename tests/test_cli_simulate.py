@@ -15,7 +15,7 @@ from graphs import chain, plan_of
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.dot import dot
+from pdtool.cli.console.graphviz import dot
 from pdtool.cluster import make_cluster
 from pdtool.partition import comparison
 from pdtool.partition.comparison import SweepPoint, bandwidth_grid, crossings
@@ -51,19 +51,16 @@ def test_the_tables(planned):
 
 
 def test_the_figures_are_those_of_the_simulator(planned):
-    found = data_of(planned, "--minibatches", "40")
+    data = data_of(planned, "--minibatches", "40")
     profile, plan = Profile.load("profiles/net.json"), Plan.load("plans/net.yaml")
     cluster = plan.cluster.cluster()
-    own = simulate(SimulationJob.of(Placement.of(plan, profile), profile, cluster, 40))
-    assert (found["minibatches"], found["bottleneck_s"]) == (40, own.time_per_minibatch_s)
-    assert [w["memory_bytes"] for w in found["workers"]] == [usage.memory_bytes for usage in own.workers]
-    assert (
-        found["compared"][0]["throughput_samples_per_s"]
-        == found["throughput_samples_per_s"]
-        == 8 / own.time_per_minibatch_s
-    )
-    assert found["predicted_bottleneck_s"] <= own.time_per_minibatch_s + 1e-9
-    assert "sweep" not in found
+    simulated = simulate(SimulationJob.of(Placement.of(plan, profile), profile, cluster, 40))
+    time_s = simulated.time_per_minibatch_s
+    assert (data["minibatches"], data["bottleneck_s"]) == (40, time_s)
+    assert [w["memory_bytes"] for w in data["workers"]] == [usage.memory_bytes for usage in simulated.workers]
+    assert data["compared"][0]["throughput_samples_per_s"] == data["throughput_samples_per_s"] == 8 / time_s
+    assert data["predicted_bottleneck_s"] <= time_s + 1e-9
+    assert "sweep" not in data
 
 
 def test_what_would_take_too_long_is_named_and_left_out(planned, monkeypatch):
@@ -80,13 +77,13 @@ def test_another_schedule_and_what_does_not_fit_it(planned):
     assert "zb-h1 needs as many replicas of each stage, but the plan is 2-1; use a straight plan, or 1f1b-fl" in error
 
 
-def test_the_trace_has_a_process_per_worker_and_no_events_that_overlap_in_a_lane(planned):
+def test_the_trace_has_a_process_per_worker_and_no_events_that_overlap_in_a_track(planned):
     planned.pdtool("simulate", "--trace", "out/trace.json")
     events = json.loads(Path("out/trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "worker 0, stage 0", 1: "worker 1, stage 0", 2: "worker 2, stage 1"}
-    lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert {"compute", "send", "receive", "all-reduce"} <= lanes
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"compute", "send", "receive", "all-reduce"} <= tracks
     rows = {}
     for e in events:
         if e["ph"] == "X":
@@ -111,12 +108,12 @@ def test_a_sweep_finds_where_data_parallelism_is_as_fast(planned):
     result = planned.pdtool("simulate", "--sweep", "bandwidth=0.8kbit/s..8Mbit/s", "--svg", "gain.svg")
     assert re.search(r"as fast as data parallelism at [0-9.]+ kbit/s \(interpolated\)", result.stdout)
     assert len(re.findall(r"bit/s .* ×  [█·|]{40}$", result.stdout, re.MULTILINE)) == 13
-    found = data_of(planned, "--sweep", "bandwidth=0.8kbit/s..8Mbit/s")
-    gains = [point["gain"] for point in found["sweep"]]
+    data = data_of(planned, "--sweep", "bandwidth=0.8kbit/s..8Mbit/s")
+    gains = [point["gain"] for point in data["sweep"]]
     assert gains[0] > 1 > gains[-1]
-    [rate] = found["crossings_bytes_per_s"]
-    below = [point["bandwidth_bytes_per_s"] for point in found["sweep"] if point["gain"] > 1]
-    assert below[-1] < rate < found["sweep"][len(below)]["bandwidth_bytes_per_s"]
+    [rate] = data["crossings_bytes_per_s"]
+    below = [point["bandwidth_bytes_per_s"] for point in data["sweep"] if point["gain"] > 1]
+    assert below[-1] < rate < data["sweep"][len(below)]["bandwidth_bytes_per_s"]
     assert "as fast at" in Path("gain.svg").read_text(encoding="utf-8")
     ElementTree.parse("gain.svg")
 
@@ -169,12 +166,12 @@ def test_names_in_an_artifact_are_no_syntax_of_dot():
 
 @pytest.mark.parametrize(("option", "start"), [("--svg", "<svg"), ("--trace", '{"traceEvents"')])
 def test_a_dash_is_stdout_and_the_tables_go_to_stderr(planned, option, start):
-    alone = planned.pdtool("simulate", option, "file", "--minibatches", "12")
+    to_file = planned.pdtool("simulate", option, "file", "--minibatches", "12")
     piped = planned.pdtool("simulate", option, "-", "--minibatches", "12")
     assert piped.stdout == Path("file").read_text(encoding="utf-8")
     assert piped.stdout.startswith(start)
-    assert alone.stdout.startswith("net: 2-1")
-    assert alone.stdout in piped.stderr
+    assert to_file.stdout.startswith("net: 2-1")
+    assert to_file.stdout in piped.stderr
     assert not Path("-").exists()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
+from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Device, Node, Profile
@@ -18,7 +18,7 @@ from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.trace import trace
+from pdtool.frontend.tracing import trace
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 INPUTS = {

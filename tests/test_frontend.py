@@ -9,7 +9,7 @@ import torch
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError, StaleError, TraceError, UsageError
 from pdtool.frontend.modelfile import ModelFile, parse_ref
-from pdtool.frontend.trace import trace
+from pdtool.frontend.tracing import trace
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 

@@ -11,8 +11,8 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
 from pdtool.profile.measure import measure
-from pdtool.run.launch import launch
-from pdtool.run.spec import RunSpec
+from pdtool.run.config import RunConfig
+from pdtool.run.processes.launcher import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 MODELS = ["digits", "lstm_lm", "transformer"]
@@ -25,7 +25,7 @@ def trained(name, workers, tmp_path):
     plan = make_plan(profile, "p.json", make_cluster([workers], [1e9]), SearchOptions(straight=True))
     bundle = generate(plan, profile, file, tmp_path / "bundle")
     return launch(
-        RunSpec(
+        RunConfig(
             plan=plan,
             bundle=bundle,
             bundle_dir=tmp_path / "bundle",

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtool.graph import Graph, GraphError
+from pdtool.errors import FieldError
+from pdtool.graph import Graph
 
 #   a -> b -> d -> e        b, c: two branches in module m; d in m.inner
 #   a -> c ---^
@@ -79,5 +80,5 @@ def test_faults_of_a_partition_are_named(stages, fault):
     ],
 )
 def test_dangling_edges_and_cycles_are_refused(inputs, what):
-    with pytest.raises(GraphError, match=what):
+    with pytest.raises(FieldError, match=what):
         Graph(inputs, dict.fromkeys(inputs, ""))

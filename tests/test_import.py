@@ -11,7 +11,7 @@ import pytest
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, UsageError
-from pdtool.profile.published import read_published
+from pdtool.profile.pipedream_import import read_pipedream_profile
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
 published = pytest.mark.parametrize("name", ["vgg16", "alexnet", "resnet18", "resnet50", "gnmt8"])
@@ -39,7 +39,7 @@ TEXT = "\n".join(NODES + EDGES)
 
 
 def read(text, **options):
-    return read_published(text, "net.graph.txt", name="net", **options).profile
+    return read_pipedream_profile(text, "net.graph.txt", name="net", **options).profile
 
 
 def test_a_small_graph_comes_in_whole():
@@ -80,9 +80,9 @@ JOIN = "\tnode1 -- node3\n\tnode3 -- node2"
     ],
 )
 def test_the_minibatch_is_what_the_sizes_tell(text, batch, why):
-    found = read_published(text, "f", name="net")
-    assert found.profile.batch_size == batch
-    assert why in found.batch_from
+    profile, batch_source = read_pipedream_profile(text, "f", name="net")
+    assert profile.batch_size == batch
+    assert why in batch_source
     assert read(text, batch_size=9).batch_size == 9
 
 
@@ -113,7 +113,7 @@ def test_the_minibatch_is_what_the_sizes_tell(text, batch, why):
 )
 def test_what_does_not_hold_together_is_refused_with_its_line(text, match):
     with pytest.raises(ArtifactError, match=match) as caught:
-        read_published(text, "f", name="net")
+        read_pipedream_profile(text, "f", name="net")
     assert caught.value.exit_code == 3
 
 
@@ -127,7 +127,7 @@ def test_any_truncated_line_is_refused():
 
 def test_a_name_that_could_leave_its_folder_is_refused():
     with pytest.raises(UsageError, match=r"name 'a/b' holds a quote, a slash.*--name"):
-        read_published(TEXT, "f", name="a/b")
+        read_pipedream_profile(TEXT, "f", name="a/b")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

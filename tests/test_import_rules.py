@@ -1,4 +1,7 @@
-"""DESIGN section 3: who may import whom, and planning never loads torch."""
+"""The structure of the package: who may import whom, no cycles, small folders, one meaning for a name.
+
+`docs/architecture.md` tells the layers; planning never loads torch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import os
 import resource
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
+import networkx as nx
 import pytest
 import samples
 
@@ -16,10 +21,10 @@ ROOT = Path(__file__).parent.parent / "pdtool"
 FILES = sorted(ROOT.rglob("*.py"))
 PARTS = ("profile", "partition", "codegen", "run")
 
-# errors, units, resident <
+# errors, units, machines, process_memory <
 # graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < cli
 LAYERS = (
-    ("errors", "units", "resident"),
+    ("errors", "units", "machines", "process_memory"),
     ("graph", "cluster", "schedule"),
     ("artifacts",),
     ("frontend",),
@@ -44,30 +49,37 @@ HOMES = {
 
 
 def part_of(path: Path) -> str:
-    """`frontend` for pdtool/frontend/trace.py; `errors` for pdtool/errors.py."""
+    """`frontend` for pdtool/frontend/tracing.py; `errors` for pdtool/errors.py."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+def module_name(path: Path) -> str:
+    """`pdtool.schedule` for pdtool/schedule/__init__.py, `pdtool.graph` for pdtool/graph.py."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
 def imports(path: Path) -> set[str]:
-    """Dotted names of all modules a file imports, wherever in it."""
-    found = set()
+    """Dotted names of all modules that a file imports, wherever: also inside functions and for type checking only."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module
-            if node.module == "pdtool":  # from pdtool import schedule
-                found |= {f"pdtool.{alias.name}" for alias in node.names}
-            else:
-                found.add(node.module)
-    return found
+            members = {f"{node.module}.{alias.name}" for alias in node.names}  # some may be modules themselves
+            modules |= {name if name in MODULES else node.module for name in members}
+    return modules
 
 
 def inside(path: Path) -> set[str]:
     """Parts of pdtool that a file imports, its own left out."""
     names = {name.split(".")[1] for name in imports(path) if name.startswith("pdtool.")}
-    return names - {part_of(path), "__version__"}
+    return names - {part_of(path)}
 
 
 def outside(path: Path) -> set[str]:
@@ -95,9 +107,64 @@ def test_each_library_has_its_home(path):
         assert part_of(path) in HOMES[library], f"{library} stays out of {part_of(path)}"
 
 
+# --- structure --------------------------------------------------------------------------------------------------------
+
+MAX_MODULES = 12  # in a folder
+# Two files have the same name only where a command is named like the thing that one looks for under that name.
+REPEATED_FILES = {
+    "profile.py": "the command, and the artifact that it writes",
+    "probe.py": "the command, and the measurement that it starts",
+}
+
+
+def test_no_import_cycle():
+    graph = nx.DiGraph((name, other) for name, path in MODULES.items() for other in imports(path) & MODULES.keys())
+    cycles = [sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1]
+    assert cycles == []
+
+
+def test_a_class_name_means_one_thing():
+    """Over the whole package, private names too; files of the zoo stand each for itself, as users' files do."""
+    places = defaultdict(list)
+    for path in FILES:
+        if part_of(path) != "zoo":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name.lstrip("_")].append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_a_file_name_means_one_thing():
+    places = defaultdict(list)
+    for path in FILES:
+        if not path.name.startswith("__"):
+            places[path.name].append(str(path.relative_to(ROOT)))
+    repeated = {name: files for name, files in places.items() if len(files) > 1}
+    assert repeated.keys() == REPEATED_FILES.keys(), repeated
+    for name, files in repeated.items():
+        assert len(files) == 2
+        assert f"cli/commands/{name}" in files
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_folder_can_be_taken_in_at_a_glance(folder):
+    modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MAX_MODULES, sorted(modules)
+
+
+def test_one_formatter_decides():
+    marker = "# fmt: " + "skip"
+    for path in [*FILES, *Path(__file__).parent.rglob("*.py")]:
+        assert marker not in path.read_text(encoding="utf-8"), path
+
+
+# --- what is loaded when ----------------------------------------------------------------------------------------------
+
+
 def test_the_rules_are_about_what_is_there():
     assert {part_of(path) for path in FILES} == {*LAYER, "__init__", "__main__", "zoo"}
     assert outside(ROOT / "graph.py") == {"networkx"}
+    assert "pdtool.artifacts.plan" in imports(ROOT / "artifacts" / "kinds.py")
     assert "errors" in inside(ROOT / "schedule" / "validate.py")
 
 
@@ -130,7 +197,7 @@ def test_planning_never_loads_torch(tmp_path):
     samples.cluster().save(tmp_path / "cluster.yaml")
     (tmp_path / "graph.txt").write_text(GRAPH)
     code = (
-        "import sys\nfrom pdtool.cli import main\n"
+        "import sys\nfrom pdtool.cli.app import main\n"
         f"for arguments in {WITHOUT_TORCH!r}:\n"
         "    try:\n        main(arguments)\n"
         "    except SystemExit as end:\n        assert not end.code, (arguments, end.code)\n"

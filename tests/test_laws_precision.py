@@ -24,15 +24,15 @@ from test_laws_training import pipeline
 from torch._dynamo.utils import counters
 
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.spec import RunSpec
-from pdtool.run.stage import Stage
+from pdtool.run.config import RunConfig
+from pdtool.run.stage import PipelineStage
 
 SAME_BF16 = {"rtol": 1e-3, "atol": 1e-4}
 NEAR_FP32 = {"rtol": 5e-2, "atol": 1e-2}
 COMPILED = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def trained(spec: RunSpec, replicas: tuple[int, ...], under: Callable[[Any], Any] = lambda call: call) -> Any:
+def trained(spec: RunConfig, replicas: tuple[int, ...], under: Callable[[Any], Any] = lambda call: call) -> Any:
     """The replay's weights, the model and the loss computed `under` something."""
     file = ModelFile.load(spec.model, trusted=True)
     model = file.build(spec.seed)
@@ -79,10 +79,10 @@ def test_all_weight_versions_go_through_one_compiled_graph(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
-    stage = Stage(torch.nn.Linear(3, 3), None, compiled=True)
+    stage = PipelineStage(torch.nn.Linear(3, 3), None, compiled=True)
     for minibatch in range(3):
         stage.forward(minibatch, [torch.ones(2, 3, requires_grad=True)])
-        stage.weights.make_room()
+        stage.weights.prepare_update()
     assert stage.weights.peak_versions == 4
     assert counters["stats"]["unique_graphs"] == 1
 

@@ -13,7 +13,7 @@ import torch
 from harness import CONV2, CONV3, LSTM3, SKIP3, TIED3, Outcome, Toy, assert_same, batches, stage_of, weights
 
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.spec import RunSpec
+from pdtool.run.config import RunConfig
 
 # 26 samples: 7 minibatches of 4, or 13 of 2, which no update divides; the last one short
 SMALL: dict[str, Any] = {"batch_size": 2}
@@ -57,13 +57,13 @@ CASES = [  # the last column is k[s], minibatches in an update: in PipeDream as 
 ]
 
 
-def pipeline(spec: RunSpec, replicas: tuple[int, ...], every: tuple[int, ...]) -> replay.Pipeline:
+def pipeline(spec: RunConfig, replicas: tuple[int, ...], every: tuple[int, ...]) -> replay.Pipeline:
     """As the replay takes it, with the paper's numbers in flight."""
     in_flight = [math.ceil(sum(replicas[s:]) / r) for s, r in enumerate(replicas)]
     return replay.Pipeline(replicas, in_flight, every, spec.plan.weights)
 
 
-def assert_kept(spec: RunSpec, outcomes: list[Outcome], expected: replay.Pipeline) -> None:
+def assert_kept(spec: RunConfig, outcomes: list[Outcome], expected: replay.Pipeline) -> None:
     """Law 5, of every worker: as many versions and minibatches as the definitions need; the plan allows them."""
     minibatches = math.ceil(26 / spec.plan.batch_size)
     shape = spec.plan.shape(tuple(tied.stages for tied in spec.bundle.tied))

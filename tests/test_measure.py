@@ -12,7 +12,7 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
 from pdtool.profile.execute import Executor
-from pdtool.profile.gauge import Scratch
+from pdtool.profile.instruments import ScratchMemoryGauge
 from pdtool.profile.measure import measure
 
 TEXT = """
@@ -80,8 +80,8 @@ def test_profile_counts_what_the_model_holds(model_file):
     assert nodes["act"].stash_bytes == 16 * 8 * 4
     (shared,) = profile.shared
     assert (shared.name, shared.bytes, shared.nodes) == ("embed.weight", 20 * 8 * 4, ("embed", "out"))
-    held = sum(p.nbytes for n, p in model_file.build().named_parameters() if n != "spare")
-    assert profile.parameter_bytes(list(nodes)) == held
+    parameter_bytes = sum(p.nbytes for n, p in model_file.build().named_parameters() if n != "spare")
+    assert profile.parameter_bytes(list(nodes)) == parameter_bytes
     assert profile.optimizer_state_bytes == pytest.approx(2.0)
     assert seen[-1][0] == seen[-1][1] > 0
     assert Profile.parse(profile.dump()).dump() == profile.dump()
@@ -102,12 +102,12 @@ def test_times_are_measured(model_file):
 def test_scratch_is_what_is_held_only_while_computing():
     """Of 40 MB in each of three tensors, one is the result."""
     a = torch.ones(10_000_000)
-    result, scratch = Scratch(torch.device("cpu")).of(lambda: (a + 1) * (a + 2))
+    result, scratch = ScratchMemoryGauge(torch.device("cpu")).measure(lambda: (a + 1) * (a + 2))
     assert scratch() == pytest.approx(80e6, rel=0.05)
     assert result[0] == 6
-    _, none = Scratch(torch.device("cpu")).of(lambda: a + 1)
+    _, none = ScratchMemoryGauge(torch.device("cpu")).measure(lambda: a + 1)
     assert none() < 2e6
-    _, small = Scratch(torch.device("cpu")).of(lambda: len([torch.ones(20_000) for _ in range(50)]))
+    _, small = ScratchMemoryGauge(torch.device("cpu")).measure(lambda: len([torch.ones(20_000) for _ in range(50)]))
     assert small() == pytest.approx(4e6, rel=0.2), "also where glibc keeps what is freed"
 
 
@@ -172,7 +172,7 @@ def test_a_loss_that_fails_names_its_line(tmp_path):
 
 def test_profile_of_this_file_is_where_it_says(model_file):
     profile = measure(model_file, batch_size=4)
-    assert profile.digests == {model_file.ref.source: model_file.sha256}
+    assert profile.digests == {model_file.ref.source: model_file.sha256, "operator graph": profile.graph_sha256}
     assert Path(profile.model.source).is_file()
 
 

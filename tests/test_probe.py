@@ -15,18 +15,19 @@ from pathlib import Path
 import pytest
 import samples
 
-from pdtool.artifacts.cluster import ClusterFile
+from pdtool.artifacts.cluster_file import ClusterFile
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
+from pdtool.machines import Machines
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
-from pdtool.profile.machines import Machines, probe
-from pdtool.profile.probe import Request
+from pdtool.profile.probe import ProbeRequest
+from pdtool.profile.probe_launcher import probe
 
 ROOT = Path(__file__).parent.parent
 
 
 def request(*sizes, **options):
-    return Request(name="here", sizes=sizes, device="cpu", round_s=0.02, **options)
+    return ProbeRequest(name="here", sizes=sizes, device="cpu", round_s=0.02, **options)
 
 
 def free_port() -> int:
@@ -54,7 +55,7 @@ def test_a_level_pairs_every_worker_with_its_counterparts():
         workers = math.prod(sizes)
         for depth, size in enumerate(sizes):
             below = math.prod(sizes[depth + 1 :])
-            places = [request(*sizes).place(depth, rank) for rank in range(workers)]
+            places = [request(*sizes).position(depth, rank) for rank in range(workers)]
             for place in places:
                 assert len(place.peers) == size
                 assert place.rank in place.peers
@@ -174,7 +175,7 @@ def test_a_first_machine_that_does_not_come_is_named():
         (["--topology", "2", "--timeout", "0s"], "--timeout 0s leaves no time to answer"),
         (["--topology", "2", "--timeout", "5"], "time '5' is not a number with a unit"),
         (["--topology", "2", "--name", "my/lab"], "name 'my/lab' holds a quote, a slash"),
-        (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot have its share of 3 workers"),
+        (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot have its share of the 3 workers"),
         (["--topology", "2", "--nnodes", "2", "--node-rank", "2"], "machine 2 of 2 cannot have its share"),
         (["--topology", "2", "--nnodes", "2"], "2 machines need a place to meet"),
         (["--topology", "2", "--nnodes", "2", "--rdzv-endpoint", "node0"], "2 machines need a place to meet"),
@@ -216,5 +217,5 @@ def test_cuda_is_refused_where_a_worker_has_none():
     if torch.cuda.device_count() > 1:
         pytest.skip("this machine has CUDA devices for two workers")
     with pytest.raises(PdtoolError, match=r"worker [01] has no CUDA device of its own.*--device cpu") as caught:
-        probe(Request(name="x", sizes=(2,), device="cuda"), Machines(), lambda step: None)
+        probe(ProbeRequest(name="x", sizes=(2,), device="cuda"), Machines(), lambda step: None)
     assert caught.value.exit_code == 2

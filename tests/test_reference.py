@@ -11,7 +11,7 @@ from pdtool.cluster import make_cluster
 from pdtool.partition.placement import ExecutionConfig
 from pdtool.partition.search.device_blocks import Layout
 from pdtool.partition.search.search import PlanSearch, SearchOptions
-from pdtool.profile.published import read_published
+from pdtool.profile.pipedream_import import read_pipedream_profile
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
 ROWS = json.loads((DATA / "reference.json").read_text())["rows"] if DATA.is_dir() else []
@@ -33,7 +33,7 @@ def name(row):
 @cache
 def profile(model):
     path = DATA / f"{model}.graph.txt"
-    return read_published(path.read_text(), str(path), name=model).profile
+    return read_pipedream_profile(path.read_text(), str(path), name=model).profile
 
 
 def search(row, cost="ours"):

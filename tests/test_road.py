@@ -16,7 +16,7 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
 from pdtool.profile.measure import measure
-from pdtool.run.spec import RunSpec
+from pdtool.run.config import RunConfig
 
 MODELS: dict[str, dict[str, JsonValue]] = {
     "digits": {"width": 8},
@@ -57,7 +57,7 @@ def test_the_whole_road(name, topology, profiled, tmp_path):
     plan = make_plan(profile, "profile.json", cluster, options)
     bundle = generate(plan, profile, file, tmp_path / "bundle")
     assert bundle.proof == "values"
-    spec = RunSpec(
+    spec = RunConfig(
         plan=plan,
         bundle=bundle,
         bundle_dir=tmp_path / "bundle",

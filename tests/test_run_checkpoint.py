@@ -17,8 +17,8 @@ from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3, assert_same, batch
 from pdtool.errors import PdtoolError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
-from pdtool.run.launch import launch
-from pdtool.run.log import read
+from pdtool.run.measure.metrics_log import read_metrics
+from pdtool.run.processes.launcher import launch
 
 DROPOUT = replace(
     CONV3,
@@ -46,7 +46,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         file.write('{"split": "train", "epoch": 3, "step": 15, "loss": 1.0}\n{"split": "tra')
     found = weights(harness.run(replace(part, epochs=3, resume=part.out)))
     assert_same(found, expected, rtol=0, atol=0)
-    assert read(part.out / "metrics.jsonl") == read(whole.out / "metrics.jsonl")
+    assert read_metrics(part.out / "metrics.jsonl") == read_metrics(whole.out / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("toy", [CONV1, TIED3], ids=["conv", "tied"])

@@ -12,7 +12,7 @@ from harness import CONV2, CONV3, LSTM3, batches, stage_of
 
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
-from pdtool.run.launch import launch
+from pdtool.run.processes.launcher import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -15,14 +15,15 @@ import pytest
 import torch
 from harness import CONV2
 
+from pdtool.machines import Machines
 from pdtool.run import checkpoint
-from pdtool.run.spec import RunSpec
+from pdtool.run.config import RunConfig
 
 SCRIPT = """
 import pickle, sys
 from pathlib import Path
 from pdtool.errors import PdtoolError
-from pdtool.run.launch import launch
+from pdtool.run.processes.launcher import launch
 if __name__ == "__main__":
     try:
         print(launch(pickle.loads(Path(sys.argv[1]).read_bytes())).config)
@@ -55,23 +56,23 @@ def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     return [(p.returncode, out, errors) for p, (out, errors) in zip(processes, ended, strict=True)]
 
 
-def machines(script: Path, spec: RunSpec) -> list[subprocess.Popen[str]]:
+def machines(script: Path, spec: RunConfig) -> list[subprocess.Popen[str]]:
     """The spec on two machines."""
     endpoint = f"127.0.0.1:{free_port()}"
     processes = []
     for k in (0, 1):
         path = script.with_name(f"spec-{k}")
-        path.write_bytes(pickle.dumps(replace(spec, nnodes=2, node_rank=k, rdzv_endpoint=endpoint)))
+        path.write_bytes(pickle.dumps(replace(spec, machines=Machines(2, k, endpoint))))
         processes.append(start([sys.executable, str(script), str(path)]))
     return processes
 
 
-def exported(spec: RunSpec) -> dict[str, torch.Tensor]:
+def exported(spec: RunConfig) -> dict[str, torch.Tensor]:
     checkpoint.export(spec.out, spec.out / "model.pt")
     return torch.load(spec.out / "model.pt", weights_only=True)  # type: ignore[no-any-return]
 
 
-def trained_the_same(spec: RunSpec, alone: RunSpec) -> None:
+def trained_the_same(spec: RunConfig, alone: RunConfig) -> None:
     """Bit for bit what `alone` trains, with its processes all on this machine."""
     harness.run(alone)
     state, expected = exported(spec), exported(alone)

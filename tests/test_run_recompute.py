@@ -8,7 +8,7 @@ import torch
 from harness import CONV2, LSTM3, SKIP3
 from torch import nn
 
-from pdtool.run.stage import Stage
+from pdtool.run.stage import PipelineStage
 
 
 def recomputed(spec):
@@ -53,7 +53,7 @@ def trained(recompute):
     """Gradients and buffers after two minibatches in flight and a step between their backwards."""
     torch.manual_seed(0)
     module = Stateful()
-    stage = Stage(module, lambda output, target: ((output - target) ** 2).mean(), recompute=recompute)
+    stage = PipelineStage(module, lambda output, target: ((output - target) ** 2).mean(), recompute=recompute)
     optimizer = torch.optim.SGD(stage.weights.parameters.values(), lr=0.1)
     inputs = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
     found = []
@@ -64,7 +64,7 @@ def trained(recompute):
     torch.manual_seed(99)
     for i in (0, 1):
         found += [g.clone() for g in stage.backward(i, [None])]
-        stage.weights.make_room()
+        stage.weights.prepare_update()
         optimizer.step()
         optimizer.zero_grad()
         found += [p.detach().clone() for p in stage.weights.parameters.values()]

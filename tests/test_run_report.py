@@ -10,25 +10,27 @@ from typing import Any
 
 import harness
 import pytest
+import samples
 from harness import CONV2, CONV3, CONV4, TIED3
 
+from pdtool.artifacts.chrome_trace import TRACKS, chrome_trace
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.trace import TRACKS, chrome_trace
+from pdtool.cli.console.report_view import report_view
 from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.partition.stage_loads import StageEdge
-from pdtool.run.launch import launch
-from pdtool.run.log import read
-from pdtool.run.spec import Target, places, seed_of
+from pdtool.run.config import Target, assign_ranks, derive_seed
+from pdtool.run.measure.metrics_log import read_metrics
+from pdtool.run.processes.launcher import launch
 from pdtool.schedule import ActionKind, build
 
 
 def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
     """Through torch elastic: a line per update of the last stage and per validation, one lane per worker, a report."""
-    spec = harness.job(tmp_path, CONV2, (2, 1), epochs=2, target=Target("loss", 0.0))
+    spec = harness.job(tmp_path, CONV2, (2, 1), epochs=2, target=Target.parse("loss=0.0"))
     events: list[dict[str, object]] = []
-    report = launch(spec, on_event=events.append)
-    lines = read(spec.out / "metrics.jsonl")
+    report = launch(spec, on_metrics=events.append)
+    lines = read_metrics(spec.out / "metrics.jsonl")
     assert lines == events
     assert [(line["split"], line["epoch"], line["step"]) for line in lines] == [
         *(("train", 1, step) for step in range(1, 8)),
@@ -102,7 +104,7 @@ def simulated(spec: Any) -> list[dict[str, Any]]:
             tied=[TiedGroup(stages=t.stages, lags=(0,) * len(t.stages), size_bytes=8) for t in bundle.tied],
         )
     )
-    return list(chrome_trace({str(w): events for w, events in enumerate(found.events)})["traceEvents"])
+    return list(chrome_trace(found.named_events)["traceEvents"])
 
 
 def lane_of(event: dict[str, Any]) -> str:
@@ -124,7 +126,7 @@ def test_the_trace_of_a_run_has_the_lanes_and_names_of_its_simulation(traced: tu
         assert actions[0] == actions[1]
         assert messages[0] == messages[1]
         assert averages[0] == averages[1]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == set(map(str, places(spec.plan)))
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == set(map(str, assign_ranks(spec.plan)))
 
 
 def test_a_worker_does_one_thing_at_a_time(traced: tuple[Any, ...]) -> None:
@@ -161,25 +163,57 @@ def test_shares_of_the_time_add_up(traced: tuple[Any, ...]) -> None:
 
 
 def test_a_run_stops_at_its_target(tmp_path: Path) -> None:
-    spec = harness.job(tmp_path, CONV3, epochs=5, steps=2, target=Target("accuracy", 0.0))
+    spec = harness.job(tmp_path, CONV3, epochs=5, steps=2, target=Target.parse("accuracy=0.0"))
     report = launch(spec)
     assert (report.epochs, report.minibatches, report.target_reached) == (1, 2, True)
 
 
 @pytest.mark.parametrize(
-    ("text", "value", "reached"),
-    [("accuracy=0.9", 0.9, True), ("accuracy=0.9", 0.89, False), ("loss=0.5", 0.5, True), ("perplexity=98", 99, False)],
+    ("text", "reached", "missed"),
+    [
+        ("accuracy=0.9", [0.9, 1.0], [0.89]),
+        ("loss=0.5", [0.5, 0.1], [0.51]),
+        ("perplexity=98", [98, 97], [99]),
+        ("nll=4", [4, 7.6], [3.9]),
+        ("nll<=4", [4, 3.9], [7.6]),
+        ("nll<4", [3.9], [4, 7.6]),
+        ("bleu>=20", [20, 21], [19.9]),
+        ("loss>0.5", [0.6], [0.5, 0.4]),
+    ],
 )
-def test_targets(text: str, value: float, reached: bool) -> None:
-    """At least; loss and perplexity at most."""
+def test_targets(text: str, reached: list[float], missed: list[float]) -> None:
+    """With = at least; loss and perplexity at most; otherwise as it is written."""
     target = Target.parse(text)
     assert str(target) == text
-    assert target.reached({target.metric: value}) is reached
+    assert Target.parse(str(target)) == target
+    assert all(target.is_reached({target.metric: value}) for value in reached)
+    assert not any(target.is_reached({target.metric: value}) for value in missed)
+
+
+def test_a_target_that_can_be_read_in_two_ways_says_how_it_was_read() -> None:
+    said = "target nll=4 is read as nll >= 4; write nll<=4 if less is better"
+    assert Target.parse("nll=4").interpretation == said
+    assert Target.parse("loss=0.5").interpretation == "target loss=0.5 is read as loss <= 0.5"
+    assert Target.parse("accuracy=0.9").interpretation == "target accuracy=0.9 is read as accuracy >= 0.9"
+    assert Target.parse("nll<=4").interpretation is None
+
+
+def test_the_report_compares_measured_with_simulated_time_where_the_plan_has_one() -> None:
+    """Else with what the formulas say."""
+    predicted = samples.plan().predicted
+    assert predicted
+    report = samples.report()
+    for simulated_s, line in (
+        (None, "per minibatch: predicted 2 ms, measured 4 ms (+100%)"),
+        (5e-3, "per minibatch: simulated 5 ms, measured 4 ms (-20%)"),
+    ):
+        changed = predicted.model_copy(update={"bottleneck_s": 2e-3, "simulated_s": simulated_s})
+        assert line in list(report_view(report.model_copy(update={"predicted": changed})))
 
 
 def test_seeds_differ_in_every_part() -> None:
-    seeds = {seed_of(a, b, c) for a in range(3) for b in range(3) for c in range(3)} | {
-        seed_of(0, 0),
-        seed_of(0, 0, "x"),
+    seeds = {derive_seed(a, b, c) for a in range(3) for b in range(3) for c in range(3)} | {
+        derive_seed(0, 0),
+        derive_seed(0, 0, "x"),
     }
     assert len(seeds) == 29

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pdtool.run.split import input_part
+from pdtool.run.backward.split_backward import backward_input
 
 
 class Tied(nn.Module):
@@ -273,9 +273,9 @@ def same(one, other):
 def test_two_parts_are_one_backward(name):
     inputs, parameters = whole(name)
     module, values, outputs, gradients = case(name)
-    found, rest = input_part(outputs, values, gradients)
+    found, rest = backward_input(outputs, values, gradients)
     assert all(p.grad is None for p in [*module.parameters(), *values])
-    rest.weight_part()
+    rest.run()
     assert all(same(a, b) for a, b in zip(inputs, found, strict=True))
     assert all(value.grad is None for value in values)
     for key, parameter in module.named_parameters():
@@ -287,7 +287,7 @@ def test_gradients_are_added_to_what_is_there():
     module, values, outputs, gradients = case("tied")
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
-    input_part(outputs, values, gradients)[1].weight_part()
+    backward_input(outputs, values, gradients)[1].run()
     for key, parameter in module.named_parameters():
         assert same(parameters[key] + 1, parameter.grad), key
 
@@ -295,8 +295,8 @@ def test_gradients_are_added_to_what_is_there():
 def test_a_loss_has_no_gradient_of_its_own():
     module, value = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
     expected = torch.autograd.grad(module(value).square().mean(), [value, module.weight])
-    (found,), rest = input_part([module(value).square().mean()], [value], [None])
-    rest.weight_part()
+    (found,), rest = backward_input([module(value).square().mean()], [value], [None])
+    rest.run()
     assert same(expected[0], found)
     assert same(expected[1], module.weight.grad)
 
@@ -308,9 +308,9 @@ def test_each_parameter_is_final_once(name):
     for key, parameter in module.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, key=key: told.update([key]))
-    _, rest = input_part(outputs, values, gradients)
+    _, rest = backward_input(outputs, values, gradients)
     assert not told
-    rest.weight_part()
+    rest.run()
     assert told == Counter(key for key, p in module.named_parameters() if p.grad is not None)
 
 
@@ -371,8 +371,8 @@ def test_two_parts_of_any_graph_are_one_backward(steps, outputs, frozen, wanted)
         gradients = [torch.randn(3, 3, dtype=torch.double) for _ in roots]
         with Kernels() as kernels:
             if split:
-                got, rest = input_part(roots, inputs, gradients)
-                rest.weight_part()
+                got, rest = backward_input(roots, inputs, gradients)
+                rest.run()
             elif roots:
                 torch.autograd.backward(roots, gradients)
         found.append((got if split else [x.grad for x in inputs], [p.grad for p in module.parameters()], kernels.count))
@@ -417,9 +417,9 @@ def kernels(name):
             torch.autograd.backward(outputs, gradients)
     _, values, outputs, gradients = case(name)
     with Kernels() as first:
-        _, rest = input_part(outputs, values, gradients)
+        _, rest = backward_input(outputs, values, gradients)
     with Kernels() as second:
-        rest.weight_part()
+        rest.run()
     return one.count, first.count, second.count
 
 
@@ -475,15 +475,15 @@ def alive():
 @pytest.mark.parametrize("name", CASES)
 def test_the_graph_is_let_go(name, alive):
     module, values, outputs, gradients = case(name)
-    found, rest = input_part(outputs, values, gradients)
+    found, rest = backward_input(outputs, values, gradients)
     del outputs, found
-    rest.weight_part()
+    rest.run()
     assert not alive(*module.parameters(), *module.buffers(), *values)
 
 
 def test_what_is_left_can_be_dropped(alive):
     module, values, outputs, gradients = case("transformer")
-    _, rest = input_part(outputs, values, gradients)
+    _, rest = backward_input(outputs, values, gradients)
     del outputs
     assert alive(*module.parameters(), *values)
     del rest
@@ -497,18 +497,18 @@ def test_between_the_parts_only_what_products_need_is_kept(alive):
     value = torch.randn(3, 6, requires_grad=True)
     output = module(value)
     assert alive(*module.parameters(), value) == 3
-    _, rest = input_part([output], [value], [torch.ones(3, 6)])
+    _, rest = backward_input([output], [value], [torch.ones(3, 6)])
     del output
     assert alive(*module.parameters(), value) == 1
-    rest.weight_part()
+    rest.run()
 
 
 def test_the_second_part_lets_go_product_by_product(alive):
     module, value = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)]), torch.randn(2, 3, requires_grad=True)
     output, found = module(value), []
-    _, rest = input_part([output], [value], [torch.ones(2, 3)])
+    _, rest = backward_input([output], [value], [torch.ones(2, 3)])
     del output
     for layer in module:
         layer.weight.register_post_accumulate_grad_hook(lambda _: found.append(alive(*module.parameters(), value)))
-    rest.weight_part()
+    rest.run()
     assert found == [3, 2, 1, 0]

@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,19 @@ import torch
 from harness import CONV2, SKIP3
 from torch import Tensor, distributed
 
-from pdtool.artifacts.bundle import TensorSpec
+from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.errors import UsageError
-from pdtool.run import meeting
-from pdtool.run.channel import Local
-from pdtool.run.channels import Opening
-from pdtool.run.groups import Groups
-from pdtool.run.peers import PeerError
-from pdtool.run.shared import SharedReceiver, SharedSender, Slots
-from pdtool.run.staged import StagedReceiver, StagedSender
-from pdtool.run.transport import Lane
-from pdtool.run.wiring import Hop, Wire, hops
+from pdtool.run.data import DataPass, DatasetSplit, Minibatches
+from pdtool.run.measure.meter import NullMeter, WorkerMeter
+from pdtool.run.messages import shared_memory_setup
+from pdtool.run.messages.channel import LocalChannel
+from pdtool.run.messages.open_channels import ChannelSettings, open_channels
+from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
+from pdtool.run.messages.routes import Edge, list_edges, list_routes
+from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, SlotLayout
+from pdtool.run.messages.stage_io import StageIO
+from pdtool.run.processes.collectives import PeerError
+from pdtool.run.processes.process_groups import ProcessGroups
 
 KINDS = {
     "a": (torch.float32, (3, 5)),
@@ -49,49 +50,68 @@ def described(name: str, dtype: torch.dtype, *shape: int) -> TensorSpec:
     return TensorSpec(name=name, producer=0, consumers=(1,), shape=("batch", *shape), dtype=text, gradient=False)
 
 
-def wires_of(ends: list[tuple[int, int]], narrow: torch.dtype | None = None) -> list[Wire]:
-    """One wire of every kind between these stages."""
-    kinds = [(end, name, (dtype, *shape)) for end in ends for name, (dtype, shape) in KINDS.items()]
-    return [Wire(n, name, *end, described(name, *kind), narrow) for n, (end, name, kind) in enumerate(kinds)]
+def edge(n: int, name: str, dtype: torch.dtype, *shape: int) -> Edge:
+    """From stage 0 to stage 1."""
+    return Edge(n, name, 0, 1, described(name, dtype, *shape))
 
 
-def value(wire: Wire, minibatch: int, samples: int) -> Tensor:
-    """What goes over a wire, everywhere the same; not contiguous."""
-    generator = torch.Generator().manual_seed(100 * minibatch + wire.number)
-    made = torch.randn(*wire.sizes(samples)[::-1], generator=generator)
-    return (made * 5).abs().to(wire.dtype).permute(*range(made.dim())[::-1])
+def bundle_of(tensors: list[TensorSpec], stages: int) -> Bundle:
+    """Stages that take and give these tensors."""
+    modules = [
+        StageModule(
+            file=f"stage_{s}.py",
+            class_name=f"Stage{s}",
+            sha256="0" * 64,
+            inputs=tuple(t.name for t in tensors if s in t.consumers),
+            outputs=tuple(t.name for t in tensors if t.producer == s),
+            parameters=(),
+        )
+        for s in range(stages)
+    ]
+    return Bundle(name="b", batch_size=BATCH, proof="values", inputs=(), stages=tuple(modules), tensors=tuple(tensors))
+
+
+def value(tensor: TensorSpec, minibatch: int, samples: int) -> Tensor:
+    """What a stage sends, everywhere the same; not contiguous."""
+    generator = torch.Generator().manual_seed(1000 * minibatch + 10 * ord(tensor.name[0]) + tensor.producer)
+    made = torch.randn(*tensor.sizes(samples)[::-1], generator=generator)
+    return (made * 5).abs().to(getattr(torch, tensor.dtype)).permute(*range(made.dim())[::-1])
 
 
 # channels within one process
 
 
-def pair(wires: list[Wire], *, depth: int = 2, timeout_s: float = 30.0) -> tuple[SharedSender, SharedReceiver]:
-    """Both ends of a hop from rank 0 to rank 1."""
-    hop = hops(wires, [[0], [1]])[0]
-    slots = Slots.of(hop, BATCH, depth)
+def pair(
+    edges: list[Edge], *, depth: int = 2, timeout_s: float = 30.0
+) -> tuple[SharedMemorySender, SharedMemoryReceiver]:
+    """Both ends of a route from rank 0 to rank 1."""
+    route = list_routes(edges, [[0], [1]])[0]
+    layout = SlotLayout.of(route, BATCH, depth)
     descriptor = os.memfd_create("test")
-    os.ftruncate(descriptor, slots.count * slots.size)
-    first, second = (mmap.mmap(descriptor, slots.count * slots.size) for _ in range(2))
+    os.ftruncate(descriptor, layout.total_bytes)
+    first, second = (mmap.mmap(descriptor, layout.total_bytes) for _ in range(2))
     os.close(descriptor)
-    lines = socket.socketpair()
-    for line in lines:
-        line.settimeout(timeout_s)
-    return SharedSender(hop, slots, first, lines[0], nullcontext), SharedReceiver(hop, slots, second, lines[1])
+    connections = socket.socketpair()
+    for connection in connections:
+        connection.settimeout(timeout_s)
+    sender = SharedMemorySender(route, layout, SharedMemory(first, connections[0]), NullMeter())
+    return sender, SharedMemoryReceiver(route, layout, SharedMemory(second, connections[1]))
 
 
 @pytest.fixture
 def channel() -> Any:
     """A channel for one float32 tensor [batch, 3]; depth 2, so 4 slots."""
-    ends = pair([Wire(0, "a", 0, 1, described("a", torch.float32, 3))])
+    ends = pair([edge(0, "a", torch.float32, 3)])
     yield ends
     for end in ends:
         end.close()
 
 
-def through(ends: tuple[SharedSender, SharedReceiver], minibatch: int, tensors: list[Tensor]) -> list[Tensor]:
-    ends[1].expect(minibatch, len(tensors[0]))
+def through(
+    ends: tuple[SharedMemorySender, SharedMemoryReceiver], minibatch: int, tensors: list[Tensor]
+) -> list[Tensor]:
     ends[0].send(minibatch, tensors)
-    return ends[1].receive(minibatch)
+    return ends[1].receive(minibatch, len(tensors[0]))
 
 
 def test_tensors_kept_for_ever_stay_as_they_are_and_hold_nobody_up(channel: Any) -> None:
@@ -101,8 +121,8 @@ def test_tensors_kept_for_ever_stay_as_they_are_and_hold_nobody_up(channel: Any)
 
 
 def test_a_slot_is_free_when_the_last_of_its_tensors_is_gone() -> None:
-    """Three wires; parts and views of any of them keep the slot, and nothing else does."""
-    ends = pair([Wire(n, name, 0, 1, described(name, torch.bfloat16, 3)) for n, name in enumerate("abc")])
+    """Three edges; parts and views of any of them keep the slot, and nothing else does."""
+    ends = pair([edge(n, name, torch.bfloat16, 3) for n, name in enumerate("abc")])
     message = [torch.full((BATCH, 3), float(k)).bfloat16() for k in range(3)]
     for part in range(3):
         view = through(ends, part, message)[part][1:, 2:].t()
@@ -133,7 +153,7 @@ def test_autograd_may_use_what_was_received_as_any_tensor(channel: Any) -> None:
 
 
 def test_a_change_in_place_of_one_tensor_leaves_the_others_graph_valid() -> None:
-    ends = pair([Wire(n, name, 0, 1, described(name, torch.float32, 3)) for n, name in enumerate("ab")])
+    ends = pair([edge(n, name, torch.float32, 3) for n, name in enumerate("ab")])
     a, b = through(ends, 0, [torch.ones(2, 3), torch.ones(2, 3)])
     squared = a.requires_grad_().pow(2).sum()
     b.add_(1)
@@ -153,7 +173,7 @@ def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_i
         return next(int(line.split()[1]) for line in lines if line.startswith("RssShmem")) << 10
 
     before, memory = descriptors(), resident()
-    ends = pair([Wire(0, "a", 0, 1, described("a", torch.float32, 1 << 16))], depth=20)  # slots of 256 KiB
+    ends = pair([edge(0, "a", torch.float32, 1 << 16)], depth=20)  # slots of 256 KiB
     open_now = descriptors()
     for i in range(1000):
         through(ends, i, [torch.zeros(1, 1 << 16)])
@@ -167,12 +187,11 @@ def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_i
 
 
 def test_a_sender_or_receiver_that_waits_too_long_says_for_what() -> None:
-    sender, receiver = pair([Wire(0, "a", 0, 1, described("a", torch.float32, 3))], timeout_s=0.1)
-    receiver.expect(7, BATCH)
+    sender, receiver = pair([edge(0, "a", torch.float32, 3)], timeout_s=0.1)
     with pytest.raises(
         PeerError, match=r"forward 'a' of minibatch 7 did not get here: from rank 0 \(Timed out"
     ) as lost:
-        receiver.receive(7)
+        receiver.receive(7, BATCH)
     assert lost.value.peer == 0
     for i in range(4):
         sender.send(i, [torch.ones(BATCH, 3)])
@@ -185,20 +204,17 @@ def test_a_sender_or_receiver_that_waits_too_long_says_for_what() -> None:
 
 def test_what_was_sent_before_the_sender_ended_arrives(channel: Any) -> None:
     sender, receiver = channel
-    for i in range(2):
-        receiver.expect(i, BATCH)
     sender.send(0, [torch.ones(BATCH, 3)])
     sender.close()
-    assert receiver.receive(0)[0].eq(1).all()
+    assert receiver.receive(0, BATCH)[0].eq(1).all()
     with pytest.raises(PeerError, match=r"minibatch 1 did not get here: from rank 0 \(Connection closed by peer\)"):
-        receiver.receive(1)
+        receiver.receive(1, BATCH)
 
 
 def test_a_message_of_another_size_is_refused(channel: Any) -> None:
-    channel[1].expect(0, 3)
     channel[0].send(0, [torch.ones(2, 3)])
     with pytest.raises(PeerError, match=r"24 bytes of minibatch 0 came, not 36"):
-        channel[1].receive(0)
+        channel[1].receive(0, 3)
 
 
 # several processes
@@ -207,7 +223,7 @@ def test_a_message_of_another_size_is_refused(channel: Any) -> None:
 def together(folder: Path, world: int, function: Callable[..., None], *arguments: Any) -> list[int | None]:
     """Exit codes of `function(rank, *arguments)` in processes that have met; 1 when it raised."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pdtool.run.worker", "pdtool.run.launch", "harness"])
+    context.set_forkserver_preload(["pdtool.run.worker", "pdtool.run.processes.launcher", "harness"])
     store = folder / f"store-{time.monotonic_ns()}"
     processes = [context.Process(target=_met, args=(store, r, world, function, *arguments)) for r in range(world)]
     for process in processes:
@@ -226,64 +242,66 @@ def _met(store: Path, rank: int, world: int, function: Callable[..., None], *arg
     os._exit(0)
 
 
-def lanes(
-    rank: int, all_hops: list[Hop], transport: Any, timeout_s: float = 30.0, batch_size: int = BATCH
-) -> dict[int, tuple[Lane, list[int]]]:
-    """Stage -> its forward lane on this rank, and the bytes it sent."""
-    world = distributed.new_group(backend="gloo")
-    opened = Opening(
-        groups=Groups(world, [], [], nccl=False),
-        rank=rank,
-        transport=transport,
-        batch_size=batch_size,
-        in_flight=4,
-        device=torch.device("cpu"),
-        timeout_s=timeout_s,
-        waiting=nullcontext,
-    ).channels(all_hops)
+def stages_here(
+    rank: int,
+    bundle: Bundle,
+    ranks: list[list[int]],
+    minibatches: Minibatches,
+    transport: Any,
+    narrow: torch.dtype | None = None,
+) -> dict[int, tuple[StageIO, WorkerMeter, list[int]]]:
+    """Stage -> its inputs and outputs on this rank, in a phase, what measures them, and its minibatches."""
+    groups = ProcessGroups(distributed.new_group(backend="gloo"), [], [], uses_nccl=False)
+    device = torch.device("cpu")
+    settings = ChannelSettings(
+        transport=transport, batch_size=minibatches.size, in_flight=4, device=device, timeout_s=30.0
+    )
+    routes = list_routes(list_edges(bundle, [], narrow), ranks)
+    channels = open_channels(routes, rank, groups, settings, WorkerMeter(device))
+    data = DataPass("train", DatasetSplit(len(minibatches.order), ()), minibatches, 0, 1)
     made = {}
-    for stage in {hop.source for hop in all_hops if hop.sender == rank} | {
-        hop.target for hop in all_hops if hop.receiver == rank
-    }:
-        into = [(h, opened.receivers[h.number]) for h in all_hops if h.target == stage and h.receiver == rank]
-        out = [(h, opened.senders[h.number]) for h in all_hops if h.source == stage and h.sender == rank]
-        sent: list[int] = []
-        made[stage] = Lane(into, out, ahead=3, waiting=nullcontext, sent=sent.append), sent
+    for stage in [s for s, replicas in enumerate(ranks) if rank in replicas]:
+        meter = WorkerMeter(device)
+        io = StageIO(bundle, stage, channels, ahead=3, device=device, meter=meter)
+        mine = [i for i in range(len(minibatches)) if ranks[stage][i % len(ranks[stage])] == rank]
+        io.begin_phase(data, None, mine, [])
+        made[stage] = io, meter, mine
     return made
 
 
 def everything_arrives(rank: int, transport: str, narrow: torch.dtype | None) -> None:
     """Stages 0 and 2 on rank 0, the two replicas of stage 1 on ranks 1 and 2; every kind of tensor, 9 minibatches."""
-    members, samples = [[0], [1, 2], [0]], [BATCH] * 8 + [1]
-    wires = wires_of([(0, 1), (1, 2), (0, 2)], narrow)
-    here = lanes(rank, hops(wires, members), transport)
-    mine = {stage: [i for i in range(9) if members[stage][i % len(members[stage])] == rank] for stage in here}
-    for stage, (lane, _) in here.items():
-        lane.open([(i, samples[i]) for i in mine[stage]])
-    order = sorted(((stage, i) for stage in here for i in mine[stage]), key=lambda at: (at[0] + at[1], at[0]))
+    ranks, minibatches = [[0], [1, 2], [0]], Minibatches(range(8 * BATCH + 1), BATCH)
+    tensors = [
+        described(f"{name}{stage}", dtype, *shape).model_copy(update={"producer": stage, "consumers": consumers})
+        for stage, consumers in ((0, (1, 2)), (1, (2,)))
+        for name, (dtype, shape) in KINDS.items()
+    ]
+    bundle = bundle_of(tensors, 3)
+    here = stages_here(rank, bundle, ranks, minibatches, transport, narrow)
+    order = sorted(((stage, i) for stage in here for i in here[stage][2]), key=lambda at: (at[0] + at[1], at[0]))
+
+    def sent_as(tensor: TensorSpec) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        return narrow if narrow and dtype == torch.float32 else dtype
+
     for stage, i in order:
-        lane, _ = here[stage]
-        arrived = lane.receive(i)
-        for wire in (w for w in wires if w.destination == stage):
-            sent = value(wire, i, samples[i])
-            expected = sent if members[wire.source] == members[stage] else sent.to(wire.carried).to(wire.dtype)
-            found = arrived.pop(wire.number)
-            assert found.dtype == wire.dtype
-            assert torch.equal(found, expected), f"{wire} of minibatch {i}"
-        assert not arrived
-        lane.send(
-            i,
-            {
-                w.number: value(w, i, samples[i]).requires_grad_(w.dtype.is_floating_point)
-                for w in wires
-                if w.source == stage
-            },
-        )
-    for stage, (lane, sent) in here.items():
-        lane.close()
-        travels = [w for w in wires if w.source == stage and members[w.destination] != members[stage]]
-        sizes = [value(w, i, samples[i]).to(w.carried).nbytes for i in mine[stage] for w in travels]
-        assert sum(sent) == sum(sizes)
+        io, samples = here[stage][0], minibatches.samples(i)
+        arrived, target = io.receive_inputs(i)
+        assert target == (() if stage == 2 else None)
+        for tensor, found in zip([t for t in tensors if stage in t.consumers], arrived, strict=True):
+            sent = value(tensor, i, samples)
+            is_local = ranks[tensor.producer] == ranks[stage]
+            expected = sent if is_local else sent.to(sent_as(tensor)).to(sent.dtype)
+            assert found.dtype == sent.dtype
+            assert torch.equal(found, expected), f"{tensor.name} of minibatch {i}"
+        outputs = [value(t, i, samples) for t in tensors if t.producer == stage]
+        io.send_outputs(i, [output.requires_grad_(output.is_floating_point()) for output in outputs])
+    for stage, (io, meter, mine) in here.items():
+        io.end_phase()
+        travels = [t for t in tensors if t.producer == stage for c in t.consumers if ranks[c] != ranks[stage]]
+        sizes = [value(t, i, minibatches.samples(i)).to(sent_as(t)).nbytes for i in mine for t in travels]
+        assert meter.totals.sent_bytes == sum(sizes)
 
 
 @pytest.mark.parametrize("narrow", [None, torch.float16, torch.bfloat16], ids=["as-is", "fp16", "bf16"])
@@ -295,16 +313,16 @@ def test_everything_arrives_as_it_was_sent(tmp_path: Path, transport: str, narro
 
 def dies(rank: int, transport: str, sender_dies: bool) -> None:
     """The survivor is told at once, and whom it lost."""
-    wires = [Wire(0, "a", 0, 1, described("a", torch.float32, 3))]
-    [(lane, _)] = lanes(rank, hops(wires, [[0], [1]]), transport).values()
-    lane.open([(i, BATCH) for i in range(40)] if rank else [])
+    bundle = bundle_of([described("a", torch.float32, 3)], 2)
+    here = stages_here(rank, bundle, [[0], [1]], Minibatches(range(40 * BATCH), BATCH), transport)
+    [(io, _, _)] = here.values()
     distributed.barrier()
     start = time.monotonic()
     if rank != sender_dies:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     way = r"did not get away: to rank 1" if rank == 0 else r"did not get here: from rank 0"
-    step = lane.receive if rank else lambda i: lane.send(i, {0: torch.ones(BATCH, 3)})
+    step = io.receive_inputs if rank else lambda i: io.send_outputs(i, [torch.ones(BATCH, 3)])
     with pytest.raises(PeerError, match=way) as lost:
         list(map(step, range(40)))
     assert lost.value.peer == 1 - rank
@@ -328,12 +346,12 @@ def shared_files() -> set[str]:
 def apart(rank: int, why: str, transport: str) -> None:
     """Rank 1 cannot be reached through memory: all still arrives."""
     if why == "another machine" and rank:
-        meeting.machine = lambda: "elsewhere"  # type: ignore[assignment]
+        shared_memory_setup.machine_id = lambda: "elsewhere"  # type: ignore[assignment]
     if why == "refused":
-        meeting._call = lambda *_: None  # type: ignore[assignment]
+        shared_memory_setup.offer_memory = lambda *_: None  # type: ignore[assignment]
     if why == "silent":
-        meeting.PATIENCE_S = 0.2
-        meeting._take = lambda *_: None  # type: ignore[assignment]
+        shared_memory_setup.HANDSHAKE_TIMEOUT_S = 0.2
+        shared_memory_setup.receive_memory = lambda *_: None  # type: ignore[assignment]
     if transport == "shared":
         with pytest.raises(UsageError, match=r"rank 0 and rank 1 cannot share memory; leave --transport out"):
             everything_arrives(rank, transport, None)
@@ -349,17 +367,17 @@ def test_where_memory_cannot_be_shared_gloo_carries_the_tensors(tmp_path: Path, 
 
 def test_callers_that_are_no_workers_are_sent_away() -> None:
     """Somebody who says nothing sensible, then one without memory, then the worker."""
-    listener = meeting._listener("here", 4)
+    listener = shared_memory_setup._listen("here", 4)
     address = listener.getsockname()
     strangers = []
-    for said in (b"hi", meeting.HELLO.pack(9), meeting.HELLO.pack(5)):
+    for said in (b"hi", shared_memory_setup.ROUTE_NUMBER.pack(9), shared_memory_setup.ROUTE_NUMBER.pack(5)):
         line = socket.socket(socket.AF_UNIX)
         line.connect(address)
         line.sendall(said)
         strangers.append(line)
-    made = meeting._call(address, 5, 4096)
+    made = shared_memory_setup.offer_memory(address, 5, 4096)
     assert made
-    taken = meeting._answer(listener, {5: 4096})
+    taken = shared_memory_setup.accept_memory(listener, {5: 4096})
     made[0][:5] = b"hello"
     assert taken.keys() == {5}
     assert taken[5][0][:5] == b"hello"
@@ -401,10 +419,10 @@ def test_a_run_with_narrow_messages_trains_nearly_the_same(tmp_path: Path, wire_
 def test_what_goes_through_pinned_memory_is_as_it_was_when_it_was_sent(narrow: torch.dtype | None) -> None:
     """Kernels of both sides are still running while the copies wait for them."""
     device = torch.device("cuda")
-    wire = Wire(0, "a", 0, 1, described("a", torch.float32, 1 << 20), narrow)
-    [hop] = hops([wire], [[0], [1]])
-    local = Local()
-    sender, receiver = StagedSender(hop, local, device), StagedReceiver(local, device)
+    large = Edge(0, "a", 0, 1, described("a", torch.float32, 1 << 20), narrow)
+    [route] = list_routes([large], [[0], [1]])
+    local = LocalChannel()
+    sender, receiver = PinnedSender(route, local, device), PinnedReceiver(local, device)
     slow = torch.randn(2048, 2048, device=device)
     for i in range(10):
         for _ in range(5):
@@ -413,9 +431,9 @@ def test_what_goes_through_pinned_memory_is_as_it_was_when_it_was_sent(narrow: t
         sender.send(i, [tensor])
         del tensor
         torch.full((BATCH, 1 << 20), -1.0, device=device)  # would get its memory, had nobody kept it
-        sender.finish()
+        sender.flush()
         receiver.expect(i, BATCH)
-        [found] = receiver.receive(i)
-        assert found.dtype == wire.carried
+        [found] = receiver.receive(i, BATCH)
+        assert found.dtype == large.sent_dtype
         assert found.is_cuda
         assert found.eq(i).all()

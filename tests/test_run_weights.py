@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pdtool.run.stage import Stage
-from pdtool.run.weights import Weights
+from pdtool.run.stage import PipelineStage
+from pdtool.run.weights.weight_versions import WeightVersions
 from pdtool.schedule import PipelineShape, default_in_flight, tied_update_lag
 
 
@@ -34,11 +34,11 @@ def test_a_backward_after_updates_sees_the_weights_of_its_forward(kind: str) -> 
         return (output[0] if isinstance(output, tuple) else output).square().mean()  # type: ignore[union-attr]
 
     expected = torch.autograd.grad(loss(module(x), None), list(module.parameters()))
-    stage = Stage(module, loss)
+    stage = PipelineStage(module, loss)
     stage.forward(0, [x])
     for minibatch in (1, 2):
         stage.forward(minibatch, [x])
-        stage.weights.make_room()
+        stage.weights.prepare_update()
         with torch.no_grad():
             for parameter in stage.weights.parameters.values():
                 parameter.add_(1.0)
@@ -53,7 +53,7 @@ def test_a_backward_after_updates_sees_the_weights_of_its_forward(kind: str) -> 
 
 def test_with_nothing_in_flight_a_step_is_done_in_place() -> None:
     """No copy at the last stage of a pipeline, nor ever with a flush; one kept buffer serves the steady state."""
-    stage = Stage(nn.Linear(2, 2), lambda output, _: output.sum())
+    stage = PipelineStage(nn.Linear(2, 2), lambda output, _: output.sum())
     weight = stage.weights.parameters["weight"]
     memory = [weight.data_ptr()]
     for minibatch in range(6):
@@ -62,7 +62,7 @@ def test_with_nothing_in_flight_a_step_is_done_in_place() -> None:
             stage.backward(minibatch, [None])
         elif minibatch > 3:
             stage.backward(minibatch - 1, [None])
-        stage.weights.make_room()
+        stage.weights.prepare_update()
         memory.append(weight.data_ptr())
     assert memory[:4] == memory[:1] * 4
     assert memory[4:] == [memory[4], memory[0], memory[4]]
@@ -72,8 +72,8 @@ def test_with_nothing_in_flight_a_step_is_done_in_place() -> None:
 
 def test_gradients_are_added_by_samples_and_tied_parameters_once() -> None:
     tied = next(module for name, module, _ in modules() if name == "tied")
-    assert list(Weights(tied).parameters) == ["0.weight", "0.bias", "1.bias"]
-    stage = Stage(nn.Linear(1, 1, bias=False), lambda output, _: output.mean())
+    assert list(WeightVersions(tied).parameters) == ["0.weight", "0.bias", "1.bias"]
+    stage = PipelineStage(nn.Linear(1, 1, bias=False), lambda output, _: output.mean())
     for minibatch, (value, weight) in enumerate(((2.0, 1.0), (8.0, 0.25))):
         stage.forward(minibatch, [torch.full((1, 1), value)])
         stage.backward(minibatch, [None], weight)
@@ -82,7 +82,7 @@ def test_gradients_are_added_by_samples_and_tied_parameters_once() -> None:
 
 def test_gradients_are_told_of_while_the_backward_goes_on() -> None:
     """Each parameter once, the last layer first, its gradient collected: what starts the all-reduce of a bucket."""
-    stage = Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda output, _: output.sum())
+    stage = PipelineStage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda output, _: output.sum())
     names = {id(p): name for name, p in stage.weights.parameters.items()}
     told: list[tuple[str, int]] = []
 
@@ -100,7 +100,7 @@ def test_gradients_are_told_of_while_the_backward_goes_on() -> None:
 def test_frozen_parameters_stay_frozen() -> None:
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
-    stage = Stage(module, lambda output, _: output.sum())
+    stage = PipelineStage(module, lambda output, _: output.sum())
     stage.forward(0, [torch.ones(1, 2)])
     stage.backward(0, [None])
     assert stage.weights.parameters["bias"].grad is None

@@ -59,18 +59,18 @@ def shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
 
 @settings(max_examples=300, deadline=None)
 @given(shapes(), st.integers(1, 30))
-def test_every_schedule_validates(made: tuple[str, PipelineShape], n: int) -> None:
+def test_every_schedule_validates(case: tuple[str, PipelineShape], n: int) -> None:
     """Complete, in bounds, free of deadlock, whatever the replicas and however n divides."""
-    name, shape = made
+    name, shape = case
     lists = build(name, shape, n)
     validate(lists, shape, n)
     for actions, (first, replica) in zip(lists, shape.stage_replicas(), strict=True):
         for s in shape.stages_on_same_workers(first):  # round-robin: minibatch i is computed by replica i mod r
-            mine = [a for a in actions if a.stage == s]
+            of_stage = [a for a in actions if a.stage == s]
             for kind in "BFIW":
-                found = [a.minibatch for a in mine if a.kind == kind]
-                assert found == (list(range(replica, n, shape.replicas[s])) if kind in kinds_of(name) else [])
-            rounds = [a.minibatch for a in mine if a.kind is ActionKind.UPDATE]
+                minibatches = [a.minibatch for a in of_stage if a.kind == kind]
+                assert minibatches == (list(range(replica, n, shape.replicas[s])) if kind in kinds_of(name) else [])
+            rounds = [a.minibatch for a in of_stage if a.kind is ActionKind.UPDATE]
             assert rounds == list(range(math.ceil(n / shape.update_every[s])))
 
 
@@ -90,10 +90,10 @@ def test_more_in_flight_at_the_first_stage_never_deadlocks(replicas: tuple[int, 
 @settings(max_examples=150, deadline=None)
 @given(shapes(), st.integers(2, 12), st.data())
 def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
-    made: tuple[str, PipelineShape], n: int, data: st.DataObject
+    case: tuple[str, PipelineShape], n: int, data: st.DataObject
 ) -> None:
     """Moving an action before those that it needs is found; what is still accepted runs to its end."""
-    name, shape = made
+    name, shape = case
     lists = build(name, shape, n)
     worker = data.draw(st.sampled_from([w for w, actions in enumerate(lists) if len(actions) > 1]))
     start = data.draw(st.integers(1, len(lists[worker]) - 1))
@@ -103,7 +103,7 @@ def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
     changed.insert(end, action)
     broken = [*lists[:worker], changed, *lists[worker + 1 :]]
     jumped = lists[worker][end:start]
-    own = {
+    same_minibatch = {
         a
         for a in jumped
         if (a.stage, a.minibatch) == (action.stage, action.minibatch) and a.kind is not ActionKind.UPDATE
@@ -111,7 +111,7 @@ def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
     same_round = {
         a for a in jumped if a.stage == action.stage and (a.kind.completes_backward or a.kind is ActionKind.UPDATE)
     }
-    if (own and action.kind is not ActionKind.UPDATE) or (action.kind is ActionKind.UPDATE and same_round):
+    if (same_minibatch and action.kind is not ActionKind.UPDATE) or (action.kind is ActionKind.UPDATE and same_round):
         with pytest.raises(ScheduleError, match=r">\w+<"):
             validate(broken, shape, n)
         return
@@ -128,13 +128,13 @@ def test_vertical_sync_reads_what_the_first_stage_read_and_keeps_as_many_version
     """PipeDream, section 3.3: minibatch i sees version i - (p - 1) at every stage, so all stages keep p versions."""
     shape = replace(default_shape("1f1b", (1,) * p), weights="vertical-sync")
     lists = build("1f1b", shape, 20)
-    for s, (own, actions) in enumerate(zip(forward_versions(lists, "vertical-sync"), lists, strict=True)):
-        assert own == {(s, i): max(0, i - (p - 1)) for i in range(20)}
-        held, most = StashTracker(own), 1
+    for s, (versions, actions) in enumerate(zip(forward_versions(lists, "vertical-sync"), lists, strict=True)):
+        assert versions == {(s, i): max(0, i - (p - 1)) for i in range(20)}
+        tracker, peak_versions = StashTracker(versions), 1
         for action in actions:
-            held.apply(action)
-            most = max(most, held.versions(s))
-        assert most == shape.versions(s) == p
+            tracker.apply(action)
+            peak_versions = max(peak_versions, tracker.versions(s))
+        assert peak_versions == shape.versions(s) == p
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
@@ -142,13 +142,13 @@ def test_2bw_is_one_update_late_at_every_stage_and_keeps_two_versions(p: int) ->
     """PipeDream-2BW, section 3.1: round j of p minibatches reads version j - 1."""
     shape = default_shape("2bw", (1,) * p)
     lists = build("2bw", shape, 6 * p)
-    for s, (own, actions) in enumerate(zip(forward_versions(lists, "2bw"), lists, strict=True)):
-        assert own == {(s, i): max(0, i // p - 1) for i in range(6 * p)}
-        held, most = StashTracker(own), 1
+    for s, (versions, actions) in enumerate(zip(forward_versions(lists, "2bw"), lists, strict=True)):
+        assert versions == {(s, i): max(0, i // p - 1) for i in range(6 * p)}
+        tracker, peak_versions = StashTracker(versions), 1
         for action in actions:
-            held.apply(action)
-            most = max(most, held.versions(s))
-        assert (most, held.delay) == (shape.versions(s), 1) == (2, 1)
+            tracker.apply(action)
+            peak_versions = max(peak_versions, tracker.versions(s))
+        assert (peak_versions, tracker.delay) == (shape.versions(s), 1) == (2, 1)
 
 
 def test_updates_of_2bw_that_come_too_often_are_refused() -> None:
@@ -167,12 +167,12 @@ def test_a_flush_that_is_none_is_refused() -> None:
         validate(running, shape, 8)
 
 
-def held(actions: list[Action]) -> StashTracker:
-    """A worker at the end of its list."""
-    made = StashTracker()
+def tracked(actions: list[Action]) -> StashTracker:
+    """A worker's tracker at the end of its list."""
+    tracker = StashTracker()
     for action in actions:
-        made.apply(action)
-    return made
+        tracker.apply(action)
+    return tracker
 
 
 @given(st.integers(1, 8), st.integers(1, 32), st.integers(1, 3))
@@ -180,7 +180,7 @@ def test_peak_stash_of_straight_pipelines(p: int, m: int, v: int) -> None:
     """FACTS.md, the table of schedules."""
 
     def peaks(name: str, chunks: int = 1) -> list[int]:
-        return [held(actions).peak for actions in build(name, default_shape(name, (1,) * p, m, chunks), m)]
+        return [tracked(actions).peak for actions in build(name, default_shape(name, (1,) * p, m, chunks), m)]
 
     assert peaks("1f1b") == peaks("1f1b-flush") == [min(p - r, m) for r in range(p)]
     assert peaks("gpipe") == [m] * p
@@ -194,12 +194,12 @@ def test_versions_and_delays(p: int, more: int) -> None:
     """FACTS.md: PipeDream has p - r versions, p - 1 - r updates late; a flush has one."""
     n = 3 * p + more
 
-    def found(name: str, m: int) -> list[tuple[int, int]]:
+    def counted(name: str, m: int) -> list[tuple[int, int]]:
         return [versions_and_delay(actions) for actions in build(name, default_shape(name, (1,) * p, m), n)]
 
-    assert found("1f1b", 1) == [(p - r, p - 1 - r) for r in range(p)]
+    assert counted("1f1b", 1) == [(p - r, p - 1 - r) for r in range(p)]
     for name in ("gpipe", "1f1b-flush", "zb-h1"):
-        assert found(name, p) == [(1, 0)] * p
+        assert counted(name, p) == [(1, 0)] * p
 
 
 def versions_and_delay(actions: list[Action]) -> tuple[int, int]:
@@ -214,28 +214,27 @@ def versions_and_delay(actions: list[Action]) -> tuple[int, int]:
         elif action.kind is ActionKind.UPDATE:
             updates += 1
         versions = max(versions, len({*begun.values(), updates}))
-    made = held(actions)
-    assert made.delay == delay
+    assert tracked(actions).delay == delay
     return versions, delay
 
 
 @settings(max_examples=100, deadline=None)
 @given(shapes(), st.integers(1, 30))
-def test_versions_are_counted_as_they_live(made: tuple[str, PipelineShape], n: int) -> None:
+def test_versions_are_counted_as_they_live(case: tuple[str, PipelineShape], n: int) -> None:
     """At every action: the latest version, and those that minibatches in flight were begun with."""
-    for actions in build(*made, n):
-        counted = StashTracker()
+    for actions in build(*case, n):
+        tracker = StashTracker()
         for action in actions:
-            counted.apply(action)
-            live = {version for (stage, _), version in counted.in_flight.items() if stage == action.stage}
-            assert counted.versions(action.stage) == len(live | {counted.updates[action.stage]})
+            tracker.apply(action)
+            live = {version for (stage, _), version in tracker.in_flight.items() if stage == action.stage}
+            assert tracker.versions(action.stage) == len(live | {tracker.updates[action.stage]})
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-h1"])
 def test_torch_has_the_same_order(name: str) -> None:
     """torch.distributed.pipelining generates the same lists, where it has the schedule."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
-    made = torch.ScheduleInterleaved1F1B if name == "interleaved" else torch.ScheduleInterleavedZeroBubble
+    schedule = torch.ScheduleInterleaved1F1B if name == "interleaved" else torch.ScheduleInterleavedZeroBubble
     for p, m, v in [(2, 4, 2), (4, 8, 2), (3, 6, 3), (4, 16, 3), (8, 16, 2), (4, 10, 2)]:
         chunks = v if name == "interleaved" else 1
         peer = SimpleNamespace(n_local_stages=chunks, pp_group_size=p, _n_microbatches=m)
@@ -243,8 +242,8 @@ def test_torch_has_the_same_order(name: str) -> None:
         peer.microbatches_per_round = m // peer.number_of_rounds
         lists = build(name, default_shape(name, (1,) * p, m, chunks), m)
         for rank, actions in enumerate(lists):
-            theirs = made._calculate_single_rank_operations(peer, rank)
-            texts = [f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}" for a in theirs if a]
+            torchs = schedule._calculate_single_rank_operations(peer, rank)
+            texts = [f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}" for a in torchs if a]
             assert texts == [str(a) for a in actions if a.kind is not ActionKind.UPDATE]
 
 

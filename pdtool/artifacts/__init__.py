@@ -1,1 +1,1 @@
-"""The files that pass between the parts: one class per kind, the only source of truth for reading and writing."""
+"""The files that the parts exchange: one class per kind, which alone decides how it is read, checked and written."""

@@ -1,4 +1,4 @@
-"""Bundle: the stage modules that codegen wrote, and how they are wired."""
+"""The artifact Bundle: the stage modules that codegen wrote, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Count, Digest, FieldError, FrozenModel, Name, Title, YamlArtifact, file_sha256
-from pdtool.errors import StaleError
+from pdtool.artifacts.envelope import Count, Digest, FrozenModel, Name, Title, YamlArtifact, file_sha256
+from pdtool.errors import FieldError, StaleError
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 # A dimension: a number, or one that grows with the minibatch: `batch`, `49*batch`, `batch+1`.
@@ -37,7 +37,7 @@ class TensorSpec(FrozenModel):
     gradient: bool
 
     def sizes(self, batch: int) -> tuple[int, ...]:
-        """The shape for a minibatch of `batch` samples."""
+        """Return the shape for a minibatch of `batch` samples."""
         return tuple(_size(dim, batch) for dim in self.shape)
 
 
@@ -90,7 +90,7 @@ class Bundle(YamlArtifact):
     tied: tuple[TiedParameter, ...] = ()
 
     def check(self) -> None:
-        known = {tensor.name for tensor in self.tensors}
+        described = {tensor.name for tensor in self.tensors}
         for i, tensor in enumerate(self.tensors):
             if any(s <= tensor.producer or s >= len(self.stages) for s in tensor.consumers):
                 raise FieldError(
@@ -100,7 +100,7 @@ class Bundle(YamlArtifact):
                 )
         for s, stage in enumerate(self.stages):
             for name in (*self.inputs, *stage.inputs, *stage.outputs):
-                if name not in known:
+                if name not in described:
                     raise FieldError(f"stages[{s}]", f"tensor {name!r} is not described in tensors")
 
     def check_files(self, folder: Path) -> None:
@@ -113,7 +113,7 @@ class Bundle(YamlArtifact):
 
     @property
     def by_name(self) -> dict[str, TensorSpec]:
-        """TensorSpec name -> tensor."""
+        """Tensor name -> tensor."""
         return {tensor.name: tensor for tensor in self.tensors}
 
 

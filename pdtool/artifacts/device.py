@@ -1,4 +1,4 @@
-"""Devices that a profile can be estimated for: what a data sheet says of each."""
+"""The artifact Devices: the data sheets of devices that a profile can be estimated for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Count, FieldError, FrozenModel, Label, Seconds, YamlArtifact
+from pdtool.artifacts.envelope import Count, FrozenModel, Label, Seconds, YamlArtifact
+from pdtool.errors import FieldError
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
@@ -20,10 +21,10 @@ class DeviceSpec(FrozenModel):
         name: as its maker calls it.
         peak_flops_per_s: of matrix products by precision, without sparsity; fp32 is needed, and stands in for what is
             missing.
-        bandwidth_bytes_per_s: of its memory.
-        memory_bytes: how much of it there is.
-        launch_s: seconds that each kernel takes besides its work.
-        factors: measured over estimated seconds by kind of operator, where that is known; 1 where not.
+        bandwidth_bytes_per_s: bandwidth of its memory.
+        memory_bytes: size of its memory.
+        launch_s: seconds that the launch of each kernel adds.
+        factors: measured over estimated seconds by kind of operator; 1 for a kind that is missing.
         source: title and address of the data sheet that the figures come from.
     """
 
@@ -37,7 +38,7 @@ class DeviceSpec(FrozenModel):
 
 
 class Devices(YamlArtifact):
-    """A table of devices by the name that `--device` takes; a file of one's own holds one."""
+    """A table of devices by the name that `--device` takes; a user's own file holds one."""
 
     KIND: ClassVar[str] = "device"
     SEALED: ClassVar[bool] = False

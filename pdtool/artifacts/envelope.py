@@ -1,4 +1,4 @@
-"""What all artifacts share: format tag, digests, and reading and writing that never half-happens."""
+"""The base of all artifacts: format tag, digests, checked reading and atomic writing."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from pdtool import __version__
-from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError
 
 
-def _whole(value: object) -> object:
-    """1.6e10, as people write bytes, for the integer that it is."""
+def _as_integer(value: object) -> object:
+    """Read 1.6e10, as people write bytes, as the integer that it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_as_integer), Field(ge=1)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 # Node, module and parameter names: dotted words, so that none can carry code into a generated file.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*(@[0-9]+)?$", max_length=500)]
@@ -36,16 +36,17 @@ ModulePath = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_]+(\.[A-Za-
 Title = Annotated[str, StringConstraints(pattern=r"""^[^\x00-\x1f"'\\/]*$""", max_length=500)]
 _EXPONENTIAL = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"
 Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
+OPERATOR_GRAPH = "operator graph"  # in Artifact.digests, among paths: the model as it was traced
 
 
 class FrozenModel(BaseModel):
-    """A piece of an artifact: frozen, no unknown fields, no silent conversion of types."""
+    """Base of all parts of artifacts: frozen, without unknown fields, without silent conversion of types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class ModelRef(FrozenModel):
-    """Where the user's model comes from; it is imported only after its digest is found unchanged.
+    """Where the user's model comes from.
 
     Attributes:
         source: `model.py` (a path, relative to where pdtool runs) or `package.module`.
@@ -63,14 +64,15 @@ class ModelRef(FrozenModel):
 
 
 class Artifact(FrozenModel):
-    """Base of all kinds.
+    """Base of all kinds of artifacts.
 
     Attributes:
         format: `pdtool/KIND/1`; set by each kind.
         tool_version: the pdtool that wrote it.
-        digests: SHA-256 of every input it was made from, by path.
-        sha256: of the artifact itself, in its file only, to tell whether that was altered; plans and clusters, which
-            people edit, have none.
+        digests: SHA-256 of every input it was made from, by path, and of the model's operator graph under
+            OPERATOR_GRAPH. What is made from an artifact takes its digests over.
+        sha256: of the artifact itself, in its file only, to detect alterations; plans and clusters, which people
+            edit, have none.
     """
 
     KIND: ClassVar[str]
@@ -82,7 +84,7 @@ class Artifact(FrozenModel):
     sha256: Digest | None = None
 
     def dump(self) -> str:
-        """The artifact as text: JSON, or YAML for the kinds that people read and edit. Same content, same bytes."""
+        """Write the artifact as JSON, or as YAML if people edit its kind; equal content gives equal bytes."""
         content = self.model_dump(mode="json", exclude={"sha256"})
         if self.SEALED:
             content["sha256"] = _seal(content)
@@ -95,27 +97,21 @@ class Artifact(FrozenModel):
         Raises:
             ArtifactError: missing, truncated, altered, of another format, or with fields out of range.
         """
-        if str(path) == "-":
-            return cls.parse(sys.stdin.read(), "stdin")
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise ArtifactError(path, f"cannot be read ({reason})", f"write it with `{cls._maker()}`") from error
-        return cls.parse(text, path)
+        text = read_text(path, f"write it with `{cls._maker()}`")
+        return cls.parse(text, "stdin" if str(path) == "-" else path)
 
     @classmethod
     def parse(cls, text: str, path: Path | str = "<text>") -> Self:
-        """`load` on text already read; `path` is named in errors."""
+        """Check a text that was read already; `path` is named in errors."""
         content = cls._decode(text, path)
-        found = content.get("format") if isinstance(content, dict) else None
+        tag = content.get("format") if isinstance(content, dict) else None
         expected = f"pdtool/{cls.KIND}/1"
-        if found != expected:
-            if not found:
+        if tag != expected:
+            if not tag:
                 raise ArtifactError(path, f"is not a {cls.KIND} (no format field)", f"write it with `{cls._maker()}`")
             raise ArtifactError(
                 path,
-                f"has format {found!r}, this pdtool reads {expected!r}",
+                f"has format {tag!r}, this pdtool reads {expected!r}",
                 f"write it again with `{cls._maker()}`",
                 field="format",
             )
@@ -140,7 +136,7 @@ class Artifact(FrozenModel):
         return artifact
 
     def check(self) -> None:
-        """What field types cannot say; raises FieldError."""
+        """Check what field types cannot express; raises FieldError."""
 
     def save(self, path: Path | str) -> None:
         """Write atomically (`-` is stdout): a reader sees the old file or the new one, never half of one."""
@@ -151,8 +147,19 @@ class Artifact(FrozenModel):
 
     @property
     def content_sha256(self) -> str:
-        """Digest of the content, as another artifact records it; a field with its default does not change it."""
+        """Digest of the content, as other artifacts record it; fields with their default value do not change it."""
         return _seal(self.model_dump(mode="json", exclude={"sha256"}, exclude_defaults=True))
+
+    @property
+    def graph_sha256(self) -> str | None:
+        """Digest of the operator graph that it was made for (frontend/graph_digest.py); None where none was recorded:
+        then the model's file must have the bytes that it had."""
+        return self.digests.get(OPERATOR_GRAPH)
+
+    def with_graph(self, sha256: str | None) -> Self:
+        """Record the digest of the operator graph that it was made for; None leaves the artifact as it is."""
+        digests = {**self.digests, OPERATOR_GRAPH: sha256} if sha256 else self.digests
+        return self.model_copy(update={"digests": digests})
 
     @classmethod
     def _maker(cls) -> str:
@@ -166,7 +173,7 @@ class Artifact(FrozenModel):
     @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:
         try:
-            return _plain(json.loads(text, parse_constant=_refuse_constant))
+            return _json_compatible(json.loads(text, parse_constant=_refuse_constant))
         except (ValueError, RecursionError) as error:
             raise ArtifactError(
                 path, f"is not whole JSON ({error})", f"write it again with `{cls._maker()}`"
@@ -174,7 +181,7 @@ class Artifact(FrozenModel):
 
 
 class YamlArtifact(Artifact):
-    """An artifact kept as YAML, read with the safe loader only; its JSON is read too."""
+    """Base of artifacts kept as YAML, which is read with the safe loader only; their JSON is read, too."""
 
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
@@ -193,7 +200,7 @@ class YamlArtifact(Artifact):
         if text.startswith("{"):  # what --json printed
             return super()._decode(text, path)
         try:
-            content = _plain(yaml.load(text, Loader=_StrictLoader))
+            content = _json_compatible(yaml.load(text, Loader=_StrictLoader))
         except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
             message = " ".join(str(error).split())
             raise ArtifactError(
@@ -208,22 +215,14 @@ class YamlArtifact(Artifact):
         return content
 
 
-class FieldError(ValueError):
-    """A fault of content; `field` names where."""
-
-    def __init__(self, field: str, what: str) -> None:
-        super().__init__(what)
-        self.field = field
-
-
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes a text which `_StrictLoader` would read as a number."""
+    """A SafeDumper that quotes texts which `_StrictLoader` would read as a number."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader without aliases (no billion laughs) and without repeated keys, to which 1e9 is a number.
+    """A SafeLoader that refuses aliases (no billion laughs) and repeated keys, and reads 1e9 as a number.
 
-    As in YAML 1.2; to PyYAML, which reads YAML 1.1, only 1.0e+9 is one.
+    So does YAML 1.2; to PyYAML, which reads YAML 1.1, only 1.0e+9 is a number.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -248,8 +247,8 @@ for _class in (_Dumper, _StrictLoader):
 _StrictLoader.add_constructor("!exponential", _exponential)
 
 
-def _plain(content: Any) -> Any:
-    """Refuse what JSON cannot hold (dates, sets, NaN, 1e999, half a character): such values never come from pdtool."""
+def _json_compatible(content: Any) -> Any:
+    """Refuse values that JSON cannot hold (dates, sets, NaN, 1e999, half a character): pdtool never writes them."""
     json.dumps(content, sort_keys=True, allow_nan=False, ensure_ascii=False).encode()
     return content
 
@@ -264,7 +263,7 @@ def _seal(content: Any) -> str:
 
 
 def title(text: str) -> str:
-    """The text, if an artifact can have it as its name; raises UsageError."""
+    """Return the text if it can be the name of an artifact; raises UsageError otherwise."""
     try:
         return TypeAdapter[str](Title).validate_python(text)
     except ValidationError:
@@ -273,20 +272,29 @@ def title(text: str) -> str:
         ) from None
 
 
+def read_text(path: Path | str, remedy: str = "") -> str:
+    """Read a UTF-8 file (`-` is stdin); raises ArtifactError with the remedy when it cannot be read."""
+    try:
+        return sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ArtifactError(path, f"cannot be read ({reason})", remedy) from error
+
+
 def file_sha256(path: Path | str) -> str:
-    """SHA-256 of a file's bytes, in hex."""
+    """Return the SHA-256 of a file's bytes, in hex."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text as `replacing` does."""
+    """Write a text to a file in the way of `replacing`."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside the target, synced and renamed over it at the end: when the disk is full the old one stays.
+    """Open a file beside the target that is synced and renamed over it at the end: a full disk keeps the old file.
 
     A link is followed; a pipe or a device is written to, not replaced.
 

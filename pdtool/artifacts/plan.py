@@ -1,4 +1,4 @@
-"""Plan: who computes what, when, with which weights. Meant to be read and edited by hand."""
+"""The artifact Plan: which worker computes what, when, with which weights. It is meant to be edited by hand."""
 
 from __future__ import annotations
 
@@ -8,24 +8,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.cluster import ClusterSpec
-from pdtool.artifacts.envelope import (
-    Bytes,
-    Count,
-    Digest,
-    FieldError,
-    FrozenModel,
-    Label,
-    ModelRef,
-    Seconds,
-    Title,
-    YamlArtifact,
-)
+from pdtool.artifacts.cluster_file import ClusterSpec
+from pdtool.artifacts.envelope import Bytes, Count, Digest, FrozenModel, Label, ModelRef, Seconds, Title, YamlArtifact
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError
+from pdtool.errors import ArtifactError, FieldError
 from pdtool.schedule import POLICIES, PipelineShape, check_executable, is_asynchronous, pipeline_shape
 
-MOST_IN_FLIGHT = 10_000  # a schedule is a list: a slip of the finger must not fill the memory
+MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
 
 
 class Stage(FrozenModel):
@@ -43,27 +32,26 @@ class Stage(FrozenModel):
     nodes: Annotated[tuple[Label, ...], Field(min_length=1)]
     replicas: Count
     workers: tuple[Annotated[int, Field(ge=0)], ...]
-    in_flight: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)]
+    in_flight: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)]
     recompute: bool = False
 
 
 class Predicted(FrozenModel):
-    """What the cost model and the simulator say of the plan; times are seconds per minibatch in steady state.
+    """What the cost model and the simulator predict for the plan; times are seconds per minibatch in steady state.
 
     Attributes:
-        bottleneck_s: the pace of the whole pipeline by the formulas: that of the slowest stage or border, each for
-            itself.
-        simulated_s: the pace in a simulation of the workers' own action lists; None: not simulated.
-        data_parallel_s: that of data parallelism on all workers, likewise.
-        throughput_samples_per_s: at the simulated pace; where there is none, by the formulas.
-        gain_over_data_parallel: of two simulated paces; where one is missing, of two by the formulas.
+        bottleneck_s: time of the whole pipeline by the formulas: that of the slowest stage or transfer, each by itself.
+        simulated_s: time in a simulation of the workers' own action lists; None: not simulated.
+        data_parallel_s: simulated time of data parallelism on all workers; None: not simulated.
+        throughput_samples_per_s: from simulated_s; where that is missing, from bottleneck_s.
+        gain_over_data_parallel: ratio of the two simulated times; where one is missing, of the two by the formulas.
         compute_s: per stage, forward + backward + update, shared by its replicas.
         allreduce_s: per stage, synchronising the replicas' gradients.
-        transfer_s: per border between stage s and s + 1, activations and gradients.
+        transfer_s: between stage s and s + 1, activations and gradients.
         memory_bytes: per stage, on one worker.
         traffic_bytes: sent by all workers together for one minibatch.
         cost: whose formulas: `ours`, or those of PipeDream's optimizer, for comparison only.
-        plan_sha256: of the part of the plan that these figures are for; another value means the plan was edited since.
+        plan_sha256: of the part of the plan that these figures are for; when it differs the plan was edited since.
     """
 
     bottleneck_s: Seconds
@@ -81,7 +69,7 @@ class Predicted(FrozenModel):
 
 
 class Rival(FrozenModel):
-    """A plan that was considered and lost."""
+    """A plan that was considered and rejected."""
 
     plan: Label
     bottleneck_s: Seconds
@@ -89,13 +77,13 @@ class Rival(FrozenModel):
 
 
 class Why(FrozenModel):
-    """What bounds the plan, how good any plan could be at most, and the best plans that were rejected.
+    """What bounds the plan, a lower bound for any plan, and the best plans that were rejected.
 
     Attributes:
         bottleneck: the slowest part.
         lower_bound_s: seconds per minibatch that no plan on this cluster beats, under the same cost; None: unknown.
-        gap: by how much the plan is slower than that, as a fraction.
-        proof: why no plan beats it.
+        gap: by which fraction the plan is slower than lower_bound_s.
+        proof: why no plan beats lower_bound_s.
     """
 
     bottleneck: Label
@@ -113,11 +101,12 @@ class Plan(YamlArtifact):
         schedule: without a flush `1f1b` (PipeDream) and `2bw` (PipeDream-2BW); with one `1f1b-flush`, `gpipe`,
             `interleaved` and `zb-h1`.
         weights: which version each minibatch is computed with, see pdtool.schedule.versions.
-        microbatches: of a flushing schedule, in one update; each has `batch_size` samples.
-        update_every: of one without, minibatches in one update of every stage. None: each stage updates after as many
-            as it has replicas (PipeDream), with vertical sync and 2bw all after the fewest that do.
-        chunks: stages on each worker; with v of them the plan has p v stages, and stage s is on the workers of stage
-            s mod p. For `interleaved`.
+        microbatches: in one update of a schedule with a flush; each has `batch_size` samples.
+        update_every: of a schedule without a flush, minibatches in one update of every stage. None: each stage updates
+            after as many as it has replicas (PipeDream), with vertical sync and 2bw all after the smallest number that
+            their rules allow.
+        chunks: stages on each worker (`interleaved` only); with v of them the plan has p v stages, and stage s is on
+            the workers of stage s mod p.
         copies: d copies of one pipeline side by side, with the same weights: replica k of every stage belongs to copy
             k mod d and never meets another copy but to average gradients.
     """
@@ -133,8 +122,8 @@ class Plan(YamlArtifact):
     cluster: ClusterSpec
     schedule: Literal["1f1b", "1f1b-flush", "gpipe", "2bw", "interleaved", "zb-h1"] = "1f1b"
     weights: Literal["stash", "vertical-sync", "none", "2bw", "flush"] = "stash"
-    microbatches: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)] = 1
-    update_every: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)] | None = None
+    microbatches: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] = 1
+    update_every: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] | None = None
     chunks: Annotated[int, Field(ge=1, le=100)] = 1
     copies: Count = 1
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
@@ -142,23 +131,23 @@ class Plan(YamlArtifact):
     why: Why | None = None
 
     def check(self) -> None:
-        known = POLICIES[self.schedule]
-        if self.weights not in known:
-            raise FieldError("weights", f"{self.weights!r}: schedule {self.schedule} goes with {' or '.join(known)}")
+        policies = POLICIES[self.schedule]
+        if self.weights not in policies:
+            raise FieldError("weights", f"{self.weights!r}: schedule {self.schedule} goes with {' or '.join(policies)}")
         if is_asynchronous(self.schedule) and self.microbatches != 1:
             raise FieldError("microbatches", f"{self.microbatches}: only flushing schedules have microbatches")
         if not is_asynchronous(self.schedule) and self.update_every:
             raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
-        most = max(stage.replicas for stage in self.stages)
-        if self.update_every and self.update_every < most:
-            raise FieldError("update_every", f"{self.update_every}: each of {most} replicas must have one in it")
+        replicas = max(stage.replicas for stage in self.stages)
+        if self.update_every and self.update_every < replicas:
+            raise FieldError("update_every", f"{self.update_every}: each of {replicas} replicas must have one in it")
         if (self.schedule == "interleaved") != (self.chunks > 1):
             raise FieldError("chunks", f"{self.chunks}: interleaved has 2 or more on each worker, others have one")
         self._check_workers()
 
     def _check_workers(self) -> None:
         workers = self.cluster.cluster().workers
-        places, rest = divmod(len(self.stages), self.chunks)
+        depth, rest = divmod(len(self.stages), self.chunks)
         if rest:
             raise FieldError("chunks", f"{len(self.stages)} stages do not divide into {self.chunks} on each worker")
         taken: dict[int, int] = {}
@@ -168,18 +157,18 @@ class Plan(YamlArtifact):
                 raise FieldError(f"{where}.workers", f"{stage.replicas} replicas but {len(stage.workers)} workers")
             if stage.replicas % self.copies:
                 raise FieldError(f"{where}.replicas", f"{stage.replicas} do not divide into {self.copies} copies")
-            if stage.workers != self.stages[s % places].workers:
-                raise FieldError(f"{where}.workers", f"with {self.chunks} chunks they are those of stage {s % places}")
-            if stage.in_flight != self.stages[s % places].in_flight:
-                raise FieldError(f"{where}.in_flight", f"with {self.chunks} chunks it is that of stage {s % places}")
+            if stage.workers != self.stages[s % depth].workers:
+                raise FieldError(f"{where}.workers", f"with {self.chunks} chunks they are those of stage {s % depth}")
+            if stage.in_flight != self.stages[s % depth].in_flight:
+                raise FieldError(f"{where}.in_flight", f"with {self.chunks} chunks it is that of stage {s % depth}")
             for worker in stage.workers:
                 if worker >= workers:
                     raise FieldError(f"{where}.workers", f"worker {worker}: the cluster has 0..{workers - 1}")
-                if taken.setdefault(worker, s % places) != s % places or stage.workers.count(worker) > 1:
+                if taken.setdefault(worker, s % depth) != s % depth or stage.workers.count(worker) > 1:
                     raise FieldError(f"{where}.workers", f"worker {worker} is already used by stage {taken[worker]}")
 
     def stage_nodes(self, profile: Profile) -> list[list[str]]:
-        """The nodes of each stage, checked against the profile: each once, stages in order and executable.
+        """Return the nodes of each stage, checked against the profile: each node once, stages in executable order.
 
         Raises:
             ArtifactError: a node is missing, doubled, unknown, sent backwards, or separated from its group.
@@ -201,7 +190,7 @@ class Plan(YamlArtifact):
         return stages
 
     def shape(self, tied_stages: tuple[tuple[int, ...], ...] = ()) -> PipelineShape:
-        """Return what the schedule is built for.
+        """Return the shape that the plan's schedule is built for.
 
         Args:
             tied_stages: groups of stages that share a parameter, and so must update after the same number of
@@ -219,12 +208,12 @@ class Plan(YamlArtifact):
         )
 
     def check_schedule(self) -> None:
-        """Raises ScheduleError when the numbers in flight make the schedule deadlock; it says which ones do not."""
+        """Raise ScheduleError when the numbers in flight make the schedule deadlock; it names numbers that do not."""
         check_executable(self.schedule, self.shape(), self.microbatches)
 
     @property
     def plan_sha256(self) -> str:
-        """Digest of what the predictions depend on."""
+        """Digest of the fields that the predictions depend on."""
         content = self.model_dump(
             mode="json",
             include={
@@ -244,13 +233,15 @@ class Plan(YamlArtifact):
 
     @property
     def edited(self) -> bool:
-        """Whether the stages were changed by hand since the figures in `predicted` were computed."""
+        """Whether the plan was changed by hand since the figures in `predicted` were computed."""
         return self.predicted is None or self.predicted.plan_sha256 != self.plan_sha256
 
     @property
     def config(self) -> str:
-        """`15-1`: the replicas of each stage; `4 x 3-1`: in each of four copies; `1-1 (2 chunks)`: two stages on
-        each of two workers."""
+        """The replicas of each stage, as `15-1`.
+
+        `4 x 3-1` are four copies of a pipeline, `1-1 (2 chunks)` two stages on each of two workers.
+        """
         copies = f"{self.copies} x " if self.copies > 1 else ""
         chunks = f" ({self.chunks} chunks)" if self.chunks > 1 else ""
         return (
@@ -261,10 +252,10 @@ class Plan(YamlArtifact):
 
     @property
     def workers(self) -> int:
-        """That the plan uses."""
+        """Number of workers that the plan uses."""
         return sum(stage.replicas for stage in self.stages[: self.pipeline_depth])
 
     @property
     def pipeline_depth(self) -> int:
-        """Stages that lie on workers of their own: all, or of an interleaved plan the first of each worker."""
+        """Number of stages that do not share their workers with an earlier stage; all, unless interleaved."""
         return len(self.stages) // self.chunks

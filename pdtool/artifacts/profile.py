@@ -1,8 +1,9 @@
-"""Profile: what each operator of a model costs on one device."""
+"""The artifact Profile: what each operator of a model costs on one device."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -13,7 +14,6 @@ from pdtool.artifacts.envelope import (
     Artifact,
     Bytes,
     Count,
-    FieldError,
     FrozenModel,
     Label,
     ModelRef,
@@ -22,11 +22,14 @@ from pdtool.artifacts.envelope import (
     Seconds,
     Title,
 )
-from pdtool.graph import Graph, GraphError
+from pdtool.errors import FieldError
+from pdtool.graph import Graph
+
+_THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of a CPU: `AMD EPYC, 2 threads`
 
 
 class Device(FrozenModel):
-    """The device the times are for, and whether they were measured on it or estimated."""
+    """The device that the times are for, and whether they were measured on it or estimated."""
 
     name: Label
     kind: Literal["measured", "estimated"]
@@ -37,17 +40,17 @@ class Node(FrozenModel):
 
     Attributes:
         name: unique; a module's path for a whole call of it (`features.0`; `relu@0`, `relu@1` where called twice).
-        op: `input`, `Conv2d`, `add`, `loss`: what a person calls it.
-        module: path of the module it belongs to.
-        inputs: nodes whose output it takes.
+        op: its usual name: `input`, `Conv2d`, `add`, `loss`.
+        module: path of the module that it belongs to.
+        inputs: nodes whose outputs it takes.
         forward_s, backward_s: seconds for one minibatch.
         update_s: seconds of the optimizer step on its parameters.
         output_bytes: bytes of the outputs that other nodes take.
-        gradient_bytes: bytes of those that a gradient comes back for.
+        gradient_bytes: bytes of those outputs that a gradient comes back for.
         parameter_bytes: bytes of its parameters (a shared parameter counts at each node; see Profile.shared).
         stash_bytes: bytes kept from its forward for its backward, parameters not counted.
-        scratch_bytes: bytes it holds while it computes and no more afterwards, as measured: reordered copies, gradients
-            of what is inside it. Neither its output nor the gradients of its inputs.
+        scratch_bytes: measured bytes that it holds only while it computes, such as reordered copies and gradients of
+            its inner tensors; neither its output nor the gradients of its inputs count.
         flops: floating-point operations of its forward.
     """
 
@@ -80,7 +83,7 @@ class Profile(Artifact):
     Attributes:
         together: groups of nodes that must stand in one stage (shared state, HINTS no_split).
         pin: node -> index of its stage; negative counts from the end.
-        step_s: seconds of one whole training step, measured end to end; 0 when that was not.
+        step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
     """
@@ -108,10 +111,7 @@ class Profile(Artifact):
         for index, name in enumerate(names):
             if first.setdefault(name, index) != index:
                 raise FieldError(f"nodes[{index}].name", f"{name!r} stands twice")
-        try:
-            _ = self.graph
-        except GraphError as error:
-            raise FieldError(error.field, str(error)) from error
+        _ = self.graph  # raises FieldError when it is not in topological order
         known = set(names)
         for field, group in (
             *((f"shared[{i}].nodes", s.nodes) for i, s in enumerate(self.shared)),
@@ -121,6 +121,12 @@ class Profile(Artifact):
             for name in group:
                 if name not in known:
                     raise FieldError(field, f"{name!r} is no node")
+
+    @property
+    def threads(self) -> int | None:
+        """The CPU threads that the times were measured with; None when they were not measured on a CPU."""
+        match = _THREADS.search(self.device.name)
+        return int(match[1]) if match and self.device.kind == "measured" else None
 
     @cached_property
     def graph(self) -> Graph:
@@ -134,17 +140,22 @@ class Profile(Artifact):
 
     @cached_property
     def working_bytes(self) -> dict[str, int]:
-        """Node name -> bytes it needs while it computes, besides what is kept: its output or that one's gradient, the
-        gradients of its inputs, and scratch; or what an optimizer step on its parameters makes for the time being, as
-        many tensors as it keeps (so do PyTorch's own, one parameter after the other, as is usual on a CPU)."""
-        made = {
-            node.name: node.output_bytes + sum(self.by_name[source].gradient_bytes for source in node.inputs)
-            for node in self.nodes
-        }
-        steps = {node.name: math.ceil(node.parameter_bytes * self.optimizer_state_bytes) for node in self.nodes}
-        return {node.name: max(made[node.name] + node.scratch_bytes, steps[node.name]) for node in self.nodes}
+        """Node name -> bytes that it needs only while it computes.
+
+        These are its output (or the gradient of that), the gradients of its inputs, and scratch; or, if larger, the
+        temporary tensors of an optimizer step on its parameters: as many as its state (so do PyTorch's own optimizers,
+        one parameter after the other, as is usual on a CPU).
+        """
+        return {node.name: max(self._compute_bytes(node), self._step_bytes(node)) for node in self.nodes}
+
+    def _compute_bytes(self, node: Node) -> int:
+        gradients = sum(self.by_name[source].gradient_bytes for source in node.inputs)
+        return node.output_bytes + gradients + node.scratch_bytes
+
+    def _step_bytes(self, node: Node) -> int:
+        return math.ceil(node.parameter_bytes * self.optimizer_state_bytes)
 
     def parameter_bytes(self, nodes: Collection[str]) -> int:
-        """Bytes of the distinct parameters that `nodes` use."""
+        """Sum the bytes of the distinct parameters that `nodes` use."""
         repeated = sum(s.bytes * (max(1, sum(n in nodes for n in s.nodes)) - 1) for s in self.shared)
         return sum(self.by_name[name].parameter_bytes for name in nodes) - repeated

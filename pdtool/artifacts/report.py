@@ -1,4 +1,4 @@
-"""Report: what a run did, beside what its plan predicted."""
+"""The artifact Report: what a run did, beside what its plan predicted."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from pdtool.artifacts.plan import Predicted
 
 
 class StageReport(FrozenModel):
-    """What one stage did, per minibatch of the whole pipeline and averaged over its replicas and the measured epochs.
+    """What one stage did, per minibatch of the whole pipeline, averaged over its replicas and the measured epochs.
 
-    busy_s + wait_s + allreduce_s + rest_s is the time there was. A worker cannot tell whether what it waits for is on
-    its way or not made yet, which a simulation calls communication and idle time: its waits are both.
+    busy_s + wait_s + allreduce_s + rest_s is the whole time of a minibatch. A worker cannot tell whether what it waits
+    for is under way or not computed yet, which a simulation calls communication and idle time: its waits are both.
 
     Attributes:
-        busy_s: forward + backward + update, without waiting; handing over messages is part of it.
-        forward_s, backward_s, update_s: its parts.
-        wait_s: blocked on messages from other stages, and at the end of an epoch to them.
-        allreduce_s: blocked on gradients of other replicas, or of other stages with the same parameter.
-        rest_s: between actions.
-        send_s: of the busy time, handing over messages.
-        sent_bytes: to other workers.
-        peak_versions: live weight versions at one replica, at most.
-        peak_stashed: minibatches with a live autograd graph at one replica, at most.
-        peak_memory_bytes: of one worker while it trained: its parameters and buffers, and all that it held beyond what
-            it held before the first minibatch: tensors on a GPU, resident memory otherwise. None: not known.
+        busy_s: seconds of forward, backward and update without waiting; handing over messages is part of it.
+        forward_s, backward_s, update_s: the parts of busy_s, in seconds.
+        wait_s: seconds blocked on messages from other stages, and at the end of an epoch on messages to them.
+        allreduce_s: seconds blocked on gradients of other replicas, or of other stages with the same parameter.
+        rest_s: seconds between actions.
+        send_s: seconds of handing over messages, a part of busy_s.
+        sent_bytes: bytes sent to other workers.
+        peak_versions: most live weight versions at one replica.
+        peak_stashed: most minibatches with a live autograd graph at one replica.
+        peak_memory_bytes: most bytes of one worker while it trained: its parameters and buffers, and all that it held
+            beyond what it held before the first minibatch; tensors on a GPU, resident memory otherwise. None where the
+            system does not say.
     """
 
     replicas: Count
@@ -46,12 +47,16 @@ class StageReport(FrozenModel):
 
     @property
     def time_s(self) -> float:
-        """All the time there was."""
+        """The whole time of a minibatch, in seconds."""
         return self.busy_s + self.wait_s + self.allreduce_s + self.rest_s
 
 
 class Measured(FrozenModel):
-    """Of the whole pipeline, in steady state."""
+    """What was measured of the whole pipeline, in steady state.
+
+    Attributes:
+        bottleneck_s: seconds per minibatch.
+    """
 
     bottleneck_s: Seconds
     throughput_samples_per_s: Seconds

@@ -1,4 +1,4 @@
-"""What codegen and run start from: a plan, the profile and the model it was made from, and whether they still fit."""
+"""Read what codegen and run start from: a plan, its profile and its model, and check that they still fit together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.envelope import ModelRef, file_sha256
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.console import note
+from pdtool.cli.console.terminal import note
 from pdtool.cli.options import file_name
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.schedule import POLICIES, is_asynchronous
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A plan and what it was made from, all found unchanged.
+    """A plan with the profile and the model that it was made from.
 
     Attributes:
         path: of the plan; `-` is stdin.
@@ -37,10 +37,14 @@ class Inputs:
 
     @classmethod
     def load(cls, path: str, model: str | None) -> Inputs:
-        """Read the plan and its profile; a plan edited by hand gets its predictions computed again.
+        """Read the plan and its profile, and compute the predictions of a plan edited by hand again.
+
+        Whether the model still has the operators that were profiled is seen when it is traced, by codegen and by the
+        workers of a run.
 
         Raises:
-            StaleError: the profile or the model changed after the plan was made; it says which.
+            StaleError: the profile changed after the plan was made; or the model's file did, and no operator graph is
+                recorded.
             ArtifactError: the plan, or an edit of it, does not hold together.
         """
         plan, profile = read(path)
@@ -58,19 +62,17 @@ class Inputs:
 
     @property
     def folder(self) -> Path:
-        """Where the stage files go unless told otherwise: beside the plan."""
-        if self.path == "-":
-            return Path("plans") / file_name(self.plan.name)
-        return Path(self.path).with_suffix("")
+        """Where the stage files go unless told otherwise."""
+        return bundle_folder(self.path, self.plan)
 
     def model_file(self) -> ModelFile:
-        """The user's model, imported (with torch)."""
+        """Import the user's model, and torch with it."""
         from pdtool.frontend.modelfile import ModelFile
 
-        return ModelFile.load(self.model, trusted=self.trusted, digests=dict(self.plan.digests))
+        return ModelFile.load(self.model, trusted=self.trusted, digests=self.plan.digests)
 
     def bundle(self, folder: Path) -> Bundle | None:
-        """The bundle in `folder` if codegen made it from this very plan and its files are whole; None otherwise."""
+        """Return the bundle in `folder` if codegen made it from this plan and its files are whole; None otherwise."""
         try:
             bundle = Bundle.load(folder / "bundle.yaml")
             bundle.check_files(folder)
@@ -79,34 +81,66 @@ class Inputs:
         return bundle if bundle.digests.get("plan") == self.plan.plan_sha256 else None
 
     def _check_model(self, recorded: ModelRef) -> None:
-        """Raises StaleError when the source file changed since it was profiled; nothing is imported."""
+        """Compare the source file with the one that was profiled; nothing is imported.
+
+        Raises:
+            StaleError: it changed, and the plan does not record the operator graph that it was made for.
+        """
         from pdtool.frontend.modelfile import find_source
 
         expected = self.plan.digests.get(recorded.source)
-        if expected and file_sha256(find_source(self.model.source)) != expected:
-            raise StaleError(
-                self.path, f"{self.model.source} has changed since it was profiled", "profile and partition it again"
-            )
+        if not expected or file_sha256(find_source(self.model.source)) == expected:
+            return
+        changed = f"{self.model.source} has changed since it was profiled"
+        if not self.plan.graph_sha256:
+            raise StaleError(self.path, changed, "profile and partition it again")
+        note(
+            f"{changed}: the plan holds as long as the operators are the same, which is checked; "
+            "the loss and the optimizer may cost something else, and HINTS are as they were"
+        )
+
+
+def bundle_folder(path: str, plan: Plan) -> Path:
+    """The folder of a plan's stage files: beside the plan, which stands in `path`; `plans/NAME` for one from stdin."""
+    return Path("plans") / file_name(plan.name) if path == "-" else Path(path).with_suffix("")
 
 
 def planned(path: str) -> tuple[Plan, Profile]:
-    """A plan and its profile, for those who need no model; as Inputs.load has them."""
+    """Read a plan and its profile as Inputs.load does, for commands that need no model."""
     plan, profile = read(path)
     return _checked(plan, profile), profile
 
 
 def read(path: str) -> tuple[Plan, Profile]:
-    """A plan and its profile as they are; raises StaleError when the profile changed since."""
+    """Read a plan and its profile; raises StaleError when the profile has changed since."""
     plan = Plan.load(path)
     return plan, profile_of(plan, path)
 
 
 def profile_of(plan: Plan, path: str) -> Profile:
-    """What `plan`, which stands in `path`, was made from.
+    """Read the profile that `plan`, which stands in `path`, was made from.
 
     Raises:
         StaleError: it changed since.
-        ArtifactError: the plan does not say where it is: it came through a pipe.
+        ArtifactError: the plan does not say where it is, because it came through a pipe.
+    """
+    profile = read_profile(plan, path)
+    if not was_made_from(plan, profile):
+        raise StaleError(path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again")
+    return profile
+
+
+def was_made_from(plan: Plan, profile: Profile) -> bool:
+    """Whether `profile` has the content that the plan was made from; a plan that records none fits any."""
+    recorded = plan.digests.get(plan.profile) or plan.digests.get("-")
+    return recorded in (None, profile.content_sha256)
+
+
+def read_profile(plan: Plan, path: str) -> Profile:
+    """Read the profile that a plan names, whether it has changed or not.
+
+    Raises:
+        ArtifactError: the plan, which stands in `path`, does not say where it is, because it came through a pipe.
     """
     if plan.profile == "-":
         raise ArtifactError(
@@ -115,21 +149,17 @@ def profile_of(plan: Plan, path: str) -> Profile:
             "write the profile to a file and put its path there, as `profile: profiles/net.json`",
             field="profile",
         )
-    profile = Profile.load(plan.profile)
-    known = plan.digests.get(plan.profile) or plan.digests.get("-")
-    if known not in (None, profile.content_sha256):
-        raise StaleError(path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again")
-    return profile
+    return Profile.load(plan.profile)
 
 
 def _named(recorded: ModelRef, text: str) -> ModelRef:
-    """The model named on the command line, with the recorded function and settings unless it names a function."""
+    """Return the model named on the command line, with the recorded settings, and function unless it names one."""
     source, _, function = text.partition(":")
     return ModelRef(source=source, function=function or recorded.function, settings=recorded.settings)
 
 
 def _checked(plan: Plan, profile: Profile) -> Plan:
-    """The plan, proved executable; after an edit by hand, with predictions for what it says now."""
+    """Check that the plan can be executed, and compute its predictions again after an edit by hand."""
     plan.stage_nodes(profile)
     plan.check_schedule()
     if not plan.edited:
@@ -149,7 +179,7 @@ def rescheduled(
     weights: str | None = None,
     update_every: int | None = None,
 ) -> Plan:
-    """The same stages run in another way; None keeps what the plan says.
+    """Return a plan with the same stages, run in another way; None keeps what the plan says.
 
     Raises:
         UsageError: the schedule has no such thing, or cannot have these stages.

@@ -15,40 +15,54 @@ _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans",
 
 
 def candidate(kind: str, given: str | None) -> str:
-    """The path given, or else the only profile in `profiles/` or plan in `plans/`.
+    """Return the path given, or else the only profile in `profiles/` or plan in `plans/`.
 
     Raises:
-        UsageError: none, or several, which are listed.
+        UsageError: there is none, or there are several, which are listed.
     """
     if given:
         return given
     folder, pattern, maker = _KINDS[kind]
-    found = sorted(str(path) for path in Path(folder).glob(pattern))
-    if not found:
+    paths = sorted(str(path) for path in Path(folder).glob(pattern))
+    if not paths:
         raise UsageError(f"no {kind} is named and {folder}/ holds none", f"name one, or write one with `{maker}`")
-    if len(found) > 1:
-        raise UsageError(f"no {kind} is named and {folder}/ holds {len(found)}", f"name one of {', '.join(found)}")
-    return found[0]
+    if len(paths) > 1:
+        raise UsageError(f"no {kind} is named and {folder}/ holds {len(paths)}", f"name one of {', '.join(paths)}")
+    return paths[0]
 
 
 def file_name(name: str) -> str:
-    """The name of an artifact as that of a file: what stands in an artifact never leads to another folder."""
+    """Make a file name of an artifact's name; a name in an artifact never leads to another folder."""
     return re.sub(r"[^A-Za-z0-9_.+-]", "_", name).lstrip(".") or "unnamed"
 
 
 def output(help: str) -> Callable[[Any], Any]:
-    """`-o`: where the artifact goes."""
+    """Define `-o`, the file that a command writes."""
     return click.option("-o", "--output", metavar="PATH", help=help)
 
 
-device = click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Device to compute on."
-)
+def topology(*, required: bool) -> Callable[[Any], Any]:
+    """Define `--topology`, the sizes of a cluster's levels."""
+    return click.option(
+        "--topology",
+        required=required,
+        metavar="NxM",
+        help="Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
+    )
+
+
+def timeout(default: str) -> Callable[[Any], Any]:
+    """Define `--timeout` of workers that wait for each other."""
+    return click.option(
+        "--timeout", default=default, show_default=True, metavar="TIME", help="How long a worker waits for another."
+    )
+
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifact itself on stdout.")
 
 
 def schedule(names: Sequence[str], default: str | None) -> Callable[[Any], Any]:
-    """`--schedule`; None keeps what the plan says."""
+    """Define `--schedule`; with the default None a command keeps what the plan says."""
     auto = "; auto takes the fastest, flushing ones only with --microbatches" if "auto" in names else ""
     return click.option(
         "--schedule",
@@ -61,7 +75,7 @@ def schedule(names: Sequence[str], default: str | None) -> Callable[[Any], Any]:
 
 
 def weights(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--weights`, `--update-every`: of a schedule that never stops."""
+    """Define `--weights` and `--update-every`, which belong to schedules without a flush."""
     for option in (
         click.option(
             "--update-every",
@@ -83,7 +97,7 @@ def weights(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def microbatches(default: str) -> Callable[[Any], Any]:
-    """`--microbatches`: size of an update of a flushing schedule."""
+    """Define `--microbatches`, the size of an update of a flushing schedule."""
     return click.option(
         "--microbatches",
         type=click.IntRange(min=1, max=10_000),
@@ -95,7 +109,7 @@ def microbatches(default: str) -> Callable[[Any], Any]:
 
 
 def machines(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--nnodes`, `--node-rank`, `--rdzv-endpoint`: of a launch over several machines."""
+    """Define `--nnodes`, `--node-rank` and `--rdzv-endpoint`, for a launch over several machines."""
     for option in (
         click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where the machines meet, on machine 0."),
         click.option(

@@ -1,4 +1,4 @@
-"""How an ATen operator is written by a person: as torch functions, methods and indexing."""
+"""Write an ATen operator as a person would: as a torch function, a method, an arithmetic operator or indexing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdtool.frontend.operators import ByMode, Operator, Size, State, Value
+from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, is_default
 
 # A template applies when every argument that it does not name has its default value; `{sizes*}` spreads a list.
 _TEMPLATES = {
@@ -60,28 +60,25 @@ _TEMPLATES = {
     "where.self": "torch.where({condition}, {self}, {other})",
     "cross_entropy_loss": "F.cross_entropy({self}, {target})",
 }
-# Arguments that say where and how memory lies, not what is computed.
-_IGNORED = {"layout", "pin_memory", "cudnn_enable", "cudnn_enabled", "non_blocking"}
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
 
 Write = Callable[[Any], str]
 
 
 def expression(op: Operator, write: Write) -> str:
-    """The Python expression for one ATen operator.
+    """Return the Python expression for one ATen operator.
 
     Args:
         op: not a leaf call.
-        write: the text of one argument (a tensor's variable, a parameter, a number).
+        write: gives the text of one argument (a tensor's variable, a parameter, a number).
     """
     target, arguments = op.target, op.kwargs
     schema = target._schema
     name, overload = schema.name.split("::")[-1], target._overloadname
-    custom = _INDEXING.get(name)
-    if custom:
-        return custom(arguments, write)
+    if name in _INDEXING:
+        return _INDEXING[name](arguments, write)
     key = name if overload == "default" else f"{name}.{overload}"
-    changed = {a.name for a in schema.arguments if not _is_default(arguments[a.name], a)} - _IGNORED
+    changed = {a.name for a in schema.arguments if not is_default(arguments[a.name], a)} - LAYOUT_ARGUMENTS
     template = _TEMPLATES.get(key)
     if template and changed - {"device"} <= {field for field, _ in _FIELD.findall(template)}:
         return _FIELD.sub(
@@ -91,24 +88,26 @@ def expression(op: Operator, write: Write) -> str:
     first = schema.arguments[0] if schema.arguments else None
     if first is not None and first.name == "self" and hasattr(Tensor, name) and required:
         return f"{required[0]}.{name}({', '.join(required[1:] + options)})"
-    home = (
-        "torch"
-        if hasattr(torch, name)
-        else "F"
-        if hasattr(functional, name)
-        else f"torch.ops.{schema.name.split('::')[0]}"
-    )
-    call = f"{home}.{name}" if home in ("torch", "F") else f"{home}.{name}.{overload}"
-    return f"{call}({', '.join(required + options)})"
+    return f"{_function(target)}({', '.join(required + options)})"
+
+
+def _function(target: torch._ops.OpOverload) -> str:
+    """Return `torch.cat` or `F.pad`; for what neither has, the overload itself: `torch.ops.aten.sin.default`."""
+    namespace, name = target._schema.name.split("::")
+    if hasattr(torch, name):
+        return f"torch.{name}"
+    if hasattr(functional, name):
+        return f"F.{name}"
+    return f"torch.ops.{namespace}.{name}.{target._overloadname}"
 
 
 def _call_arguments(
     schema: Any, arguments: dict[str, Any], changed: set[str], write: Write
 ) -> tuple[list[str], list[str]]:
-    """Required arguments by position, changed options by name."""
+    """Return the texts of the required arguments, by position, and of the changed options, by name."""
     required, options = [], []
     for a in schema.arguments:
-        if a.name in _IGNORED or (a.has_default_value() and a.name not in changed):
+        if a.name in LAYOUT_ARGUMENTS or (a.has_default_value() and a.name not in changed):
             continue
         text = write(arguments[a.name])
         if a.has_default_value() or a.kwarg_only:
@@ -117,12 +116,6 @@ def _call_arguments(
         elif not options:
             required.append(text)
     return required, options
-
-
-def _is_default(value: Any, argument: Any) -> bool:
-    if isinstance(value, (Value, State, Size, ByMode, Tensor)):
-        return False
-    return value is None or (argument.has_default_value() and bool(value == argument.default_value))
 
 
 def _spread(values: Any, write: Write) -> str:
@@ -147,20 +140,20 @@ def _slice(arguments: dict[str, Any], write: Write) -> str:
 
 
 def _at(dim: int, index: str) -> str:
-    """`:, :, 3` for dimension 2, `..., 3, :` for dimension -2."""
+    """Return `:, :, 3` for dimension 2, `..., 3, :` for dimension -2."""
     return ":, " * dim + index if dim >= 0 else "..., " + index + ", :" * (-dim - 1)
 
 
 def _index(arguments: dict[str, Any], write: Write) -> str:
-    places = [":" if i is None else write(i) for i in arguments["indices"]]
-    return f"{write(arguments['self'])}[{', '.join(places)}]"
+    indices = [":" if i is None else write(i) for i in arguments["indices"]]
+    return f"{write(arguments['self'])}[{', '.join(indices)}]"
 
 
 _INDEXING: dict[str, Callable[[dict[str, Any], Write], str]] = {"select": _select, "slice": _slice, "index": _index}
 
 
 def literal(value: Any) -> str:
-    """The Python text of a constant argument."""
+    """Return the Python text of a constant argument."""
     if isinstance(value, (torch.dtype, torch.memory_format)):
         return str(value)
     if isinstance(value, torch.device):

@@ -1,4 +1,4 @@
-"""Generate a bundle: trace the model, cut it, write each stage, prove the whole, and only then keep the files."""
+"""Generate a bundle: trace the model, cut it into stages, write each, prove them, and only then keep the files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,11 +21,14 @@ from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.verify import verify_shapes, verify_values
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import PdtoolError
+from pdtool.frontend.graph_check import check_profile
+from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Size, Traced, Value
-from pdtool.frontend.trace import trace
+from pdtool.frontend.tracing import trace
 
-_COPIES = 6  # of all parameters while values are compared: model, its copy, the stages, and two sets of gradients
+# Of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
+_COPIES = 6
 
 
 def generate(
@@ -41,39 +45,50 @@ def generate(
 
     Raises:
         TraceError: the model cannot be traced.
+        StaleError: the model's operator graph has changed since it was profiled.
         ArtifactError: the plan does not fit the profile, or the profile not the model.
         VerificationError: the stages are not equal to the model.
     """
     stages = plan.stage_nodes(profile)
     progress("tracing the model")
     traced = trace(model_file.build(), model_file.example_inputs, plan.batch_size, model_file.path)
+    check_profile(traced, profile, model_file.ref.source)
     wiring = Wiring.of(traced, stages)
     progress("writing the stages")
     writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
     texts = {f"stage_{writer.stage}.py": writer.text() for writer in writers}
-    values = _fits(traced)
-    bundle = _bundle(plan, wiring, writers, texts, "values" if values else "shapes")
+    bundle = _bundle(plan, wiring, writers, texts, "values" if _fits_in_memory(traced) else "shapes")
     progress(
-        "proving the stages equal to the model" if values else "checking shapes (the model is too large to run here)"
+        "proving the stages equal to the model"
+        if bundle.proof == "values"
+        else "checking shapes (the model is too large to run here)"
     )
-    if values:
-        size = min(plan.batch_size, 3)
-        batches = [model_file.example_inputs(size), model_file.example_inputs(size + 1)]
-        verify_values(traced.model, texts, bundle, batches)
-    else:
-        inputs = model_file.example_inputs(plan.batch_size)
-        verify_shapes(texts, bundle, inputs, pytree.tree_map(lambda v: _meta(v, plan.batch_size), traced.output))
+    _verify(traced, model_file, texts, bundle)
     _write(folder, texts | {"bundle.yaml": bundle.dump()})
     return bundle
 
 
-def _bundle(plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[str, str], proof: str) -> Bundle:
+def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> None:
+    """Compare stages and model as far as `bundle.proof` says."""
+    if bundle.proof == "values":
+        size = min(bundle.batch_size, 3)
+        batches = [model_file.example_inputs(size), model_file.example_inputs(size + 1)]
+        verify_values(traced.model, texts, bundle, batches)
+    else:
+        inputs = model_file.example_inputs(bundle.batch_size)
+        output = pytree.tree_map(lambda value: _meta(value, bundle.batch_size), traced.output)
+        verify_shapes(texts, bundle, inputs, output)
+
+
+def _bundle(
+    plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[str, str], proof: Literal["values", "shapes"]
+) -> Bundle:
     inputs = [wiring.names[op.outputs[0]] for op in wiring.traced.operators if op.is_input]
-    return Bundle(
+    bundle = Bundle(
         name=plan.name,
         digests={**plan.digests, "plan": plan.plan_sha256},
         batch_size=plan.batch_size,
-        proof="values" if proof == "values" else "shapes",
+        proof=proof,
         inputs=tuple(inputs),
         stages=tuple(
             StageModule(
@@ -90,9 +105,10 @@ def _bundle(plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[
         tensors=tuple(wiring.tensors()),
         tied=tuple(wiring.tied),
     )
+    return bundle.with_graph(graph_sha256(wiring.traced))
 
 
-def _fits(traced: Traced) -> bool:
+def _fits_in_memory(traced: Traced) -> bool:
     needed = _COPIES * sum(p.nbytes for p in traced.model.parameters())
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -115,10 +131,10 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         for name, text in files.items():
             write_atomically(draft / name, text)
         folder.mkdir(exist_ok=True)
-        for old in folder.glob("stage_*.py"):
-            if old.name not in files:
-                old.unlink()
-        for name in sorted(files):  # bundle.yaml is written by digest: a half-replaced folder is found out
+        for path in folder.glob("stage_*.py"):
+            if path.name not in files:
+                path.unlink()
+        for name in sorted(files):  # bundle.yaml, which has the digests of the others, tells a half-replaced folder
             os.replace(draft / name, folder / name)
     except OSError as error:
         raise PdtoolError(f"{folder} could not be written ({error.strerror})", "free some space") from error

@@ -1,15 +1,16 @@
-"""Law 1, checked on every call: the stages composed equal the model.
+"""Check on every call of codegen that the stages composed equal the model.
 
-Two consecutive minibatches of different sizes, in training and in evaluation mode: outputs, gradients of all
-parameters, and buffers afterwards. Random operators draw from a generator seeded by their own input, so that both
-sides drop the same elements in whatever order they run.
+Compared are outputs, gradients of all parameters, and buffers afterwards, over two consecutive minibatches of different
+sizes, in training and in evaluation mode. Random operators draw from a generator seeded by their own input, so that
+model and stages drop the same elements in whatever order they run.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError
 
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+_STAGES = "the generated stages"
 
 
 class VerificationError(PdtoolError):
@@ -41,38 +43,48 @@ def load_stages(texts: Mapping[str, str], bundle: Bundle, device: str = "cpu") -
 
 def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) -> None:
     """Give each stage the model's parameters and buffers, by name."""
-    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    state = _state(model)
     with torch.no_grad():
         for stage, spec in zip(stages, bundle.stages, strict=True):
-            own = dict(stage.named_parameters(remove_duplicate=False)) | dict(
-                stage.named_buffers(remove_duplicate=False)
-            )
-            missing = set(own) ^ {*spec.parameters, *spec.buffers}
+            stage_state = _state(stage)
+            missing = set(stage_state) ^ {*spec.parameters, *spec.buffers}
             if missing:
                 raise VerificationError(f"{spec.file} and the model name their state differently: {sorted(missing)}")
-            for name, tensor in own.items():
+            for name, tensor in stage_state.items():
                 tensor.copy_(state[name])
 
 
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, each under all of its names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
 def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor]) -> Any:
-    """Run all stages in this process, tensors going where the bundle says; the last stage's output."""
-    flowing = dict(zip(bundle.inputs, inputs, strict=True))
+    """Run all stages in this process, one after the other, and return the last one's output."""
+    tensors = dict(zip(bundle.inputs, inputs, strict=True))
     result: Any = None
     for stage, spec in zip(stages, bundle.stages, strict=True):
-        result = stage(*(flowing[name] for name in spec.inputs))
+        result = stage(*(tensors[name] for name in spec.inputs))
         if spec.outputs:
             outputs = result if len(spec.outputs) > 1 else (result,)
-            flowing |= dict(zip(spec.outputs, outputs, strict=True))
+            tensors |= dict(zip(spec.outputs, outputs, strict=True))
     return result
 
 
 def verify_values(
     model: nn.Module, texts: Mapping[str, str], bundle: Bundle, batches: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Raises VerificationError where the composed stages differ from `model`; `model` is left as it was.
+    """Compare the composed stages with `model`, which is left as it was.
 
     Args:
+        texts: of the stage files, by name.
         batches: inputs of consecutive minibatches, of different sizes.
+
+    Raises:
+        VerificationError: an output, a gradient or a buffer differs.
     """
     stages = load_stages(texts, bundle)
     copy_state(model, stages, bundle)
@@ -84,74 +96,86 @@ def verify_values(
         for number, inputs in enumerate(batches):
             where = f"{mode}, minibatch {number} of {len(batches)}"
             with torch.set_grad_enabled(training), _repeatable():
-                expected = _run(reference, lambda xs=inputs: reference(*xs), where)
+                expected = _run("the model", partial(reference, *inputs), where)
             with torch.set_grad_enabled(training), _repeatable():
-                found = _run(None, lambda xs=inputs: compose(stages, bundle, xs), where)
-            _compare_outputs(expected, found, where)
+                composed = _run(_STAGES, partial(compose, stages, bundle, inputs), where)
+            _compare_outputs(expected, composed, where)
             if training:
-                _compare_gradients(reference, stages, expected, found, where)
+                _compare_gradients(reference, stages, expected, composed, where)
             _compare_buffers(reference, stages, where)
 
 
 def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: Sequence[Tensor], output: Any) -> None:
-    """Shapes and wiring only, on the meta device: for a model that would not fit this machine twice.
+    """Compare shapes only, on the meta device, for a model that would not fit this machine twice.
 
     Args:
+        texts: of the stage files, by name.
         output: what the model returns, as meta tensors.
+
+    Raises:
+        VerificationError: a shape or dtype of the output differs, or a stage fails.
     """
     stages = load_stages(texts, bundle, "meta")
-    found = _run(None, lambda: compose(stages, bundle, [t.to("meta") for t in inputs]), "shapes")
-    for index, (a, b) in enumerate(zip(_tensors(output), _tensors(found), strict=True)):
+    composed = _run(_STAGES, partial(compose, stages, bundle, [t.to("meta") for t in inputs]), "shapes")
+    for index, (a, b) in enumerate(zip(_tensors(output), _tensors(composed), strict=True)):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise VerificationError(f"output {index} is {tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}")
 
 
-def _run(model: nn.Module | None, call: Any, where: str) -> Any:
+def _run(what: str, call: Callable[[], Any], where: str) -> Any:
     try:
         return call()
     except PdtoolError:
         raise
     except Exception as error:
-        who = "the model" if model is not None else "the generated stages"
-        raise VerificationError(f"{who} failed ({where}): {type(error).__name__}: {error}") from error
+        raise VerificationError(f"{what} failed ({where}): {type(error).__name__}: {error}") from error
 
 
-def _compare_outputs(expected: Any, found: Any, where: str) -> None:
-    a, b = _tensors(expected), _tensors(found)
-    if len(a) != len(b):
-        raise VerificationError(f"the stages return {len(b)} tensors, the model {len(a)} ({where})")
-    for index, (x, y) in enumerate(zip(a, b, strict=True)):
-        _compare(x, y, f"output {index} ({where})")
+def _compare_outputs(expected: Any, composed: Any, where: str) -> None:
+    model_tensors, stage_tensors = _tensors(expected), _tensors(composed)
+    if len(model_tensors) != len(stage_tensors):
+        raise VerificationError(
+            f"the stages return {len(stage_tensors)} tensors, the model {len(model_tensors)} ({where})"
+        )
+    for index, (a, b) in enumerate(zip(model_tensors, stage_tensors, strict=True)):
+        _compare(a, b, f"output {index} ({where})")
 
 
-def _compare_gradients(model: nn.Module, stages: Sequence[nn.Module], expected: Any, found: Any, where: str) -> None:
+def _compare_gradients(model: nn.Module, stages: Sequence[nn.Module], expected: Any, composed: Any, where: str) -> None:
     for module in (model, *stages):
         module.zero_grad()
-    for output in (expected, found):
-        generator = torch.Generator().manual_seed(0)
-        tensors = [t for t in _tensors(output) if t.requires_grad]
-        weights = [torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in tensors]
-        if tensors:
-            with _repeatable():
-                torch.autograd.backward(tensors, weights)
-    original = dict(model.named_parameters(remove_duplicate=False))
-    total: dict[int, Tensor] = {}
-    name_of: dict[int, str] = {}
-    seen: set[int] = set()
-    for stage in stages:
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            key = id(original[name])
-            name_of.setdefault(key, name)
-            if parameter.grad is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                total[key] = total[key] + parameter.grad if key in total else parameter.grad
+    for output in (expected, composed):
+        _backward(_tensors(output))
+    stage_gradients = _stage_gradients(model, stages)
     for name, parameter in model.named_parameters():
-        mine, theirs = total.get(id(parameter)), parameter.grad
-        if mine is None and (theirs is None or not theirs.any()):
+        in_model, in_stages = parameter.grad, stage_gradients.get(id(parameter))
+        if in_stages is None and (in_model is None or not in_model.any()):
             continue
-        if mine is None or theirs is None:
+        if in_stages is None or in_model is None:
             raise VerificationError(f"the gradient of {name} reaches only one of the model and the stages ({where})")
-        _compare(theirs, mine, f"the gradient of {name} ({where})")
+        _compare(in_model, in_stages, f"the gradient of {name} ({where})")
+
+
+def _backward(outputs: Sequence[Tensor]) -> None:
+    """Run the backward from gradients that are random, and the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    differentiable = [t for t in outputs if t.requires_grad]
+    gradients = [torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in differentiable]
+    if differentiable:
+        with _repeatable():
+            torch.autograd.backward(differentiable, gradients)
+
+
+def _stage_gradients(model: nn.Module, stages: Sequence[nn.Module]) -> dict[int, Tensor]:
+    """Sum up the gradients of the stages for each parameter of the model, by its id."""
+    original = dict(model.named_parameters(remove_duplicate=False))
+    gradients: dict[int, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():  # one that is tied inside the stage counts once
+            if parameter.grad is not None:
+                key = id(original[name])
+                gradients[key] = gradients[key] + parameter.grad if key in gradients else parameter.grad
+    return gradients
 
 
 def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) -> None:
@@ -161,16 +185,16 @@ def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) 
             _compare(original[name], buffer, f"buffer {name} ({where})")
 
 
-def _compare(expected: Tensor, found: Tensor, what: str) -> None:
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+def _compare(expected: Tensor, composed: Tensor, what: str) -> None:
+    if expected.shape != composed.shape or expected.dtype != composed.dtype:
         raise VerificationError(
-            f"{what} is {tuple(found.shape)} {found.dtype} in the stages, {tuple(expected.shape)} {expected.dtype} "
-            "in the model"
+            f"{what} is {tuple(composed.shape)} {composed.dtype} in the stages, "
+            f"{tuple(expected.shape)} {expected.dtype} in the model"
         )
     scale = expected.abs().max().item() if expected.is_floating_point() and expected.numel() else 0.0
     tolerance = {"rtol": _TOLERANCE["rtol"], "atol": _TOLERANCE["atol"] * max(1.0, scale)}
-    if not torch.allclose(expected, found, **tolerance, equal_nan=True):
-        worst = (expected.double() - found.double()).abs().max().item()
+    if not torch.allclose(expected, composed, **tolerance, equal_nan=True):
+        worst = (expected.double() - composed.double()).abs().max().item()
         raise VerificationError(
             f"{what} differs between the stages and the model by up to {worst:.3g}",
             "it may keep state on self between calls, override train(), or use an autograd.Function of its own",
@@ -189,7 +213,7 @@ _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "m
 
 
 class _SeedByInput(TorchFunctionMode):
-    """Seeds the generator before each function that may draw from it, from the function's own first tensor."""
+    """Seed the generator before each function that may draw from it, from the function's own first tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(word in getattr(func, "__name__", str(func)) for word in _RANDOM):

@@ -1,4 +1,4 @@
-"""Which operator and which parameter stands in which stage, and which tensor goes where."""
+"""Assign operators, parameters and buffers to stages, and tensors to the stages that take them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Wiring:
 
     @classmethod
     def of(cls, traced: Traced, stages: Sequence[Sequence[str]]) -> Wiring:
-        """Check that `stages` (which may name inputs, loss and target too) hold the operators of this model.
+        """Cut the model into `stages`, which may name inputs, loss and target too.
 
         Raises:
-            ArtifactError: the profile's operators are not those of the model.
+            ArtifactError: the stages do not hold the operators of this model.
         """
-        known = {op.name for op in traced.operators if not op.constant}
-        named = {name for stage in stages for name in stage} - {"loss", "target"}
-        if known != named:
-            odd = sorted(known ^ named)[:3]
+        in_model = {op.name for op in traced.operators if not op.constant}
+        in_stages = {name for stage in stages for name in stage} - {"loss", "target"}
+        if in_model != in_stages:
+            unmatched = sorted(in_model ^ in_stages)[:3]
             raise ArtifactError(
                 "plan",
-                f"the model's operators are not the profile's (such as {', '.join(odd)})",
+                f"the model's operators are not the profile's (such as {', '.join(unmatched)})",
                 "profile the model again, with this version of torch",
             )
         compute = {op.name for op in traced.operators if not op.is_input}
@@ -52,11 +52,11 @@ class Wiring:
     @cached_property
     def stage_of(self) -> dict[str, int]:
         """Operator -> stage; -1 for a model input."""
-        places = {op.name: -1 for op in self.traced.operators if op.is_input}
-        return places | {name: s for s, names in enumerate(self.stages) for name in names}
+        inputs = {op.name: -1 for op in self.traced.operators if op.is_input}
+        return inputs | {name: s for s, names in enumerate(self.stages) for name in names}
 
     def operators(self, stage: int) -> list[Operator]:
-        """What the stage computes, in order, with the constants it needs among them."""
+        """Return the operators of a stage in order, with the constants that it needs among them."""
         needed = set(self.stages[stage])
         if stage == len(self.stages) - 1:
             needed |= {v.operator for v in self.output_values if self.traced.by_name[v.operator].constant}
@@ -72,28 +72,29 @@ class Wiring:
 
     @cached_property
     def consumers(self) -> dict[Value, list[int]]:
-        """TensorSpec -> the later stages that take it; the last stage takes what the model returns."""
-        found: dict[Value, set[int]] = {}
+        """Tensor -> the later stages that take it; the last stage takes what the model returns."""
+        users: dict[Value, set[int]] = {}
         for stage in range(len(self.stages)):
             for op in self.operators(stage):
                 for value in op.values:
-                    found.setdefault(value, set()).add(stage)
+                    users.setdefault(value, set()).add(stage)
         for value in self.output_values:
-            found.setdefault(value, set()).add(len(self.stages) - 1)
-        order = [v for op in self.traced.operators if not op.constant for v in op.outputs if v in found]
-        return {v: sorted(found[v] - {self.stage_of[v.operator]}) for v in order}
+            users.setdefault(value, set()).add(len(self.stages) - 1)
+        order = [v for op in self.traced.operators if not op.constant for v in op.outputs if v in users]
+        return {v: sorted(users[v] - {self.stage_of[v.operator]}) for v in order}
 
     def inputs(self, stage: int) -> list[Value]:
-        """What the stage's forward takes, in order."""
+        """Return the tensors that the stage's forward takes, in the order of its arguments."""
         return [value for value, stages in self.consumers.items() if stage in stages]
 
     def outputs(self, stage: int) -> list[Value]:
-        """What the stage's forward returns, in order; the last stage returns the model's output instead."""
+        """Return the tensors that the stage's forward returns, in order; of the last stage, which returns the model's
+        output, there are none."""
         return [value for value, stages in self.consumers.items() if stages and self.stage_of[value.operator] == stage]
 
     @cached_property
     def names(self) -> dict[Value, str]:
-        """A distinct Python identifier for every tensor."""
+        """Tensor -> a Python identifier of its own."""
         taken = set(_RESERVED)
         names = {}
         for op in self.traced.operators:
@@ -110,11 +111,11 @@ class Wiring:
         return names
 
     def parameters(self, stage: int) -> list[str]:
-        """Names of the parameters that the stage uses, tied names included."""
+        """Return the names of the parameters that the stage uses, tied ones under each of their names."""
         return list(dict.fromkeys(name for op in self.operators(stage) for name in op.parameters))
 
     def buffers(self, stage: int) -> list[str]:
-        """Names of the buffers that the stage uses."""
+        """Return the names of the buffers that the stage uses."""
         return list(dict.fromkeys(name for op in self.operators(stage) for name in op.buffers))
 
     @cached_property
@@ -133,7 +134,7 @@ class Wiring:
         return tied
 
     def tensors(self) -> list[TensorSpec]:
-        """The tensors that cross a border, or come from the data, for bundle.yaml."""
+        """Return the tensors that go from stage to stage or come from the data, for bundle.yaml."""
         return [
             TensorSpec(
                 name=self.names[value],

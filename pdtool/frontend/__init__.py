@@ -1,1 +1,1 @@
-"""From the user's file to the operator graph: modelfile loads it, trace reads the model."""
+"""From the user's file to its operator graph: modelfile loads it, tracing and graph_reader trace it."""

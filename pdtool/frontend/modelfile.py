@@ -1,4 +1,4 @@
-"""Load the user's model.py: an ordinary Python file with plain functions (see README, "model.py")."""
+"""Load the user's model.py: an ordinary Python file with plain functions (README, "What you write: model.py")."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
-from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
 from pdtool.errors import ModelError, StaleError, UsageError
 
-RESERVED = {"split", "epoch", "step", "loss"}  # what a line of metrics.jsonl holds besides the user's metrics
-Named = Iterable[tuple[str, nn.Parameter]]
+RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,19 @@ class ModelFile:
     module: ModuleType
 
     @classmethod
-    def load(cls, ref: ModelRef, *, trusted: bool = False, digests: dict[str, str] | None = None) -> ModelFile:
-        """Import the file.
+    def load(cls, ref: ModelRef, *, trusted: bool = False, digests: Mapping[str, str] | None = None) -> ModelFile:
+        """Import the file that an artifact or the user names.
 
         Args:
             ref: names the file, the function and its settings.
-            trusted: the user named it on the command line. A reference found in an artifact is not trusted: only a
-                file under the current folder, or pdtool's own zoo, is then imported.
-            digests: SHA-256 by source that the file must still have.
+            trusted: the user named it on the command line. Of the files that an artifact names, only those under the
+                current folder and pdtool's own zoo are imported.
+            digests: those of the artifact that names the model. Where the operator graph is not among them, the file
+                must have the bytes that it had; where it is, compare the graph after tracing (graph_check.py).
 
         Raises:
             UsageError: no such file or module.
-            StaleError: the file changed since the artifact was made.
+            StaleError: the file changed since the artifact was made, which does not record the operator graph.
             ModelError: it cannot be imported, or lacks the function.
         """
         path = find_source(ref.source)
@@ -62,8 +63,9 @@ class ModelFile:
                 f"the artifact names the model {ref.source!r}, outside the current folder",
                 "check that file, then name it yourself with --model",
             )
-        expected = (digests or {}).get(ref.source)
-        if expected and file_sha256(path) != expected:
+        digests = digests or {}
+        expected = digests.get(ref.source)
+        if expected and OPERATOR_GRAPH not in digests and file_sha256(path) != expected:
             raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
         file = cls(ref, path, _import(ref.source, path))
         file._function(ref.function)
@@ -80,7 +82,7 @@ class ModelFile:
         return file_sha256(self.path)
 
     def build(self, seed: int = 0) -> nn.Module:
-        """The model, in training mode, its random initial weights fixed by `seed`; raises ModelError."""
+        """Build the model in training mode, its random initial weights fixed by `seed`; raises ModelError."""
         torch.manual_seed(seed)
         function = self._function(self.ref.function)
         try:
@@ -98,7 +100,11 @@ class ModelFile:
         return model.train()
 
     def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
-        """Inputs of one minibatch: from `example_inputs`, or the first `batch_size` samples of the training set."""
+        """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
+
+        Raises:
+            ModelError: the user's function fails, or an input is no tensor.
+        """
         if self.has("example_inputs"):
             inputs = self._call(self._function("example_inputs"), batch_size)
         else:
@@ -106,7 +112,7 @@ class ModelFile:
         return self.as_inputs(inputs)
 
     def as_inputs(self, inputs: Any) -> tuple[Tensor, ...]:
-        """The inputs of a minibatch as the model's arguments; raises ModelError when one is no tensor."""
+        """Return the inputs of a minibatch as the model's arguments; raises ModelError when one is no tensor."""
         values: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         for index, value in enumerate(values):
             if not isinstance(value, Tensor):
@@ -117,7 +123,7 @@ class ModelFile:
         return values
 
     def example_batch(self, batch_size: int) -> tuple[Any, Any]:
-        """The first `batch_size` samples of the training set, collated: (inputs, target)."""
+        """Return (inputs, target): the first `batch_size` samples of the training set, collated."""
         data: Any = self.dataset("train")
         if len(data) < batch_size:
             raise ModelError(
@@ -131,7 +137,7 @@ class ModelFile:
         return inputs, target
 
     def dataset(self, split: str) -> Dataset[Any]:
-        """The samples (inputs, target) of `split`: "train" or "valid"."""
+        """Return the samples (inputs, target) of `split`, which is "train" or "valid"."""
         data = self._call(self._function("dataset"), split)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ModelError(
@@ -142,36 +148,36 @@ class ModelFile:
         return data  # type: ignore[no-any-return]
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        """The user's loss: a scalar, the mean over the minibatch."""
+        """Return the user's loss: a tensor of one element, the mean over the minibatch."""
         value = self._call(self._function("loss"), output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ModelError(f"{self.path.name}: loss() returned {shape}, not a scalar tensor")
         return value
 
-    def optimizer(self, named_parameters: Named) -> Optimizer:
-        """The user's optimizer over one stage's parameters, under their original names."""
+    def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
+        """Make the user's optimizer over one stage's parameters, under their original names."""
         optimizer = self._call(self._function("optimizer"), named_parameters)
         if not isinstance(optimizer, Optimizer):
             raise ModelError(f"{self.path.name}: optimizer() returned {type(optimizer).__name__}, not an Optimizer")
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """The user's learning-rate schedule, stepped per update; None without one."""
+        """Make the user's learning-rate schedule, which is stepped once for each update; None without one."""
         return self._call(self.module.scheduler, optimizer) if self.has("scheduler") else None
 
     def metrics(self, output: Any, target: Any) -> dict[str, tuple[float, float]]:
-        """The user's metrics as {name: (sum, count)}; {} without any."""
+        """Return the user's metrics as {name: (sum, count)}; {} without any."""
         if not self.has("metrics"):
             return {}
-        found = self._call(self.module.metrics, output, target)
+        returned = self._call(self.module.metrics, output, target)
         try:
-            metrics = {str(name): (float(total), float(number)) for name, (total, number) in found.items()}
+            metrics = {str(name): (float(total), float(number)) for name, (total, number) in returned.items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise ModelError(
-                f"{self.path.name}: metrics() returned {found!r}", "return {name: (sum, count)}"
+                f"{self.path.name}: metrics() returned {returned!r}", "return {name: (sum, count)}"
             ) from error
-        taken = sorted(metrics.keys() & RESERVED)
+        taken = sorted(metrics.keys() & RESERVED_METRICS)
         if taken:
             raise ModelError(f"{self.path.name}: metrics() names {taken[0]!r}, which pdtool logs itself", "rename it")
         return metrics
@@ -188,11 +194,6 @@ class ModelFile:
     def has(self, function: str) -> bool:
         """Whether the file defines `function`."""
         return callable(getattr(self.module, function, None))
-
-    def require(self, *functions: str) -> None:
-        """Raises ModelError when one of `functions` is missing."""
-        for function in functions:
-            self._function(function)
 
     def _function(self, name: str) -> Callable[..., Any]:
         if not self.has(name):
@@ -230,14 +231,14 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
 
 
 def find_source(source: str) -> Path:
-    """The file behind `model.py` or `package.module`, without importing it; raises UsageError."""
+    """Find the file of `model.py` or `package.module`, without importing it; raises UsageError."""
     if source.endswith(".py") or "/" in source:
         path = Path(source)
     else:
         names = source.split(".")
         roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
-        found = (root.joinpath(*names).with_suffix(".py") for root in roots)
-        path = next((file for file in found if file.is_file()), Path(*names).with_suffix(".py"))
+        candidates = (root.joinpath(*names).with_suffix(".py") for root in roots)
+        path = next((file for file in candidates if file.is_file()), Path(*names).with_suffix(".py"))
     if not path.is_file():
         raise UsageError(
             f"model {source!r}: there is no file {path}", "name a Python file, or a module as package.module"
@@ -277,7 +278,7 @@ def _import(source: str, path: Path) -> ModuleType:
 
 
 def user_line(error: BaseException, path: Path) -> str:
-    """`model.py:12: ` — the deepest line of the user's own code in the error's traceback."""
+    """Return `model.py:12: `, the deepest line of the user's own code in the error's traceback, for a message."""
     line, trace, folder = 0, error.__traceback__, path.resolve().parent
     name = path.name
     while trace:

@@ -1,4 +1,4 @@
-"""The operator list that tracing a model gives: what computes which tensor from what."""
+"""Describe a traced model: a list of operators, each with the tensors that it takes and returns."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 import sympy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+# Arguments of ATen operators that say where and how memory lies, not what is computed.
+LAYOUT_ARGUMENTS = {"layout", "pin_memory", "cudnn_enable", "cudnn_enabled", "non_blocking"}
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
 
 @dataclass(frozen=True)
 class Size:
-    """An integer that depends on the number of samples in the minibatch, as an expression of `batch`."""
+    """An integer that depends on the number of samples in a minibatch, as an expression of `batch`."""
 
     expression: sympy.Expr
 
@@ -24,7 +26,7 @@ class Size:
         return str(self.expression)
 
     def at(self, batch: int) -> int:
-        """Its value for a minibatch of `batch` samples."""
+        """Return its value for a minibatch of `batch` samples."""
         return int(self.expression.subs(BATCH, batch))
 
 
@@ -61,7 +63,7 @@ class Value:
     differentiable: bool
 
     def nbytes(self, batch: int) -> int:
-        """Size in bytes for a minibatch of `batch` samples."""
+        """Return its size in bytes for a minibatch of `batch` samples."""
         count = 1
         for dim in self.shape:
             count *= dim.at(batch) if isinstance(dim, Size) else dim
@@ -74,7 +76,7 @@ class Operator:
 
     Attributes:
         name: unique; the module's path for a leaf call, `PATH.OP` elsewhere.
-        op: what a person calls it: `Conv2d`, `add`, `input`.
+        op: its kind: `Conv2d`, `add`, `input`.
         module: path of the leaf module, or of the module whose forward called the operator.
         target: the ATen overload; None for a leaf call or an input.
         args, kwargs: nested lists, tuples and dicts of Value, State, Size, ByMode and constants. An ATen operator has
@@ -132,3 +134,10 @@ class Traced:
     def by_name(self) -> dict[str, Operator]:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}
+
+
+def is_default(value: Any, argument: Any) -> bool:
+    """Whether `value` may be left out of a call: it is None, or the default that the schema gives to `argument`."""
+    if isinstance(value, (Value, State, Size, ByMode, Tensor)):
+        return False
+    return value is None or (argument.has_default_value() and bool(value == argument.default_value))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pdtool.artifacts.cluster import ClusterSpec
+from pdtool.artifacts.cluster_file import ClusterSpec
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster

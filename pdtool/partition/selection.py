@@ -95,13 +95,9 @@ class _Selection:
 
     def simulate_promising(self, candidates: Iterable[Candidate], limit: int | None = None) -> None:
         """Simulate the candidates that may be chosen, in order of their lower bounds, at most `limit` of them."""
-        simulated = 0
-        for bound_s, candidate in self._by_lower_bound(candidates):
-            if simulated == limit:
-                break
+        for bound_s, candidate in self._by_lower_bound(candidates)[:limit]:
             if self._may_win(bound_s, candidate):
                 self._simulate(bound_s, candidate)
-                simulated += 1
 
     def selected(self) -> Selected | None:
         """Return the fastest plan; within the margin of it the one with the fewest stages; of that one the fewest
@@ -151,9 +147,10 @@ class _Selection:
         plan = _Simulated(in_flight_choices(self.search.evaluator, candidate, self.margin))
         for choice in plan.choices:
             time_s = self._time_s(choice, limit_s)
+            is_slower = any(time_s >= earlier_s for earlier_s in plan.times_s)
             plan.times_s.append(time_s)
-            if time_s <= bound_s * self._worth:
-                break
+            if time_s <= bound_s * (1 + self.margin) or is_slower:
+                break  # more in flight bring nothing
         if plan.fastest_s < math.inf:
             self._plans.append(plan)
             self.fastest_s = min(self.fastest_s, plan.fastest_s)

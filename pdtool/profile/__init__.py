@@ -1,1 +1,1 @@
-"""What each operator costs: measured on this machine."""
+"""What each operator of a model costs, measured on this machine or estimated for another device; and the network."""

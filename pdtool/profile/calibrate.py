@@ -1,9 +1,8 @@
-"""Fit a device's factors to what was measured on it."""
+"""Fit a device's factors, by kind of operator, to a profile measured on it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from pdtool.artifacts.device import OperatorKind
@@ -20,13 +19,13 @@ _KINDS: tuple[tuple[OperatorKind, re.Pattern[str]], ...] = (
 )
 
 
-def kind_of(op: str) -> OperatorKind:
-    """The kind of an operator that shares a factor with its like: `conv` for Conv2d."""
+def operator_kind(op: str) -> OperatorKind:
+    """Return the kind of an operator, whose operators share a factor: `conv` for Conv2d."""
     return next((kind for kind, pattern in _KINDS if pattern.search(op)), "elementwise")
 
 
-def measurable(profile: Profile, path: Path | str) -> ModelRef:
-    """The model that the profile was measured with; raises ArtifactError where it was not, or not by pdtool."""
+def measured_model(profile: Profile, path: Path | str) -> ModelRef:
+    """Return the model of a measured profile; raises ArtifactError when it was not measured, or not by pdtool."""
     if profile.device.kind != "measured" or profile.model is None:
         raise ArtifactError(
             path,
@@ -37,8 +36,8 @@ def measurable(profile: Profile, path: Path | str) -> ModelRef:
     return profile.model
 
 
-def fit(measured: Profile, estimated: Profile, path: Path | str) -> dict[OperatorKind, float]:
-    """Measured over estimated seconds, summed over the operators of each kind; a kind that took no time is left out.
+def fit_factors(measured: Profile, estimated: Profile, path: Path | str) -> dict[OperatorKind, float]:
+    """Divide measured by estimated seconds for each kind of operator; a kind that took no time is left out.
 
     Args:
         path: of the measured profile, for errors.
@@ -46,17 +45,18 @@ def fit(measured: Profile, estimated: Profile, path: Path | str) -> dict[Operato
     Raises:
         ArtifactError: the two are not of the same operators.
     """
-    _same_nodes(measured, estimated, path)
-    before, after = _sums(estimated), _sums(measured)
-    return {kind: after[kind] / before[kind] for kind in before if before[kind] and after.get(kind)}
+    _check_same_nodes(measured, estimated, path)
+    estimated_s, measured_s = _seconds_by_kind(estimated), _seconds_by_kind(measured)
+    kinds = [kind for kind, seconds in estimated_s.items() if seconds and measured_s.get(kind)]
+    return {kind: measured_s[kind] / estimated_s[kind] for kind in kinds}
 
 
-def _same_nodes(measured: Profile, estimated: Profile, path: Path | str) -> None:
-    for index, (found, node) in enumerate(zip(measured.nodes, estimated.nodes, strict=False)):
-        if _identity(found) != _identity(node):
+def _check_same_nodes(measured: Profile, estimated: Profile, path: Path | str) -> None:
+    for index, (profiled, node) in enumerate(zip(measured.nodes, estimated.nodes, strict=False)):
+        if _identity(profiled) != _identity(node):
             raise ArtifactError(
                 path,
-                f"is {found.op} {found.name!r} where the model has {node.op} {node.name!r}, or of another size",
+                f"is {profiled.op} {profiled.name!r} where the model has {node.op} {node.name!r}, or of another size",
                 "measure the model again",
                 field=f"nodes[{index}]",
             )
@@ -73,14 +73,9 @@ def _identity(node: Node) -> tuple[object, ...]:
     return node.name, node.op, node.inputs, node.output_bytes, node.parameter_bytes
 
 
-def _sums(profile: Profile) -> dict[OperatorKind, float]:
-    sums: dict[OperatorKind, float] = {}
-    for kind, spent in _spent(profile):
-        sums[kind] = sums.get(kind, 0.0) + spent
-    return sums
-
-
-def _spent(profile: Profile) -> Iterator[tuple[OperatorKind, float]]:
+def _seconds_by_kind(profile: Profile) -> dict[OperatorKind, float]:
+    sums: dict[OperatorKind, float] = {"update": sum(node.update_s for node in profile.nodes)}
     for node in profile.nodes:
-        yield kind_of(node.op), node.forward_s + node.backward_s
-        yield "update", node.update_s
+        kind = operator_kind(node.op)
+        sums[kind] = sums.get(kind, 0.0) + node.forward_s + node.backward_s
+    return sums

@@ -1,4 +1,4 @@
-"""Find the device that `--device` names: in the table beside this file, or in a YAML of one's own."""
+"""Find the device that `--device` names: in the table beside this file, or in a YAML file of the user's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TABLE = Path(__file__).with_name("devices.yaml")
 
 
 def find_device(name: str) -> DeviceSpec:
-    """The device of that name in the table, or the one in the file `name`, a path that ends in .yaml or .yml.
+    """Return the device of that name in the table, or the one in the file `name`, a path that ends in .yaml or .yml.
 
     Raises:
         UsageError: not in the table, which is listed, or the file holds several.
@@ -25,7 +25,7 @@ def find_device(name: str) -> DeviceSpec:
                 f"measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own",
             )
         return known[name]
-    own = Devices.load(name).devices
-    if len(own) > 1:
-        raise UsageError(f"{name} holds {len(own)} devices ({', '.join(own)})", "keep one device in a file")
-    return next(iter(own.values()))
+    devices = Devices.load(name).devices
+    if len(devices) > 1:
+        raise UsageError(f"{name} holds {len(devices)} devices ({', '.join(devices)})", "keep one device in a file")
+    return next(iter(devices.values()))

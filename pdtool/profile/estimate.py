@@ -1,8 +1,8 @@
-"""Estimate each operator for a device that need not be here: the model runs on fake tensors, which have no storage.
+"""Estimate each operator for a device that need not be present: the model runs on fake tensors, which have no storage.
 
 Each kernel that a node's forward and backward would launch is priced by the roofline of the device (see kernels.py).
-Everything else in the profile is counted as for a measured one, by the same code (see count.py). Fake tensors stand
-on the processor, so the kernels are those of its path; they are the same but for recurrent layers, whose kernels and
+Everything else in the profile is counted as for a measured one, by the same code (see graph_costs.py). Fake tensors
+are CPU tensors, so the kernels are the CPU's; they are those of a GPU except for recurrent layers, whose kernels and
 stash are taken as cuDNN's.
 """
 
@@ -23,18 +23,27 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from pdtool.artifacts.device import DeviceSpec, Precision
+from pdtool.artifacts.device import DeviceSpec, OperatorKind, Precision
+from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Device, Profile
-from pdtool.errors import ModelError, UsageError
+from pdtool.errors import ModelError, StaleError, UsageError
+from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import Operator
-from pdtool.frontend.trace import trace
-from pdtool.profile.calibrate import fit, kind_of, measurable
-from pdtool.profile.count import Subject, size_errors
-from pdtool.profile.execute import differentiable, inplace_modules_off, tensors
-from pdtool.profile.kernels import PRECISIONS, Kernel, Meter, backward, recurrent, recurrent_stash, seconds
+from pdtool.frontend.operators import Operator, Traced
+from pdtool.frontend.tracing import trace
+from pdtool.profile.calibrate import fit_factors, measured_model, operator_kind
+from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules, requiring_gradients, tensors_in
+from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
+from pdtool.profile.kernels import (
+    PRECISIONS,
+    Kernel,
+    KernelRecorder,
+    backward_kernels,
+    recurrent_kernels,
+    recurrent_stash_bytes,
+    roofline_s,
+)
 
-Progress = Callable[[int, int], None]
 Kernels = dict[str, tuple[list[Kernel], list[Kernel]]]  # node -> kernels of its forward, of its backward
 
 
@@ -44,11 +53,12 @@ def estimate(
     batch_size: int,
     device: DeviceSpec,
     precision: Precision | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> Profile:
-    """The profile that the model at `batch_size` would have on `device`, estimated without running it.
+    """Estimate the profile that the model would have on `device`, without running it.
 
     Args:
+        batch_size: samples in one minibatch.
         precision: bf16, fp16, fp32, fp64: as if the model were cast to it; tf32: products of fp32 run in TF32; None:
             the model as it is.
         progress: called with (nodes done, nodes in all).
@@ -63,19 +73,19 @@ def estimate(
             f"{device.name} has no figure for {precision}", f"choose one of {', '.join(device.peak_flops_per_s)}"
         )
     cast = next((dtype for dtype, name in PRECISIONS.items() if name == precision), None)
-    fakes = _Fakes(FakeTensorMode(allow_non_fake_inputs=True), cast)
-    with size_errors(model_file, batch_size), _without_values():
-        model = fakes.model(model_file)
-        traced = trace(
-            model, lambda n: tuple(fakes.tensor(t) for t in model_file.example_inputs(n)), batch_size, model_file.path
-        )
-        inplace_modules_off(traced.model)
-        subject = Subject.of(model_file, traced, batch_size, torch.device("cpu"), fakes.tensor)
-        return _Estimate(subject, fakes.mode, device, precision, progress).profile()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = _FakeTensors(mode, cast)
+    with batch_size_errors(model_file, batch_size), _without_values():
+        traced = fakes.trace(model_file, batch_size)
+        as_written = traced if cast is None else _FakeTensors(mode, None).trace(model_file, batch_size)
+        disable_inplace_modules(traced.model)
+        profiled = ProfiledModel.of(model_file, traced, batch_size, torch.device("cpu"), fakes.tensor)
+        profile = _Estimate(profiled, fakes.mode, device, precision, progress).profile()
+        return profile.with_graph(graph_sha256(as_written))
 
 
-def calibrated(device: DeviceSpec, measured: Profile, path: Path | str, *, tf32: bool = False) -> DeviceSpec:
-    """The device with factors fitted to a profile measured on it, of a model that is estimated again for that.
+def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *, tf32: bool = False) -> DeviceSpec:
+    """Fit the device's factors to a profile measured on it; its model is estimated again for that.
 
     Args:
         path: of the profile, for errors.
@@ -83,31 +93,48 @@ def calibrated(device: DeviceSpec, measured: Profile, path: Path | str, *, tf32:
 
     Raises:
         ArtifactError: the profile is no measured one, or not of the model as it is now.
-        StaleError, UsageError: its model file changed, or lies outside the current folder.
+        StaleError: its model changed.
+        UsageError: its model file lies outside the current folder.
     """
-    model = measurable(measured, path)
+    model = measured_model(measured, path)
     model_file = ModelFile.load(model, digests=measured.digests)
     plain = device.model_copy(update={"factors": {}})
     estimated = estimate(model_file, batch_size=measured.batch_size, device=plain, precision="tf32" if tf32 else None)
-    return device.model_copy(update={"factors": {**device.factors, **fit(measured, estimated, path)}})
+    if _has_changed(model, measured, estimated):
+        raise StaleError(model.source, "has changed since it was profiled", "profile it again")
+    return device.model_copy(update={"factors": {**device.factors, **fit_factors(measured, estimated, path)}})
+
+
+def _has_changed(model: ModelRef, before: Profile, now: Profile) -> bool:
+    """Compare the operator graphs of two profiles of a model, or the bytes of its file where one records no graph."""
+    if before.graph_sha256 and now.graph_sha256:
+        return before.graph_sha256 != now.graph_sha256
+    return before.digests.get(model.source) not in (None, now.digests[model.source])
 
 
 @dataclass(frozen=True)
-class _Fakes:
-    """Makes fake tensors, cast to a type where one is asked for."""
+class _FakeTensors:
+    """Makes fake tensors, cast to `cast` where that is given."""
 
     mode: FakeTensorMode
     cast: torch.dtype | None
 
+    def trace(self, model_file: ModelFile, batch_size: int) -> Traced:
+        """Trace the model with fake parameters and inputs."""
+        model = self.model(model_file)
+        return trace(
+            model, lambda n: tuple(self.tensor(t) for t in model_file.example_inputs(n)), batch_size, model_file.path
+        )
+
     def model(self, model_file: ModelFile) -> nn.Module:
-        """The model, its parameters never allocated unless its construction looks at values."""
+        """Build the model; its parameters are allocated only if its construction reads values."""
         try:
             with self.mode:
                 model = model_file.build()
         except ModelError:
             model = model_file.build()
-        held = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        fakes = {key: self._same_kind(t) for key, t in held.items()}  # a tied parameter stays one
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        fakes = {key: self._same_kind(t) for key, t in tensors.items()}  # a tied parameter stays one
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
@@ -119,101 +146,102 @@ class _Fakes:
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """PipelineShape and type of `tensor` alone."""
+        """Make a fake tensor of the shape and type of `tensor`."""
         fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
         return fake.to(self.cast) if self.cast and fake.is_floating_point() else fake
 
 
 @dataclass(frozen=True)
 class _Estimate:
-    """One profile in the making."""
+    """The estimation of one profile."""
 
-    subject: Subject
+    model: ProfiledModel
     mode: FakeTensorMode
     device: DeviceSpec
     precision: Precision | None
-    progress: Progress
+    progress: OnProgress
 
     def profile(self) -> Profile:
-        """All of it."""
+        """Estimate all nodes and the optimizer step."""
         with self.mode:
-            stash, flops = self.subject.survey()
-            kernels = self._kernels(stash)
-        kinds = {op.name: kind_of(op.op) for op in self.subject.computed}
+            stash_bytes, flops = count_stash_and_flops(self.model)
+            kernels = self._kernels(stash_bytes)
+        kinds = {op.name: operator_kind(op.op) for op in self.model.computed}
         update, state_bytes = self._update()  # outside the mode: an optimizer may read its step count
         details = [self.device.name, *([self.precision] if self.precision else [])]
-        return self.subject.profile(
-            Device(name=", ".join(details + ["calibrated"] * bool(self.device.factors)), kind="estimated"),
-            forwards={name: self._seconds(f, kinds.get(name)) for name, (f, _) in kernels.items()},
-            backwards={name: self._seconds(b, kinds.get(name)) for name, (_, b) in kernels.items()},
+        costs = GraphCosts(
+            forward_s={name: self._seconds(forward, kinds.get(name)) for name, (forward, _) in kernels.items()},
+            backward_s={name: self._seconds(backward, kinds.get(name)) for name, (_, backward) in kernels.items()},
+            stash_bytes=stash_bytes,
+            flops=flops,
             update_s=self._seconds(update, "update", launch_s=0.0),  # fused over all parameters
-            state_bytes=state_bytes,
-            step_s=0.0,
-            survey=(stash, flops),
+            optimizer_state_bytes=state_bytes,
         )
+        name = ", ".join(details + ["calibrated"] * bool(self.device.factors))
+        return make_profile(self.model, Device(name=name, kind="estimated"), costs)
 
-    def _seconds(self, kernels: list[Kernel], kind: Any, launch_s: float | None = None) -> float:
+    def _seconds(self, kernels: list[Kernel], kind: OperatorKind | None, launch_s: float | None = None) -> float:
         launch_s = self.device.launch_s if launch_s is None else launch_s
         factor = self.device.factors.get(kind or "elementwise", 1.0)
-        return factor * seconds(kernels, self.device, tf32=self.precision == "tf32", launch_s=launch_s)
+        return factor * roofline_s(kernels, self.device, tf32=self.precision == "tf32", launch_s=launch_s)
 
-    def _kernels(self, stash: dict[str, int]) -> Kernels:
-        """What each node launches; sets in `stash` what a recurrent one keeps."""
-        subject, run = self.subject, self.subject.run
-        environment = subject.environment()
+    def _kernels(self, stash_bytes: dict[str, int]) -> Kernels:
+        """Return what each node launches; sets in `stash_bytes` what recurrent nodes keep."""
+        model, run = self.model, self.model.run
+        environment = model.environment()
         kernels: Kernels = {}
-        for done, op in enumerate(subject.computed):
-            self.progress(done, len(subject.computed))
-            inputs = run.fresh(op, environment)
-            forward, outputs = _metered(run.prepared(op, inputs))
+        for done, op in enumerate(model.computed):
+            self.progress(done, len(model.computed))
+            inputs = run.detached_inputs(op, environment)
+            forward, outputs = _recorded(run.bound_call(op, inputs))
             environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
-            if module := self._recurrent(op):
+            if module := self._recurrent_module(op):
                 first = inputs[op.values[0]]
-                forward = list(recurrent(module, first))
-                kernels[op.name] = forward, backward(forward)
-                stash[op.name] = recurrent_stash(module, first)
+                forward = list(recurrent_kernels(module, first))
+                kernels[op.name] = forward, backward_kernels(forward)
+                stash_bytes[op.name] = recurrent_stash_bytes(module, first)
             else:
-                kernels[op.name] = forward, _gradient(outputs, run.sources(op, inputs))
-        if subject.with_loss:
-            leaves, output = subject.loss_inputs(environment)
-            forward, outputs = _metered(lambda: subject.loss(output))
-            kernels["loss"] = (forward, _gradient(outputs, leaves))
-        self.progress(len(subject.computed), len(subject.computed))
+                kernels[op.name] = forward, _recorded_backward(outputs, run.gradient_leaves(op, inputs))
+        if model.with_loss:
+            leaves, output = model.loss_inputs(environment)
+            forward, outputs = _recorded(lambda: model.loss(output))
+            kernels["loss"] = forward, _recorded_backward(outputs, leaves)
+        self.progress(len(model.computed), len(model.computed))
         return kernels
 
-    def _recurrent(self, op: Operator) -> nn.RNNBase | None:
-        module = None if op.target else self.subject.traced.model.get_submodule(op.module)
+    def _recurrent_module(self, op: Operator) -> nn.RNNBase | None:
+        module = None if op.target else self.model.traced.model.get_submodule(op.module)
         return module if isinstance(module, nn.RNNBase) else None
 
     def _update(self) -> tuple[list[Kernel], float]:
-        """(kernels of an optimizer step in steady state, bytes of state for each byte of parameters)."""
-        optimizer = self.subject.stepped()
+        """Return the kernels of an optimizer step in steady state, and its bytes of state per byte of parameters."""
+        optimizer = self.model.stepped_optimizer()
         if optimizer is None:
             return [], 0.0
-        kernels, _ = _metered(optimizer.step)
-        return kernels, self.subject.state_bytes(optimizer)
+        kernels, _ = _recorded(optimizer.step)
+        return kernels, self.model.state_bytes_per_parameter_byte(optimizer)
 
 
-def _metered(work: Callable[[], Any]) -> tuple[list[Kernel], list[Tensor]]:
-    """(kernels, tensors returned)."""
-    with Meter() as meter:
+def _recorded(work: Callable[[], Any]) -> tuple[list[Kernel], list[Tensor]]:
+    """Do `work`; return the kernels that it launched and the tensors that it returned."""
+    with KernelRecorder() as recorder:
         result = work()
-    return meter.kernels, tensors(result)
+    return recorder.kernels, tensors_in(result)
 
 
-def _gradient(outputs: list[Tensor], sources: list[Tensor]) -> list[Kernel]:
-    """Kernels of the backward from `outputs` to `sources`."""
-    ends = differentiable(outputs)
-    if not ends or not sources:
+def _recorded_backward(outputs: list[Tensor], leaves: list[Tensor]) -> list[Kernel]:
+    """Return the kernels of the backward from `outputs` to `leaves`."""
+    ends = requiring_gradients(outputs)
+    if not ends or not leaves:
         return []
-    ones = [torch.ones_like(t) for t in ends]
-    kernels, _ = _metered(lambda: torch.autograd.grad(ends, sources, ones, allow_unused=True))
+    gradients = [torch.ones_like(t) for t in ends]
+    kernels, _ = _recorded(lambda: torch.autograd.grad(ends, leaves, gradients, allow_unused=True))
     return kernels
 
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Say why a function that looks into its tensors cannot be estimated."""
+    """Explain the error of a function that reads the values of its tensors: an estimate has none."""
     try:
         yield
     except (ModelError, RuntimeError) as error:

@@ -1,19 +1,23 @@
-"""Run single operators of a traced model on real tensors."""
+"""Run a traced model operator by operator, on the first minibatch of its training set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from pdtool.errors import ModelError
+from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value
 
 Environment = dict[Value, Tensor]
+OnProgress = Callable[[int, int], None]  # called with (done, total)
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,17 @@ class Executor:
 
     @classmethod
     def of(cls, traced: Traced, batch: int, device: torch.device) -> Executor:
-        """An executor over the traced model itself, which stands on `device`."""
+        """Make an executor over the traced model itself, which stands on `device`."""
         model = traced.model.train()
         state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         return cls(traced, batch, device, state)
 
     def __call__(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
-        """The operator's output tensors."""
-        return tensors(self.prepared(op, environment)())
+        """Run an operator and return its output tensors."""
+        return tensors_in(self.bound_call(op, environment)())
 
-    def prepared(self, op: Operator, environment: Mapping[Value, Tensor]) -> Callable[[], Any]:
-        """The operator's own call, its arguments in place, so that nothing else is timed with it."""
+    def bound_call(self, op: Operator, environment: Mapping[Value, Tensor]) -> Callable[[], Any]:
+        """Return the operator's own call with its arguments in place, so that nothing else is timed with it."""
 
         def resolve(argument: Any) -> Any:
             if isinstance(argument, Value):
@@ -62,41 +66,144 @@ class Executor:
         call: Any = op.target or self.traced.model.get_submodule(op.module)
         return partial(call, *args, **kwargs)
 
-    def fresh(self, op: Operator, environment: Mapping[Value, Tensor]) -> Environment:
-        """The operator's inputs alone, cut off from what made them, so that a backward stops here."""
+    def detached_inputs(self, op: Operator, environment: Mapping[Value, Tensor]) -> Environment:
+        """Return the operator's inputs, detached from the operators that made them, so that a backward stops there."""
         return {v: environment[v].detach().requires_grad_(v.differentiable) for v in op.values}
 
-    def sources(self, op: Operator, inputs: Mapping[Value, Tensor]) -> list[Tensor]:
-        """What a backward of this operator differentiates by: its inputs and its parameters."""
+    def gradient_leaves(self, op: Operator, inputs: Mapping[Value, Tensor]) -> list[Tensor]:
+        """Return what a backward of this operator computes gradients of: its inputs and its parameters."""
         parameters = [self.state[name] for name in op.parameters]
         unique = {id(t): t for t in (*inputs.values(), *parameters) if t.requires_grad}
         return list(unique.values())
 
 
-class Output(dict[str, Any]):
+@dataclass(frozen=True, kw_only=True)
+class ProfiledModel:
+    """A traced model with one minibatch, of real or of fake tensors.
+
+    Attributes:
+        run: executes its operators.
+        inputs: the model's arguments, shaped as the user's `example_inputs` or dataset has them.
+        target: what the loss compares the output with; None without a loss.
+        with_loss: whether the model file has a loss and a dataset to take a target from.
+    """
+
+    model_file: ModelFile
+    traced: Traced
+    batch: int
+    run: Executor
+    inputs: tuple[Tensor, ...]
+    target: Any
+    with_loss: bool
+
+    @classmethod
+    def of(
+        cls,
+        model_file: ModelFile,
+        traced: Traced,
+        batch: int,
+        device: torch.device,
+        move: Callable[[Tensor], Tensor] | None = None,
+    ) -> Self:
+        """Join a traced model with the first minibatch of its training set.
+
+        Args:
+            move: what brings a tensor of the minibatch to where the model is; None: a copy to `device`.
+        """
+        place = move or (lambda t: t.to(device))
+        with_loss = model_file.has("loss") and model_file.has("dataset")
+        data, target = model_file.example_batch(batch) if with_loss else (model_file.example_inputs(batch), None)
+        return cls(
+            model_file=model_file,
+            traced=traced,
+            batch=batch,
+            run=Executor.of(traced, batch, device),
+            inputs=tuple(place(t) for t in model_file.as_inputs(data)),
+            target=pytree.tree_map(lambda t: place(t) if isinstance(t, Tensor) else t, target),
+            with_loss=with_loss,
+        )
+
+    @property
+    def computed(self) -> list[Operator]:
+        """The operators that a minibatch runs through."""
+        return [op for op in self.traced.operators if not (op.is_input or op.constant)]
+
+    @cached_property
+    def outputs(self) -> list[Value]:
+        """The tensors that the model returns."""
+        return [v for v in pytree.tree_leaves(self.traced.output) if isinstance(v, Value)]
+
+    def environment(self) -> Environment:
+        """Return the model's inputs and its constants."""
+        environment: Environment = {}
+        inputs = iter(self.inputs)
+        for op in self.traced.operators:
+            if op.is_input:
+                environment[op.outputs[0]] = next(inputs)
+            elif op.constant:
+                environment.update(zip(op.outputs, self.run(op, environment), strict=True))
+        return environment
+
+    def loss_inputs(self, environment: Environment) -> tuple[list[Tensor], Any]:
+        """Return the leaves that the loss's backward computes gradients of, and the model's output made of them."""
+        leaves = {v: environment[v].detach().requires_grad_(v.differentiable) for v in self.outputs}
+        return requiring_gradients(list(leaves.values())), self.output(leaves)
+
+    def output(self, environment: Mapping[Value, Tensor]) -> Any:
+        """Return the model's output with its tensors in place, as the user's loss takes it."""
+        result = pytree.tree_map(lambda v: environment[v] if isinstance(v, Value) else v, self.traced.output)
+        return ModelOutput(result) if isinstance(result, dict) else result
+
+    def loss(self, output: Any) -> Tensor:
+        """Compute the user's loss of this minibatch, a scalar."""
+        return self.model_file.loss(output, self.target)
+
+    def stepped_optimizer(self) -> Optimizer | None:
+        """Return the user's optimizer over all parameters after one step with gradients of zero; None without one.
+
+        Raises:
+            ModelError: its step needs a closure.
+        """
+        if not self.model_file.has("optimizer"):
+            return None
+        named = [(name, p) for name, p in self.traced.model.named_parameters() if p.requires_grad]
+        optimizer = self.model_file.optimizer(named)
+        for _, parameter in named:
+            parameter.grad = torch.zeros_like(parameter)
+        try:
+            optimizer.step()
+        except TypeError as error:
+            raise ModelError(
+                f"{self.model_file.path.name}: {type(optimizer).__name__}.step() cannot be called alone ({error})",
+                "use an optimizer that needs no closure",
+            ) from error
+        return optimizer
+
+    def state_bytes_per_parameter_byte(self, optimizer: Optimizer) -> float:
+        """Divide the optimizer's state by the bytes of parameters; scalars such as a step count are left out."""
+        state = (t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim())
+        trained = sum(p.nbytes for p in self.traced.model.parameters() if p.requires_grad)
+        return sum(t.nbytes for t in state) / max(1, trained)
+
+
+class ModelOutput(dict[str, Any]):
     """What a model returns by name, as the generated last stage returns it: output["logits"] or output.logits."""
 
     __getattr__ = dict.__getitem__
 
 
-def filled(output: Any, environment: Mapping[Value, Tensor]) -> Any:
-    """The model's output with its tensors in place, as the user's loss takes it."""
-    result = pytree.tree_map(lambda v: environment[v] if isinstance(v, Value) else v, output)
-    return Output(result) if isinstance(result, dict) else result
-
-
-def tensors(result: Any) -> list[Tensor]:
-    """Those in what an operator returned, in order."""
+def tensors_in(result: Any) -> list[Tensor]:
+    """Return the tensors in what an operator returned, in order."""
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that have a gradient function."""
+def requiring_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of the tensors that require gradients."""
     return [t for t in tensors if t.requires_grad]
 
 
-def inplace_modules_off(model: nn.Module) -> None:
-    """A replayed operator must leave its inputs as they are: `inplace=True` is dropped, as codegen drops it."""
+def disable_inplace_modules(model: nn.Module) -> None:
+    """Set `inplace=False` in all modules, as codegen does: a replayed operator must leave its inputs as they are."""
     for module in model.modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]

@@ -1,8 +1,15 @@
-"""The kernels that PyTorch launches, as work: flops, bytes moved, and how long a device takes for that."""
+"""The kernels that PyTorch launches, as work: flops, bytes moved, and how long a device takes for them.
+
+FLOP_FORMULAS count what PyTorch's own counter leaves out: LSTM, recurrent layers on cuDNN, attention on a CPU. Each
+step of each layer and direction multiplies the batch by the matrices of that layer, gates side by side: 2 · steps ·
+batch · elements of the matrices, as PyTorch counts a matrix product (a multiplication and an addition each).
+Elementwise work counts nothing, as everywhere in that counter. A GRU or RNN on a CPU arrives as single matrix products
+and needs no formula.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from pdtool.artifacts.device import DeviceSpec, Precision
-from pdtool.profile.flops import FORMULAS
+
+Shape = Sequence[int]
 
 PRECISIONS: dict[torch.dtype, Precision] = {
     torch.float64: "fp64",
@@ -26,30 +34,70 @@ _UNREAD = {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "f
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}  # read of their table only what they return
 
 
+def _recurrent_flops(steps: Shape, matrices: Sequence[Shape]) -> int:
+    """Count flops of an input (steps, batch, features) or (batch, steps, features) and matrices (rows, columns)."""
+    return 2 * steps[0] * steps[1] * sum(rows * columns for rows, columns in matrices)
+
+
+def _onednn(x: Shape, w0: Shape, w1: Shape, *rest: Any, **kwargs: Any) -> int:
+    return _recurrent_flops(x, (w0, w1))
+
+
+def _onednn_backward(x: Shape, w0: Shape, w1: Shape, *rest: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent_flops(x, (w0, w1))
+
+
+def _cudnn(x: Shape, weights: Sequence[Shape], *rest: Any, **kwargs: Any) -> int:
+    return _recurrent_flops(x, [shape for shape in weights if len(shape) == 2])
+
+
+def _cudnn_backward(x: Shape, weights: Sequence[Shape], *rest: Any, **kwargs: Any) -> int:
+    return 2 * _cudnn(x, weights)
+
+
+def _attention(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, q, k, v))  # type: ignore[no-untyped-call]
+
+
+_aten = torch.ops.aten
+FLOP_FORMULAS: dict[Any, Any] = {
+    _aten.mkldnn_rnn_layer: _onednn,
+    _aten.mkldnn_rnn_layer_backward: _onednn_backward,
+    _aten._cudnn_rnn: _cudnn,
+    _aten._cudnn_rnn_backward: _cudnn_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One kernel.
 
     Attributes:
         flops: of its matrix products; 0 where it has none.
-        bytes: that it reads and writes, each tensor once.
-        dtype: of its operands.
-        times: how often it is launched.
+        moved_bytes: bytes that it reads and writes, each tensor once.
+        dtype: type of its operands.
+        launches: how often it is launched.
     """
 
     flops: int
-    bytes: int
+    moved_bytes: int
     dtype: torch.dtype
-    times: int = 1
+    launches: int = 1
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While open, notes every kernel in `kernels`; what only looks at memory in another way is none."""
+class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records in `kernels`, while it is entered, every kernel that is launched; a view is no kernel."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
-        self._formulas = FlopCounterMode(display=False, custom_mapping=FORMULAS).flop_registry
+        self._formulas = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS).flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -63,7 +111,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels.append(
             Kernel(
                 flops=int(formula(*args, **(kwargs or {}), out_val=result)) if formula else 0,
-                bytes=_nbytes(_read(name, read)) + _nbytes(written) * (2 if name in _LOOKUPS else 1),
+                moved_bytes=_nbytes(_read(name, read)) + _nbytes(written) * (2 if name in _LOOKUPS else 1),
                 dtype=floating[0] if floating else written[0].dtype,
             )
         )
@@ -82,12 +130,15 @@ def _read(name: str, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes behind the tensors; an expanded one has fewer than elements."""
+    """Sum the bytes behind the tensors; an expanded tensor has fewer bytes than elements."""
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
-def recurrent(module: nn.RNNBase, inputs: Tensor) -> Iterator[Kernel]:
-    """The forward of a whole LSTM, GRU or RNN as cuDNN does it; the backward is each of them twice.
+def recurrent_kernels(module: nn.RNNBase, inputs: Tensor) -> Iterator[Kernel]:
+    """Yield the kernels of the forward of a whole LSTM, GRU or RNN as cuDNN computes it.
+
+    Args:
+        inputs: (steps, features), or (steps, batch, features), or with `batch_first` (batch, steps, features).
 
     For each layer and direction one product of all steps' inputs with the one matrix, (steps · batch, features) by
     (features, gates), and then step after step one of the state with the other, which is read again each time.
@@ -101,27 +152,27 @@ def recurrent(module: nn.RNNBase, inputs: Tensor) -> Iterator[Kernel]:
             yield _product(rows // steps, matrix, steps)
 
 
-def recurrent_stash(module: nn.RNNBase, inputs: Tensor) -> int:
-    """Bytes that its backward needs: of each step and layer the input, and for each direction gates and state."""
+def recurrent_stash_bytes(module: nn.RNNBase, inputs: Tensor) -> int:
+    """Count the bytes kept for its backward: of each step and layer the input, per direction the gates and state."""
     rows = inputs.numel() // inputs.shape[-1]
     matrices = [weights[0] for weights in module.all_weights]
-    kept = sum(w.shape[0] + module.hidden_size + w.shape[1] // (1 + module.bidirectional) for w in matrices)
-    return rows * kept * inputs.itemsize
+    per_row = sum(w.shape[0] + module.hidden_size + w.shape[1] // (1 + module.bidirectional) for w in matrices)
+    return rows * per_row * inputs.itemsize
 
 
-def _product(rows: int, matrix: Tensor, times: int) -> Kernel:
-    """(rows, features) by the transpose of `matrix` (outputs, features)."""
-    moved = (matrix.numel() + rows * sum(matrix.shape)) * matrix.itemsize
-    return Kernel(2 * rows * matrix.numel(), moved, matrix.dtype, times)
+def _product(rows: int, matrix: Tensor, launches: int) -> Kernel:
+    """Multiply (rows, features) by the transpose of `matrix` (outputs, features)."""
+    moved_bytes = (matrix.numel() + rows * sum(matrix.shape)) * matrix.itemsize
+    return Kernel(2 * rows * matrix.numel(), moved_bytes, matrix.dtype, launches)
 
 
-def backward(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Of matrix products: one by the gradient for each operand."""
-    return [replace(kernel, times=2 * kernel.times) for kernel in kernels]
+def backward_kernels(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Return the backward of matrix products: a product by the gradient for each of the two operands."""
+    return [replace(kernel, launches=2 * kernel.launches) for kernel in kernels]
 
 
-def seconds(kernels: Iterable[Kernel], device: DeviceSpec, *, tf32: bool, launch_s: float) -> float:
-    """Time of the kernels one after another.
+def roofline_s(kernels: Iterable[Kernel], device: DeviceSpec, *, tf32: bool, launch_s: float) -> float:
+    """Compute the seconds that the kernels take one after another.
 
     Roofline (Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for Multicore
     Architectures", CACM 52(4), 2009): each takes the longer of flops over peak and bytes over bandwidth,
@@ -130,13 +181,10 @@ def seconds(kernels: Iterable[Kernel], device: DeviceSpec, *, tf32: bool, launch
     Args:
         tf32: products of fp32 run in TF32.
     """
-    return sum(k.times * (max(k.flops / _peak(device, k.dtype, tf32), _moving(k, device)) + launch_s) for k in kernels)
+    return sum(kernel.launches * (_work_s(kernel, device, tf32) + launch_s) for kernel in kernels)
 
 
-def _moving(kernel: Kernel, device: DeviceSpec) -> float:
-    return kernel.bytes / device.bandwidth_bytes_per_s
-
-
-def _peak(device: DeviceSpec, dtype: torch.dtype, tf32: bool) -> float:
-    precision: Precision = "tf32" if tf32 and dtype == torch.float32 else PRECISIONS.get(dtype, "fp32")
-    return device.peak_flops_per_s.get(precision, device.peak_flops_per_s["fp32"])
+def _work_s(kernel: Kernel, device: DeviceSpec, tf32: bool) -> float:
+    precision: Precision = "tf32" if tf32 and kernel.dtype == torch.float32 else PRECISIONS.get(kernel.dtype, "fp32")
+    peak = device.peak_flops_per_s.get(precision, device.peak_flops_per_s["fp32"])
+    return max(kernel.flops / peak, kernel.moved_bytes / device.bandwidth_bytes_per_s)

@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.profile import Device, Profile
+from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.trace import trace
-from pdtool.profile.count import Subject, size_errors
-from pdtool.profile.execute import differentiable, inplace_modules_off, tensors
-from pdtool.profile.gauge import Clock, Gauge, Reading, Scratch
+from pdtool.frontend.tracing import trace
+from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules, requiring_gradients, tensors_in
+from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
+from pdtool.profile.instruments import Instrument, Reading, ScratchMemoryGauge, Stopwatch
 
-_FEWEST, _MOST = 3, 15  # timed rounds
-_BUDGET_S = 6.0  # for all rounds, as far as _FEWEST allows
-Progress = Callable[[int, int], None]
-Times = dict[str, float]
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 15
+_BUDGET_S = 6.0  # for all rounds, as far as _MIN_ROUNDS allows
+Readings = dict[str, float]  # by node: seconds, or bytes
 
 
 def measure(
@@ -34,7 +34,7 @@ def measure(
     batch_size: int,
     device: str = "cpu",
     threads: int | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> Profile:
     """Profile the model at `batch_size` on `device` of this machine.
 
@@ -42,6 +42,7 @@ def measure(
     update_s, shared out by parameter bytes.
 
     Args:
+        batch_size: samples in one minibatch.
         threads: CPU threads to compute with; None: PyTorch's default.
         progress: called with (rounds done, rounds in all).
 
@@ -53,55 +54,56 @@ def measure(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        with size_errors(model_file, batch_size):
+        with batch_size_errors(model_file, batch_size):
             traced = trace(model_file.build(), model_file.example_inputs, batch_size, model_file.path)
-            inplace_modules_off(traced.model.to(where))
-            subject = Subject.of(model_file, traced, batch_size, where)
-            return _Measurement(subject, where, progress).profile()
+            digest = graph_sha256(traced)
+            disable_inplace_modules(traced.model.to(where))
+            profiled = ProfiledModel.of(model_file, traced, batch_size, where)
+            return _Measurement(profiled, where, progress).profile().with_graph(digest)
     finally:
         torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
 class _Measurement:
-    """One profile in the making."""
+    """The measurement of one profile."""
 
-    subject: Subject
+    model: ProfiledModel
     device: torch.device
-    progress: Progress
+    progress: OnProgress
 
     def profile(self) -> Profile:
-        """All of it."""
-        survey = self.subject.survey()
-        step_s, forwards, backwards = self._rounds()
+        """Measure all nodes, the whole step and the optimizer step."""
+        stash_bytes, flops = count_stash_and_flops(self.model)
+        step_s, forward_s, backward_s = self._rounds()
         update_s, state_bytes = self._optimizer()
-        forward, backward = self._pass(Scratch(self.device))
-        scratch = {name: int(max(forward[name], backward.get(name, 0.0))) for name in forward}
-        return self.subject.profile(
-            Device(name=_device_name(self.device), kind="measured"),
-            survey=survey,
-            forwards=forwards,
-            backwards=backwards,
+        forward, backward = self._pass(ScratchMemoryGauge(self.device))
+        costs = GraphCosts(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            stash_bytes=stash_bytes,
+            flops=flops,
+            scratch_bytes={name: int(max(forward[name], backward.get(name, 0.0))) for name in forward},
             update_s=update_s,
-            state_bytes=state_bytes,
+            optimizer_state_bytes=state_bytes,
             step_s=step_s,
-            scratch=scratch,
         )
+        return make_profile(self.model, Device(name=_device_name(self.device), kind="measured"), costs)
 
-    def _rounds(self) -> tuple[float, Times, Times]:
-        """Medians of (whole step, forward of each node, backward of each node).
+    def _rounds(self) -> tuple[float, Readings, Readings]:
+        """Return median seconds of (the whole step, each node's forward, each node's backward).
 
         Whole steps and passes through the nodes take turns, so that both meet the same machine. A pass runs every node
         once, in order, so that caches are as in training; the first round is for warming up.
         """
-        start, clock = time.perf_counter(), Clock(self.device)
-        self._pass(clock), self._whole_step()
-        count = max(_FEWEST, min(_MOST, int(_BUDGET_S / (time.perf_counter() - start))))
+        start, stopwatch = time.perf_counter(), Stopwatch(self.device)
+        self._pass(stopwatch), self._whole_step()
+        count = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_BUDGET_S / (time.perf_counter() - start))))
         steps, passes = [], []
         for done in range(count):
             self.progress(done, count)
             steps.append(self._whole_step())
-            passes.append(self._pass(clock))
+            passes.append(self._pass(stopwatch))
         self.progress(count, count)
         forwards, backwards = (
             {name: statistics.median(times[kind][name] for times in passes) for name in passes[0][kind]}
@@ -111,49 +113,49 @@ class _Measurement:
         return statistics.median(steps), forwards, {name: max(0.0, s - engine_s) for name, s in backwards.items()}
 
     def _engine_s(self) -> float:
-        """Seconds that a call of autograd.grad takes by itself: a whole step pays it once, a pass at every node."""
+        """Measure the seconds of an empty autograd.grad: a whole step pays them once, a pass at every node."""
         if self.device.type == "cuda":
             return 0.0  # events time the device's work only
         x = torch.zeros(1, requires_grad=True)
         call = partial(torch.autograd.grad, x.view(1), x, torch.ones(1), retain_graph=True)
         return statistics.median(self._seconds(call) for _ in range(100))
 
-    def _pass(self, gauge: Gauge) -> tuple[Times, Times]:
-        """What every node's forward takes, in order, and then every node's backward, in reverse order."""
-        subject = self.subject
-        environment = subject.environment()
-        replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []
-        forwards: dict[str, Reading] = {}
-        for op in subject.computed:
-            inputs = subject.run.fresh(op, environment)
-            result, forwards[op.name] = gauge.of(subject.run.prepared(op, inputs))
-            outputs = tensors(result)
+    def _pass(self, instrument: Instrument) -> tuple[Readings, Readings]:
+        """Measure every node's forward, in order, and then every node's backward, in reverse order."""
+        model = self.model
+        environment = model.environment()
+        replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, outputs, gradient leaves)
+        forward: dict[str, Reading] = {}
+        for op in model.computed:
+            inputs = model.run.detached_inputs(op, environment)
+            result, forward[op.name] = instrument.measure(model.run.bound_call(op, inputs))
+            outputs = tensors_in(result)
             environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
-            replayed.append((op.name, outputs, subject.run.sources(op, inputs)))
-        if subject.with_loss:
-            leaves, output = subject.loss_inputs(environment)
-            loss, forwards["loss"] = gauge.of(lambda: subject.loss(output))
+            replayed.append((op.name, outputs, model.run.gradient_leaves(op, inputs)))
+        if model.with_loss:
+            leaves, output = model.loss_inputs(environment)
+            loss, forward["loss"] = instrument.measure(lambda: model.loss(output))
             replayed.append(("loss", [loss], leaves))
-        backwards: dict[str, Reading] = {}
+        backward: dict[str, Reading] = {}
         while replayed:
-            name, outputs, sources = replayed.pop()
-            ends = differentiable(outputs)
-            if ends and sources:
+            name, outputs, leaves = replayed.pop()
+            ends = requiring_gradients(outputs)
+            if ends and leaves:
                 gradients = [torch.ones_like(t) for t in ends]
-                backward = partial(torch.autograd.grad, ends, sources, gradients, allow_unused=True)
-                _, backwards[name] = gauge.of(backward)
-        self._rest()
-        return ({name: t() for name, t in forwards.items()}, {name: t() for name, t in backwards.items()})
+                work = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
+                _, backward[name] = instrument.measure(work)
+        self._synchronize()
+        return {name: read() for name, read in forward.items()}, {name: read() for name, read in backward.items()}
 
     def _whole_step(self) -> float:
-        """Seconds of forward, loss and backward of the model itself."""
-        subject = self.subject
-        parameters = [p for p in subject.traced.model.parameters() if p.requires_grad]
+        """Measure the seconds of forward, loss and backward of the model itself."""
+        model = self.model
+        parameters = [p for p in model.traced.model.parameters() if p.requires_grad]
 
         def step() -> None:
-            output = subject.traced.model(*subject.inputs)
-            if subject.with_loss:
-                scalars = [subject.loss(output)]
+            output = model.traced.model(*model.inputs)
+            if model.with_loss:
+                scalars = [model.loss(output)]
             else:
                 leaves = pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
                 scalars = [t.sum() for t in leaves if isinstance(t, Tensor) and t.requires_grad]
@@ -162,23 +164,23 @@ class _Measurement:
         return self._seconds(step)
 
     def _seconds(self, work: Callable[[], Any]) -> float:
-        _, seconds = Clock(self.device).of(work)
-        self._rest()
+        _, seconds = Stopwatch(self.device).measure(work)
+        self._synchronize()
         return seconds()
 
-    def _rest(self) -> None:
+    def _synchronize(self) -> None:
         """Wait until the device has done all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _optimizer(self) -> tuple[float, float]:
-        """(seconds of one step over all parameters, bytes of state for each byte of parameters)."""
-        optimizer = self.subject.stepped()
+        """Return the seconds of one step over all parameters, and the bytes of state per byte of parameters."""
+        optimizer = self.model.stepped_optimizer()
         if optimizer is None:
             return 0.0, 0.0
-        seconds = statistics.median(self._seconds(optimizer.step) for _ in range(_FEWEST))
+        seconds = statistics.median(self._seconds(optimizer.step) for _ in range(_MIN_ROUNDS))
         optimizer.zero_grad()
-        return seconds, self.subject.state_bytes(optimizer)
+        return seconds, self.model.state_bytes_per_parameter_byte(optimizer)
 
 
 def _device_name(device: torch.device) -> str:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,19 +23,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pdtool.artifacts.cluster import ClusterFile, LevelMeasured, LevelSpec, NetworkMeasured
+from pdtool.artifacts.cluster_file import ClusterFile, LevelMeasured, LevelSpec, NetworkMeasured
 from pdtool.errors import UsageError
-from pdtool.profile.meeting import Meeting
+from pdtool.machines import use_loopback
+from pdtool.profile.rendezvous import Rendezvous
 
 _ROUNDS = 5  # of which the median counts
-_FIRST_BYTES, _MESSAGE_BYTES = 2**20, 2**24
+_FIRST_ROUND_BYTES, _MESSAGE_BYTES = 2**20, 2**24
 _PINGS = 100
 OnStep = Callable[[str], None]
 Transfer = Callable[[Tensor, Tensor], None]  # (to send, to receive into), of one shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ProbeRequest:
     """What to measure.
 
     Attributes:
@@ -61,57 +61,75 @@ class Request:
 
     @property
     def workers(self) -> int:
-        """In all."""
+        """Number of workers in all."""
         return math.prod(self.sizes)
 
-    def place(self, depth: int, rank: int) -> Place:
-        """Where a worker stands in a level."""
-        return Place(depth, self.sizes[depth], math.prod(self.sizes[depth + 1 :]), rank)
+    def position(self, depth: int, rank: int) -> LevelPosition:
+        """Return where a worker is in a level."""
+        return LevelPosition(depth, self.sizes[depth], math.prod(self.sizes[depth + 1 :]), rank)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A worker's place in a level: `below` workers in each of `size` members."""
+class LevelPosition:
+    """Where a worker is in a level of the topology.
+
+    Attributes:
+        size: members of the level.
+        workers_per_member: workers in each of them.
+    """
 
     depth: int
     size: int
-    below: int
+    workers_per_member: int
     rank: int
 
     @property
     def peers(self) -> list[int]:
-        """Its counterparts in all members, its own rank among them."""
-        first = self.rank - self.rank // self.below % self.size * self.below
-        return [first + k * self.below for k in range(self.size)]
+        """The ranks of the worker's counterparts in all members, its own rank among them."""
+        member = self.rank // self.workers_per_member % self.size
+        first = self.rank - member * self.workers_per_member
+        return [first + k * self.workers_per_member for k in range(self.size)]
 
     def neighbour(self, step: int) -> int:
-        """Its counterpart `step` members further, in a ring."""
-        return self.peers[(self.rank // self.below + step) % self.size]
+        """Return the rank of the counterpart `step` members further, in a ring."""
+        return self.peers[(self.rank // self.workers_per_member + step) % self.size]
 
 
-def probe_here(request: Request, store: Any, rank: int, local: int, *, alone: bool, on_step: OnStep) -> ClusterFile:
-    """Be worker `rank`, in this process.
+@dataclass(frozen=True)
+class ProbeWorker:
+    """A worker of the probe.
+
+    Attributes:
+        local_rank: its number on its machine.
+        is_one_machine: whether all workers are on this machine.
+    """
+
+    rank: int
+    local_rank: int
+    is_one_machine: bool
+
+
+def run_probe_worker(request: ProbeRequest, store: Any, worker: ProbeWorker, on_step: OnStep) -> ClusterFile:
+    """Be one of the workers, in this process.
 
     Args:
         store: where all workers meet.
-        local: number of this worker on its machine.
-        alone: all workers are on this machine.
         on_step: told by worker 0 what is measured next.
 
     Raises:
         WorkerDiedError: a wait was not answered; it says which, and by whom.
         UsageError: a worker lacks the device.
     """
-    if alone and Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing leaves this machine
-    meeting = Meeting(store, rank, request.workers, request.timeout_s)
-    memory_bytes = _agreed_memory(request, meeting, local)
-    device = torch.device("cuda", local) if memory_bytes else torch.device("cpu")
+    if worker.is_one_machine:
+        use_loopback(os.environ)
+    rendezvous = Rendezvous(store, worker.rank, request.workers, request.timeout_s)
+    memory_bytes = _agreed_memory_bytes(request, rendezvous, worker.local_rank)
+    device = torch.device("cuda", worker.local_rank) if memory_bytes else torch.device("cpu")
     if memory_bytes:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends when its time is over, with an error
         torch.cuda.set_device(device)
-    levels = _Prober(request, meeting, device, on_step if rank == 0 else lambda step: None).levels()
-    meeting.leave()
+    levels = _LevelProber(request, rendezvous, device, on_step if worker.rank == 0 else lambda step: None).levels()
+    rendezvous.leave()
     dist.destroy_process_group()
     return ClusterFile(
         name=request.name,
@@ -126,10 +144,10 @@ def probe_here(request: Request, store: Any, rank: int, local: int, *, alone: bo
     )
 
 
-def _agreed_memory(request: Request, meeting: Meeting, local: int) -> int | None:
+def _agreed_memory_bytes(request: ProbeRequest, rendezvous: Rendezvous, local_rank: int) -> int | None:
     """Bytes of the smallest CUDA device; None when the CPU is used. All workers come to the same answer."""
-    own = torch.cuda.is_available() and dist.is_nccl_available() and local < torch.cuda.device_count()
-    memory = meeting.everyone(torch.cuda.get_device_properties(local).total_memory if own else 0)
+    has_device = torch.cuda.is_available() and dist.is_nccl_available() and local_rank < torch.cuda.device_count()
+    memory = rendezvous.exchange(torch.cuda.get_device_properties(local_rank).total_memory if has_device else 0)
     if request.device == "cuda" and 0 in memory:
         raise UsageError(
             f"worker {memory.index(0)} has no CUDA device of its own", "use --device cpu, or fewer workers"
@@ -137,22 +155,22 @@ def _agreed_memory(request: Request, meeting: Meeting, local: int) -> int | None
     return None if request.device == "cpu" else min(memory) or None
 
 
-class _Prober:
-    """One worker of the measurement."""
+class _LevelProber:
+    """Measures all levels, as one of the workers."""
 
-    def __init__(self, request: Request, meeting: Meeting, device: torch.device, on_step: OnStep) -> None:
-        self.request, self.meeting, self.device, self.on_step = request, meeting, device, on_step
+    def __init__(self, request: ProbeRequest, rendezvous: Rendezvous, device: torch.device, on_step: OnStep) -> None:
+        self.request, self.rendezvous, self.device, self.on_step = request, rendezvous, device, on_step
         self.timeout = timedelta(seconds=request.timeout_s)
-        self.cuda = device.type == "cuda"
+        self.is_cuda = device.type == "cuda"
 
     def levels(self) -> list[tuple[LevelSpec, LevelMeasured]]:
-        """Measure all of them."""
-        everyone = range(self.request.workers)
-        with self.meeting.waiting_for(everyone, "set GLOO_SOCKET_IFNAME to the network card that they share"):
+        """Measure all levels, the outermost first."""
+        all_workers = range(self.request.workers)
+        with self.rendezvous.waiting_for(all_workers, "set GLOO_SOCKET_IFNAME to the network card that they share"):
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.cuda else "gloo",
-                store=PrefixStore("groups", self.meeting.store),
-                rank=self.meeting.rank,
+                "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo",
+                store=PrefixStore("groups", self.rendezvous.store),
+                rank=self.rendezvous.rank,
                 world_size=self.request.workers,
                 timeout=self.timeout,
             )
@@ -161,94 +179,95 @@ class _Prober:
 
     def _group(self, depth: int) -> Any:
         """The group of this worker's counterparts at a level; every worker makes all of them, in the same order."""
-        own = None
+        own_group = None
         for rank in range(self.request.workers):
-            peers = self.request.place(depth, rank).peers
+            peers = self.request.position(depth, rank).peers
             if rank == peers[0]:
-                group = dist.new_group(peers, timeout=self.timeout, backend="nccl" if self.cuda else "gloo")
-                own = group if self.meeting.rank in peers else own
-        return own
+                group = dist.new_group(peers, timeout=self.timeout, backend="nccl" if self.is_cuda else "gloo")
+                own_group = group if self.rendezvous.rank in peers else own_group
+        return own_group
 
     def _level(self, depth: int, group: Any) -> tuple[LevelSpec, LevelMeasured]:
-        place = self.request.place(depth, self.meeting.rank)
-        pair = (0, place.below)
-        other = pair[1 - pair.index(place.rank)] if place.rank in pair else None
+        position = self.request.position(depth, self.rendezvous.rank)
+        pair = (0, position.workers_per_member)
+        other = pair[1 - pair.index(position.rank)] if position.rank in pair else None
         self._begin(depth, "all links both ways at once")
-        link = place.below * self._rate(partial(self._exchange, place.neighbour(1), place.neighbour(-1)))
+        around_ring = partial(self._exchange, position.neighbour(1), position.neighbour(-1))
+        link_rate = position.workers_per_member * self._rate(around_ring)
         self._begin(depth, f"workers {pair[0]} and {pair[1]} alone")
-        alone = self._rate(partial(self._exchange, other, other))
+        pair_rate = self._rate(partial(self._exchange, other, other))
         self._begin(depth, f"latency between workers {pair[0]} and {pair[1]}")
-        latency = self._latency(other)
+        latency_s = self._latency_s(other)
         self._begin(depth, "all-reduce")
-        share = 2 * (place.size - 1) / place.size  # of the bytes, that each member of a ring sends
-        ring = place.below * share * self._rate(partial(self._all_reduce, group, place))
+        share = 2 * (position.size - 1) / position.size  # of the bytes, that each member of a ring sends
+        allreduce_rate = position.workers_per_member * share * self._rate(partial(self._all_reduce, group, position))
         return (
-            LevelSpec(size=place.size, bandwidth_bytes_per_s=_rounded(link), latency_s=_rounded(latency)),
-            LevelMeasured(pair_bytes_per_s=_rounded(alone), allreduce_bytes_per_s=_rounded(ring)),
+            LevelSpec(size=position.size, bandwidth_bytes_per_s=_rounded(link_rate), latency_s=_rounded(latency_s)),
+            LevelMeasured(pair_bytes_per_s=_rounded(pair_rate), allreduce_bytes_per_s=_rounded(allreduce_rate)),
         )
 
     def _begin(self, depth: int, what: str) -> None:
-        self.meeting.step = f"level {depth} of {'x'.join(map(str, self.request.sizes))}, {what}"
-        self.on_step(self.meeting.step)
+        self.rendezvous.step = f"level {depth} of {'x'.join(map(str, self.request.sizes))}, {what}"
+        self.on_step(self.rendezvous.step)
 
     def _rate(self, transfer: Transfer) -> float:
         """Bytes per second at the slowest worker. Rounds grow until they last long enough; then several count."""
-        total = _FIRST_BYTES
-        self._round(transfer, total)  # to warm up
-        while (seconds := self._round(transfer, total)) < self.request.round_s:
+        total_bytes = _FIRST_ROUND_BYTES
+        self._round_s(transfer, total_bytes)  # to warm up
+        while (seconds := self._round_s(transfer, total_bytes)) < self.request.round_s:
             growth = 1.2 * self.request.round_s / seconds
-            total = int(total * min(16.0, growth)) // 4 * 4
-        return total / statistics.median(self._round(transfer, total) for _ in range(_ROUNDS))
+            total_bytes = int(total_bytes * min(16.0, growth)) // 4 * 4
+        return total_bytes / statistics.median(self._round_s(transfer, total_bytes) for _ in range(_ROUNDS))
 
-    def _round(self, transfer: Transfer, total: int) -> float:
-        """Seconds of the slowest worker for `total` bytes, in messages of a common size."""
-        size = min(total, _MESSAGE_BYTES) // 4
+    def _round_s(self, transfer: Transfer, total_bytes: int) -> float:
+        """Seconds of the slowest worker for `total_bytes`, in messages of a common size."""
+        size = min(total_bytes, _MESSAGE_BYTES) // 4
         out, into = (torch.zeros(size, device=self.device) for _ in range(2))
-        whole, rest = divmod(total // 4, size)
-        self._together()
-        start = time.perf_counter()
-        for count in [size] * whole + [rest] * (rest > 0):
+        messages, rest = divmod(total_bytes // 4, size)
+        self._start_together()
+        start_s = time.perf_counter()
+        for count in [size] * messages + [rest] * (rest > 0):
             transfer(out[:count], into[:count])
-        return float(max(self.meeting.everyone(time.perf_counter() - start)))
+        return float(max(self.rendezvous.exchange(time.perf_counter() - start_s)))
 
-    def _together(self) -> None:
-        """Start at the same time."""
-        self.meeting.everyone()
-        with self.meeting.waiting_for(range(self.request.workers)):
+    def _start_together(self) -> None:
+        """Wait until all workers are here, so that they start at the same time."""
+        self.rendezvous.exchange()
+        with self.rendezvous.waiting_for(range(self.request.workers)):
             dist.all_reduce(torch.zeros(1))
 
     def _exchange(self, to: int | None, source: int | None, out: Tensor, into: Tensor) -> None:
         """Both ways at once: gloo needs the receive posted first, NCCL the two in one batch."""
         if to is None or source is None:
             return  # this worker only waits for those who do
-        with self.meeting.waiting_for((source, to)):
+        with self.rendezvous.waiting_for((source, to)):
             for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, into, source), dist.P2POp(dist.isend, out, to)]):
                 self._finish(work)
 
-    def _all_reduce(self, group: Any, place: Place, out: Tensor, into: Tensor) -> None:
-        with self.meeting.waiting_for(place.peers):
+    def _all_reduce(self, group: Any, position: LevelPosition, out: Tensor, into: Tensor) -> None:
+        with self.rendezvous.waiting_for(position.peers):
             self._finish(dist.all_reduce(out, group=group, async_op=True))
 
-    def _latency(self, other: int | None) -> float:
+    def _latency_s(self, other: int | None) -> float:
         """Seconds of a small message one way: half the median of many there and back; None only waits."""
-        self._together()
+        self._start_together()
         times = [0.0]
         if other is not None:
-            there = (dist.isend, dist.irecv) if self.meeting.rank < other else (dist.irecv, dist.isend)
-            letter = torch.zeros(1, device=self.device)
-            with self.meeting.waiting_for([other]):
-                times = [self._ping(there, letter, other) for _ in range(_PINGS)]
-        return float(max(self.meeting.everyone(statistics.median(times) / 2)))
+            there_and_back = (dist.isend, dist.irecv) if self.rendezvous.rank < other else (dist.irecv, dist.isend)
+            message = torch.zeros(1, device=self.device)
+            with self.rendezvous.waiting_for([other]):
+                times = [self._ping_s(there_and_back, message, other) for _ in range(_PINGS)]
+        return float(max(self.rendezvous.exchange(statistics.median(times) / 2)))
 
-    def _ping(self, there_and_back: tuple[Any, Any], letter: Tensor, other: int) -> float:
-        start = time.perf_counter()
-        for way in there_and_back:
-            self._finish(way(letter, other))
-        return time.perf_counter() - start
+    def _ping_s(self, there_and_back: tuple[Any, Any], message: Tensor, other: int) -> float:
+        start_s = time.perf_counter()
+        for operation in there_and_back:
+            self._finish(operation(message, other))
+        return time.perf_counter() - start_s
 
     def _finish(self, work: Any) -> None:
         work.wait(self.timeout)
-        if self.cuda:
+        if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
 

@@ -31,27 +31,34 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from pdtool.artifacts.envelope import replacing
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
-from pdtool.run.peers import gather
+from pdtool.run.processes.collectives import all_gather
 
-FOLDER = "checkpoints"
-FACTS = "epoch.json"
+_FOLDER = "checkpoints"
+_FACTS_FILE = "epoch.json"
 _REMOVE = "remove this checkpoint, and the one before it is taken"
 
 
 def save(out: Path, epoch: int, state: Mapping[str, Tensor], facts: Mapping[str, Any], group: Any) -> Path:
     """Write the checkpoint of `epoch` together with all workers of `group`; older ones stay as they are.
 
+    Args:
+        state: this worker's part: key -> tensor of any shape.
+        facts: what epoch.json holds besides the epoch: `seed` and `metrics`.
+
+    Returns:
+        The folder of the checkpoint.
+
     Raises:
         PdtoolError: on every worker, when one could not write.
     """
-    folder = out / FOLDER / f"epoch-{epoch}"
+    folder = out / _FOLDER / f"epoch-{epoch}"
     partial = folder.with_name(f".epoch-{epoch}.partial")
     leader = dist.get_rank(group) == 0
     try:
-        _together(group, lambda: _fresh(partial) if leader else None)
+        _on_all_workers(group, lambda: _make_empty(partial) if leader else None)
         writer = FileSystemWriter(partial, single_file_per_rank=True)
-        _together(group, lambda: dcp_save(dict(state), storage_writer=writer, process_group=group))
-        _together(group, lambda: _complete(partial, folder, {"epoch": epoch, **facts}) if leader else None)
+        _on_all_workers(group, lambda: dcp_save(dict(state), storage_writer=writer, process_group=group))
+        _on_all_workers(group, lambda: _publish(partial, folder, {"epoch": epoch, **facts}) if leader else None)
     except PdtoolError:
         if leader:
             shutil.rmtree(partial, ignore_errors=True)
@@ -59,36 +66,36 @@ def save(out: Path, epoch: int, state: Mapping[str, Tensor], facts: Mapping[str,
     return folder
 
 
-def complete(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run's folder, by their epoch."""
+def complete_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the complete checkpoints of a run's folder, by their epoch."""
     return {
         int(m[1]): path
-        for path in folder.glob(f"{FOLDER}/epoch-*")
-        if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / FACTS).is_file()
+        for path in folder.glob(f"{_FOLDER}/epoch-*")
+        if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / _FACTS_FILE).is_file()
     }
 
 
 def latest(folder: Path) -> Path:
-    """The last complete checkpoint of a run's folder, or the folder itself when it is one; raises UsageError."""
-    if (folder / FACTS).is_file():
+    """Return the last complete checkpoint of a run's folder, or the folder itself if it is one; raises UsageError."""
+    if (folder / _FACTS_FILE).is_file():
         return folder
-    found = complete(folder)
-    if not found:
+    checkpoints = complete_checkpoints(folder)
+    if not checkpoints:
         raise UsageError(f"{folder} holds no complete checkpoint", "name the folder of a run, or run without --resume")
-    return found[max(found)]
+    return checkpoints[max(checkpoints)]
 
 
-def facts(checkpoint: Path) -> dict[str, Any]:
-    """epoch.json: `epoch`, `seed`, `metrics`; raises ArtifactError."""
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """Return what epoch.json holds: `epoch`, `seed`, `metrics`; raises ArtifactError."""
     try:
-        content = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+        content = json.loads((checkpoint / _FACTS_FILE).read_text(encoding="utf-8"))
         return {"epoch": int(content["epoch"]), "seed": int(content["seed"]), "metrics": dict(content["metrics"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(checkpoint / FACTS, f"is damaged ({error})", _REMOVE) from error
+        raise ArtifactError(checkpoint / _FACTS_FILE, f"is damaged ({error})", _REMOVE) from error
 
 
 def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors whose key is wanted, on the CPU; needs no other worker. Raises ArtifactError."""
+    """Return the tensors whose key is wanted, on the CPU, without any other worker; raises ArtifactError."""
     try:
         reader = FileSystemReader(checkpoint)
         described = reader.read_metadata().state_dict_metadata
@@ -101,7 +108,7 @@ def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist says so
             dcp_load(state, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:
-        raise ArtifactError(checkpoint, f"is damaged ({_why(error)})", _REMOVE) from error
+        raise ArtifactError(checkpoint, f"is damaged ({_reason(error)})", _REMOVE) from error
     return state
 
 
@@ -125,14 +132,14 @@ def export(run_dir: Path, out: Path) -> Path:
     return checkpoint
 
 
-def _together(group: Any, step: Callable[[], object]) -> None:
+def _on_all_workers(group: Any, step: Callable[[], object]) -> None:
     """Run a step on every worker; when it fails on one it fails on all."""
     failure = ""
     try:
         step()
     except (Exception, CheckpointException) as error:
-        failure = _why(error)
-    failures = gather(failure, group, "word of the checkpoint")
+        failure = _reason(error)
+    failures = all_gather(failure, group, "word of the checkpoint")
     if any(failures):
         raise PdtoolError(
             f"the checkpoint could not be written ({next(f for f in failures if f)})",
@@ -140,20 +147,20 @@ def _together(group: Any, step: Callable[[], object]) -> None:
         )
 
 
-def _why(error: BaseException) -> str:
-    """In a line; torch's own error lists those of all workers, each with its traceback."""
+def _reason(error: BaseException) -> str:
+    """The error in a line; torch's own lists those of all workers, each with its traceback."""
     causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
     cause = causes[0][0] if causes else error
     return " ".join(str(cause).split())[-300:] or type(cause).__name__
 
 
-def _fresh(partial: Path) -> None:
+def _make_empty(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
-def _complete(partial: Path, folder: Path, facts: Mapping[str, Any]) -> None:
-    with (partial / FACTS).open("w", encoding="utf-8") as file:
+def _publish(partial: Path, folder: Path, facts: Mapping[str, Any]) -> None:
+    with (partial / _FACTS_FILE).open("w", encoding="utf-8") as file:
         json.dump(facts, file, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())

@@ -16,30 +16,35 @@ from torch.utils.data import default_collate
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile, user_line
-from pdtool.run.spec import seed_of
-from pdtool.run.wiring import dtype_of
+from pdtool.run.config import derive_seed
+from pdtool.run.messages.routes import dtype_of
 
 
 @dataclass(frozen=True)
-class Split:
-    """What every worker must know of a dataset: its length, and the target of a minibatch of one sample."""
+class DatasetSplit:
+    """What every worker must know of a split of the dataset.
+
+    Attributes:
+        samples: its length.
+        target: of a minibatch of one sample, which shows the structure of any target.
+    """
 
     samples: int
     target: Any
 
     @property
     def leaves(self) -> list[Any]:
-        """The tensors of the target."""
+        """The tensors of that target, [1, ...] each."""
         return tree_leaves(self.target)
 
     def unflatten(self, leaves: Sequence[Tensor]) -> Any:
-        """A target as the user's loss takes it."""
+        """Return a target as the user's loss takes it, from its tensors, [samples, ...] each."""
         return tree_unflatten(list(leaves), tree_structure(self.target))
 
 
 @dataclass(frozen=True)
 class Minibatches:
-    """An epoch's samples cut into minibatches of `size`; the last may be short."""
+    """The samples of an epoch in minibatches of `size`; the last may be short."""
 
     order: Sequence[int]
     size: int
@@ -51,17 +56,32 @@ class Minibatches:
         return self.order[minibatch * self.size : (minibatch + 1) * self.size]
 
     def samples(self, minibatch: int) -> int:
-        """Number of samples in it."""
+        """Return the number of samples in a minibatch."""
         return min(self.size, len(self.order) - minibatch * self.size)
 
     def weight(self, minibatch: int) -> float:
-        """The same as a fraction of a whole minibatch."""
+        """Return the number of samples in a minibatch as a fraction of a full one."""
         return self.samples(minibatch) / self.size
 
 
+@dataclass(frozen=True)
+class DataPass:
+    """One pass over a split: an epoch of training, or a validation."""
+
+    split_name: str
+    split: DatasetSplit
+    minibatches: Minibatches
+    run_seed: int
+    epoch: int
+
+    def seed(self, minibatch: int) -> int:
+        """Return the seed of random augmentation of a minibatch."""
+        return derive_seed(self.run_seed, self.split_name, self.epoch, "data", minibatch)
+
+
 def sample_order(seed: int, epoch: int, samples: int) -> list[int]:
-    """The permutation of the training set in `epoch`: a function of these numbers only (law 8)."""
-    generator = torch.Generator().manual_seed(seed_of(seed, epoch, "order"))
+    """Return the permutation of the training set in `epoch`: a function of these numbers only (law 8)."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch, "order"))
     return torch.randperm(samples, generator=generator).tolist()
 
 
@@ -76,8 +96,8 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
         torch.cuda.manual_seed(seed)
 
 
-class Loader:
-    """One split of the user's data, at a worker of the first stage."""
+class MinibatchLoader:
+    """Loads minibatches of one split of the user's dataset, at a worker of the first stage."""
 
     def __init__(self, file: ModelFile, split: str, inputs: Sequence[TensorSpec]) -> None:
         self.file = file
@@ -85,13 +105,20 @@ class Loader:
         self.data: Any = file.dataset(split)
         self.inputs = inputs
 
-    def describe(self) -> Split:
-        """What the other workers must know."""
+    def describe(self) -> DatasetSplit:
+        """Return what the other workers must know."""
         _, target = self._collate([0])
-        return Split(len(self.data), target)
+        return DatasetSplit(len(self.data), target)
 
     def load(self, indices: Sequence[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Input tensors and the tensors of the target of one minibatch; `seed` fixes random augmentation.
+        """Load one minibatch.
+
+        Args:
+            indices: of its samples.
+            seed: of random augmentation.
+
+        Returns:
+            The input tensors and the tensors of the target, [samples, ...] each.
 
         Raises:
             ModelError: the inputs are not what the stages were generated for.
@@ -101,11 +128,11 @@ class Loader:
         np.random.seed(seed % 2**32)
         inputs, target = self._collate(indices)
         inputs = list(self.file.as_inputs(inputs))
-        found = [(tuple(value.shape), value.dtype) for value in inputs]
+        loaded = [(tuple(value.shape), value.dtype) for value in inputs]
         expected = [(tensor.sizes(len(indices)), dtype_of(tensor)) for tensor in self.inputs]
-        if found != expected:
+        if loaded != expected:
             raise ModelError(
-                f"{self.where} gives inputs {_shapes(found)}; the stages take {_shapes(expected)}",
+                f"{self.where} gives inputs {_shapes(loaded)}; the stages take {_shapes(expected)}",
                 "generate the stages from inputs of the shape of the dataset's",
             )
         return inputs, tree_leaves(target)

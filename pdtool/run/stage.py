@@ -1,68 +1,72 @@
-"""One stage: its module, and the minibatches whose graphs are alive."""
+"""The computation of one stage: its module, and the minibatches whose graphs are alive."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pdtool.artifacts.bundle import Bundle
-from pdtool.errors import ArtifactError
-from pdtool.run.recompute import Before, Recompute
-from pdtool.run.split import Rest, input_part
-from pdtool.run.weights import Version, Weights
+from pdtool.run.backward.recompute import ForwardState, Recomputation
+from pdtool.run.backward.split_backward import WeightBackward, backward_input
+from pdtool.run.weights.weight_versions import WeightVersion, WeightVersions
+
+OnGradient = Callable[[nn.Parameter], None]
 
 
 @dataclass(frozen=True)
-class Stashed:
+class StashedMinibatch:
     """A minibatch between its forward and its backward.
 
     Attributes:
-        outputs: with their graph; () where it is made again before the backward.
-        before: what its forward saw, where it is.
-        rest: of its backward, once the gradients of the inputs were computed.
+        outputs: with their graph; () with recomputation, which makes them again before the backward.
+        forward_state: with recomputation, what the forward saw.
+        weight_backward: the second part of a split backward, once the first one is done.
     """
 
-    version: Version
+    version: WeightVersion
     inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
-    before: Before | None = None
-    rest: Rest | None = None
+    forward_state: ForwardState | None = None
+    weight_backward: WeightBackward | None = None
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Computing in bf16 where it is safe (torch.autocast); weights and what goes between stages stay as they are.
+class Autocast:
+    """Computing in bf16 where it is safe (torch.autocast); weights and what goes between stages keep their dtypes.
 
     Attributes:
-        outputs: dtypes of the stage's outputs as the next stages take them.
+        output_dtypes: of the stage's outputs, as the next stages take them.
     """
 
     device: torch.device
-    outputs: Sequence[torch.dtype]
+    output_dtypes: Sequence[torch.dtype]
 
-    def inside(self) -> AbstractContextManager[Any]:
-        """Around the stage's forward and the loss."""
+    def region(self) -> AbstractContextManager[Any]:
+        """Return the context of the stage's forward and of the loss."""
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    def outside(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs in the dtypes that were agreed."""
-        return tuple(output.to(dtype) for output, dtype in zip(outputs, self.outputs, strict=True))
+    def cast_outputs(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs, of any shapes, in the dtypes that the next stages take."""
+        return tuple(output.to(dtype) for output, dtype in zip(outputs, self.output_dtypes, strict=True))
 
 
-class Stage:
+class PipelineStage:
     """Forward and backward of one stage.
+
+    Args:
+        loss: of (output, target), both as the user's model and dataset give them; None unless the stage is the last.
+        recompute: whether each forward is run again before its backward, instead of keeping its graph.
+        stashing, extrapolates: see WeightVersions.
+        autocast: None computes in the dtypes of the weights.
+        compiled: whether the module goes through torch.compile.
 
     Attributes:
         stashed: minibatch -> its live graph.
-        peak_stashed: most graphs ever alive together.
+        peak_stashed: most graphs that were ever alive together.
     """
 
     def __init__(
@@ -72,166 +76,130 @@ class Stage:
         *,
         recompute: bool = False,
         stashing: bool = True,
-        ahead: bool = False,
-        precision: Precision | None = None,
+        extrapolates: bool = False,
+        autocast: Autocast | None = None,
         compiled: bool = False,
     ) -> None:
-        """`loss` of (output, target): for the last stage; `stashing` and `ahead`: see Weights."""
-        self.module, self.precision = module, precision
+        self.module, self._loss, self._autocast = module, loss, autocast
         self._call: Callable[..., Any] = torch.compile(module) if compiled else module
-        self.recompute = Recompute(module) if recompute else None
-        self.weights = Weights(module, stashing=stashing, ahead=ahead)
-        self.loss = loss
-        self.stashed: dict[int, Stashed] = {}
+        self._recomputation = Recomputation(module) if recompute else None
+        self.weights = WeightVersions(module, stashing=stashing, extrapolates=extrapolates)
+        self.stashed: dict[int, StashedMinibatch] = {}
         self.peak_stashed = 0
 
     def forward(self, minibatch: int, inputs: Sequence[Tensor], target: Any = None) -> tuple[Tensor, ...]:
-        """Compute with the weights that it is to read and keep the graph; the last stage's output is its loss."""
+        """Compute with the weight version that the minibatch reads, and keep the graph.
+
+        Args:
+            inputs: what the module takes, [samples, ...] each; those that get a gradient are leaves.
+            target: of the minibatch, at the last stage.
+
+        Returns:
+            What the module returns, [samples, ...] each; at the last stage the loss, a scalar.
+        """
         version, kept = self.weights.acquire(minibatch), list(inputs)
-        if self.recompute:
-            with self.recompute.first(kept, target) as before:
+        if self._recomputation:
+            with self._recomputation.first_forward(kept, target) as state:
                 outputs = self._compute(kept, target)
-            self.stashed[minibatch] = Stashed(version, kept, (), before)
+            self.stashed[minibatch] = StashedMinibatch(version, kept, (), state)
         else:
             outputs = self._compute(kept, target)
-            self.stashed[minibatch] = Stashed(version, kept, outputs)
+            self.stashed[minibatch] = StashedMinibatch(version, kept, outputs)
         self.peak_stashed = max(self.peak_stashed, len(self.stashed))
         return outputs
 
-    def _compute(self, inputs: Sequence[Tensor], target: Any) -> tuple[Tensor, ...]:
-        with self.precision.inside() if self.precision else nullcontext():
-            output = self._call(*inputs)
-            outputs = as_tuple(output if self.loss is None else self.loss(output, target))
-        return self.precision.outside(outputs) if self.precision and self.loss is None else outputs
-
-    def _outputs(self, kept: Stashed) -> tuple[Tensor, ...]:
-        """With their graph, made again where it was not kept."""
-        if not self.recompute or not kept.before:
-            return kept.outputs
-        self.weights.use(kept.version)
-        with self.recompute.again(kept.before):
-            return self._compute(kept.inputs, kept.before.target)
-
     def evaluate(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Outputs of the newest weights, without a graph; the last stage's one is the model's own."""
-        self.weights.use()
-        with self.precision.inside() if self.precision else nullcontext():
+        """Compute with the newest weights, without a graph.
+
+        Args:
+            inputs: what the module takes, [samples, ...] each.
+
+        Returns:
+            What the module returns, [samples, ...] each; at the last stage the model's own output alone.
+        """
+        self.weights.bind_newest()
+        with self._autocast.region() if self._autocast else nullcontext():
             output = self._call(*inputs)
-        if self.loss is not None:
+        if self._loss is not None:
             return (output,)
-        return self.precision.outside(as_tuple(output)) if self.precision else as_tuple(output)
+        return self._autocast.cast_outputs(as_tuple(output)) if self._autocast else as_tuple(output)
 
     def backward(
         self,
         minibatch: int,
         gradients: Sequence[Tensor | None],
         weight: float = 1.0,
-        final: Callable[[nn.Parameter], None] | None = None,
+        on_gradient: OnGradient | None = None,
     ) -> list[Tensor | None]:
-        """Compute with the weights of this minibatch's forward; its parameters' gradients are added, times `weight`.
+        """Compute the gradients of a minibatch with the weights of its forward; those of parameters are accumulated.
 
         Args:
-            gradients: one per output; None for an output without gradient, and for the loss.
-            final: told of each parameter whose gradient is there, while the others are still computed.
+            gradients: one per output, of its shape; None for an output without gradient, and for the loss.
+            weight: factor of the parameters' gradients: the samples of the minibatch over those of a full one.
+            on_gradient: called with each parameter whose gradient is complete, while others are still computed.
 
         Returns:
-            The gradients of the inputs, None where no path leads to one.
+            The gradients of the inputs, of their shapes; None where no path leads to one.
         """
-        kept = self.stashed.pop(minibatch)
-        outputs, known = self._roots(kept, gradients)
-        self.weights.lend(kept.version, weight)
-        with self._telling(kept.version, weight, final):
+        stashed = self.stashed.pop(minibatch)
+        outputs, output_gradients = self._differentiable_outputs(stashed, gradients)
+        self.weights.lend_gradients(stashed.version, weight)
+        with self._collecting(stashed.version, weight, on_gradient):
             if outputs:
-                torch.autograd.backward(outputs, known)
-        self.weights.collect(kept.version, weight)
-        self.weights.release(kept.version)
-        return [value.grad for value in kept.inputs]
+                torch.autograd.backward(outputs, output_gradients)
+        self.weights.collect_gradients(stashed.version, weight)
+        self.weights.release(stashed.version)
+        return [value.grad for value in stashed.inputs]
 
     def backward_input(self, minibatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The first part of `backward`: the gradients of the inputs."""
-        kept = self.stashed[minibatch]
-        outputs, known = self._roots(kept, gradients)
-        found, rest = input_part(outputs, kept.inputs, known)
-        self.stashed[minibatch] = Stashed(kept.version, [], (), rest=rest)
-        return found
+        """Do the first part of `backward`: compute the gradients of the inputs; arguments and result as there."""
+        stashed = self.stashed[minibatch]
+        outputs, output_gradients = self._differentiable_outputs(stashed, gradients)
+        input_gradients, second_part = backward_input(outputs, stashed.inputs, output_gradients)
+        self.stashed[minibatch] = StashedMinibatch(stashed.version, [], (), weight_backward=second_part)
+        return input_gradients
 
-    def backward_weight(
-        self, minibatch: int, weight: float = 1.0, final: Callable[[nn.Parameter], None] | None = None
-    ) -> None:
-        """The second part: the gradients of the parameters."""
-        kept = self.stashed.pop(minibatch)
-        assert kept.rest, "the first part comes first"
-        self.weights.lend(kept.version, weight)
-        with self._telling(kept.version, weight, final):
-            kept.rest.weight_part()
-        self.weights.collect(kept.version, weight)
-        self.weights.release(kept.version)
+    def backward_weight(self, minibatch: int, weight: float = 1.0, on_gradient: OnGradient | None = None) -> None:
+        """Do the second part of `backward`: accumulate the gradients of the parameters; arguments as there."""
+        stashed = self.stashed.pop(minibatch)
+        assert stashed.weight_backward, "backward_input comes first"
+        self.weights.lend_gradients(stashed.version, weight)
+        with self._collecting(stashed.version, weight, on_gradient):
+            stashed.weight_backward.run()
+        self.weights.collect_gradients(stashed.version, weight)
+        self.weights.release(stashed.version)
 
-    def _roots(self, kept: Stashed, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Outputs that a gradient goes back from, and the gradients."""
-        roots = [
+    def _compute(self, inputs: Sequence[Tensor], target: Any) -> tuple[Tensor, ...]:
+        with self._autocast.region() if self._autocast else nullcontext():
+            output = self._call(*inputs)
+            outputs = as_tuple(output if self._loss is None else self._loss(output, target))
+        return self._autocast.cast_outputs(outputs) if self._autocast and self._loss is None else outputs
+
+    def _outputs(self, stashed: StashedMinibatch) -> tuple[Tensor, ...]:
+        """The outputs with their graph, computed again where it was not kept."""
+        if not self._recomputation or not stashed.forward_state:
+            return stashed.outputs
+        self.weights.bind(stashed.version)
+        with self._recomputation.second_forward(stashed.forward_state):
+            return self._compute(stashed.inputs, stashed.forward_state.target)
+
+    def _differentiable_outputs(
+        self, stashed: StashedMinibatch, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs that a gradient goes back from, and the gradients."""
+        pairs = [
             (output, gradient)
-            for output, gradient in zip(self._outputs(kept), gradients, strict=True)
-            if output.requires_grad and (self.loss is not None or gradient is not None)
+            for output, gradient in zip(self._outputs(stashed), gradients, strict=True)
+            if output.requires_grad and (self._loss is not None or gradient is not None)
         ]
-        return [output for output, _ in roots], [gradient for _, gradient in roots]
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _telling(
-        self, version: Version, weight: float, final: Callable[[nn.Parameter], None] | None
+    def _collecting(
+        self, version: WeightVersion, weight: float, on_gradient: OnGradient | None
     ) -> AbstractContextManager[None]:
-        return self.weights.collecting(version, weight, final) if final else nullcontext()
+        return self.weights.collecting_gradients(version, weight, on_gradient) if on_gradient else nullcontext()
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
-    """What a stage returned: one tensor as it is, several as a tuple."""
+    """Return what a stage returned as a tuple: one tensor alone, or several."""
     return tuple(output) if isinstance(output, (tuple, list)) else (output,)
-
-
-def load_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module) -> nn.Module:
-    """Import the stage's class and give it the parameters and buffers of the whole `model`, by name, not copied.
-
-    Raises:
-        StaleError: the file is not as codegen wrote it.
-        ArtifactError: its parameters are not the model's.
-    """
-    bundle.check_files(folder)
-    described = bundle.stages[stage]
-    path = folder / described.file
-    spec = importlib.util.spec_from_file_location(f"pdtool_stage_{stage}", path)
-    assert spec
-    assert spec.loader
-    code = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = code
-    spec.loader.exec_module(code)
-    module: nn.Module = getattr(code, described.class_name)()
-    for kind in ("_parameters", "_buffers"):
-        _adopt(module, model, kind, path)
-    return module.train()
-
-
-def _adopt(module: nn.Module, model: nn.Module, kind: str, path: Path) -> None:
-    """Replace every entry of `kind` in `module` by the model's of the same name, so that what is tied stays tied."""
-    for prefix, owner in module.named_modules():
-        for key, own in getattr(owner, kind).items():
-            name = f"{prefix}.{key}" if prefix else key
-            theirs = _state(model, kind, name)
-            if own is None and theirs is None:
-                continue
-            if own is None or theirs is None or own.shape != theirs.shape or own.dtype != theirs.dtype:
-                raise ArtifactError(
-                    path, f"its {name} is {_shape(own)}, the model's is {_shape(theirs)}", "run `pdtool codegen` again"
-                )
-            setattr(owner, key, theirs)  # nn.LSTM makes its list of weights here
-
-
-def _state(model: nn.Module, kind: str, name: str) -> Tensor | None:
-    prefix, _, key = name.rpartition(".")
-    try:
-        found: Tensor | None = getattr(model.get_submodule(prefix), kind).get(key)
-    except AttributeError:
-        found = None
-    return found
-
-
-def _shape(value: Tensor | None) -> str:
-    return "missing" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -1,104 +1,160 @@
-"""One worker at work: executes its action list, epoch by epoch."""
+"""A worker executes its list of actions, epoch by epoch (1F1B as in PipeDream, SOSP'19, figure 8).
+
+The way of minibatch i through stage s, at the replica that computes it; the numbers stand in the code below:
+
+        stage s - 1                    stage s, this worker                        stage s + 1
+
+    activations of i ────────▶ (1) receive the inputs
+                               (2) forward, with the weight version that i reads
+                               (3) send the outputs ──────────────────────────▶ activations of i
+                                        ·
+                                        ·  other minibatches, and updates
+                                        ·
+                               (4) receive the gradients of the outputs ◀────── gradients of i
+                               (5) backward, with the same weight version
+      gradients of i ◀──────── (6) send the gradients of the inputs
+                                        ·
+                                        ·  until the round of minibatches is complete
+                                        ·
+                               (7) average the gradients over the replicas of the stage
+                               (8) update: the optimizer steps to a new weight version
+
+The averages of (7) begin during the last backward of a round. Zero-bubble divides (5): the gradients of the inputs are
+sent before those of the parameters are computed. The first stage loads in (1), the last one computes the loss in (2).
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from pdtool import schedule
+from pdtool.artifacts.chrome_trace import chrome_trace
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.trace import chrome_trace
 from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
-from pdtool.run.data import Minibatches, sample_order, seed_torch
-from pdtool.run.log import Log
-from pdtool.run.pace import Pace
-from pdtool.run.part import Part
-from pdtool.run.peers import gather
-from pdtool.run.report import Share, assemble
-from pdtool.run.setup import Setup
-from pdtool.run.spec import seed_of
+from pdtool.run.build import WorkerContext
+from pdtool.run.config import derive_seed
+from pdtool.run.data import DataPass, Minibatches, sample_order, seed_torch
+from pdtool.run.measure.assemble_report import RunOutcome, WorkerMeasurements, assemble_report
+from pdtool.run.measure.epoch_timer import EpochTimer
+from pdtool.run.measure.metrics_log import MetricsLog
+from pdtool.run.processes.collectives import all_gather
+from pdtool.run.stage_replica import StageReplica
 from pdtool.schedule import Action, ActionKind
 
 
+@dataclass(frozen=True)
+class ActionList:
+    """What one worker does with so many minibatches.
+
+    Attributes:
+        actions: in order, each with whether it is the last before an update of its stage.
+        versions: stage -> minibatch -> how many updates of the phase its forward sees.
+    """
+
+    actions: list[tuple[Action, bool]]
+    versions: dict[int, dict[int, int]]
+
+    def forwards(self, stage: int) -> list[int]:
+        """Return the minibatches whose inputs a stage receives, in order."""
+        return [a.minibatch for a, _ in self.actions if a.stage == stage and a.kind is ActionKind.FORWARD]
+
+    def backwards(self, stage: int) -> list[int]:
+        """Return the minibatches whose gradients a stage receives and sends, in order."""
+        return [a.minibatch for a, _ in self.actions if a.stage == stage and a.kind.sends_gradients]
+
+
 class Worker:
-    """A replica of a stage, or of several, at work.
+    """Trains its stages, validates, and saves checkpoints, together with the other workers.
 
     Attributes:
         metrics: of the last validation.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.spec, self.place = setup, setup.spec, setup.place
-        self.parts, self.meter = setup.parts, setup.meter
+    def __init__(self, context: WorkerContext) -> None:
+        self._context, self._config, self._assignment = context, context.config, context.assignment
+        self._stages, self._meter, self._status = context.stages, context.meter, context.status
         self.metrics: dict[str, float] = {}
-        self.log: Log | None = None
-        self.pace = Pace()
+        self._log: MetricsLog | None = None
+        self._timer = EpochTimer()
+        self._action_lists: dict[int, ActionList] = {}
 
     def train(self, epoch: int, minibatches: Minibatches) -> None:
-        """Execute this worker's action list: 1F1B as in PipeDream, figure 8. The pipeline is empty before and after."""
-        actions, reads = self._actions(len(minibatches))
-        self._open("train", epoch, minibatches, actions, reads)
-        for action, after in zip(actions, [*actions[1:], None], strict=True):
-            i, part = action.minibatch, self.parts[action.stage]
-            self.setup.status.at(f"{action} of epoch {epoch}")
-            with self.meter.doing(action):
-                part.catch_up()
+        """Train one epoch; the pipeline is empty before and after."""
+        action_list = self._action_list(len(minibatches))
+        self._begin_phase("train", epoch, minibatches, action_list)
+        for action, ends_round in action_list.actions:
+            i, replica = action.minibatch, self._stages[action.stage]
+            self._status.set(f"{action} of epoch {epoch}")
+            with self._meter.action(action):
+                replica.take_due_tied_steps()
+                on_gradient = replica.averager.gradient_ready if ends_round and replica.averager.has_peers else None
                 match action.kind:
                     case ActionKind.FORWARD:
-                        inputs, target = part.border.inputs(i)
-                        self._seed(epoch, action)
-                        outputs = part.stage.forward(i, inputs, target)
-                        part.border.send_outputs(i, outputs)
-                        if part is self.setup.last:
-                            part.losses[i] = outputs[0].detach()
-                            self.pace.note(i)
+                        inputs, target = replica.io.receive_inputs(i)  # (1)
+                        self._seed_forward(epoch, action)
+                        outputs = replica.stage.forward(i, inputs, target)  # (2)
+                        replica.io.send_outputs(i, outputs)  # (3)
+                        if replica is self._context.last_stage:
+                            replica.keep_loss(i, outputs[0])
+                            self._timer.loss_computed(i)
                     case ActionKind.BACKWARD:
-                        gradients = part.stage.backward(
-                            i, part.border.gradients(i), minibatches.weight(i), _final(part, after)
-                        )
-                        part.border.send_gradients(i, gradients)
+                        output_gradients = replica.io.receive_gradients(i)  # (4)
+                        weight = minibatches.weight(i)
+                        gradients = replica.stage.backward(i, output_gradients, weight, on_gradient)  # (5), begins (7)
+                        replica.io.send_gradients(i, gradients)  # (6)
                     case ActionKind.BACKWARD_INPUT:
-                        part.border.send_gradients(i, part.stage.backward_input(i, part.border.gradients(i)))
+                        output_gradients = replica.io.receive_gradients(i)  # (4)
+                        replica.io.send_gradients(i, replica.stage.backward_input(i, output_gradients))  # (5), (6)
                     case ActionKind.BACKWARD_WEIGHT:
-                        part.stage.backward_weight(i, minibatches.weight(i), _final(part, after))
+                        replica.stage.backward_weight(i, minibatches.weight(i), on_gradient)  # (5), begins (7)
                     case ActionKind.UPDATE:
-                        self._log_update(epoch, part, part.update(epoch))
+                        self._log_update(epoch, replica, replica.update(epoch))  # (7), (8)
                 if action.kind.completes_backward:
-                    part.count(i, minibatches.weight(i))
-        for part in self.parts.values():
-            part.settle(len(minibatches))
-        self.meter.settle()
+                    replica.backward_done(i, minibatches.weight(i))
+        for stage, replica in self._stages.items():
+            replica.end_epoch(len(action_list.forwards(stage)))
+        self._meter.synchronize()
 
-    def validate(self, epoch: int, most: int | None = None) -> dict[str, float]:
-        """Forward only, with the current weights, in evaluation mode; every worker gets the means of all samples, or of
-        the first `most`."""
-        split = self.setup.splits["valid"]
-        minibatches = Minibatches(range(split.samples)[:most], self.spec.plan.batch_size)
-        actions = [action for action in self._actions(len(minibatches))[0] if action.kind is ActionKind.FORWARD]
-        self._open("valid", epoch, minibatches, actions, {})
+    def validate(self, epoch: int, max_samples: int | None = None) -> dict[str, float]:
+        """Compute loss and metrics with the current weights, in evaluation mode.
+
+        Args:
+            max_samples: validate with the first samples only.
+
+        Returns:
+            The means over all samples, on every worker.
+
+        Raises:
+            PdtoolError: one of them is not a number.
+        """
+        samples = self._context.splits["valid"].samples
+        minibatches = Minibatches(range(samples)[:max_samples], self._config.plan.batch_size)
+        action_list = self._forward_list(len(minibatches))
+        self._begin_phase("valid", epoch, minibatches, action_list)
         sums: dict[str, tuple[float, float]] = {}
-        for part in self.parts.values():
-            part.stage.module.eval()
+        for replica in self._stages.values():
+            replica.stage.module.eval()
         with torch.no_grad():
-            for action in actions:
-                self.setup.status.at(f"{action} of the validation after epoch {epoch}")
-                part = self.parts[action.stage]
-                inputs, target = part.border.inputs(action.minibatch)
-                outputs = part.stage.evaluate(inputs)
-                part.border.send_outputs(action.minibatch, outputs)
-                if part is self.setup.last:
+            for action, _ in action_list.actions:
+                self._status.set(f"{action} of the validation after epoch {epoch}")
+                replica = self._stages[action.stage]
+                inputs, target = replica.io.receive_inputs(action.minibatch)  # (1)
+                outputs = replica.stage.evaluate(inputs)  # (2)
+                replica.io.send_outputs(action.minibatch, outputs)  # (3)
+                if replica is self._context.last_stage:
                     self._add_metrics(sums, outputs[0], target, minibatches.samples(action.minibatch))
-        for part in self.parts.values():
-            part.border.close()
-            part.stage.module.train()
+        for replica in self._stages.values():
+            replica.io.end_phase()
+            replica.stage.module.train()
         means = self._means(sums)
         for name, value in means.items():
             if not math.isfinite(value):
@@ -108,139 +164,132 @@ class Worker:
         return means
 
     def run(self) -> Report:
-        """All epochs that are left, then the report; each epoch ends with a validation and a checkpoint."""
+        """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
+        config, size = self._config, self._config.plan.batch_size
         done = self._resume()
-        if self.setup.last and self.setup.leads:
-            self.log = Log(self.spec.out, done=done)
-        samples = self.setup.splits["train"].samples
-        size = self.spec.plan.batch_size
-        count = min(samples, self.spec.steps * size) if self.spec.steps else samples
-        if self.spec.target and not done:  # a metric that there is not is better missed now than after an epoch
-            self.spec.target.reached(self.validate(0, size))
-        reached = self._reached() if done else None
-        self.meter.restart()
-        self.meter.memory.start(part.stage.module for part in self.parts.values())
-        for epoch in range(done + 1, done + 1 if reached else self.spec.epochs + 1):
-            minibatches = Minibatches(sample_order(self.spec.seed, epoch, samples)[:count], size)
-            start = time.perf_counter()
+        if self._context.last_stage and self._context.is_replica_0:
+            self._log = MetricsLog(config.out, epochs_done=done)
+        samples = self._context.splits["train"].samples
+        count = min(samples, config.steps * size) if config.steps else samples
+        if config.target and not done:  # a metric that the model does not report is better missed now
+            config.target.is_reached(self.validate(0, size))
+        reached = self._target_reached() if done else None
+        self._meter.restart()
+        self._meter.memory.start(replica.stage.module for replica in self._stages.values())
+        for epoch in range(done + 1, done + 1 if reached else config.epochs + 1):
+            minibatches = Minibatches(sample_order(config.seed, epoch, samples)[:count], size)
+            start_s = time.perf_counter()
             self.train(epoch, minibatches)
-            self.pace.add(len(minibatches), count, time.perf_counter() - start)
-            with self.meter.paused():
+            self._timer.epoch_ended(len(minibatches), count, time.perf_counter() - start_s)
+            with self._meter.paused():
                 self.metrics = self.validate(epoch)
             self._save(epoch)
             done = epoch
-            reached = self._reached()
+            reached = self._target_reached()
             if reached:
                 break
-            if epoch < self.spec.epochs and self.pace.epochs == 1:  # the first epoch was for warming up
-                self.pace.restart()
-                self.meter.restart()
-        return self._report(done, -(-count // size), reached)
+            if epoch < config.epochs and self._timer.epochs == 1:  # the first epoch was for warming up
+                self._timer.restart()
+                self._meter.restart()
+        return self._report(
+            RunOutcome(epochs=done, minibatches=-(-count // size), metrics=self.metrics, target_reached=reached)
+        )
 
-    def _actions(self, minibatches: int) -> tuple[list[Action], schedule.ForwardVersions]:
-        """This worker's list, the one of its stages and replica, and which weights its forwards read."""
-        lists = schedule.build(self.spec.plan.schedule, self.setup.shape, minibatches)
-        mine = list(self.setup.shape.stage_replicas()).index((self.place.stage, self.place.replica))
-        return lists[mine], schedule.forward_versions(lists, self.setup.shape.weights)[mine]
+    def _action_list(self, minibatches: int) -> ActionList:
+        """What this worker does with so many minibatches; built once for each number."""
+        if minibatches not in self._action_lists:
+            shape = self._context.shape
+            lists = schedule.build(self._config.plan.schedule, shape, minibatches)
+            number = list(shape.stage_replicas()).index((self._assignment.stage, self._assignment.replica))
+            following = [*lists[number][1:], None]
+            actions = [
+                (action, after is not None and after.kind is ActionKind.UPDATE)
+                for action, after in zip(lists[number], following, strict=True)
+            ]
+            versions: dict[int, dict[int, int]] = {stage: {} for stage in self._stages}
+            for (stage, i), version in schedule.forward_versions(lists, shape.weights)[number].items():
+                versions[stage][i] = version
+            self._action_lists[minibatches] = ActionList(actions, versions)
+        return self._action_lists[minibatches]
 
-    def _open(
-        self,
-        split: str,
-        epoch: int,
-        minibatches: Minibatches,
-        actions: Sequence[Action],
-        reads: schedule.ForwardVersions,
-    ) -> None:
-        loaders = {0: self.setup.loaders.get(split)}
-        for s, part in self.parts.items():
-            own = [action for action in actions if action.stage == s]
-            part.stage.weights.open({i: version for (stage, i), version in reads.items() if stage == s})
-            part.border.open(
-                self.setup.splits[split],
-                loaders.get(s),
-                minibatches,
-                (self.spec.seed, split, epoch),
-                [a.minibatch for a in own if a.kind is ActionKind.FORWARD],
-                [a.minibatch for a in own if a.kind.sends_gradients],
-            )
+    def _forward_list(self, minibatches: int) -> ActionList:
+        """The forwards alone, which all see the newest weights."""
+        actions = self._action_list(minibatches).actions
+        return ActionList([(a, False) for a, _ in actions if a.kind is ActionKind.FORWARD], {})
 
-    def _seed(self, epoch: int, action: Action) -> None:
+    def _begin_phase(self, split: str, epoch: int, minibatches: Minibatches, action_list: ActionList) -> None:
+        data = DataPass(split, self._context.splits[split], minibatches, self._config.seed, epoch)
+        for stage, replica in self._stages.items():
+            replica.stage.weights.begin_phase(action_list.versions.get(stage, {}))
+            loader = self._context.loaders.get(split) if stage == 0 else None
+            replica.io.begin_phase(data, loader, action_list.forwards(stage), action_list.backwards(stage))
+
+    def _seed_forward(self, epoch: int, action: Action) -> None:
         """Fix the random numbers (dropout) of one forward: resuming and other workers make no difference."""
-        seed_torch(seed_of(self.spec.seed, epoch, action.stage, action.minibatch), self.setup.device)
+        seed = derive_seed(self._config.seed, epoch, action.stage, action.minibatch)
+        seed_torch(seed, self._context.device)
 
-    def _log_update(self, epoch: int, part: Part, loss: float) -> None:
-        if self.log and part is self.setup.last:
-            self.log.write({"split": "train", "epoch": epoch, "step": part.updater.updates, "loss": loss})
+    def _log_update(self, epoch: int, replica: StageReplica, loss: float) -> None:
+        if self._log and replica is self._context.last_stage:
+            step = replica.optimizer.updates
+            self._log.write({"split": "train", "epoch": epoch, "step": step, "loss": loss})
 
     def _add_metrics(self, sums: dict[str, tuple[float, float]], output: Any, target: Any, samples: int) -> None:
-        found = {"loss": (float(self.setup.file.loss(output, target)) * samples, float(samples))}
-        found |= self.setup.file.metrics(output, target)
-        for name, (total, count) in found.items():
+        metrics = {"loss": (float(self._context.file.loss(output, target)) * samples, float(samples))}
+        metrics |= self._context.file.metrics(output, target)
+        for name, (total, count) in metrics.items():
             before = sums.get(name, (0.0, 0.0))
             sums[name] = (before[0] + total, before[1] + count)
 
     def _means(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-        """Over the workers of the last stage, in order, so that everyone computes the same numbers."""
-        gathered = gather(sums, self.setup.groups.world, "the validation metrics")
-        names = dict.fromkeys(name for part in gathered for name in part)
-        totals = {n: [sum(part[n][k] for part in gathered if n in part) for k in (0, 1)] for n in names}
+        """The means over the workers of the last stage, in order, so that all workers compute the same numbers."""
+        workers = all_gather(sums, self._context.groups.world, "the validation metrics")
+        names = dict.fromkeys(name for worker in workers for name in worker)
+        totals = {n: [sum(worker[n][k] for worker in workers if n in worker) for k in (0, 1)] for n in names}
         return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
 
-    def _reached(self) -> bool | None:
+    def _target_reached(self) -> bool | None:
         """Whether the last validation reached the target; None without one."""
-        return self.spec.target.reached(self.metrics) if self.spec.target else None
+        return self._config.target.is_reached(self.metrics) if self._config.target else None
 
     def _resume(self) -> int:
-        """Take over the checkpoint to resume from; returns the epochs done."""
-        if self.spec.resume is None:
+        """Take over the checkpoint to resume from; returns the number of epochs that it was trained for."""
+        if self._config.resume is None:
             return 0
-        folder = checkpoint.latest(self.spec.resume)
-        known = checkpoint.facts(folder)
-        self.setup.load(folder)
-        self.metrics = {name: float(value) for name, value in known["metrics"].items()}
-        return int(known["epoch"])
+        folder = checkpoint.latest(self._config.resume)
+        facts = checkpoint.read_facts(folder)
+        self._context.load(folder)
+        self.metrics = {name: float(value) for name, value in facts["metrics"].items()}
+        return int(facts["epoch"])
 
     def _save(self, epoch: int) -> None:
-        if self.log:  # first: should the run end in between, the epoch is done again and its lines are dropped
-            steps = self.setup.last.updater.updates if self.setup.last else 0
-            self.log.write({"split": "valid", "epoch": epoch, "step": steps} | self.metrics)
-        self.setup.status.at(f"the checkpoint of epoch {epoch}")
-        facts = {"seed": self.spec.seed, "metrics": self.metrics}
-        checkpoint.save(self.spec.out, epoch, self.setup.state(), facts, self.setup.groups.world)
+        if self._log:  # first: should the run end in between, the epoch is trained again and its lines are dropped
+            step = self._context.last_stage.optimizer.updates if self._context.last_stage else 0
+            self._log.write({"split": "valid", "epoch": epoch, "step": step} | self.metrics)
+        self._status.set(f"the checkpoint of epoch {epoch}")
+        facts = {"seed": self._config.seed, "metrics": self.metrics}
+        checkpoint.save(self._config.out, epoch, self._context.state(), facts, self._context.groups.world)
 
-    def _report(self, epochs: int, minibatches: int, reached: bool | None) -> Report:
-        """Gather everyone's measurements; rank 0 writes report.json and trace.json."""
-        pace = self.pace
-        share = Share(
-            stage=self.place.stage,
-            totals=self.meter.totals,
-            minibatches=pace.minibatches,
-            samples=pace.samples,
-            train_s=pace.train_s,
-            pace_s=pace.pace_s,
-            peak_versions=max(part.stage.weights.peak_versions for part in self.parts.values()),
-            peak_stashed=max(part.stage.peak_stashed for part in self.parts.values()),
-            peak_memory_bytes=self.meter.memory.peak_bytes,
-        )
-        gathered = gather((str(self.place), share, self.meter.events), self.setup.groups.world, "measurements")
-        report = assemble(
-            self.spec,
-            [share for _, share, _ in gathered],
-            epochs=epochs,
-            minibatches=minibatches,
-            metrics=self.metrics,
-            reached=reached,
-        )
-        if self.place.rank == 0:
-            trace = chrome_trace({name: events for name, _, events in gathered})
-            write_atomically(self.spec.out / "trace.json", json.dumps(trace))
-            report.save(self.spec.out / "report.json")
-        if self.log:
-            self.log.close()
+    def _report(self, outcome: RunOutcome) -> Report:
+        """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""
+        measured = (str(self._assignment), self._measurements(), self._meter.events)
+        workers: Sequence[Any] = all_gather(measured, self._context.groups.world, "measurements")
+        report = assemble_report(self._config, [measurements for _, measurements, _ in workers], outcome)
+        if self._assignment.rank == 0:
+            trace = chrome_trace({name: events for name, _, events in workers})
+            write_atomically(self._config.out / "trace.json", json.dumps(trace))
+            report.save(self._config.out / "report.json")
+        if self._log:
+            self._log.close()
         return report
 
-
-def _final(part: Part, after: Action | None) -> Callable[[nn.Parameter], None] | None:
-    """In the last backward of a round, gradients go to the other replicas as they come."""
-    ends = after is not None and after.kind is ActionKind.UPDATE
-    return part.replicas.final if ends and part.replicas.group else None
+    def _measurements(self) -> WorkerMeasurements:
+        stages = [replica.stage for replica in self._stages.values()]
+        return WorkerMeasurements(
+            stage=self._assignment.stage,
+            totals=self._meter.totals,
+            epochs=self._timer,
+            peak_versions=max(stage.weights.peak_versions for stage in stages),
+            peak_stashed=max(stage.peak_stashed for stage in stages),
+            peak_memory_bytes=self._meter.memory.peak_bytes,
+        )

@@ -13,7 +13,7 @@ Minibatch i is computed at stage s by replica i mod r[s] (round-robin; PipeDream
 from __future__ import annotations
 
 from pdtool.schedule.action import Action, ActionKind, Actions
-from pdtool.schedule.build import SCHEDULES, SEARCHED_SCHEDULES, build
+from pdtool.schedule.builders import SCHEDULES, SEARCHED_SCHEDULES, build
 from pdtool.schedule.delays import gradient_delays
 from pdtool.schedule.draw import draw
 from pdtool.schedule.executable import check_executable

@@ -1,4 +1,4 @@
-"""One action of a worker: the word that schedules are written in."""
+"""One action of a worker, of which schedules are lists."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pdtool.errors import ScheduleError
 class ActionKind(StrEnum):
     """Forward or backward of one minibatch, or the weight update that ends a round of minibatches.
 
-    A zero-bubble schedule has the backward in two parts: the gradient of the inputs, which the stage before waits for,
-    and the gradient of the weights, which only the update waits for.
+    A zero-bubble schedule splits the backward in two: the gradient of the inputs, which the stage before waits for, and
+    the gradient of the weights, which only the update waits for.
     """
 
     FORWARD = "F"
@@ -24,12 +24,12 @@ class ActionKind(StrEnum):
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether the stage before waits for it."""
+        """Whether the stage before waits for this action."""
         return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
     @property
     def completes_backward(self) -> bool:
-        """Whether what was kept of the minibatch is free after it, and the update may count on its gradients."""
+        """Whether the minibatch's stash is free after this action, and its gradients are ready for the update."""
         return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
@@ -46,7 +46,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Inverse of `str`; raises ScheduleError."""
+        """Read what `str` writes; raises ScheduleError."""
         match = re.fullmatch(r"([0-9]+)([FBIWU])([0-9]+)", text)
         if not match:
             raise ScheduleError(

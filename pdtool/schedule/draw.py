@@ -1,4 +1,4 @@
-"""Lists as a picture: who does what at which time, for people."""
+"""Action lists as a timeline in ASCII, for people."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from pdtool.schedule.timeline import timeline
 
 
 def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: int = 100) -> str:
-    """An ASCII timeline in slots: `F3` forward, `B3 ==` backward, `.` idle; cut at `width` characters.
+    """Draw an ASCII timeline in slots: `F3` forward, `B3 ==` backward, `.` idle.
 
     A split backward is `I3` and `W3`, of half its slots each. With several stages on a worker each box names its stage.
+
+    Args:
+        forward, backward: slots that each takes.
+        width: characters after which a line is cut off.
     """
     starts = timeline(lists, forward, backward)
     slots = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdtool.errors import ScheduleError
-from pdtool.schedule.build import build
+from pdtool.schedule.builders import build
 from pdtool.schedule.shape import PipelineShape, default_shape, total_in_flight
 from pdtool.schedule.validate import validate
 

@@ -1,4 +1,4 @@
-"""Lists as text: a grid of what is done, for errors."""
+"""Action lists as a grid of text, for errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pdtool.schedule.action import Actions
 
 
 def grid(lists: Sequence[Actions], mark: tuple[int, int] | None = None, around: int = 12) -> str:
-    """The lists, one worker a line; the marked action stands in >brackets<, with `around` actions on each side."""
+    """Write the lists, one worker a line.
+
+    Args:
+        mark: (worker, position) of an action that is written as >0F3<, with `around` actions on each side.
+    """
     first = max(0, mark[1] - around) if mark else 0
     rows = []
     for worker, actions in enumerate(lists):

@@ -1,4 +1,4 @@
-"""What a schedule is made for: stages, replicas, and the bounds that it keeps."""
+"""The shape of a pipeline that a schedule is built for: stages, replicas, and the bounds that it keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdtool.schedule.versions import is_asynchronous
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """What a schedule is made for.
+    """The stages, replicas and bounds that a schedule is built for.
 
     Attributes:
         replicas: r[s], for each stage.
@@ -29,19 +29,19 @@ class PipelineShape:
 
     @property
     def pipeline_depth(self) -> int:
-        """p: stages that lie on workers of their own."""
+        """p: the number of stages that do not share their workers with an earlier stage."""
         return len(self.replicas) // self.chunks
 
     def stage_replicas(self) -> Iterator[tuple[int, int]]:
-        """(stage, replica) of each worker list, in order; with chunks its first stage."""
+        """Yield (stage, replica) of each worker's list, in order; with chunks the first stage on that worker."""
         return ((s, k) for s, r in enumerate(self.replicas[: self.pipeline_depth]) for k in range(r))
 
     def stages_on_same_workers(self, stage: int) -> range:
-        """All stages on the workers of `stage`."""
+        """Return all stages on the workers of `stage`."""
         return range(stage % self.pipeline_depth, len(self.replicas), self.pipeline_depth)
 
     def versions(self, stage: int) -> int:
-        """Most weight versions at one replica of a stage, the newest included.
+        """Return the maximal number of weight versions at one replica of a stage, the newest included.
 
         Between two updates a replica does k/r backwards, so of w minibatches in flight no more than that many were
         begun with the same weights. With vertical sync the minibatches in flight at the first stage count, everywhere.
@@ -59,7 +59,7 @@ class PipelineShape:
 
 
 def default_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
-    """w[s] = ceil(sum of r[j] for j >= s, over r[s]): just enough to keep every later worker busy.
+    """Return w[s] = ceil(sum of r[j] for j >= s, over r[s]), just enough to keep every later worker busy.
 
     PipeDream, SOSP'19, section 3.2 (NOAM is this number at the input stage).
     """
@@ -67,33 +67,33 @@ def default_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
 
 
 def default_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> PipelineShape:
-    """The shape that schedule `name` is defined for.
+    """Return the shape that schedule `name` is defined for.
 
     Args:
         replicas: r[s]; for `interleaved` and `zb-h1` all the same, r pipelines side by side.
-        microbatches: in one update of a flushing schedule, the least of `2bw`.
+        microbatches: in one update of a flushing schedule; the minimum for `2bw`.
         chunks: v, for `interleaved`.
     """
     p, usual = len(replicas), default_in_flight(replicas)
     if name == "1f1b":
         return PipelineShape(replicas=tuple(replicas), in_flight=usual, update_every=tuple(replicas))
-    most = [math.ceil(microbatches / r) for r in replicas]  # that one replica has in an update
+    per_replica = [math.ceil(microbatches / r) for r in replicas]  # microbatches of one update
     weights = "flush"
     match name:
         case "2bw":  # k >= all in flight, so that a third version is never begun (Narayanan et al., 2021, section 3.1)
             microbatches, weights = max(microbatches, total_in_flight(replicas, usual)), "2bw"
             in_flight = usual
         case "1f1b-flush":
-            in_flight = tuple(map(min, usual, most))
+            in_flight = tuple(map(min, usual, per_replica))
         case "interleaved":  # after the warm-up, one more; the last round may be short, and its groups larger
-            rounds = range(1, most[0] + 1)
+            rounds = range(1, per_replica[0] + 1)
             in_flight = tuple(
                 max(min(interleaved_warm_up(p, r, n, chunks) + 1, n * chunks) for n in rounds) for r in range(p)
             )
         case "zb-h1":  # the memory of 1F1B's first stage, everywhere (ICLR'24, section 2.1)
-            in_flight = (min(p, most[0]),) * p
+            in_flight = (min(p, per_replica[0]),) * p
         case _:
-            in_flight = tuple(most)
+            in_flight = tuple(per_replica)
     stages = p * chunks
     return PipelineShape(
         replicas=tuple(replicas) * chunks,
@@ -105,12 +105,12 @@ def default_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chu
 
 
 def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
-    """Minibatches in flight at all replicas of the stage that has most of them."""
+    """Return the minibatches in flight at all replicas of the stage that has the most."""
     return max(w * r for w, r in zip(in_flight, replicas, strict=True))
 
 
 def interleaved_groups(p: int, microbatches: int) -> list[int]:
-    """Sizes of the groups that go through one chunk before the next: p, as Megatron-LM has it (SC'21, section 2.2).
+    """Return the sizes of the groups that pass one chunk before the next: p, as in Megatron-LM (SC'21, section 2.2).
 
     Where p does not divide them the groups are even and larger than p: one smaller than p would deadlock.
     """
@@ -119,14 +119,17 @@ def interleaved_groups(p: int, microbatches: int) -> list[int]:
 
 
 def interleaved_warm_up(p: int, worker: int, microbatches: int, chunks: int) -> int:
-    """Forwards before the first 1F1B pair: enough that the first minibatch is through all chunks of the last worker."""
+    """Count the forwards before the first 1F1B pair: the first minibatch must pass all chunks of the last worker."""
     return 2 * (p - worker - 1) + (chunks - 1) * interleaved_groups(p, microbatches)[0]
 
 
 def tied_update_lag(shape: PipelineShape, holders: Sequence[int], stage: int) -> int:
-    """Rounds by which `stage` runs ahead of the first of the stages that hold a tied parameter; see run/tied.py."""
-    ahead = [shape.replicas[s] * shape.in_flight[s] for s in (min(holders), stage)]
-    return max(0, math.ceil((ahead[0] - ahead[1]) / shape.update_every[stage]))
+    """Return by how many rounds `stage` runs ahead of the first holder f of a tied parameter (see pdtool/run).
+
+    ceil((r[f] w[f] - r[s] w[s]) / k), at least 0.
+    """
+    first, this = (shape.replicas[s] * shape.in_flight[s] for s in (min(holders), stage))
+    return max(0, math.ceil((first - this) / shape.update_every[stage]))
 
 
 def pipeline_shape(

@@ -1,4 +1,4 @@
-"""Which version of its weights each minibatch is computed with, known from the lists alone.
+"""The weight version that each minibatch is computed with, derived from the action lists alone.
 
 stash           the newest when its forward runs, for its backward too (PipeDream, SOSP'19, section 3.3)
 vertical-sync   the one that the first stage had when its forward ran there, at every stage (ibid.)
@@ -27,43 +27,43 @@ ForwardVersions = dict[tuple[int, int], int]  # (stage, minibatch) -> updates of
 
 
 def is_asynchronous(schedule: str) -> bool:
-    """Whether minibatches are in flight while the weights change."""
+    """Tell whether minibatches are in flight while the weights change."""
     return POLICIES[schedule] != ("flush",)
 
 
 def forward_versions(lists: Sequence[Actions], weights: str) -> list[ForwardVersions]:
-    """For each worker, the version of every forward: how many updates of its stage it sees.
+    """Return for each worker the version that every forward reads: how many updates of its stage precede it.
 
     Args:
         weights: the policy. With `vertical-sync` all stages must update after the same number of minibatches.
     """
-    found = [_newest(actions) for actions in lists]
+    newest = [_newest(actions) for actions in lists]
     match weights:
         case "vertical-sync":
-            entered = {i: version for own in found for (stage, i), version in own.items() if stage == 0}
-            return [{at: entered.get(at[1], version) for at, version in own.items()} for own in found]
+            first = {i: version for versions in newest for (stage, i), version in versions.items() if stage == 0}
+            return [{key: first.get(key[1], version) for key, version in versions.items()} for versions in newest]
         case "2bw":
-            return [own | _one_late(actions) for own, actions in zip(found, lists, strict=True)]
-    return found
+            return [versions | _one_update_late(actions) for versions, actions in zip(newest, lists, strict=True)]
+    return newest
 
 
 def _newest(actions: Actions) -> ForwardVersions:
     updates: Counter[int] = Counter()
-    found: ForwardVersions = {}
+    versions: ForwardVersions = {}
     for action in actions:
         if action.kind is ActionKind.UPDATE:
             updates[action.stage] += 1
         elif action.kind is ActionKind.FORWARD:
-            found[action.stage, action.minibatch] = updates[action.stage]
-    return found
+            versions[action.stage, action.minibatch] = updates[action.stage]
+    return versions
 
 
-def _one_late(actions: Actions) -> ForwardVersions:
-    rounds: dict[int, int] = {}
-    found: ForwardVersions = {}
+def _one_update_late(actions: Actions) -> ForwardVersions:
+    rounds: dict[int, int] = {}  # of each stage, that of the update after the current action
+    versions: ForwardVersions = {}
     for action in reversed(actions):
         if action.kind is ActionKind.UPDATE:
             rounds[action.stage] = action.minibatch
         elif action.kind.completes_backward:
-            found[action.stage, action.minibatch] = max(0, rounds.get(action.stage, 0) - 1)
-    return found
+            versions[action.stage, action.minibatch] = max(0, rounds.get(action.stage, 0) - 1)
+    return versions

@@ -1,6 +1,6 @@
 """a. Against the limit: stages that sleep their time and send real tensors, and what the slowest allows.
 
-The limit is the pace of the slowest stage: its forward and backward, over its replicas. `nominal` takes the times
+The limit is the time of the slowest stage: its forward and backward, over its replicas. `nominal` takes the times
 asked for, `measured` those that the layers noted themselves (sleep ends late), in the same run; `alone` is the slowest
 stage in a plain loop without pdtool, loss and optimizer included. The schedule may not reach the limit even where all
 else costs nothing: `schedule` is the share that it reaches in a simulation without messages.
@@ -22,8 +22,8 @@ from pdtool.cluster import Cluster, Level
 from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob, StageWork
 from pdtool.partition.stage_loads import StageEdge
-from pdtool.run.launch import launch
-from pdtool.run.spec import RunSpec
+from pdtool.run.config import RunConfig
+from pdtool.run.processes.launcher import launch
 from pdtool.schedule import ActionKind, build
 from runtime_bench.rows import Row, medians
 from runtime_bench.toys import Emulated, alone, notes
@@ -35,16 +35,16 @@ FREE = 1e15  # bytes/s
 
 @dataclass(frozen=True)
 class Case:
-    """Stages of equal pace.
+    """Stages that take equally long.
 
     Attributes:
-        pace_s: forward and backward of a stage, over its replicas; the backward is twice the forward.
+        time_per_minibatch_s: forward and backward of a stage, over its replicas; the backward is twice the forward.
         in_flight: where the usual numbers do not keep the pace, those that `pdtool partition` settles on.
         wanted: whether there is a target; without, to see what shorter minibatches cost.
     """
 
     replicas: tuple[int, ...]
-    pace_s: float
+    time_per_minibatch_s: float
     minibatches: int
     in_flight: tuple[int, ...] = ()
     wanted: bool = True
@@ -54,7 +54,7 @@ class Case:
         """`straight 4, 101 ms`, `15-1, 25 ms`."""
         straight = set(self.replicas) == {1}
         shape = f"straight {len(self.replicas)}" if straight else "-".join(map(str, self.replicas))
-        return f"{shape}, {self.pace_s * 1e3:.0f} ms"
+        return f"{shape}, {self.time_per_minibatch_s * 1e3:.0f} ms"
 
 
 # Forward and backward of VGG-16 on all workers together, minibatches of 64 on V100:
@@ -91,8 +91,8 @@ def rows(folder: Path, repeats: int, quick: bool) -> Iterator[Row]:
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
-    """One run: the ratios, and of the slowest stage where a minibatch's time went, as shares of the pace."""
-    seconds = [case.pace_s * r for r in case.replicas]
+    """One run: the ratios, and where a minibatch of the slowest stage spent its time, as shares of that time."""
+    seconds = [case.time_per_minibatch_s * r for r in case.replicas]
     emulated = Emulated(
         forward_s=[t / 3 for t in seconds],
         backward_s=[t * 2 / 3 for t in seconds],
@@ -118,9 +118,9 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     loop = alone(folder, slowest, inputs, emulated.batch_size, 20).wall_s / case.replicas[slowest]
     return {
         "measured": taken[slowest] / pace,
-        "nominal": case.pace_s / pace,
+        "nominal": case.time_per_minibatch_s / pace,
         "alone": loop / pace,
-        "schedule": case.pace_s / max(schedule_pace(spec, seconds), case.pace_s),
+        "schedule": case.time_per_minibatch_s / max(schedule_pace(spec, seconds), case.time_per_minibatch_s),
         "pace": pace * 1e3,
         "sleep": taken[slowest] * 1e3,
         **where(report, taken),
@@ -136,7 +136,7 @@ def where(report: Report, taken: Mapping[int, float]) -> dict[str, float]:
     return {"stage": s, **{name: seconds * 1e3 for name, seconds in parts.items()}}
 
 
-def schedule_pace(spec: RunSpec, seconds: Sequence[float]) -> float:
+def schedule_pace(spec: RunConfig, seconds: Sequence[float]) -> float:
     """Seconds per minibatch of the action lists where messages take no time."""
     shape, count = spec.plan.shape(), 20 * max(spec.plan.shape().replicas) + 40
     job = SimulationJob(

@@ -20,12 +20,12 @@ from typing import Any
 from unittest.mock import patch
 
 from pdtool.artifacts.plan import Plan
-from pdtool.run.status import read_pid
+from pdtool.run.processes.status import read_pid
 from runtime_bench.road import Job, make
 from runtime_bench.rows import Row
 
 MARGIN = 0.10
-AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}  # see pdtool/resident.py
+AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}  # see pdtool/process_memory.py
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "1f1b": {},
     "2bw": {"schedule": "2bw"},

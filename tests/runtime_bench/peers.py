@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.stage import load_module
+from pdtool.run.stage_module import load_stage_module
 
 WARM_UP = 3
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
@@ -132,7 +132,7 @@ def _dense(x: torch.Tensor) -> Any:
 
 def _pipeline(peer: Peer, file: ModelFile, x: Any, y: Any, rank: int, world: int) -> Callable[[], None]:
     """A process that holds one stage."""
-    module = load_module(peer.bundle, peer.bundle_dir, rank, file.build(0))
+    module = load_stage_module(peer.bundle, peer.bundle_dir, rank, file.build(0))
     optimizer = file.optimizer(list(module.named_parameters()))
     stage = PipelineStage(_Sendable(module), rank, world, CPU)
     schedule = SCHEDULES[peer.way](stage, peer.microbatches, loss_fn=file.loss)

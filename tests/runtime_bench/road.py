@@ -15,8 +15,8 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.partition.planner import reschedule
-from pdtool.run.launch import launch
-from pdtool.run.spec import RunSpec
+from pdtool.run.config import RunConfig
+from pdtool.run.processes.launcher import launch
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = Path(__file__).parent / "models"
@@ -42,7 +42,7 @@ class Job:
         """Two epochs of `steps` minibatches, the first to warm up; measured is the second."""
         assert plan.model
         return launch(
-            RunSpec(
+            RunConfig(
                 plan=plan,
                 bundle=self.bundle,
                 bundle_dir=self.bundle_dir,

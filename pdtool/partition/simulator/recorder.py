@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdtool.artifacts.trace import TraceEvent
+from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.partition.simulator.job import SimulationJob
 from pdtool.partition.simulator.network import Flow
 from pdtool.schedule import Action, ActionKind, ForwardVersions, StashTracker, forward_versions

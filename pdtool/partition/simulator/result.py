@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdtool.artifacts.trace import TraceEvent
+from pdtool.artifacts.chrome_trace import TraceEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,12 @@ class SimulationResult:
     def throughput_samples_per_s(self) -> float:
         """Samples per second in steady state."""
         return self.batch_size / self.time_per_minibatch_s if self.time_per_minibatch_s else math.inf
+
+    @property
+    def named_events(self) -> dict[str, tuple[TraceEvent, ...]]:
+        """Name of each worker -> its events, for artifacts.chrome_trace."""
+        names = (f"worker {usage.worker}, stage {usage.stage}" for usage in self.workers)
+        return dict(zip(names, self.events, strict=True))
 
     @property
     def sent_bytes(self) -> float:

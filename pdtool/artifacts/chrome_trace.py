@@ -1,0 +1,66 @@
+"""`trace.json`: what workers did when, for chrome://tracing and Perfetto, of runs and simulations alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+TRACKS = ("compute", "all-reduce", "send", "receive")
+
+
+class TraceEvent(NamedTuple):
+    """An event that takes time on a worker.
+
+    Attributes:
+        track: one of TRACKS.
+        name, kind: `2F0` and `forward`, `wait` and `wait`, `for 2F0` and `send` (the action that takes the message),
+            `gradients` and `all-reduce`.
+        start_s: on a clock that all workers share.
+    """
+
+    track: str
+    name: str
+    kind: str
+    start_s: float
+    length_s: float
+    size_bytes: int = 0
+
+
+def chrome_trace(workers: Mapping[str, Iterable[TraceEvent]]) -> dict[str, Any]:
+    """Write events in the Chrome trace format: one process per worker, its tracks as threads.
+
+    Times are microseconds from the first event of all. Overlapping events of a track go to rows of their own.
+
+    Args:
+        workers: name of each worker -> its events.
+    """
+    events_of = {name: list(events) for name, events in workers.items()}
+    origin = min((event.start_s for events in events_of.values() for event in events), default=0.0)
+    trace: list[dict[str, Any]] = []
+    for pid, (name, events) in enumerate(events_of.items()):
+        trace.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        for number, track in enumerate(TRACKS):
+            for row, row_events in enumerate(_rows(event for event in events if event.track == track)):
+                tid = number * 1000 + row
+                label = f"{track} {row + 1}" if row else track
+                trace.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": label}})
+                trace += [_slice(event, pid, tid, origin) for event in row_events]
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def _slice(event: TraceEvent, pid: int, tid: int, origin: float) -> dict[str, Any]:
+    start, length = round((event.start_s - origin) * 1e6, 3), round(event.length_s * 1e6, 3)
+    entry = {"ph": "X", "name": event.name, "cat": event.kind, "pid": pid, "tid": tid, "ts": start, "dur": length}
+    return {**entry, "args": {"bytes": event.size_bytes}} if event.size_bytes else entry
+
+
+def _rows(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
+    """Distribute the events over as few rows as possible, without overlap within a row."""
+    rows: list[list[TraceEvent]] = []
+    for event in sorted(events, key=lambda e: (e.start_s, e.start_s + e.length_s)):
+        free = next((row for row in rows if row[-1].start_s + row[-1].length_s <= event.start_s + 1e-12), None)
+        if free is None:
+            rows.append([event])
+        else:
+            free.append(event)
+    return rows

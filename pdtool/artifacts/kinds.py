@@ -1,0 +1,48 @@
+"""All kinds of artifacts: the class of each, and reading a file whose kind only its content tells."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.cluster_file import ClusterFile
+from pdtool.artifacts.device import Devices
+from pdtool.artifacts.envelope import Artifact, read_text
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Report
+from pdtool.errors import ArtifactError
+
+_FORMAT = re.compile(r"""^\W{0,4}format["']?:\s*["']?pdtool/([a-z]+)/""", re.MULTILINE)
+_CLASSES: dict[str, type[Artifact]] = {c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report)}
+
+
+def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
+    """Return the class of a kind; raises ArtifactError, which names `path`, for an unknown one."""
+    if kind not in _CLASSES:
+        raise ArtifactError(
+            path, f"is of the unknown kind {kind!r}", f"known are {', '.join(_CLASSES)}", field="format"
+        )
+    return _CLASSES[kind]
+
+
+def load_any(file: str) -> Artifact:
+    """Read an artifact of any kind from a file (`-` is stdin), or the report or bundle that a folder holds.
+
+    Raises:
+        ArtifactError: there is none, or it is damaged.
+    """
+    path = Path(file)
+    if path.is_dir():
+        candidates = [path / name for name in ("report.json", "bundle.yaml") if (path / name).is_file()]
+        if not candidates:
+            raise ArtifactError(path, "holds neither report.json nor bundle.yaml", "name a file, or a finished run")
+        path = candidates[0]
+    text = read_text(path)
+    kind = _FORMAT.search(text)
+    if not kind:
+        raise ArtifactError(
+            path, "is no artifact of pdtool (no format field)", "name a profile, cluster, plan, bundle or report"
+        )
+    return artifact_class(kind[1], path).parse(text, path)

@@ -1,0 +1,74 @@
+"""The group of all commands, `pdtool`, and the one place that turns errors into messages and exit codes.
+
+Only click is imported here and at the top of each command's file: `pdtool --help` answers at once, and planning never
+loads torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from pdtool import __version__
+from pdtool.cli.commands.check import check
+from pdtool.cli.commands.codegen import codegen
+from pdtool.cli.commands.completion import completion
+from pdtool.cli.commands.export import export
+from pdtool.cli.commands.import_ import import_
+from pdtool.cli.commands.partition import partition
+from pdtool.cli.commands.probe import probe
+from pdtool.cli.commands.profile import profile
+from pdtool.cli.commands.run import run
+from pdtool.cli.commands.schema import schema
+from pdtool.cli.commands.show import show
+from pdtool.cli.commands.simulate import simulate
+from pdtool.errors import PdtoolError
+
+_EPILOG = """\b
+Exit codes:
+  0  done                        4  no feasible plan
+  1  failed                      5  a worker died
+  2  usage                       6  target metric not reached
+  3  bad or stale artifact     130  interrupted
+
+\b
+Examples:
+  pdtool profile pdtool/zoo/digits.py
+  pdtool partition --topology 3
+"""
+
+
+class CommandGroup(click.Group):
+    """A group that prints errors and exits with their codes; click itself handles usage errors and closed pipes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PdtoolError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            click.echo(f"error: {error.filename or 'the output'} failed: {error.strerror}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order in which they are used, not of the alphabet
+
+
+@click.group(cls=CommandGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pdtool", message="%(prog)s %(version)s")
+def main() -> None:
+    """Turn an ordinary PyTorch model into a pipeline-parallel training job.
+
+    The four steps: profile, partition, codegen, run. Each reads and writes a file that you can open.
+    """
+
+
+for _command in (profile, import_, probe, partition, simulate, check, codegen, run, show, export, schema, completion):
+    main.add_command(_command)

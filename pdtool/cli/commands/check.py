@@ -1,0 +1,87 @@
+"""`check`: compute a plan's figures and certificate again, or tell which of its files are stale."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.console.terminal import show
+from pdtool.errors import ArtifactError, StaleError
+
+if TYPE_CHECKING:
+    from pdtool.artifacts.plan import Plan
+    from pdtool.cli.freshness import FreshnessFinding
+    from pdtool.partition.plan_check import Finding
+
+_MARKS = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "–"}
+
+
+@click.command(epilog="\b\nExamples:\n  pdtool check plans/digits-3.yaml\n  pdtool check plans/digits-3.yaml --fresh")
+@click.argument("plan", required=False)
+@click.option("--fresh", is_flag=True, help="Say instead which of profile, plan, bundle and stage files are stale.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON on stdout.")
+def check(plan: str | None, fresh: bool, as_json: bool) -> None:
+    """Compute PLAN's figures again, and search again for a plan that beats its lower bound.
+
+    One line for each claim: the stages, the schedule, the memory, each figure, and the lower bound.
+
+    With --fresh, trace the model as it is now and compare it with what was profiled, planned and generated. Exit with 3
+    when something is stale.
+    """
+    path = options.candidate("plan", plan)
+    if fresh:
+        _check_freshness(path, as_json)
+    else:
+        _check_claims(path, as_json)
+
+
+def _check_claims(path: str, as_json: bool) -> None:
+    """Print whether each claim of the plan is true; raise ArtifactError for the first that is not."""
+    from pdtool.cli.inputs import read
+    from pdtool.partition.plan_check import check_plan
+
+    plan, profile = read(path)
+    findings = list(check_plan(plan, profile))
+    _print(plan, findings, as_json)
+    false = [finding for finding in findings if finding.holds is False]
+    if not false:
+        return
+    if plan.edited:
+        remedy = "codegen, simulate and run compute them again; `pdtool partition` makes a plan with a certificate"
+    else:
+        remedy = "do not rely on it; plan again with `pdtool partition`"
+    raise ArtifactError(path, f"{false[0].words}{_and_more(false)}", remedy, field=false[0].field or false[0].claim)
+
+
+def _check_freshness(path: str, as_json: bool) -> None:
+    """Print which of the plan's files are stale; raise StaleError for the first that is."""
+    from pdtool.artifacts.plan import Plan
+    from pdtool.cli.freshness import FreshnessCheck
+    from pdtool.cli.inputs import read_profile
+
+    plan = Plan.load(path)
+    findings = list(FreshnessCheck(path, plan, read_profile(plan, path)).findings())
+    _print(plan, findings, as_json)
+    stale = [finding for finding in findings if finding.holds is False]
+    if stale:
+        raise StaleError(path, f"{stale[0].claim}: {stale[0].words}{_and_more(stale)}", stale[0].remedy)
+
+
+def _and_more(findings: list[Finding] | list[FreshnessFinding]) -> str:
+    return f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+
+
+def _print(plan: Plan, findings: Iterable[Finding | FreshnessFinding], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"plan": plan.name, "findings": [asdict(finding) for finding in findings]}, indent=1))
+        return
+    from rich.markup import escape
+    from rich.text import Text
+
+    lines = (f"{_MARKS[finding.holds]} [bold]{finding.claim}[/bold]: {escape(finding.words)}" for finding in findings)
+    show(*(Text.from_markup(line) for line in lines), err=False)

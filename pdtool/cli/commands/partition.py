@@ -1,0 +1,180 @@
+"""`partition`: plan a profile for a cluster, profiles/NAME.json -> plans/NAME-4x4.yaml."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.console.output import write_artifact
+from pdtool.cli.console.terminal import note, show
+from pdtool.errors import UsageError
+from pdtool.schedule import SCHEDULES, is_asynchronous
+
+if TYPE_CHECKING:
+    from pdtool.cluster import Cluster
+    from pdtool.partition.cost.plan_cost import CostModelName
+
+_OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
+
+
+@click.command(
+    epilog="\b\nExamples:\n  pdtool partition --topology 3\n"
+    "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB"
+)
+@click.argument("profile", required=False)
+@options.topology(required=False)
+@click.option("--cluster", "file", metavar="FILE", help="The same and all bandwidths, as `pdtool probe` writes them.")
+@click.option(
+    "--bandwidth",
+    metavar="RATE,...",
+    show_default=f"{_OUTER_BANDWIDTH} outside, {_INNER_BANDWIDTH} at inner levels",
+    help="Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
+)
+@click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
+@click.option("--memory", metavar="SIZE", show_default="no limit", help="Of each device, as 16GB or 16GiB.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="all of the topology",
+    help="Number of workers to use.",
+)
+@click.option("--straight", is_flag=True, help="Replicate no stage.")
+@options.schedule([*SCHEDULES, "auto"], "1f1b")
+@options.microbatches("4 with a flushing --schedule")
+@click.option(
+    "--chunks",
+    type=click.IntRange(min=2, max=100),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Stages on each worker with --schedule interleaved.",
+)
+@click.option(
+    "--recompute/--no-recompute",
+    default=True,
+    show_default=True,
+    help="Let stages that lack memory run their forward twice.",
+)
+@click.option(
+    "--cost",
+    type=click.Choice(["ours", "pipedream", "pipedream-free"]),
+    default="ours",
+    show_default=True,
+    help="Whose formulas; those of PipeDream's optimizer, with or without the traffic of activations, to compare.",
+)
+@click.option(
+    "--simplest",
+    default="3%",
+    show_default=True,
+    metavar="SHARE",
+    help="Prefer fewer stages as long as the plan is at most this much slower than the fastest.",
+)
+@click.option(
+    "--cuts",
+    type=click.IntRange(min=100),
+    default=1200,
+    show_default=True,
+    metavar="N",
+    help="Places to cut a branchy graph that are searched at most; more take longer (the square) and miss less.",
+)
+@options.as_json
+@options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
+def partition(
+    profile: str | None,
+    topology: str | None,
+    file: str | None,
+    bandwidth: str | None,
+    latency: str | None,
+    memory: str | None,
+    workers: int | None,
+    straight: bool,
+    schedule: str,
+    microbatches: int | None,
+    chunks: int,
+    recompute: bool,
+    cost: CostModelName,
+    simplest: str,
+    cuts: int,
+    as_json: bool,
+    output: str | None,
+) -> None:
+    """Divide PROFILE's model into stages for the fastest pipeline."""
+    from pdtool.artifacts.profile import Profile
+    from pdtool.cli.console.plan_view import plan_view
+    from pdtool.partition.planner import make_plan
+    from pdtool.partition.search.search import SearchOptions
+
+    path = options.candidate("profile", profile)
+    search_options = SearchOptions(
+        workers=workers,
+        straight=straight,
+        schedule=schedule,
+        microbatches=_microbatches(schedule, microbatches),
+        simplest=_share(simplest),
+        recompute=recompute,
+        cost_model=cost,
+        chunks=chunks,
+        max_cuts=cuts,
+    )
+    if file:
+        cluster = _cluster_from_file(file, topology or bandwidth or latency, memory)
+    else:
+        cluster = _cluster_from_options(topology, bandwidth, latency, memory)
+    plan = make_plan(Profile.load(path), path, cluster, search_options)
+    show(*plan_view(plan))
+    write_artifact(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
+
+
+def _cluster_from_file(file: str, also_given: str | None, memory: str | None) -> Cluster:
+    from pdtool.artifacts.cluster_file import ClusterFile
+    from pdtool.units import parse_bytes
+
+    if also_given:
+        raise UsageError(f"--cluster {file} together with {also_given!r}", "give the file or the figures, not both")
+    cluster = ClusterFile.load(file).cluster()
+    return replace(cluster, memory_bytes=parse_bytes(memory)) if memory else cluster
+
+
+def _cluster_from_options(
+    topology: str | None, bandwidth: str | None, latency: str | None, memory: str | None
+) -> Cluster:
+    from pdtool.cluster import make_cluster, parse_topology
+    from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
+
+    if topology is None:
+        raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
+    sizes = parse_topology(topology)
+    if bandwidth is None:
+        bandwidth = ",".join([_OUTER_BANDWIDTH, *[_INNER_BANDWIDTH] * (len(sizes) - 1)])
+        note(f"no --bandwidth given: assuming {bandwidth}")
+    latencies = [parse_seconds(text) for text in latency.split(",")] if latency else None
+    if latencies and len(latencies) != len(sizes):
+        raise UsageError(
+            f"{len(latencies)} latencies for the {len(sizes)} level(s) of topology {topology}",
+            "give one per level, the outermost first",
+        )
+    return make_cluster(
+        sizes,
+        [parse_bandwidth(text) for text in bandwidth.split(",")],
+        latencies=latencies,
+        memory_bytes=parse_bytes(memory) if memory else None,
+    )
+
+
+def _microbatches(schedule: str, given: int | None) -> int:
+    return given or (1 if schedule == "auto" or is_asynchronous(schedule) else 4)
+
+
+def _share(text: str) -> float:
+    """Read `3%` or `0.03`; raises UsageError."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"--simplest {text!r} is not a share below 100%", "write 3% or 0.03")
+    return value

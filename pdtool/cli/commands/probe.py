@@ -1,0 +1,65 @@
+"""`probe`: measure the network between the workers, -> cluster.yaml."""
+
+from __future__ import annotations
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.console.output import write_artifact
+from pdtool.cli.console.terminal import note, show, status
+
+
+@click.command(
+    epilog="\b\nExamples:\n  pdtool probe --topology 4 -o cluster.yaml\n"
+    "  pdtool probe --topology 2x4 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29511 -o cluster.yaml"
+)
+@options.topology(required=True)
+@options.output("File to write; - is stdout, the default.")
+@click.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the tensors are; auto is cuda where every worker has a CUDA device.",
+)
+@options.timeout("60s")
+@options.machines
+@options.as_json
+def probe(
+    topology: str,
+    output: str | None,
+    name: str | None,
+    device: str,
+    timeout: str,
+    nnodes: int,
+    node_rank: int,
+    rdzv_endpoint: str,
+    as_json: bool,
+) -> None:
+    """Measure the network between the workers of a launch.
+
+    Starts one process per worker of this machine; on several machines, start it on each. Per level: what a member's
+    link carries with all its workers sending and receiving at once, one pair alone, a small message, an all-reduce.
+    """
+    from pdtool.artifacts.envelope import title
+    from pdtool.cli.console.cluster_view import cluster_view
+    from pdtool.cluster import parse_topology
+    from pdtool.errors import UsageError
+    from pdtool.units import parse_seconds
+
+    sizes, timeout_s = parse_topology(topology), parse_seconds(timeout)
+    if timeout_s <= 0:
+        raise UsageError(f"--timeout {timeout} leaves no time to answer", "write 60s")
+    from pdtool.machines import Machines
+    from pdtool.profile.probe import ProbeRequest
+    from pdtool.profile.probe_launcher import probe
+
+    request = ProbeRequest(name=title(name or topology), sizes=sizes, device=device, timeout_s=timeout_s)
+    with status("starting the workers") as step:
+        cluster = probe(request, Machines(nnodes, node_rank, rdzv_endpoint), step)
+    if cluster is None:
+        note("measured; the first machine has the figures")
+        return
+    show(*cluster_view(cluster))
+    write_artifact(cluster, output or "-", as_json=as_json)

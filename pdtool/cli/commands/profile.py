@@ -1,0 +1,139 @@
+"""`profile`: measure or estimate a model's operators, model.py -> profiles/NAME.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.console.output import write_artifact
+from pdtool.cli.console.terminal import note, progress, show
+from pdtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from pdtool.artifacts.device import Precision
+    from pdtool.artifacts.profile import Profile
+
+
+@click.command(
+    epilog="\b\nExamples:\n  pdtool profile pdtool/zoo/digits.py --set width=64 --batch-size 64\n"
+    "  pdtool profile pdtool.zoo.llm --device a100-80gb --precision bf16 --batch-size 4"
+)
+@click.argument("model")
+@options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Setting for model(); may be repeated.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    metavar="N",
+    help="Samples in one minibatch, the size that will run.",
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="NAME",
+    help="On cpu or cuda, measure on this machine. For any other (v100, a100, ...; an unknown one lists them) or a "
+    "YAML file of your own, estimate without running the model.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="all cores",
+    help="CPU threads to measure with, as many as each worker will have.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
+    show_default="the model's own",
+    help="Estimate as if the model were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
+)
+@click.option(
+    "--calibrate",
+    metavar="PROFILE",
+    help="Estimate with factors fitted to a profile of any model that was measured on that device.",
+)
+@options.as_json
+def profile(
+    model: str,
+    output: str | None,
+    settings: tuple[str, ...],
+    batch_size: int,
+    device: str,
+    threads: int | None,
+    precision: Precision | None,
+    calibrate: str | None,
+    as_json: bool,
+) -> None:
+    """Measure what each operator of MODEL costs, or estimate it.
+
+    On this machine it is measured; for another device, which need not be here, it is estimated.
+
+    MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
+    """
+    from pdtool.cli.console.profile_view import profile_table
+
+    measures = device in ("cpu", "cuda")
+    if measures and (precision or calibrate):
+        raise UsageError(f"--device {device} measures; --precision and --calibrate are for estimates", "leave them out")
+    if threads and not measures:
+        raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
+    if measures:
+        result = _measured(model, settings, batch_size, device, threads)
+    else:
+        result = _estimated(model, settings, batch_size, device, precision, calibrate)
+    show(profile_table(result, largest=12))
+    _warn_about_coverage(result)
+    write_artifact(result, output or f"profiles/{options.file_name(result.name)}.json", as_json=as_json)
+
+
+def _measured(model: str, settings: tuple[str, ...], batch_size: int, device: str, threads: int | None) -> Profile:
+    from pdtool.frontend.modelfile import ModelFile, parse_ref
+    from pdtool.profile.measure import measure
+
+    file = ModelFile.load(parse_ref(model, settings), trusted=True)
+    with progress("measuring operators") as on_progress:
+        return measure(file, batch_size=batch_size, device=device, threads=threads, progress=on_progress)
+
+
+def _estimated(
+    model: str,
+    settings: tuple[str, ...],
+    batch_size: int,
+    device: str,
+    precision: Precision | None,
+    calibrate: str | None,
+) -> Profile:
+    from pdtool.artifacts.envelope import file_sha256
+    from pdtool.artifacts.profile import Profile
+    from pdtool.profile.devices import find_device
+
+    spec = find_device(device)
+    reference = Profile.load(calibrate) if calibrate else None
+    from pdtool.frontend.modelfile import ModelFile, parse_ref
+    from pdtool.profile.estimate import calibrate_device, estimate
+
+    file = ModelFile.load(parse_ref(model, settings), trusted=True)
+    with progress("estimating operators") as on_progress:
+        if calibrate and reference:
+            spec = calibrate_device(spec, reference, calibrate, tf32=precision == "tf32")
+            factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
+            note(f"measured over estimated in {calibrate}: {factors}")
+        result = estimate(file, batch_size=batch_size, device=spec, precision=precision, progress=on_progress)
+    note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
+    note(f"source: {spec.source}")
+    inputs = [path for path in (device, calibrate) if path and path != "-" and Path(path).is_file()]
+    return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in inputs}}})
+
+
+def _warn_about_coverage(result: Profile) -> None:
+    if result.device.kind == "measured" and not 0.9 <= result.coverage <= 1.1:
+        note(
+            f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
+            "is something else running on this machine?"
+        )

@@ -1,0 +1,231 @@
+"""`run`: train a plan's stages on their workers, plans/NAME.yaml -> runs/NAME/."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.commands.codegen import generated
+from pdtool.cli.commands.codegen import model as model_option
+from pdtool.cli.console.output import print_json
+from pdtool.cli.console.terminal import note, show, training_progress
+from pdtool.errors import StaleError, TargetMissedError, UsageError
+from pdtool.machines import Machines, is_first_worker, is_worker
+from pdtool.schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.report import Report
+    from pdtool.cli.inputs import Inputs
+    from pdtool.run.config import RunConfig
+
+_SAME_FOLDER = "the folder of -o"
+
+
+@click.command(
+    epilog="\b\nExamples:\n  pdtool run plans/digits-3.yaml --epochs 10 --target accuracy=0.98\n"
+    "  pdtool run plans/digits-3.yaml -o runs/digits --epochs 20 --resume"
+)
+@click.argument("plan", required=False)
+@options.output("Folder of the run.  [default: a new one, runs/PLAN]")
+@model_option
+@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Epochs in all.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="the whole training set",
+    help="Minibatches in an epoch, at most.",
+)
+@click.option(
+    "--target",
+    metavar="METRIC<=VALUE",
+    help="Stop when the validation reaches it, as 'nll<=4' or 'accuracy>=0.98' (also <, > and =, where = means at most "
+    "for loss and perplexity, else at least); exit with 6 when it does not.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Fixes everything drawn.")
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value=_SAME_FOLDER,
+    metavar="[RUN_DIR]",
+    help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  [default: -o]",
+)
+@click.option("--dry-run", is_flag=True, help="Print which worker does what on which host, and stop.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Device to train on; auto is cuda where there is one.",
+)
+@options.timeout("300s")
+@options.schedule(SCHEDULES, None)
+@options.microbatches("what the plan says")
+@options.weights
+@click.option(
+    "--correction",
+    metavar="NAME[=VALUE]",
+    show_default="none",
+    help="Of gradients that come late: lr-discount[=UPDATES], weight-prediction or nesterov[=G].",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="What stages compute in; bf16 is autocast, weights and messages stay fp32.",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(["auto", "gloo", "shared"]),
+    default="auto",
+    show_default=True,
+    help="How tensors go between workers; auto shares memory within a machine.",
+)
+@click.option(
+    "--wire-dtype",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="What fp32 tensors are on their way between workers.",
+)
+@click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
+@options.machines
+@options.as_json
+def run(
+    plan: str | None,
+    schedule: str | None,
+    microbatches: int | None,
+    weights: str | None,
+    update_every: int | None,
+    dry_run: bool,
+    as_json: bool,
+    model: str | None,
+    **settings: Any,
+) -> None:
+    """Train PLAN's stages, each on its workers."""
+    from pdtool.cli.inputs import Inputs, rescheduled
+
+    inputs = Inputs.load(options.candidate("plan", plan), model)
+    asked = rescheduled(
+        inputs.plan,
+        inputs.profile,
+        schedule=schedule,
+        microbatches=microbatches,
+        weights=weights,
+        update_every=update_every,
+    )
+    if settings["compiled"] and asked.schedule == "zb-h1":
+        note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
+    if dry_run:
+        _print_workers(asked, settings)
+        return
+    config = replace(_config(inputs, _bundle(inputs), settings), plan=asked)
+    report = _launched(config)
+    if is_first_worker(os.environ):
+        _print_report(config, report, as_json)
+    if report.target_reached is False:
+        raise TargetMissedError(
+            f"target {report.target} was not reached in {report.epochs} epoch(s)", "give more --epochs, with --resume"
+        )
+
+
+def _bundle(inputs: Inputs) -> Bundle:
+    """Return the plan's bundle; generate it when it is missing or was made from something else.
+
+    Raises:
+        StaleError: it is, and this process is one worker of several, started by torchrun or srun.
+    """
+    bundle = inputs.bundle(inputs.folder)
+    if bundle:
+        return bundle
+    if is_worker(os.environ):
+        raise StaleError(inputs.folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
+    note(f"{inputs.folder}/ is missing or was made from something else: generating it")
+    return generated(inputs, inputs.folder)
+
+
+def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConfig:
+    from pdtool.run.config import RunConfig, Target
+    from pdtool.run.weights.delay_compensation import DelayCompensation
+    from pdtool.units import parse_seconds
+
+    out, resume = _folders(inputs, settings["output"], settings["resume"], settings["nnodes"])
+    target = Target.parse(settings["target"]) if settings["target"] else None
+    correction = settings["correction"]
+    names = ("epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype")
+    return RunConfig(
+        plan=inputs.plan,
+        bundle=bundle,
+        bundle_dir=inputs.folder,
+        model=inputs.model,
+        trusted=inputs.trusted,
+        out=out,
+        resume=resume,
+        timeout_s=parse_seconds(settings["timeout"]),
+        target=target,
+        delay_compensation=DelayCompensation.parse(correction) if correction else None,
+        threads=inputs.profile.threads,
+        machines=Machines(settings["nnodes"], settings["node_rank"], settings["rdzv_endpoint"]),
+        **{name: settings[name] for name in names},
+    )
+
+
+def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:
+    """Return the run's folder and the one to resume from; with one of them given, the other is the same."""
+    from pdtool.run.checkpoint import complete_checkpoints
+
+    if resume == _SAME_FOLDER:
+        if output is None:
+            raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
+        resume = output
+    if output is None and (resume is None or not (Path(resume) / "checkpoints").is_dir()):
+        if nnodes > 1 or is_worker(os.environ):
+            raise UsageError("workers started one by one need one folder for the run", "name it with -o")
+        output = str(_new_folder(Path("runs") / inputs.folder.name))
+    out = Path(output or str(resume))
+    if complete_checkpoints(out) and (resume is None or Path(resume).resolve() != out.resolve()):
+        raise UsageError(f"{out} holds a run already", "go on with it by --resume, or name another folder with -o")
+    return out, Path(resume) if resume else None
+
+
+def _new_folder(path: Path) -> Path:
+    """Return `runs/digits-3`, or the first of `runs/digits-3.2`, `.3`, ... that does not exist."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
+
+
+def _launched(config: RunConfig) -> Report:
+    from pdtool.run.processes.launcher import launch
+
+    if is_first_worker(os.environ):
+        plan = config.plan
+        if config.target and config.target.interpretation:
+            note(config.target.interpretation)
+        note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
+    with training_progress(config.epochs) as on_metrics:
+        return launch(config, on_metrics)
+
+
+def _print_workers(plan: Any, settings: dict[str, Any]) -> None:
+    from pdtool.cli.console.plan_view import worker_table
+
+    show(worker_table(plan, settings["nnodes"]), err=False)
+
+
+def _print_report(config: RunConfig, report: Report, as_json: bool) -> None:
+    from pdtool.cli.console.report_view import report_view
+
+    if as_json:
+        print_json(report)
+    show(*report_view(report))
+    note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")

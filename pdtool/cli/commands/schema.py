@@ -1,0 +1,19 @@
+"""`schema`: the JSON Schema of an artifact, for editors and validators."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+KINDS = ("profile", "device", "cluster", "plan", "bundle", "report")
+
+
+@click.command(epilog="\b\nExamples:\n  pdtool schema plan\n  pdtool schema profile > profile.schema.json")
+@click.argument("kind", type=click.Choice(KINDS))
+def schema(kind: str) -> None:
+    """Print the JSON Schema of an artifact."""
+    from pdtool.artifacts.kinds import artifact_class
+
+    content = {"$schema": "https://json-schema.org/draft/2020-12/schema", **artifact_class(kind).model_json_schema()}
+    click.echo(json.dumps(content, indent=2))

@@ -1,0 +1,85 @@
+"""`show`: any artifact, as tables or as a graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.console import terminal
+from pdtool.cli.console.output import print_json
+from pdtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from pdtool.artifacts.envelope import Artifact
+    from pdtool.cli.console.table import Lines
+
+
+@click.command(
+    epilog="\b\nExamples:\n  pdtool show runs/digits-3 --json\n  pdtool show plans/digits-3.yaml --graph -o graph.svg"
+)
+@click.argument("file")
+@click.option("--graph", is_flag=True, help="Draw a plan's operators and stages for Graphviz instead.")
+@options.output("With --graph, DOT to write; FILE.svg is drawn by Graphviz.")
+@options.as_json
+def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
+    """Print FILE, any artifact or the folder of one, for people."""
+    from pdtool.artifacts.kinds import load_any
+
+    if output and not graph:
+        raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")
+    artifact = load_any(file)
+    if graph:
+        _draw_graph(artifact, file, output)
+    elif as_json:
+        print_json(artifact)
+    else:
+        terminal.show(*_view(artifact), err=False)
+
+
+def _view(artifact: Artifact) -> Lines:
+    from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.cluster_file import ClusterFile
+    from pdtool.artifacts.device import Devices
+    from pdtool.artifacts.plan import Plan
+    from pdtool.artifacts.profile import Profile
+    from pdtool.artifacts.report import Report
+    from pdtool.cli.console.bundle_view import bundle_view
+    from pdtool.cli.console.cluster_view import cluster_view
+    from pdtool.cli.console.plan_view import plan_view, timeline
+    from pdtool.cli.console.profile_view import devices_view, profile_table
+    from pdtool.cli.console.report_view import report_view
+
+    match artifact:
+        case Profile():
+            return [profile_table(artifact)]
+        case Devices():
+            return devices_view(artifact)
+        case ClusterFile():
+            return cluster_view(artifact)
+        case Plan():
+            return [*plan_view(artifact), "", timeline(artifact)]
+        case Bundle():
+            return bundle_view(artifact)
+        case Report():
+            return report_view(artifact)
+        case _:
+            raise AssertionError(artifact.KIND)
+
+
+def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
+    """Draw the graph of a plan to `output` or stdout; raises UsageError for what is no plan."""
+    from pdtool.artifacts.plan import Plan
+    from pdtool.cli.console.graphviz import dot, write_graph
+    from pdtool.cli.inputs import profile_of
+
+    if not isinstance(artifact, Plan):
+        raise UsageError(f"{file} is a {artifact.KIND}, and --graph draws plans", "name a plan")
+    profile = profile_of(artifact, file)
+    if output is None or output == "-":
+        click.echo(dot(artifact, profile), nl=False)
+        return
+    write_graph(artifact, profile, Path(output))
+    terminal.note(f"wrote {output}")

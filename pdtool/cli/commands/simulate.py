@@ -1,0 +1,125 @@
+"""`simulate`: execute a plan on a simulated clock, and compare it with other plans."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+
+from pdtool.cli import options
+from pdtool.cli.console.terminal import show, status
+from pdtool.errors import UsageError
+from pdtool.schedule import SCHEDULES
+
+_SWEEP_POINTS = 13
+
+
+@click.command(
+    epilog="\b\nExamples:\n  pdtool simulate --trace trace.json\n"
+    "  pdtool simulate plans/vgg16-4x4.yaml --sweep bandwidth=0.1..25Gbit/s --svg gain.svg"
+)
+@click.argument("plan", required=False)
+@click.option(
+    "--minibatches",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="enough to fill, run steadily and drain",
+    help="Length of the simulation.",
+)
+@click.option(
+    "--schedule",
+    type=click.Choice(SCHEDULES),
+    show_default="what the plan says",
+    help="Another order of work; interleaved and zb-h1 are for plans with as many replicas of each stage.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write what happened when, for Perfetto or chrome://tracing; - is stdout.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the timeline, or with --sweep the gain against bandwidth; - is stdout.",
+)
+@click.option(
+    "--sweep",
+    metavar="bandwidth=LOW..HIGH",
+    help="Give the outermost level other bandwidths, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON on stdout.")
+def simulate(
+    plan: str | None,
+    minibatches: int | None,
+    schedule: str | None,
+    trace: Path | None,
+    svg: Path | None,
+    sweep: str | None,
+    as_json: bool,
+) -> None:
+    """Execute PLAN on a clock, beside data parallelism and others."""
+    from pdtool.artifacts.chrome_trace import chrome_trace
+    from pdtool.cli.console import simulation_view as views
+    from pdtool.cli.console import svg as pictures
+    from pdtool.cli.console.output import write_text
+    from pdtool.cli.inputs import planned
+    from pdtool.partition.comparison import compare
+    from pdtool.partition.comparison import sweep as over_bandwidths
+    from pdtool.partition.placement import Placement
+    from pdtool.partition.simulated_schedules import under_schedule
+    from pdtool.partition.simulator.engine import simulate as execute
+    from pdtool.partition.simulator.job import SimulationJob
+
+    rates = _rates(sweep) if sweep else []
+    piped = _is_piped(trace, svg, as_json)
+    chosen, profile = planned(options.candidate("plan", plan))
+    name, cluster = schedule or chosen.schedule, chosen.cluster.cluster()
+    as_planned = Placement.of(chosen, profile)
+    is_planned = name == chosen.schedule
+    placement = as_planned if is_planned else under_schedule(as_planned, profile, name, chunks=2)
+    with status("simulating"):
+        result = execute(SimulationJob.of(placement, profile, cluster, minibatches))
+        steady = execute(SimulationJob.of(placement, profile, cluster)) if minibatches else result
+        compared = compare(profile, cluster, placement, steady)
+        points = over_bandwidths(profile, cluster, as_planned, rates) if rates else []
+    if as_json:
+        click.echo(json.dumps(views.as_data(chosen, name, result, compared, points), indent=1))
+    else:
+        show(*views.simulation_view(chosen, name, result), "", *views.comparison_view(compared), err=piped)
+        show(*(["", *views.sweep_view(points)] if points else []), err=piped)
+    if trace:
+        write_text(json.dumps(chrome_trace(result.named_events)), trace, "; open it in https://ui.perfetto.dev")
+    if svg:
+        title = f"{chosen.name} ({chosen.config}, {name})"
+        if points:
+            picture = pictures.gain_svg(points, f"gain of {title} over data parallelism")
+        else:
+            picture = pictures.timeline_svg(result, title)
+        write_text(picture, svg)
+
+
+def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
+    """Tell whether a file goes to stdout, and thus the tables to stderr; raises UsageError when two files would."""
+    files = [f"{option} -" for option, path in (("--trace", trace), ("--svg", svg)) if path == Path("-")]
+    outputs = files + ["--json"] * as_json
+    if len(outputs) > 1:
+        raise UsageError(f"{' and '.join(outputs)} would all go to stdout", "name files for all but one")
+    return bool(files)
+
+
+def _rates(text: str) -> list[float]:
+    """Read `bandwidth=0.1..25Gbit/s` as bandwidths in bytes per second; raises UsageError."""
+    from pdtool.partition.comparison import bandwidth_grid
+    from pdtool.units import parse_bandwidth
+
+    match = re.fullmatch(r"bandwidth=([0-9.]+?)([A-Za-z/]*)\.\.([0-9.]+)([A-Za-z/]+)", text)
+    if not match:
+        raise UsageError(f"--sweep {text!r} is not a range of bandwidths", "write bandwidth=0.1..25Gbit/s")
+    low, high = parse_bandwidth(match[1] + (match[2] or match[4])), parse_bandwidth(match[3] + match[4])
+    if low >= high:
+        raise UsageError(f"--sweep {text!r} goes from {low:.4g} down to {high:.4g} bytes/s", "give the lower one first")
+    return bandwidth_grid(low, high, _SWEEP_POINTS)

@@ -1,0 +1,75 @@
+"""The partitioned operator graph in DOT, the language of Graphviz."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdtool.artifacts.envelope import write_atomically
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.errors import PdtoolError
+from pdtool.units import format_bytes, format_seconds
+
+
+def write_graph(plan: Plan, profile: Profile, path: Path) -> None:
+    """Write the graph as DOT, or as SVG where the name ends so and Graphviz is installed.
+
+    Raises:
+        PdtoolError: Graphviz is missing, or fails.
+    """
+    text = dot(plan, profile)
+    if path.suffix != ".svg":
+        write_atomically(path, text)
+        return
+    program = shutil.which("dot")
+    if not program:
+        raise PdtoolError(
+            f"{path} needs Graphviz, whose `dot` is not on PATH",
+            f"install graphviz, or write {path.with_suffix('.dot')}",
+        )
+    drawn = subprocess.run([program, "-Tsvg"], input=text, capture_output=True, text=True, check=False)
+    if drawn.returncode:
+        raise PdtoolError(
+            f"{program} failed: {drawn.stderr.strip() or drawn.returncode}", f"write {path.with_suffix('.dot')}"
+        )
+    write_atomically(path, drawn.stdout)
+
+
+def dot(plan: Plan, profile: Profile) -> str:
+    """Draw a box per stage around its operators; an edge between stages is labelled `activation + gradient bytes`."""
+    return "\n".join(_lines(plan, profile)) + "\n"
+
+
+def _lines(plan: Plan, profile: Profile) -> Iterator[str]:
+    yield f"digraph {_quoted(plan.name)} {{"
+    yield '  node [shape=box, style="rounded,filled", fillcolor=white, fontname=sans, fontsize=10];'
+    yield "  edge [fontname=sans, fontsize=9, color=gray40];"
+    stages = plan.stage_nodes(profile)
+    for s, (stage, nodes) in enumerate(zip(plan.stages, stages, strict=True)):
+        replicas = f"{stage.replicas} replicas" if stage.replicas > 1 else "1 replica"
+        yield f"  subgraph cluster_{s} {{"
+        yield f"    label={_quoted(f'stage {s}, {replicas}')}; style=filled; fillcolor=gray93; fontname=sans;"
+        for name in nodes:
+            node = profile.by_name[name]
+            time = format_seconds(node.forward_s + node.backward_s)
+            yield f"    {_quoted(name)} [label={_quoted(f'{name}{chr(10)}{node.op}, {time}')}];"
+        yield "  }"
+    stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
+    for name, consumers in profile.graph.consumers.items():
+        node = profile.by_name[name]
+        for consumer in consumers:
+            attributes = ""
+            if stage_of[name] != stage_of[consumer]:
+                label = f"{format_bytes(node.output_bytes)} + {format_bytes(node.gradient_bytes)}"
+                attributes = f" [label={_quoted(label)}, color=firebrick, penwidth=2]"
+            yield f"  {_quoted(name)} -> {_quoted(consumer)}{attributes};"
+    yield "}"
+
+
+def _quoted(text: str) -> str:
+    """Quote a text as a string of DOT, so that what stands in an artifact never becomes syntax."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

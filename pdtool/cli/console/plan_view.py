@@ -1,0 +1,108 @@
+"""Plans: stages and predictions as a table, the schedule as a timeline, and which worker does what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from pdtool import schedule
+from pdtool.artifacts.plan import Plan, Predicted
+from pdtool.cli.console.table import Lines, abbreviated, table
+from pdtool.errors import UsageError
+from pdtool.units import format_bytes, format_rate, format_seconds
+
+_MAX_DRAWN_WORKERS = 32
+
+
+def plan_view(plan: Plan) -> Lines:
+    """Show the stages as a table, what bounds the plan, and the plans that it was compared with."""
+    predicted = None if plan.edited else plan.predicted
+    yield _stage_table(plan, predicted)
+    if plan.edited:
+        yield "edited by hand since its predictions were computed; run and codegen compute them again"
+    if predicted:
+        yield from _speed(plan.batch_size, predicted)
+    if plan.why:
+        yield f"bottleneck: {plan.why.bottleneck}"
+        if plan.why.lower_bound_s is not None:
+            yield (
+                f"certificate: none takes less than {format_seconds(plan.why.lower_bound_s)}, this one is within "
+                f"{plan.why.gap or 0:.1%} of that ({plan.why.proof})"
+            )
+        for rival in plan.why.rivals:
+            yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch ({rival.why})"
+
+
+def _stage_table(plan: Plan, predicted: Predicted | None) -> Table:
+    rows = []
+    for s, stage in enumerate(plan.stages):
+        figures = _stage_figures(predicted, s) if predicted else ["?"] * 4
+        in_flight = f"{stage.in_flight}, recomputed" if stage.recompute else stage.in_flight
+        rows.append([s, abbreviated(stage.nodes), _ranges(stage.workers), in_flight, *figures])
+    levels = ", ".join(f"{v.size} at {format_rate(v.bandwidth_bytes_per_s)}" for v in plan.cluster.levels)
+    title = f"{plan.name}: {plan.config} on {levels}, schedule {plan.schedule}"
+    columns = ("stage", "holds", "workers", "in flight", "compute", "all-reduce", "to next", "memory")
+    return table(columns, rows, names=3, title=title)
+
+
+def _stage_figures(predicted: Predicted, s: int) -> list[str]:
+    to_next = format_seconds(predicted.transfer_s[s]) if s < len(predicted.transfer_s) else ""
+    compute, allreduce = map(format_seconds, (predicted.compute_s[s], predicted.allreduce_s[s]))
+    return [compute, allreduce, to_next, format_bytes(predicted.memory_bytes[s])]
+
+
+def _speed(batch_size: int, predicted: Predicted) -> Lines:
+    """Tell the time per minibatch by the formulas and by simulation; throughput and gain stand beside their source."""
+    throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
+    gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism"
+    simulated_s, both = predicted.simulated_s, predicted.data_parallel_s is not None
+    by_formulas = f"{throughput if simulated_s is None else ''}{'' if both else gain}"
+    yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {batch_size}{by_formulas}"
+    if simulated_s is not None:
+        yield f"simulated: {format_seconds(simulated_s)} per minibatch{throughput}{gain if both else ''}"
+
+
+def timeline(plan: Plan) -> str:
+    """Draw the plan's schedule in slots: forwards take one, backwards two."""
+    shape = plan.shape()
+    if sum(shape.replicas) > _MAX_DRAWN_WORKERS:
+        return f"(the timeline of more than {_MAX_DRAWN_WORKERS} workers is not drawn)"
+    minibatches = 2 * max(max(shape.update_every), sum(shape.replicas)) + 8
+    return schedule.draw(schedule.build(plan.schedule, shape, minibatches))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write contiguous numbers as `0-14`, others as `0,2,3`."""
+    contiguous = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+    return f"{numbers[0]}-{numbers[-1]}" if contiguous else ",".join(map(str, numbers))
+
+
+def worker_table(plan: Plan, nnodes: int) -> Table:
+    """List which worker does what, on which host.
+
+    Raises:
+        UsageError: the machines cannot have equal shares of the workers.
+    """
+    cluster = plan.cluster.cluster()
+    if cluster.workers % nnodes:
+        raise UsageError(
+            f"{nnodes} machines cannot share the {cluster.workers} workers of {cluster.topology} evenly",
+            "give --nnodes that divides them",
+        )
+    per_machine = cluster.workers // nnodes
+    used = sorted((w, s, k) for s, stage in enumerate(plan.stages) for k, w in enumerate(stage.workers))
+    ranks = {worker: rank for rank, worker in enumerate(dict.fromkeys(worker for worker, _, _ in used))}
+    rows = [
+        (
+            ranks[worker],
+            f"machine {worker // per_machine}" if nnodes > 1 else "this machine",
+            f"stage {s}, replica {k}",
+            f"minibatches {k}, {k + r}, {k + 2 * r}, ...",
+            abbreviated(plan.stages[s].nodes),
+            worker,
+        )
+        for worker, s, k in used
+        for r in (plan.stages[s].replicas,)
+    ]
+    return table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5)

@@ -1,0 +1,70 @@
+"""Reports of runs: where each stage's time went, and predicted beside measured."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from pdtool.artifacts.plan import Predicted
+from pdtool.artifacts.report import Report
+from pdtool.cli.console.table import Lines, table
+from pdtool.units import format_bytes, format_seconds
+
+
+def report_view(report: Report) -> Lines:
+    """Show where each stage's time went, and predicted beside measured."""
+    yield _time_table(report)
+    yield (
+        "waits: for messages of other stages, on their way or not made yet; averaging: waits for gradients of other "
+        "workers; rest: between actions"
+    )
+    yield _prediction_table(report)
+    measured = report.measured
+    if report.predicted:
+        yield f"per minibatch: {_compared(report.predicted, measured.bottleneck_s)}"
+    else:
+        yield f"per minibatch: measured {format_seconds(measured.bottleneck_s)}"
+    yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
+    yield "validation: " + ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
+    if report.target:
+        yield f"target {report.target}: {'reached' if report.target_reached else 'not reached'}"
+
+
+def _time_table(report: Report) -> Table:
+    """List each stage's shares of the whole time, and its times per minibatch."""
+    rows = []
+    for s, stage in enumerate(report.stages):
+        parts = (stage.busy_s, stage.wait_s, stage.allreduce_s, stage.rest_s)
+        shares = (f"{part / (stage.time_s or 1.0):.0%}" for part in parts)
+        times = map(format_seconds, (stage.forward_s, stage.backward_s, stage.update_s, stage.send_s))
+        rows.append([s, stage.replicas, *shares, *times])
+    columns = ("stage", "replicas", "busy", "waits", "averaging", "rest", "forward", "backward", "update", "sending")
+    title = (
+        f"{report.plan}: {report.config}, schedule {report.schedule}, {report.epochs} epoch(s) of {report.minibatches} "
+        f"minibatches of {report.batch_size}\nwhere the time went, and how long a minibatch took:"
+    )
+    return table(columns, rows, title=title)
+
+
+def _prediction_table(report: Report) -> Table:
+    """List what each stage was predicted to need and what it needed; a worker's chunks (interleaved) share a row."""
+    predicted, depth = report.predicted, len(report.stages)
+    rows = []
+    for s, stage in enumerate(report.stages):
+        compute, memory = "?", "?"
+        if predicted:
+            compute = format_seconds(sum(predicted.compute_s[s::depth]))
+            memory = format_bytes(sum(predicted.memory_bytes[s::depth]))
+        peak = "?" if stage.peak_memory_bytes is None else format_bytes(stage.peak_memory_bytes)
+        busy, sent = format_seconds(stage.busy_s), format_bytes(stage.sent_bytes)
+        rows.append([s, compute, busy, memory, peak, stage.peak_versions, stage.peak_stashed, sent])
+    columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
+    return table(columns, rows, title="per minibatch, and at most:")
+
+
+def _compared(predicted: Predicted, measured_s: float) -> str:
+    """Compare measured seconds with those of the simulation, or of the formulas if the plan was not simulated."""
+    source, predicted_s = "simulated", predicted.simulated_s
+    if predicted_s is None:
+        source, predicted_s = "predicted", predicted.bottleneck_s
+    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s else ""
+    return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"

@@ -1,0 +1,152 @@
+"""Simulations as tables and lines for people and as JSON for scripts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pdtool.artifacts.plan import Plan
+from pdtool.cli.console.table import Lines, table
+from pdtool.partition.comparison import THIS_PLAN, ComparedPlan, Comparison, SweepPoint, crossings
+from pdtool.partition.simulator.result import SimulationResult
+from pdtool.units import format_bits_rate, format_bytes, format_seconds
+
+_MAX_LISTED_WORKERS = 64
+_BAR_CHARACTERS = 40  # the widest bar of a plot
+
+
+def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Lines:
+    """Show how each worker spent its time, and the time per minibatch beside the predicted one."""
+    rows = [
+        (
+            usage.worker,
+            usage.stage,
+            *(
+                f"{part / (result.makespan_s or 1.0):.0%}"
+                for part in (usage.busy_s, usage.communication_s, usage.idle_s)
+            ),
+            usage.peak_stashed,
+            usage.versions,
+            format_bytes(usage.memory_bytes),
+            format_bytes(usage.sent_bytes),
+        )
+        for usage in result.workers[:_MAX_LISTED_WORKERS]
+    ]
+    columns = ("worker", "stage", "busy", "communicating", "idle", "stashed", "versions", "memory", "sent")
+    title = f"{plan.name}: {plan.config}, schedule {schedule}, {result.minibatches} minibatches of {result.batch_size}"
+    yield table(columns, rows, names=0, title=title)
+    if len(result.workers) > _MAX_LISTED_WORKERS:
+        yield f"({len(result.workers) - _MAX_LISTED_WORKERS} more workers; --json has them all)"
+    time_s = result.time_per_minibatch_s
+    time = f"{format_seconds(time_s)} per minibatch ({result.throughput_samples_per_s:.4g} samples/s)"
+    if result.steady:
+        yield f"steady state: {time}{_compared_with_prediction(predicted_s(plan, schedule), time_s)}"
+    else:
+        yield f"no steady state: too few minibatches; {time}, filling and draining the pipeline included"
+    total, fill, drain = map(format_seconds, (result.makespan_s, result.fill_s, result.drain_s))
+    yield f"all minibatches: {total}; the last worker began after {fill} (fill), the first ended {drain} early (drain)"
+
+
+def predicted_s(plan: Plan, schedule: str) -> float | None:
+    """Return the seconds per minibatch that the plan predicts, if it predicts them for `schedule`."""
+    return plan.predicted.bottleneck_s if plan.predicted and schedule == plan.schedule else None
+
+
+def _compared_with_prediction(predicted: float | None, simulated: float) -> str:
+    if not predicted:
+        return ""
+    return f"; predicted {format_seconds(predicted)}, simulated {simulated / predicted - 1:+.1%}"
+
+
+def comparison_view(comparison: Comparison) -> Lines:
+    """Compare the plan with the usual baselines in steady state, whatever number of minibatches was asked for."""
+    plan_row = next(row for row in comparison.plans if row.label == THIS_PLAN)
+    yield table(
+        ("in steady state", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
+        [
+            (
+                row.label,
+                _shortened(row.config),
+                f"{row.throughput_samples_per_s:.4g}",
+                _gain(plan_row, row),
+                format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit"),
+                format_bytes(row.sent_bytes),
+            )
+            for row in comparison.plans
+        ],
+        names=2,
+    )
+
+    for label in comparison.left_out:
+        yield f"{label}: too large to simulate here"
+
+
+def _gain(own: ComparedPlan, other: ComparedPlan) -> str:
+    """Return by how much the plan is faster than another."""
+    if other is own or not own.time_per_minibatch_s:
+        return ""
+    return f"{other.time_per_minibatch_s / own.time_per_minibatch_s:.3g} ×"
+
+
+def _shortened(config: str) -> str:
+    return config if len(config) <= 20 else f"{config[:8]}…{config[-8:]}"
+
+
+def sweep_view(points: Sequence[SweepPoint]) -> Lines:
+    """Show the gain over data parallelism at each bandwidth, as figures and as bars; `|` is where they are equal."""
+    max_gain = max(1.0, *(point.gain for point in points))
+    rows = [
+        (
+            format_bits_rate(p.bandwidth_bytes_per_s),
+            *map(format_seconds, (p.time_per_minibatch_s, p.data_parallel_s)),
+            f"{p.gain:.3g} ×",
+            _bar(p.gain / max_gain, 1 / max_gain),
+        )
+        for p in points
+    ]
+    yield table(("bandwidth", "this plan", "data parallelism", "gain", ""), rows, names=0)
+    equal = crossings(points)
+    if equal:
+        yield f"as fast as data parallelism at {', '.join(map(format_bits_rate, equal))} (interpolated)"
+    else:
+        yield f"{'' if points[0].gain > 1 else 'never '}faster than data parallelism at these bandwidths"
+
+
+def _bar(share: float, mark: float) -> str:
+    cells = ("█" * round(share * _BAR_CHARACTERS)).ljust(_BAR_CHARACTERS, "·")
+    position = min(_BAR_CHARACTERS - 1, math.floor(mark * _BAR_CHARACTERS))
+    return cells[:position] + "|" + cells[position + 1 :]
+
+
+def as_data(
+    plan: Plan, schedule: str, result: SimulationResult, comparison: Comparison, points: Sequence[SweepPoint]
+) -> dict[str, Any]:
+    """Return all figures, without the events, as `--json` prints them."""
+    data: dict[str, Any] = {
+        "plan": plan.name,
+        "config": plan.config,
+        "schedule": schedule,
+        "batch_size": result.batch_size,
+        "minibatches": result.minibatches,
+        "steady_minibatches": result.steady,
+        "predicted_bottleneck_s": predicted_s(plan, schedule),
+        "bottleneck_s": result.time_per_minibatch_s,
+        "throughput_samples_per_s": result.throughput_samples_per_s,
+        "makespan_s": result.makespan_s,
+        "fill_s": result.fill_s,
+        "drain_s": result.drain_s,
+        "sent_bytes": result.sent_bytes,
+        "workers": [asdict(usage) for usage in result.workers],
+        "compared": [_with_pace(asdict(compared)) for compared in comparison.plans],
+    }
+    if points:
+        data["sweep"] = [{**_with_pace(asdict(point)), "gain": point.gain} for point in points]
+        data["crossings_bytes_per_s"] = crossings(points)
+    return data
+
+
+def _with_pace(figures: dict[str, Any]) -> dict[str, Any]:
+    """Name the seconds per minibatch `pace_s`, as scripts know it."""
+    return {"pace_s" if name == "time_per_minibatch_s" else name: value for name, value in figures.items()}

@@ -1,0 +1,93 @@
+"""Notes and progress on stderr, tables on stdout or stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+OnProgress = Callable[[int, int], None]  # called with (done, total)
+OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
+_FILE_COLUMNS = 160  # width of a table that goes to a file: names are not broken
+
+
+def note(text: str) -> None:
+    """Print a line on stderr."""
+    click.echo(text, err=True)
+
+
+def console(*, err: bool) -> Console:
+    """Return a rich console on stderr or stdout; wide and without colours when that is no terminal."""
+    from rich.console import Console
+
+    stream = sys.stderr if err else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else _FILE_COLUMNS, highlight=False)
+
+
+def show(*parts: RenderableType, err: bool = True) -> None:
+    """Print tables and lines of text; into a file without the spaces that fill a terminal's lines."""
+    target = console(err=err)
+    with target.capture() as capture:
+        for part in parts:
+            target.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else target.print(part)
+    text = capture.get()
+    if not target.is_terminal:
+        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    click.echo(text, err=err, nl=False)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[OnProgress]:
+    """Show a progress bar while a part works; show nothing when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console(err=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def status(label: str) -> Iterator[Callable[[str], None]]:
+    """Show the step that a part is at on one line; show nothing when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    with console(err=True).status(label) as line:
+        yield line.update
+
+
+@contextmanager
+def training_progress(epochs: int) -> Iterator[OnEvent]:
+    """Show a line for each epoch; on a terminal also a bar of the updates."""
+    if not sys.stderr.isatty():
+        yield lambda event: note(_validation_line(event)) if event["split"] == "valid" else None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console(err=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event["split"] == "valid":
+                bar.console.print(_validation_line(event), markup=False)
+                bar.update(task, total=event["step"] / event["epoch"] * epochs)
+            else:
+                label = f"epoch {event['epoch']}/{epochs}  loss {event['loss']:.4f}"
+                bar.update(task, description=label, completed=event["step"])
+
+        yield on_event
+
+
+def _validation_line(event: dict[str, Any]) -> str:
+    """Write a validation line of metrics.jsonl as `epoch 3: loss 0.1234, accuracy 0.9810`."""
+    figures = [f"{k} {v:.4f}" for k, v in event.items() if k not in ("split", "epoch", "step")]
+    return f"epoch {event['epoch']}: {', '.join(figures)}"

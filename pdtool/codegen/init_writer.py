@@ -1,0 +1,91 @@
+"""Write the `__init__` of a stage: its leaf modules under their original paths, and the state used outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from pdtool.codegen.module_tree import ModuleTree, access, constructor_call
+from pdtool.codegen.wiring import Wiring
+from pdtool.frontend.operators import Operator
+
+
+@dataclass(frozen=True)
+class InitWriter:
+    """Writes the constructor of one stage.
+
+    Attributes:
+        wiring: the whole model, cut into stages.
+        stage: index of the stage.
+    """
+
+    wiring: Wiring
+    stage: int
+
+    def lines(self) -> Iterator[str]:
+        """Yield the method's lines, indented as in the class, and an empty line."""
+        yield "    def __init__(self):"
+        yield "        super().__init__()"
+        for statement in self._statements():
+            yield f"        {statement}"
+        yield ""
+
+    def _statements(self) -> Iterator[str]:
+        tree = ModuleTree()
+        for path in self._leaf_paths:
+            tree.insert(path, constructor_call(self._module(path)))
+        for name in self._direct_state:
+            tree.insert(name.rpartition(".")[0])
+        yield from tree.statements()
+        for name in self._direct_state:
+            yield self._declaration(name)
+        yield from self._ties()
+        yield from self._frozen()
+
+    @cached_property
+    def _operators(self) -> list[Operator]:
+        return self.wiring.operators(self.stage)
+
+    @cached_property
+    def _leaf_paths(self) -> list[str]:
+        return list(dict.fromkeys(op.module for op in self._operators if op.target is None))
+
+    @cached_property
+    def _direct_state(self) -> list[str]:
+        """Parameters and buffers that operators use directly, outside leaf modules."""
+        names = (name for op in self._operators if op.target for name in (*op.parameters, *op.buffers))
+        leaves = tuple(f"{path}." for path in self._leaf_paths)
+        return list(dict.fromkeys(name for name in names if not name.startswith(leaves)))
+
+    def _module(self, path: str) -> nn.Module:
+        return self.wiring.traced.model.get_submodule(path)
+
+    def _declaration(self, name: str) -> str:
+        """Return the statement that makes a parameter or buffer, filled with zeros."""
+        path, _, attribute = name.rpartition(".")
+        owner = self._module(path)
+        tensor = getattr(owner, attribute)
+        sizes = ", ".join(map(str, tensor.shape)) or "()"
+        dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
+        zeros = f"torch.zeros({sizes}{dtype})"
+        if isinstance(tensor, nn.Parameter):
+            return f"{access(name)} = nn.Parameter({zeros})"
+        persistent = ", persistent=False" if attribute in owner._non_persistent_buffers_set else ""
+        return f'{access(path)}.register_buffer("{attribute}", {zeros}{persistent})'
+
+    def _ties(self) -> Iterator[str]:
+        """Yield an assignment for each parameter that is the same as one before it in this stage."""
+        first: dict[str, str] = {}
+        for name in self.wiring.parameters(self.stage):
+            original = first.setdefault(self.wiring.traced.tied[name], name)
+            if original != name:
+                yield f"{access(name)} = {access(original)}  # tied"
+
+    def _frozen(self) -> Iterator[str]:
+        for name in self.wiring.parameters(self.stage):
+            if not self.wiring.traced.model.get_parameter(name).requires_grad:
+                yield f"{access(name)}.requires_grad_(False)"

@@ -1,0 +1,390 @@
+"""Read an exported program into operators: ATen operators and leaf calls, without what is only bookkeeping."""
+
+from __future__ import annotations
+
+import operator as python_operator
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from pdtool.errors import TraceError
+from pdtool.frontend.graph_passes import drop_dead_operators, first_names, mark_constants, operators_sharing_state
+from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Value
+
+_TORCH = str(Path(torch.__file__).parent)
+_MAX_LITERAL_ELEMENTS = 64  # of a constant tensor, to stand in a stage file as a literal
+_NAME = re.compile(r"[A-Za-z0-9_.]*")
+_ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
+
+
+@dataclass
+class LeafCall:
+    """One call of a leaf module, recorded while torch.export runs.
+
+    Attributes:
+        path: of the module.
+        forward: the module's own, which is replaced meanwhile.
+        arguments: positional and keyword arguments as a flat list; `spec` is their pytree.
+        result: what the module returned: a pytree of indices into its tensors, None elsewhere.
+    """
+
+    path: str
+    forward: Callable[..., Any]
+    arguments: list[Any]
+    spec: pytree.TreeSpec
+    result: Any = None
+
+
+class GraphReader:
+    """Reads one exported program; `read` walks its nodes once, in order.
+
+    Attributes:
+        values: what each node stands for: a Value, a State, a constant, a size, or a list of these.
+        operators: those read so far.
+        names: of operators and modules, which no other operator may have.
+        call_counts: leaf module -> calls of it read so far.
+        changed_buffers: names of the buffers that an operator writes.
+    """
+
+    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, calls: list[LeafCall]) -> None:
+        self.model = model
+        self.program = program
+        self.calls = calls
+        self.modules = dict(model.named_modules())
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.batch = _batch_symbol(program)
+        self.values: dict[fx.Node, Any] = {}
+        self.operators: list[Operator] = []
+        self.names: set[str] = set(self.modules) | {"loss", "target"}
+        self.call_counts: Counter[str] = Counter()
+        self.changed_buffers: set[str] = set()
+
+    def read(self) -> Traced:
+        """Read all operators, model inputs first; raises TraceError."""
+        self._check_names()
+        for node, spec in zip(self._placeholders(), self.program.graph_signature.input_specs, strict=True):
+            self.values[node] = self._input(node, spec)
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self._call(node)
+        output = self._output()
+        operators = drop_dead_operators(self.operators, output, self.changed_buffers)
+        return Traced(
+            model=self.model,
+            operators=tuple(mark_constants(operators, self.changed_buffers)),
+            output=output,
+            together=operators_sharing_state(self.operators, self.changed_buffers),
+            tied=first_names(self.parameters),
+        )
+
+    def _check_names(self) -> None:
+        for name in (*self.modules, *self.parameters, *self.buffers):
+            if not _NAME.fullmatch(name):
+                raise TraceError(
+                    f"the model has a part named {name!r}", "name modules with letters, digits and underscores only"
+                )
+            if name in ("loss", "target"):
+                raise TraceError(f"the model has a part named {name!r}, as pdtool calls a node of its own", "rename it")
+
+    def _placeholders(self) -> list[fx.Node]:
+        return [node for node in self.program.graph.nodes if node.op == "placeholder"]
+
+    def _input(self, node: fx.Node, spec: Any) -> Any:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            return State(spec.target)
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            return self._constant(self.program.constants[spec.target], node)
+        if spec.kind is not InputKind.USER_INPUT or not isinstance(node.meta.get("val"), Tensor):
+            raise TraceError(f"input {node.name!r} of the model is no tensor", "pass tensors only to forward")
+        name = self._unique(node.name)
+        value = self._value(node.meta["val"], name, 0, differentiable=False)
+        self.operators.append(Operator(name=name, op="input", module="", outputs=(value,)))
+        return value
+
+    def _constant(self, tensor: Tensor, node: fx.Node) -> Tensor:
+        if tensor.numel() > _MAX_LITERAL_ELEMENTS:
+            raise TraceError(
+                f"the model holds a tensor of {tensor.numel()} elements that is neither parameter nor buffer",
+                "use register_buffer for it",
+                location=_location(next(iter(node.users), node)),
+            )
+        return tensor.detach().clone()
+
+    def _call(self, node: fx.Node) -> None:
+        """Read one node: a leaf call, an ATen operator, or bookkeeping, which adds no operator."""
+        target: Any = node.target
+        value = node.meta.get("val")
+        if isinstance(value, (int, float, bool, torch.SymInt)) and not isinstance(
+            target, torch._ops.HigherOrderOperator
+        ):
+            self.values[node] = self._size(value, node)
+        elif target is python_operator.getitem:
+            self.values[node] = self._argument(node.args[0])[node.args[1]]
+        elif target is torch.ops.pdtool.leaf.default:
+            self._leaf(node)
+        elif isinstance(target, torch._ops.HigherOrderOperator):
+            self._region(node, str(target))
+        elif not isinstance(target, torch._ops.OpOverload):
+            raise TraceError(f"{target} is no operator of a stage", location=_location(node))
+        elif target._schema.name.split("::")[-1].startswith(("_assert", "sym_constrain")):
+            return
+        elif target is torch.ops.aten.contiguous.default and len(node.args) == 1 and not node.kwargs:
+            # Whether it copies depends on the mode; it can be left out, since `view` is read as `reshape`.
+            self.values[node] = self._argument(node.args[0])
+        elif target._schema.name.split("::")[-1] in _ALIASES and isinstance(self._argument(node.args[0]), Tensor):
+            self.values[node] = self._argument(node.args[0])
+        else:
+            self._aten(node, target)
+
+    def _region(self, node: fx.Node, kind: str) -> None:
+        """Read the body of `with torch.no_grad()`, its inputs detached, or of a switched-off autocast as it is."""
+        body_index = next((i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"), -1)
+        no_grad = kind == "wrap_with_set_grad_enabled" and node.args[0] is False
+        if body_index < 0 or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
+            raise TraceError(
+                f"{kind} cannot be cut into stages",
+                "keep autocast, enable_grad and control-flow operators out of forward",
+                location=_location(node),
+            )
+        arguments = [self._argument(a) for a in node.args[body_index + 1 :]]
+        if no_grad:
+            arguments = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in arguments]
+        body = getattr(self.program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
+        body_nodes = list(body.graph.nodes)
+        self.values.update(zip((n for n in body_nodes if n.op == "placeholder"), arguments, strict=True))
+        for body_node in body_nodes:
+            if body_node.op == "call_function":
+                self._call(body_node)
+        self.values[node] = list(self._argument(body_nodes[-1].args[0]))
+
+    def _detached(self, value: Value) -> Value:
+        name = self._unique("detach")
+        result = replace(value, operator=name, index=0, differentiable=False)
+        target = torch.ops.aten.detach.default
+        self._append(
+            Operator(name=name, op="detach", module="", target=target, kwargs={"self": value}, outputs=(result,))
+        )
+        return result
+
+    def _leaf(self, node: fx.Node) -> None:
+        """Read a whole call of a leaf module."""
+        number, tensors = node.args
+        call = self.calls[number]  # type: ignore[index]
+        args, kwargs = self._leaf_arguments(call, self._argument(tensors), node)
+        module = self.modules[call.path]
+        name = self._leaf_name(call.path)
+        parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
+        buffers = [f"{call.path}.{n}" for n, _ in module.named_buffers(remove_duplicate=False)]
+        self.changed_buffers |= set(buffers)
+        inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
+        differentiable = any(v.differentiable for v in inputs) or self._trainable(parameters)
+        outputs = tuple(self._value(v, name, i, differentiable) for i, v in enumerate(node.meta["val"]))
+        self._append(
+            Operator(
+                name=name,
+                op=type(module).__name__,
+                module=call.path,
+                args=args,
+                kwargs=kwargs,
+                outputs=outputs,
+                structure=call.result,
+                parameters=tuple(parameters),
+                buffers=tuple(buffers),
+                location=_location(node),
+            )
+        )
+        self.values[node] = list(outputs)
+        if getattr(module, "inplace", False) and inputs:
+            self._replace_value(inputs[0], outputs[0])
+
+    def _leaf_arguments(self, call: LeafCall, tensors: list[Any], node: fx.Node) -> Any:
+        """(args, kwargs) of the call, with `tensors` in the places of its tensors."""
+        remaining = iter(tensors)
+        flat = [next(remaining) if isinstance(a, Tensor) else a for a in call.arguments]
+        if any(isinstance(a, (torch.SymInt, torch.SymFloat)) for a in flat):
+            raise TraceError(f"{call.path} takes a size as an argument", location=_location(node))
+        return pytree.tree_unflatten(flat, call.spec)
+
+    def _leaf_name(self, path: str) -> str:
+        """The module's path; `PATH@0`, `PATH@1`, ... where the module is called several times."""
+        number = self.call_counts[path]
+        self.call_counts[path] += 1
+        return f"{path}@{number}" if sum(call.path == path for call in self.calls) > 1 else path
+
+    def _aten(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
+        """Read an ATen operator; one that writes into a tensor in place becomes its out-of-place form."""
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default
+        arguments = self._aten_arguments(node, target)
+        written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        overwritten = arguments[written[0]] if written else None
+        if isinstance(overwritten, State) and target._schema.name == "aten::copy_" and arguments["src"] is overwritten:
+            return  # torch.export's own note of a buffer that an operator before it has already changed
+        if written and not isinstance(overwritten, State):
+            target = self._out_of_place(node, target, overwritten)
+        outputs = self._aten_operator(node, target, arguments)
+        self.values[node] = list(outputs) if isinstance(node.meta["val"], (tuple, list)) else outputs[0]
+        if isinstance(overwritten, State):
+            self.changed_buffers.add(overwritten.name)
+            self.values[node] = overwritten
+        elif isinstance(overwritten, Value):
+            self._replace_value(overwritten, outputs[0])
+
+    def _aten_arguments(self, node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+        """All arguments by the names of the schema, defaults included."""
+        names = [a.name for a in target._schema.arguments]
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        return {
+            a.name: self._argument(given[a.name]) if a.name in given else a.default_value
+            for a in target._schema.arguments
+        }
+
+    def _aten_operator(
+        self, node: fx.Node, target: torch._ops.OpOverload, arguments: dict[str, Any]
+    ) -> tuple[Value, ...]:
+        """Append the operator and return its outputs."""
+        leaves = pytree.tree_leaves(arguments)
+        state = list(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, State)))
+        parameters = tuple(name for name in state if name in self.parameters)
+        op = target._schema.name.split("::")[-1]
+        differentiable = any(leaf.differentiable for leaf in leaves if isinstance(leaf, Value))
+        differentiable = (differentiable or self._trainable(parameters)) and op not in _ALIASES
+        module, name = self._module_and_name(node, op)
+        result = node.meta["val"]
+        several = isinstance(result, (tuple, list))
+        outputs = tuple(
+            self._value(tensor, name, i, differentiable) for i, tensor in enumerate(result if several else [result])
+        )
+        self._append(
+            Operator(
+                name=name,
+                op=op,
+                module=module,
+                target=target,
+                kwargs=arguments,
+                outputs=outputs,
+                structure=list(range(len(outputs))) if several else 0,
+                parameters=parameters,
+                buffers=tuple(name for name in state if name in self.buffers),
+                location=_location(node),
+            )
+        )
+        return outputs
+
+    def _out_of_place(self, node: fx.Node, target: torch._ops.OpOverload, overwritten: Any) -> torch._ops.OpOverload:
+        """Return `add` for `add_`; raises TraceError where something else still looks at the same memory."""
+        name, overload = target._schema.name.split("::")[-1].rstrip("_"), target._overloadname
+        packet = getattr(torch.ops.aten, name, None)
+        source = self._source(overwritten)
+        if packet is None or overload not in packet.overloads() or source is None or self._is_shared_view(source, node):
+            raise TraceError(
+                f"{target} writes into part of a tensor in place",
+                "build the tensor with torch.cat, torch.where or masked_fill instead",
+                location=_location(node),
+            )
+        return getattr(packet, overload)  # type: ignore[no-any-return]
+
+    def _source(self, value: Any) -> fx.Node | None:
+        """The latest node that stands for `value`."""
+        return next((n for n in reversed(self.values) if self.values[n] is value), None)
+
+    def _is_shared_view(self, node: fx.Node, writer: fx.Node) -> bool:
+        """Whether `node` is a view of a tensor that is still used after `writer`."""
+        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
+        while isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(node.args[0], fx.Node):
+            alias = node.target._schema.returns[0].alias_info
+            if alias is None or alias.is_write:
+                return False
+            node = node.args[0]
+            if any(order[user] > order[writer] for user in node.users):
+                return True
+        return False
+
+    def _replace_value(self, old: Value, new: Value) -> None:
+        """Let later users of `old`, which was written in place, take `new`."""
+        for node, value in self.values.items():
+            if value is old:
+                self.values[node] = new
+            elif isinstance(value, list):
+                self.values[node] = [new if v is old else v for v in value]
+
+    def _append(self, op: Operator) -> None:
+        self.names.add(op.name)
+        self.operators.append(op)
+
+    def _module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
+        """Return the path of the module whose forward runs this node, and a unique name of the operator."""
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path = re.sub(r"@\d+", "", str(stack[-1][0])) if stack else ""
+        return path, self._unique(f"{path}.{op}" if path else op)
+
+    def _unique(self, name: str) -> str:
+        base, count = name, 0
+        while name in self.names:
+            count += 1
+            name = f"{base}_{count}"
+        self.names.add(name)
+        return name
+
+    def _value(self, tensor: Tensor, operator: str, index: int, differentiable: bool) -> Value:
+        shape = tuple(self._size(dim, None) for dim in tensor.shape)
+        floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        return Value(operator, index, shape, tensor.dtype, differentiable and floating)
+
+    def _size(self, value: Any, node: fx.Node | None) -> Any:
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = value.node.expr.subs(self.batch, BATCH) if self.batch is not None else value.node.expr
+        if expression.is_number:
+            return int(expression)
+        if expression.free_symbols != {BATCH}:
+            raise TraceError(
+                f"the size {value} depends on the values of a tensor",
+                "give every tensor a shape that follows from the minibatch size alone",
+                location=_location(node) if node else "",
+            )
+        return Size(sympy.sympify(expression))
+
+    def _argument(self, argument: Any) -> Any:
+        return pytree.tree_map(lambda a: self.values[a] if isinstance(a, fx.Node) else self._size(a, None), argument)
+
+    def _trainable(self, names: Any) -> bool:
+        return any(self.parameters[name].requires_grad for name in names)
+
+    def _output(self) -> Any:
+        node = next(n for n in self.program.graph.nodes if n.op == "output")
+        kinds = self.program.graph_signature.output_specs
+        users = [o for o, spec in zip(node.args[0], kinds, strict=True) if spec.kind.name == "USER_OUTPUT"]
+        flat = [self._argument(o) for o in users]
+        output = pytree.tree_unflatten(flat, self.program.call_spec.out_spec)
+        return dict(output) if isinstance(output, dict) else output
+
+
+def _batch_symbol(program: torch.export.ExportedProgram) -> Any:
+    """The symbol of the minibatch's size in the shapes of the inputs; None where there is none."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, Tensor):
+            for dim in value.shape:
+                if isinstance(dim, torch.SymInt):
+                    return next(iter(dim.node.expr.free_symbols))
+    return None
+
+
+def _location(node: fx.Node) -> str:
+    """`file.py:12`: the innermost line outside torch that made this node."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [
+        (file, number) for file, number in lines if not file.startswith(_TORCH) and "/pdtool/frontend/" not in file
+    ]
+    return f"{Path(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""

@@ -1,0 +1,197 @@
+"""Trace a model with torch.export.
+
+Leaf modules (leaf_modules.py) are made opaque while torch.export runs, so that each whole call of one is a single node;
+what lies between them arrives as ATen operators. The model is traced twice, in training and in evaluation mode: an
+argument that differs between the two depends on `self.training`.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pdtool.errors import TraceError
+from pdtool.frontend.graph_reader import GraphReader, LeafCall
+from pdtool.frontend.leaf_modules import is_leaf
+from pdtool.frontend.modelfile import user_line
+from pdtool.frontend.operators import ByMode, Operator, Traced
+
+_LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
+
+_leaf_calls: list[LeafCall] = []  # of the export that is running; `number` below is an index into it
+
+
+def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
+    """Run the leaf module's own forward on meta tensors, and record how its tensors fill what it returns."""
+    call = _leaf_calls[number]
+    remaining = iter(tensors)
+    flat = [next(remaining) if isinstance(a, Tensor) else a for a in call.arguments]
+    args, kwargs = pytree.tree_unflatten(flat, call.spec)
+    returned, spec = pytree.tree_flatten(call.forward(*args, **kwargs))
+    outputs = [o for o in returned if isinstance(o, Tensor)]
+    indices = iter(range(len(outputs)))
+    call.result = pytree.tree_unflatten([next(indices) if isinstance(o, Tensor) else None for o in returned], spec)
+    return [o.clone() if any(o is t for t in tensors) else o for o in outputs]
+
+
+torch.library.impl(_LIBRARY, "leaf", "Meta")(_leaf_meta)
+
+
+@contextmanager
+def _opaque_leaves(model: nn.Module) -> Iterator[None]:
+    """Make each call of a leaf module one `pdtool::leaf` operator, and record the calls in `_leaf_calls`."""
+
+    def opaque(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            flat, spec = pytree.tree_flatten((args, kwargs))
+            leaf_call = LeafCall(path, forward, flat, spec)
+            _leaf_calls.append(leaf_call)
+            outputs = torch.ops.pdtool.leaf(len(_leaf_calls) - 1, [a for a in flat if isinstance(a, Tensor)])
+            indices, result_spec = pytree.tree_flatten(leaf_call.result, is_leaf=lambda x: x is None)
+            return pytree.tree_unflatten([None if i is None else outputs[i] for i in indices], result_spec)
+
+        return call
+
+    leaves = [(path, module) for path, module in model.named_modules() if path and is_leaf(module)]
+    for path, module in leaves:
+        module.forward = opaque(path, module.forward)
+    _leaf_calls.clear()
+    try:
+        yield
+    finally:
+        for _, module in leaves:
+            del module.forward
+
+
+def trace(model: nn.Module, example: Callable[[int], tuple[Tensor, ...]], batch_size: int, path: Path) -> Traced:
+    """Trace `model` in training and in evaluation mode.
+
+    Args:
+        example: gives the inputs of a minibatch of a given size; dimensions that grow with the size are the batch.
+        batch_size: to trace with, at least 2; the operators are the same for any other.
+        path: the user's file, for the lines named in errors.
+
+    Raises:
+        TraceError: torch.export cannot take the model, it is bound to one batch size, or it does what a stage cannot.
+    """
+    batch_size = max(2, batch_size)
+    inputs = example(batch_size)
+    dynamic = _dynamic_dims(inputs, example(batch_size + 1), batch_size)
+    was_training = model.training
+    try:
+        training, evaluation = (
+            GraphReader(model, *_export(model.train(mode), inputs, dynamic, path)).read() for mode in (True, False)
+        )
+    finally:
+        model.train(was_training)
+    return replace(training, operators=tuple(_by_mode(training.operators, evaluation.operators)))
+
+
+def _dynamic_dims(inputs: Sequence[Tensor], larger: Sequence[Tensor], size: int) -> tuple[dict[int, Any], ...]:
+    """For each input the dimensions that grow with the minibatch, from inputs of `size` and of `size + 1` samples."""
+    batch = torch.export.Dim("batch", min=2, max=2**20)
+    dynamic: list[dict[int, Any]] = []
+    for a, b in zip(inputs, larger, strict=True):
+        growing = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
+        dynamic.append({d: batch if a.shape[d] == size else (a.shape[d] // size) * batch for d in growing})
+    if not any(dynamic):
+        shapes = [tuple(t.shape) for t in inputs]
+        raise TraceError(f"example_inputs gives shapes {shapes} whatever the batch size", "let it use its argument")
+    return tuple(dynamic)
+
+
+def _export(
+    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], path: Path
+) -> tuple[torch.export.ExportedProgram, list[LeafCall]]:
+    try:
+        with _opaque_leaves(model), warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
+        return program, list(_leaf_calls)
+    except Exception as error:
+        raise _explained(error, model, inputs, path) from error
+
+
+def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], path: Path) -> TraceError:
+    """Say what torch.export's error means: the model itself fails, knows one batch size only, or cannot be traced."""
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    except Exception as failure:
+        shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
+        return TraceError(
+            f"{user_line(failure, path)}the model fails on inputs of shape {shapes}: {type(failure).__name__}: "
+            f"{failure}",
+            "mend the model or example_inputs",
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    specialized = next((line for line in lines if "specialized" in line), "")
+    if specialized or lines[0].startswith("Constraints violated"):
+        return TraceError(
+            f"{path.name}: the model works for one minibatch size only: {specialized or lines[-1]}",
+            "use x.shape[0] or -1 for the batch dimension, and keep no state between minibatches",
+        )
+    return TraceError(
+        f"{user_line(error, path)}torch.export cannot trace this model: {type(error).__name__}: {lines[0]}",
+        "keep Python branches independent of tensor values (torch.where), and packed sequences out of forward",
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the log and graph dumps of torch.export out of the terminal: the error that follows says what matters."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.export", "torch.fx")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _by_mode(training: Sequence[Operator], evaluation: Sequence[Operator]) -> Iterator[Operator]:
+    """Yield the operators in training mode, with ByMode where a constant is another one in evaluation mode."""
+    for op, evaluated in zip_longest(training, evaluation):
+        if op is None or evaluated is None or (op.name, op.target) != (evaluated.name, evaluated.target):
+            single = op or evaluated
+            raise TraceError(
+                f"{single.op} in module {single.module!r} runs in training or in evaluation mode only",
+                "make both modes run the same operators; only their arguments may depend on self.training",
+                location=single.location,
+            )
+        arguments, spec = _flat_arguments(op)
+        evaluated_arguments, evaluated_spec = _flat_arguments(evaluated)
+        if spec != evaluated_spec:
+            raise TraceError(
+                f"{op.op} in module {op.module!r} takes other arguments in evaluation than in training mode",
+                "only the values of numbers and flags may depend on self.training",
+                location=op.location,
+            )
+        merged = [a if _is_same(a, b) else ByMode(a, b) for a, b in zip(arguments, evaluated_arguments, strict=True)]
+        args, kwargs = pytree.tree_unflatten(merged, spec)
+        yield replace(op, args=args, kwargs=kwargs)
+
+
+def _flat_arguments(operator: Operator) -> tuple[list[Any], pytree.TreeSpec]:
+    return pytree.tree_flatten((operator.args, operator.kwargs), is_leaf=lambda x: x is None)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b or a != a)  # NaN equals itself here

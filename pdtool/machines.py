@@ -1,0 +1,97 @@
+"""The machines of a launch: which workers each of them starts, and which of them this process belongs to.
+
+The workers of a cluster are divided evenly among the machines, in order; machine 0 is where all workers meet.
+Inside torchrun or srun nothing is launched: the process is one of the workers already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdtool.errors import UsageError
+
+_SLURM_PORT = "29511"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a launch.
+
+    Attributes:
+        count: number of machines (--nnodes).
+        own: number of this machine, from 0 (--node-rank).
+        endpoint: `host:port` on machine 0 (--rdzv-endpoint); "" with one machine.
+    """
+
+    count: int = 1
+    own: int = 0
+    endpoint: str = ""
+
+    def own_workers(self, workers: int) -> range:
+        """Return the numbers of the workers that this machine starts.
+
+        Args:
+            workers: number of workers in the cluster.
+
+        Raises:
+            UsageError: the workers cannot be divided evenly, this machine is none of them, or no endpoint is given.
+        """
+        if workers % self.count or not 0 <= self.own < self.count:
+            raise UsageError(
+                f"machine {self.own} of {self.count} cannot have its share of the {workers} workers",
+                "give --nnodes that divides them and --node-rank from 0",
+            )
+        if self.count > 1 and not all(self.rendezvous_address):
+            raise UsageError(
+                f"{self.count} machines need a place to meet", "give --rdzv-endpoint HOST:PORT of machine 0"
+            )
+        share = workers // self.count
+        return range(self.own * share, (self.own + 1) * share)
+
+    @property
+    def rendezvous_address(self) -> tuple[str, int]:
+        """(host, port) of the store on machine 0; port 0 means that a free one is to be chosen."""
+        host, _, port = self.endpoint.rpartition(":") if self.count > 1 else ("127.0.0.1", "", "0")
+        return host, int(port) if port.isdigit() else 0
+
+
+def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> dict[str, str]:
+    """Return torch's environment variables of the worker that this process is; empty when it is no worker.
+
+    Args:
+        environment: of this process, in which torchrun sets RANK and srun sets SLURM_PROCID.
+        endpoint: `host:port` where the workers meet; by default what torchrun or SLURM says.
+    """
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+        given = {name: environment[name] for name in names if name in environment}
+        return {"LOCAL_RANK": environment.get("LOCAL_RANK", "0"), **given}
+    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        host, _, port = endpoint.partition(":")
+        return {
+            "RANK": environment["SLURM_PROCID"],
+            "WORLD_SIZE": environment["SLURM_NTASKS"],
+            "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+            "LOCAL_WORLD_SIZE": environment.get("SLURM_NTASKS_PER_NODE", "1"),
+            "MASTER_ADDR": host or environment.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"),
+            "MASTER_PORT": port or _SLURM_PORT,
+        }
+    return {}
+
+
+def is_worker(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun or srun started this process as one of several workers."""
+    return "RANK" in environment or int(environment.get("SLURM_NTASKS", "1")) > 1
+
+
+def is_first_worker(environment: Mapping[str, str]) -> bool:
+    """Whether this process tells the user what happens: it launched the workers, or is the first of them."""
+    return environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0"
+
+
+def use_loopback(environment: MutableMapping[str, str]) -> None:
+    """Let gloo use the loopback interface, unless another is set: all workers are on this machine."""
+    if Path("/sys/class/net/lo").exists():
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,0 +1,193 @@
+"""What each node of a model's graph costs, and the Profile that it makes, whether times are measured or estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
+from pdtool.errors import ModelError, PdtoolError
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.operators import Value
+from pdtool.profile.execute import ProfiledModel, tensors_in
+from pdtool.profile.kernels import FLOP_FORMULAS
+
+Seconds = Mapping[str, float]  # by node
+Counts = Mapping[str, int]  # by node
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphCosts:
+    """What the nodes of a graph cost for one minibatch, by name; a node that is missing costs nothing.
+
+    Attributes:
+        forward_s, backward_s: seconds of each node.
+        stash_bytes: kept for its backward.
+        flops: of its forward.
+        scratch_bytes: where they were measured; see artifacts.profile.Node.
+        update_s: seconds of one optimizer step over all parameters.
+        optimizer_state_bytes: for each byte of parameters.
+        step_s: seconds of a whole step without the update; 0 when it was not measured.
+    """
+
+    forward_s: Seconds
+    backward_s: Seconds
+    stash_bytes: Counts
+    flops: Counts
+    scratch_bytes: Counts = field(default_factory=dict)
+    update_s: float
+    optimizer_state_bytes: float
+    step_s: float = 0.0
+
+
+def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[str, int]]:
+    """Count (stash bytes, flops) of each node in one forward of the whole graph with autograd.
+
+    A storage that several operators save is counted once, at the first; parameters are not counted.
+    """
+    seen = {p.untyped_storage()._cdata for p in model.run.state.values()}
+    saved: list[Tensor] = []
+    stash_bytes: dict[str, int] = {}
+    flops: dict[str, int] = {}
+    node = ""
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            saved.append(tensor)  # so that its address is not given to another
+            stash_bytes[node] = stash_bytes.get(node, 0) + storage.nbytes()
+        return tensor
+
+    environment = model.environment()
+    counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), counter:
+        for op in model.computed:
+            node, before = op.name, counter.get_total_flops()
+            environment.update(zip(op.outputs, model.run(op, environment), strict=True))
+            flops[node] = counter.get_total_flops() - before
+        if model.with_loss:
+            node = "loss"
+            model.loss(model.output(environment))
+    return stash_bytes, flops
+
+
+def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts) -> Profile:
+    """Make the profile of a model that costs this on `device`.
+
+    Raises:
+        ModelError: HINTS names what is no module of the model.
+    """
+    nodes = tuple(_nodes(model, costs))
+    spent_s = sum(n.forward_s + n.backward_s + n.update_s for n in nodes)
+    step_s = costs.step_s + costs.update_s if costs.step_s else 0.0
+    profile = Profile(
+        name=model.model_file.name,
+        model=model.model_file.ref,
+        digests={model.model_file.ref.source: model.model_file.sha256},
+        batch_size=model.batch,
+        device=device,
+        step_s=step_s,
+        coverage=spent_s / step_s if step_s else 0.0,
+        optimizer_state_bytes=costs.optimizer_state_bytes,
+        nodes=nodes,
+        shared=tuple(_shared_parameters(model)),
+    )
+    return profile.model_copy(update=_constraints(model, profile))
+
+
+def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
+    """Yield the nodes in topological order; the optimizer step is shared out by parameter bytes."""
+    used = {v for op in model.traced.operators for v in op.values} | set(model.outputs)
+    all_bytes = max(1, sum(p.nbytes for p in model.traced.model.parameters()))
+    charged: set[str] = set()  # parameters whose update is some node's already
+    for op in model.traced.operators:
+        if op.constant:
+            continue
+        names = {model.traced.tied[name] for name in op.parameters}
+        share = sum(model.run.state[name].nbytes for name in names - charged) / all_bytes
+        charged |= names
+        outputs = [v for v in op.outputs if v in used]
+        yield Node(
+            name=op.name,
+            op=op.op,
+            module=op.module,
+            inputs=_sources(model, op.values),
+            update_s=costs.update_s * share,
+            output_bytes=sum(v.nbytes(model.batch) for v in outputs),
+            gradient_bytes=sum(v.nbytes(model.batch) for v in outputs if v.differentiable),
+            parameter_bytes=sum(model.run.state[name].nbytes for name in names),
+            flops=costs.flops.get(op.name, 0),
+            **_times_and_memory(costs, op.name),
+        )
+    if model.with_loss:
+        target_bytes = sum(t.nbytes for t in tensors_in(model.target))
+        yield Node(name="target", op="input", module="", output_bytes=target_bytes)
+        sources = (*_sources(model, model.outputs), "target")
+        yield Node(name="loss", op="loss", module="", inputs=sources, **_times_and_memory(costs, "loss"))
+
+
+def _times_and_memory(costs: GraphCosts, node: str) -> dict[str, Any]:
+    return {
+        "forward_s": costs.forward_s.get(node, 0.0),
+        "backward_s": costs.backward_s.get(node, 0.0),
+        "stash_bytes": costs.stash_bytes.get(node, 0),
+        "scratch_bytes": costs.scratch_bytes.get(node, 0),
+    }
+
+
+def _sources(model: ProfiledModel, values: Iterable[Value]) -> tuple[str, ...]:
+    """Return the nodes that make these values, without constants, each once."""
+    names = dict.fromkeys(v.operator for v in values)
+    return tuple(name for name in names if not model.traced.by_name[name].constant)
+
+
+def _shared_parameters(model: ProfiledModel) -> Iterator[SharedParameter]:
+    for first in dict.fromkeys(model.traced.tied.values()):
+        users = [op.name for op in model.computed if any(model.traced.tied[n] == first for n in op.parameters)]
+        if len(users) > 1:
+            yield SharedParameter(name=first, bytes=model.run.state[first].nbytes, nodes=tuple(users))
+
+
+def _constraints(model: ProfiledModel, profile: Profile) -> dict[str, Any]:
+    """Return `together` and `pin`: what the trace demands and what HINTS asks for."""
+    hints = model.model_file.hints
+    together = [*model.traced.together, *(_nodes_of(model, profile, path) for path in hints.get("no_split", ()))]
+    pin = {name: int(stage) for path, stage in hints.get("pin", {}).items() for name in _nodes_of(model, profile, path)}
+    return {"together": tuple(group for group in together if len(group) > 1), "pin": pin}
+
+
+def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, ...]:
+    names = profile.graph.expand([path])
+    if names == [path] and path not in profile.by_name:
+        raise ModelError(f"{model.model_file.path.name}: HINTS names {path!r}, which is no module of the model")
+    return tuple(names)
+
+
+@contextmanager
+def batch_size_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
+    """Say what to do when a minibatch does not fit, or is too small to normalise over."""
+    try:
+        yield
+    except PdtoolError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+            raise ModelError(
+                f"{model_file.path.name}: a minibatch of {batch_size} does not fit in memory ({error})",
+                "choose a smaller --batch-size",
+            ) from error
+        raise ModelError(f"{model_file.path.name}: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ModelError(
+            f"{model_file.path.name}: a minibatch of {batch_size} is too small for batch normalisation ({error})",
+            "choose a larger --batch-size",
+        ) from error

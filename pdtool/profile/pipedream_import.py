@@ -1,0 +1,219 @@
+"""Import profiles as PipeDream published them (`graph.txt`). Nothing here needs torch.
+
+A line is a node or an edge; sizes are in bytes, times in milliseconds, and a size can be a list to be summed:
+
+    node7 -- LSTM(2048, 1024) -- forward_compute_time=3.190, backward_compute_time=5.348, \
+activation_size=[6291456.0; 131072.0], parameter_size=50364416.000
+    <TAB>node6 -- node7
+
+Source: github.com/msr-fiddle/pipedream, graph/graph.py (Node.from_str, Graph.from_str).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from pdtool.artifacts.envelope import title
+from pdtool.artifacts.profile import Device, Node, Profile
+from pdtool.errors import ArtifactError
+
+DEVICE = "V100 (published by PipeDream)"
+DEFAULT_BATCH = 128  # what PipeDream's own profiles were mostly taken at
+_FLOAT_BYTES = 4
+_NODE = re.compile(
+    r"(node[0-9]{1,18}) -- (([^()\x00-\x1f]{1,100}?)(?:\([^\x00-\x1f]*)?) -- forward_compute_time=([^,]+), "
+    r"backward_compute_time=([^,]+), activation_size=([^,]+), parameter_size=([^,]+?)(?: -- stage_id=[0-9]+)?"
+)
+_EDGE = re.compile(r"\t(node[0-9]{1,18}) -- (node[0-9]{1,18})")
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,3})?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NodeLine:
+    """A node as its line describes it.
+
+    Attributes:
+        number: of the line.
+        output_bytes: one entry per output tensor.
+    """
+
+    number: int
+    description: str
+    op: str
+    forward_s: float
+    backward_s: float
+    output_bytes: tuple[int, ...]
+    parameter_bytes: int
+    inputs: list[str] = field(default_factory=list)
+
+
+class ImportedProfile(NamedTuple):
+    """A profile, and where its batch size comes from, in words ("" when it was given)."""
+
+    profile: Profile
+    batch_source: str
+
+
+def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int | None = None) -> ImportedProfile:
+    """Read the text of a `graph.txt`.
+
+    The file tells neither what is kept for a backward (`stash_bytes` is the node's own output, as in PipeDream's
+    planner) nor the time of the optimizer, nor that of a whole step: these stay 0. Inputs cost nothing: their time is
+    that of loading.
+
+    Args:
+        path: of the text, for errors and for the digest.
+        batch_size: samples in the minibatch; None: what the shapes tell, or else 128.
+
+    Raises:
+        ArtifactError: a line is malformed, a node is there twice, an edge leads nowhere or the graph has a cycle.
+        UsageError: the name cannot be that of a profile.
+    """
+    lines = _parse(text, path)
+    samples, batch_source = (batch_size, "") if batch_size else _batch_size(lines)
+    profile = Profile(
+        name=title(name),
+        model=None,
+        digests={path: hashlib.sha256(text.encode()).hexdigest()},
+        batch_size=samples,
+        device=Device(name=DEVICE, kind="measured"),
+        step_s=0.0,
+        coverage=0.0,
+        nodes=tuple(_node(key, lines[key]) for key in _ordered(lines, path)),
+    )
+    profile.check()
+    return ImportedProfile(profile, batch_source)
+
+
+def _parse(text: str, path: str) -> dict[str, _NodeLine]:
+    """Return the nodes by name, with their edges; a node's line may come after edges that name it."""
+    nodes: dict[str, _NodeLine] = {}
+    edges: dict[tuple[str, str], int] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if match := _EDGE.fullmatch(line):
+            if edges.setdefault((match[1], match[2]), number) != number:
+                raise _fault(path, number, f"the edge {match[1]} -- {match[2]} stands twice")
+        elif match := _NODE.fullmatch(line):
+            if match[1] in nodes:
+                raise _fault(path, number, f"{match[1]} stands twice (first in line {nodes[match[1]].number})")
+            nodes[match[1]] = _line(match, number, path)
+        elif line:
+            raise _fault(path, number, f"is neither a node nor an edge: {line[:60]!r}")
+    for (source, target), number in edges.items():
+        for end in (source, target):
+            if end not in nodes:
+                raise _fault(path, number, f"the edge {source} -- {target} names {end}, which is no node")
+        nodes[target].inputs.append(source)
+    if not nodes:
+        raise ArtifactError(path, "has no nodes", "name a graph.txt as PipeDream's profiler writes it")
+    connected = {end for edge in edges for end in edge}
+    for key, node in nodes.items():
+        if key not in connected and len(nodes) > 1:
+            raise _fault(path, node.number, f"no edge leads from or to {key} (is the file cut off?)")
+    return nodes
+
+
+def _line(match: re.Match[str], number: int, path: str) -> _NodeLine:
+    values: dict[str, list[float]] = {}
+    for key, text in zip(("forward", "backward", "activation_size", "parameter_size"), match.groups()[3:], strict=True):
+        items = text.removeprefix("[").removesuffix("]").split(";") if re.fullmatch(r"\[.*\]", text) else [text]
+        values[key] = [_number(item.strip(), key, number, path) for item in items]
+        is_size = key.endswith("size")
+        if not is_size and len(items) > 1:
+            raise _fault(path, number, f"{key} {text!r} is not one number")
+        if is_size and any(v != int(v) for v in values[key]):
+            raise _fault(path, number, f"{key} {text!r} is not whole bytes")
+    return _NodeLine(
+        number=number,
+        description=match[2],
+        op=match[3].strip(),
+        forward_s=values["forward"][0] / 1e3,
+        backward_s=values["backward"][0] / 1e3,
+        output_bytes=tuple(map(int, values["activation_size"])),
+        parameter_bytes=sum(map(int, values["parameter_size"])),
+    )
+
+
+def _number(text: str, key: str, line: int, path: str) -> float:
+    value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not math.isfinite(value):
+        raise _fault(path, line, f"{key} {text[:40]!r} is not a number from 0 up")
+    return value
+
+
+def _fault(path: str, line: int, what: str) -> ArtifactError:
+    return ArtifactError(path, what, "give a graph.txt as PipeDream's profiler writes it", field=f"line {line}")
+
+
+def _ordered(nodes: Mapping[str, _NodeLine], path: str) -> list[str]:
+    """Order the nodes topologically, and by number where that leaves a choice, whatever the order of the lines."""
+    sorter = TopologicalSorter({key: node.inputs for key, node in nodes.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise _fault(
+            path, nodes[error.args[1][0]].number, f"the edges make a cycle: {' -- '.join(error.args[1])}"
+        ) from None
+    ready: list[tuple[int, str]] = []
+    order = []
+    while sorter.is_active():
+        for key in sorter.get_ready():
+            heappush(ready, (_index(key), key))
+        _, key = heappop(ready)
+        order.append(key)
+        sorter.done(key)
+    return order
+
+
+def _index(key: str) -> int:
+    return int(key.removeprefix("node"))
+
+
+def _node(key: str, line: _NodeLine) -> Node:
+    output_bytes = sum(line.output_bytes)
+    if not line.inputs and re.fullmatch(r"Input[0-9]*", line.description):
+        return Node(name=key, op="input", module=key, output_bytes=output_bytes)
+    return Node(
+        name=key,
+        op=line.op,
+        module=key,
+        inputs=tuple(sorted(line.inputs, key=_index)),
+        forward_s=line.forward_s,
+        backward_s=line.backward_s,
+        output_bytes=output_bytes,
+        gradient_bytes=output_bytes,
+        parameter_bytes=line.parameter_bytes,
+        stash_bytes=output_bytes,
+    )
+
+
+def _batch_size(nodes: Mapping[str, _NodeLine]) -> tuple[int, str]:
+    """Derive the samples in a minibatch from float32 sizes; return them and where they were seen, in words.
+
+    The state of an LSTM has samples × hidden numbers whatever the length of its sequences; the output of a Linear has
+    samples × out_features where it comes after a View. All that a file has of the first kind, or else of the second,
+    must agree.
+    """
+    # (operator, number of its outputs, index of the one whose size tells, words)
+    kinds = [(r"LSTM\([0-9]+, ([0-9]+)\)", 3, 1, "the state of")]
+    if any(line.op == "View" for line in nodes.values()):
+        kinds.append((r"Linear\(.*out_features=([0-9]+).*\)", 1, 0, "the output of"))
+    for pattern, outputs, index, what in kinds:
+        lines_by_samples = {}
+        for line in nodes.values():
+            match = re.fullmatch(pattern, line.description)
+            if match and int(match[1]) and len(line.output_bytes) == outputs:
+                lines_by_samples[line.output_bytes[index] / (_FLOAT_BYTES * int(match[1]))] = line
+        if len(lines_by_samples) == 1:
+            [(samples, line)] = lines_by_samples.items()
+            if samples == int(samples) > 0:
+                return int(samples), f"from {what} {line.description} in line {line.number}"
+    return DEFAULT_BATCH, "assumed: no shape in the file tells it"

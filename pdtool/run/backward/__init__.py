@@ -1,0 +1,1 @@
+"""The backward of a stage: recomputed, or in two parts."""

@@ -1,0 +1,221 @@
+"""Build everything that a worker needs before its first minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.run.config import RankAssignment, RunConfig, assign_ranks, ranks_of_stage
+from pdtool.run.data import DatasetSplit, MinibatchLoader
+from pdtool.run.measure.meter import WorkerMeter
+from pdtool.run.messages.open_channels import Channels, ChannelSettings, open_channels
+from pdtool.run.messages.routes import describe_targets, dtype_of, list_edges, list_routes
+from pdtool.run.messages.stage_io import StageIO
+from pdtool.run.processes.collectives import broadcast
+from pdtool.run.processes.process_groups import ProcessGroups, make_process_groups
+from pdtool.run.processes.status import Status
+from pdtool.run.stage import Autocast, PipelineStage
+from pdtool.run.stage_module import load_stage_module
+from pdtool.run.stage_replica import StageReplica
+from pdtool.run.weights.optimizer import NamedOptimizer
+from pdtool.run.weights.replica_averager import ReplicaAverager
+from pdtool.run.weights.tied_parameters import TiedHolders, TiedParameterSync
+from pdtool.schedule import PipelineShape, gradient_delays, is_asynchronous, tied_update_lag, total_in_flight
+
+_SPLITS = ("train", "valid")
+_WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(kw_only=True)
+class WorkerContext:
+    """What a worker works with.
+
+    Attributes:
+        device: where it computes.
+        shape: what the schedule is built for; stages that share a parameter update together.
+        stages: its replicas of stages, by the stage's number.
+        canonical: parameter name -> its first name in the whole model, under which its optimizer state is saved.
+        splits: by name.
+        loaders: at the first stage, by the name of the split.
+    """
+
+    config: RunConfig
+    assignment: RankAssignment
+    device: torch.device
+    shape: PipelineShape
+    file: ModelFile
+    status: Status
+    meter: WorkerMeter
+    groups: ProcessGroups
+    canonical: dict[str, str]
+    splits: dict[str, DatasetSplit]
+    loaders: dict[str, MinibatchLoader] = field(default_factory=dict)
+    stages: dict[int, StageReplica] = field(default_factory=dict)
+
+    @property
+    def is_replica_0(self) -> bool:
+        """Whether this worker writes the checkpoints and metrics of its stages."""
+        return self.assignment.replica == 0
+
+    @property
+    def last_stage(self) -> StageReplica | None:
+        """The last stage of all, if it is on this worker."""
+        return self.stages.get(len(self.shape.replicas) - 1)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this worker's part of a checkpoint; that of a stage is written by its replica 0."""
+        replicas = self.stages.values() if self.is_replica_0 else ()
+        return {key: value for replica in replicas for key, value in replica.state(self.canonical).items()}
+
+    def load(self, folder: Path) -> None:
+        """Take over parameters, buffers and optimizer state from a checkpoint of any plan of the same model.
+
+        Raises:
+            UsageError: the checkpoint is of another model.
+        """
+        for replica in self.stages.values():
+            replica.load(folder, self.canonical)
+
+
+def build_context(config: RunConfig, rank: int, device: torch.device, local_workers: int) -> WorkerContext:
+    """Build what a worker works with; all workers call it together, after torch.distributed is initialized.
+
+    Args:
+        rank: in torch.distributed; `assign_ranks` says which stages and replica that is.
+        device: where this worker computes.
+        local_workers: number of workers on this machine.
+
+    Raises:
+        PeerError: a worker does not come.
+        PdtoolError: the model, its dataset or a stage file is not as it should be.
+    """
+    assignments = assign_ranks(config.plan)
+    assignment = assignments[rank]
+    status, meter = Status(config.out, assignment), WorkerMeter(device)
+    file = ModelFile.load(config.model, trusted=config.trusted, digests=dict(config.bundle.digests))
+    shape = config.plan.shape(tuple(tied.stages for tied in config.bundle.tied))
+    model = file.build(config.seed)
+    first: dict[int, str] = {}
+    canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    modules = {
+        s: load_stage_module(config.bundle, config.bundle_dir, s, model).to(device)
+        for s in shape.stages_on_same_workers(assignment.stage)
+    }
+    inputs = [config.bundle.by_name[name] for name in config.bundle.inputs]
+    loaders = {name: MinibatchLoader(file, name, inputs) for name in _SPLITS} if assignment.stage == 0 else {}
+    described = {name: loader.describe() for name, loader in loaders.items()}
+    splits = broadcast(described, ranks_of_stage(assignments, 0)[0], "the description of the data")
+    context = WorkerContext(
+        config=config,
+        assignment=assignment,
+        device=device,
+        shape=shape,
+        file=file,
+        status=status,
+        meter=meter,
+        groups=make_process_groups(config, device, local_workers),
+        canonical=canonical,
+        splits=splits,
+        loaders=loaders,
+    )
+    builder = _StageBuilder(context, model, _channels(context))
+    context.stages |= {s: builder.build(s, module) for s, module in modules.items()}
+    return context
+
+
+def _channels(context: WorkerContext) -> Channels:
+    config, shape, assignments = context.config, context.shape, assign_ranks(context.config.plan)
+    targets = describe_targets(context.splits["train"].leaves)
+    edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
+    ranks = [ranks_of_stage(assignments, s % shape.pipeline_depth) for s in range(len(config.plan.stages))]
+    settings = ChannelSettings(
+        transport=config.transport,
+        batch_size=config.plan.batch_size,
+        in_flight=total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight),
+        device=context.device,
+        timeout_s=config.timeout_s,
+    )
+    rank = context.assignment.rank
+    return open_channels(list_routes(edges, ranks), rank, context.groups, settings, context.meter)
+
+
+class _StageBuilder:
+    """Builds the stage replicas of a worker."""
+
+    def __init__(self, context: WorkerContext, model: nn.Module, channels: Channels) -> None:
+        self._context, self._config, self._channels = context, context.config, channels
+        self._model_state = model.state_dict(keep_vars=True)
+        self._delays = gradient_delays(self._config.plan.schedule, context.shape)
+
+    def build(self, s: int, module: nn.Module) -> StageReplica:
+        context = self._context
+        stage = self._pipeline_stage(s, module)
+        tied = self._tied(s, stage)
+        tied_ids = {id(t.parameter) for t in tied}
+        untied = {name: p for name, p in stage.weights.parameters.items() if id(p) not in tied_ids}
+        in_flight = context.shape.in_flight[s % context.shape.pipeline_depth]
+        saved_names = [name for name in module.state_dict() if name in self._model_state]
+        return StageReplica(
+            stage=stage,
+            io=StageIO(
+                self._config.bundle, s, self._channels, ahead=in_flight + 1, device=context.device, meter=context.meter
+            ),
+            averager=ReplicaAverager(context.groups.replicas[s], untied.values(), context.meter),
+            optimizer=NamedOptimizer(context.file, untied, self._config.delay_compensation, self._delays[s]),
+            tied=tied,
+            saved_names=saved_names,
+            unused_state=self._unused_state(s, stage, saved_names),
+        )
+
+    def _pipeline_stage(self, s: int, module: nn.Module) -> PipelineStage:
+        config, device = self._config, self._context.device
+        compensation = config.delay_compensation
+        output_dtypes = [dtype_of(config.bundle.by_name[name]) for name in config.bundle.stages[s].outputs]
+        return PipelineStage(
+            module,
+            self._context.file.loss if s == len(config.plan.stages) - 1 else None,
+            recompute=config.plan.stages[s].recompute,
+            stashing=config.plan.weights != "none",
+            extrapolates=compensation is not None and compensation.extrapolates_weights,
+            autocast=Autocast(device, output_dtypes) if config.precision == "bf16" else None,
+            compiled=config.compiled,
+        )
+
+    def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
+        """The tied parameters of a stage, each with an optimizer of its own under the first holder's name."""
+        context, config = self._context, self._config
+        tied = []
+        for described, group in zip(config.bundle.tied, context.groups.tied, strict=True):
+            names = dict(zip(described.stages, described.names, strict=True))
+            if s not in names:
+                continue
+            first = min(names)
+            parameter = stage.weights.by_name[names[s]]
+            optimizer = NamedOptimizer(
+                context.file, {names[first]: parameter}, config.delay_compensation, self._delays[first]
+            )
+            is_late = is_asynchronous(config.plan.schedule)
+            lag = tied_update_lag(context.shape, described.stages, s) if is_late else 0
+            holders = TiedHolders(names[first], group, len(names), lag, is_first=first == s)
+            tied.append(TiedParameterSync(parameter, optimizer, holders, context.meter))
+        return tied
+
+    def _unused_state(self, s: int, stage: PipelineStage, saved_names: Sequence[str]) -> dict[str, Tensor]:
+        """See StageReplica.unused_state."""
+        canonical: Mapping[str, str] = self._context.canonical
+        used = {name for d in self._config.bundle.stages for name in (*d.parameters, *d.buffers)}
+        name_here = {canonical.get(name, name): name for name in saved_names}
+        used_canonical = {canonical.get(name, name) for name in used}
+        unused: dict[str, Tensor] = {}
+        for name in self._model_state.keys() - used:
+            first_name = canonical.get(name, name)
+            if first_name in name_here:
+                unused[name] = stage.weights.by_name[name_here[first_name]]
+            elif s == 0 and first_name not in used_canonical:
+                unused[name] = self._model_state[name].detach()
+        return unused

@@ -1,0 +1,164 @@
+"""The configuration of a run, and which rank executes which stages of the plan."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.plan import Plan
+from pdtool.errors import UsageError
+from pdtool.machines import Machines
+from pdtool.run.weights.delay_compensation import DelayCompensation
+
+_LOWER_IS_BETTER = ("loss", "perplexity")
+_HIGHER_IS_BETTER = ("accuracy",)
+_RELATIONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+_TARGET = re.compile(r"(?P<metric>[^<>=]*)(?P<relation><=|>=|<|>|=)(?P<value>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A metric of the validation at which a run stops: `accuracy=0.98`, `nll<=4`.
+
+    Attributes:
+        relation: `<=`, `>=`, `<`, `>` or `=`; `=` is read as `<=` for loss and perplexity, else as `>=`.
+    """
+
+    metric: str
+    relation: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read what `str` writes; raises UsageError."""
+        match = _TARGET.fullmatch(text)
+        try:
+            value = float(match["value"]) if match else float("nan")
+        except ValueError:
+            value = float("nan")
+        if match is None or not match["metric"].isidentifier() or value != value:
+            raise UsageError(
+                f"target {text!r} is not METRIC=NUMBER, METRIC<=NUMBER or METRIC>=NUMBER",
+                "write accuracy=0.98, loss=0.5 or nll<=4",
+            )
+        return cls(match["metric"], match["relation"], value)
+
+    def __str__(self) -> str:
+        return f"{self.metric}{self.relation}{self.value:g}"
+
+    @property
+    def effective_relation(self) -> str:
+        """The relation that is tested: `=` stands for `<=` or `>=`."""
+        if self.relation != "=":
+            return self.relation
+        return "<=" if self.metric in _LOWER_IS_BETTER else ">="
+
+    @property
+    def interpretation(self) -> str | None:
+        """How `=` was read, for the user to check; None where it says itself what is meant."""
+        if self.relation != "=":
+            return None
+        effective = self.effective_relation
+        text = f"target {self} is read as {self.metric} {effective} {self.value:g}"
+        if self.metric in (*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER):
+            return text
+        return f"{text}; write {self.metric}<={self.value:g} if less is better"
+
+    def is_reached(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the metrics of a validation reach the target; raises UsageError when the metric is not among them."""
+        if self.metric not in metrics:
+            raise UsageError(
+                f"target {self}: the model reports no metric {self.metric!r}", f"it reports: {', '.join(metrics)}"
+            )
+        return bool(_RELATIONS[self.effective_relation](metrics[self.metric], self.value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What a run is asked to do.
+
+    Attributes:
+        bundle_dir: the folder of bundle.yaml and the stage files.
+        trusted: whether the model was named on the command line, so that it may lie outside the current folder.
+        out: the folder of the run, for checkpoints, metrics.jsonl, trace.json and report.json.
+        epochs: epochs in all; a resumed run trains those that are left.
+        steps: minibatches in an epoch at most; None for the whole training set.
+        seed: fixes initial weights, the order of samples and all random numbers that are drawn while training.
+        device: `auto` is cuda where a CUDA device is found.
+        delay_compensation: how to correct gradients that come late; None applies them as they are.
+        precision: what the stages compute in: `bf16` is autocast, with weights and messages in fp32.
+        compiled: whether each stage goes through torch.compile.
+        transport: how tensors travel between workers: `auto` uses shared memory within a machine, NCCL between GPUs,
+            else gloo; `gloo` always uses gloo; `shared` refuses to run where memory cannot be shared.
+        wire_dtype: what fp32 tensors are sent as between workers.
+        timeout_s: how many seconds a worker waits for another before it gives up.
+        threads: CPU threads of each worker; None divides the cores of a machine among its workers. OMP_NUM_THREADS
+            has precedence.
+        resume: folder of a run, or one of its checkpoints, to go on from; any plan of the same model may have made it.
+        machines: the machines of the launch.
+    """
+
+    plan: Plan
+    bundle: Bundle
+    bundle_dir: Path
+    model: ModelRef
+    out: Path
+    trusted: bool = False
+    epochs: int = 1
+    steps: int | None = None
+    target: Target | None = None
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    delay_compensation: DelayCompensation | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compiled: bool = False
+    transport: Literal["auto", "gloo", "shared"] = "auto"
+    wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    timeout_s: float = 300.0
+    threads: int | None = None
+    resume: Path | None = None
+    machines: Machines = field(default_factory=Machines)
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """The stage and replica that a rank executes; prints as `rank 1 (stage 1, replica 0)`.
+
+    Attributes:
+        rank: in torch.distributed.
+        worker: number in the cluster.
+        stage: the first of its stages; with an interleaved schedule it has several.
+    """
+
+    rank: int
+    worker: int
+    stage: int
+    replica: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (stage {self.stage}, replica {self.replica})"
+
+
+def assign_ranks(plan: Plan) -> list[RankAssignment]:
+    """Return the assignment of each rank, in the order of the workers' numbers; unused workers have no rank."""
+    stages = plan.stages[: plan.pipeline_depth]
+    used = sorted((worker, s, k) for s, stage in enumerate(stages) for k, worker in enumerate(stage.workers))
+    return [RankAssignment(rank, *entry) for rank, entry in enumerate(used)]
+
+
+def ranks_of_stage(assignments: list[RankAssignment], stage: int) -> list[int]:
+    """Return the ranks of a stage's replicas, in the order of the replicas."""
+    replicas = (a for a in assignments if a.stage == stage)
+    return [a.rank for a in sorted(replicas, key=lambda a: a.replica)]
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed for `parts`, such as (seed, epoch, stage, minibatch), unrelated to that of other parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1

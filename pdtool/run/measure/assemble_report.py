@@ -1,0 +1,96 @@
+"""Assemble the report from what each worker measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from pdtool.artifacts.report import Measured, Report, StageReport
+from pdtool.run.config import RunConfig
+from pdtool.run.measure.epoch_timer import EpochTimer
+from pdtool.run.measure.timings import TimeTotals
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMeasurements:
+    """What one worker measured, over the epochs after the first (over the first when it is the only one).
+
+    Attributes:
+        stage: the worker's first stage.
+        totals: where the time went.
+        epochs: the time of these epochs, without validation and checkpoints, and what was trained in them.
+        peak_memory_bytes: see PeakMemory.
+    """
+
+    stage: int
+    totals: TimeTotals
+    epochs: EpochTimer
+    peak_versions: int
+    peak_stashed: int
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """How a run ended.
+
+    Attributes:
+        epochs: epochs trained in all, those before a resume included.
+        minibatches: of an epoch.
+        metrics: of the last validation.
+        target_reached: None without a target.
+    """
+
+    epochs: int
+    minibatches: int
+    metrics: Mapping[str, float]
+    target_reached: bool | None
+
+
+def assemble_report(config: RunConfig, workers: Sequence[WorkerMeasurements], outcome: RunOutcome) -> Report:
+    """Return the report of a run."""
+    plan = config.plan
+    epochs = workers[0].epochs
+    train_s = max(worker.epochs.train_s for worker in workers)
+    time_per_minibatch_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # those of the last stage know
+    time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, epochs.minibatches)
+    return Report(
+        plan=plan.name,
+        config=plan.config,
+        schedule=plan.schedule,
+        batch_size=plan.batch_size,
+        epochs=outcome.epochs,
+        minibatches=outcome.minibatches,
+        throughput_samples_per_s=epochs.samples / train_s if train_s else 0.0,
+        target=str(config.target) if config.target else None,
+        target_reached=outcome.target_reached,
+        metrics=dict(outcome.metrics),
+        predicted=plan.predicted,
+        measured=Measured(
+            bottleneck_s=time_per_minibatch_s,
+            throughput_samples_per_s=plan.batch_size / time_per_minibatch_s if time_per_minibatch_s else 0.0,
+        ),
+        stages=tuple(_stage_report([w for w in workers if w.stage == s]) for s in range(plan.pipeline_depth)),
+        digests=dict(config.bundle.digests),
+    )
+
+
+def _stage_report(replicas: Sequence[WorkerMeasurements]) -> StageReport:
+    """Figures per minibatch of the whole pipeline, averaged over the replicas of a stage."""
+    per_minibatch = 1 / max(1, replicas[0].epochs.minibatches)
+    mean = {name: fmean(vars(replica.totals)[name] for replica in replicas) for name in vars(replicas[0].totals)}
+    times = {name: value * per_minibatch for name, value in mean.items() if name.endswith("_s")}
+    busy_s = times["forward_s"] + times["backward_s"] + times["update_s"]
+    time_s = fmean(replica.epochs.train_s for replica in replicas) * per_minibatch
+    peaks_bytes = [replica.peak_memory_bytes for replica in replicas if replica.peak_memory_bytes is not None]
+    return StageReport(
+        replicas=len(replicas),
+        busy_s=busy_s,
+        rest_s=max(0.0, time_s - busy_s - times["wait_s"] - times["allreduce_s"]),
+        sent_bytes=round(mean["sent_bytes"] * per_minibatch),
+        peak_versions=max(replica.peak_versions for replica in replicas),
+        peak_stashed=max(replica.peak_stashed for replica in replicas),
+        peak_memory_bytes=max(peaks_bytes, default=None),
+        **times,
+    )

@@ -1,0 +1,124 @@
+"""Where a worker's time went, summed up, and the events of its trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from pdtool.artifacts.chrome_trace import TraceEvent
+from pdtool.schedule import Action, ActionKind
+
+MAX_EVENTS = 5_000  # of actions and waits, and as many of messages: the first ones
+MIN_DRAWN_S = 50e-6  # a shorter wait does not divide the action that it is in
+
+
+@dataclass
+class TimeTotals:
+    """Sums over the minibatches of this worker.
+
+    Attributes:
+        forward_s, backward_s, update_s: seconds in actions, without their waits; zero-bubble's two backwards are one.
+        wait_s: seconds of waiting for messages of other stages, and at the end of an epoch to be rid of one's own.
+        allreduce_s: seconds of waiting for gradients of other workers, and at the end of an epoch for their buffers.
+        send_s: seconds of handing over messages, a part of the times of actions.
+        sent_bytes: bytes sent to other workers.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    wait_s: float = 0.0
+    allreduce_s: float = 0.0
+    send_s: float = 0.0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TimingsSnapshot:
+    """The state of Timings at a moment, for `rollback`."""
+
+    totals: TimeTotals
+    actions: int
+    messages: int
+
+
+_FIELD = {
+    ActionKind.FORWARD: "forward_s",
+    ActionKind.BACKWARD: "backward_s",
+    ActionKind.BACKWARD_INPUT: "backward_s",
+    ActionKind.BACKWARD_WEIGHT: "backward_s",
+    ActionKind.UPDATE: "update_s",
+}
+
+
+@dataclass
+class Timings:
+    """Totals and events of one worker; times are in seconds of time.perf_counter."""
+
+    totals: TimeTotals = field(default_factory=TimeTotals)
+    _actions: list[tuple[Action | None, float, float]] = field(default_factory=list)  # None: a wait
+    _messages: list[tuple[str, str, float, float, int]] = field(default_factory=list)
+
+    def add_action(
+        self, action: Action | None, start_s: float, end_s: float, waits: Sequence[tuple[float, float, bool]]
+    ) -> None:
+        """Add an action, or with None a wait between two actions.
+
+        Args:
+            waits: those in the action: start, end, and whether they were for an average over workers.
+        """
+        totals = self.totals
+        compute_s, drawn_from_s = end_s - start_s, start_s
+        for wait_start_s, wait_end_s, is_averaging in waits:
+            wait_s = wait_end_s - wait_start_s
+            compute_s -= wait_s
+            if is_averaging:
+                totals.allreduce_s += wait_s
+            else:
+                totals.wait_s += wait_s
+            if wait_s > MIN_DRAWN_S:  # it divides the action
+                if wait_start_s - drawn_from_s > MIN_DRAWN_S:
+                    self._draw(action, drawn_from_s, wait_start_s)
+                self._draw(None, wait_start_s, wait_end_s)
+                drawn_from_s = wait_end_s
+        if action:
+            name = _FIELD[action.kind]
+            setattr(totals, name, getattr(totals, name) + compute_s)
+            self._draw(action, drawn_from_s, end_s)
+
+    def add_message(self, track: str, name: str, start_s: float, end_s: float, size_bytes: int) -> None:
+        """Add a message to one of the trace's tracks: `send`, `receive` or `all-reduce`."""
+        if len(self._messages) < MAX_EVENTS:
+            self._messages.append((track, name, start_s, end_s, size_bytes))
+
+    def _draw(self, action: Action | None, start_s: float, end_s: float) -> None:
+        if len(self._actions) < MAX_EVENTS:
+            self._actions.append((action, start_s, end_s))
+
+    def snapshot(self) -> TimingsSnapshot:
+        """Return the state, for `rollback`."""
+        return TimingsSnapshot(replace(self.totals), len(self._actions), len(self._messages))
+
+    def rollback(self, snapshot: TimingsSnapshot) -> None:
+        """Forget what came after the snapshot."""
+        self.totals = replace(snapshot.totals)
+        del self._actions[snapshot.actions :], self._messages[snapshot.messages :]
+
+    def events(self) -> list[TraceEvent]:
+        """Return the events in seconds of time.time.
+
+        So the tracks of several machines are comparable: perf_counter is finer but may start anywhere.
+        """
+        offset_s = time.time() - time.perf_counter()
+        spans = [
+            ("compute", str(action), action.kind.name.lower(), start_s, end_s, 0)
+            if action
+            else ("compute", "wait", "wait", start_s, end_s, 0)
+            for action, start_s, end_s in self._actions
+        ]
+        spans += [(track, name, track, start_s, end_s, size) for track, name, start_s, end_s, size in self._messages]
+        return [  # rounded before they are subtracted: events that touch still do
+            TraceEvent(track, name, kind, start_s + offset_s, (end_s + offset_s) - (start_s + offset_s), size)
+            for track, name, kind, start_s, end_s, size in spans
+        ]

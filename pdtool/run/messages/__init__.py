@@ -1,0 +1,1 @@
+"""Tensors between stages: which go where, and the channels that carry them."""

@@ -1,0 +1,141 @@
+"""Channels of torch.distributed, gloo or NCCL: receives posted ahead, sends waited for as late as possible.
+
+gloo's point-to-point is a rendezvous: a message starts only when its receiver has asked for it. So receives are posted
+before they are needed, and a sender keeps what it sends until it has gone. NCCL matches messages by their order on a
+group; gloo's are tagged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pdtool.run.measure.meter import NullMeter, WorkerMeter
+from pdtool.run.messages.routes import Edge, Route
+from pdtool.run.processes.collectives import PeerErrorContext
+
+_TAGS = 2**31
+
+
+def make_route_groups(routes: Sequence[Route], timeout_s: float, *, nccl: bool) -> Mapping[int, Any]:
+    """Return the process group of each of these routes, by its number; all workers call it together.
+
+    gloo has one group for each direction, since two ranks that send to each other on one group do it in turns. NCCL,
+    whose messages have no tags, has one for each route.
+
+    Raises:
+        PeerError: a worker does not come.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    with PeerErrorContext("the process groups between stages were not made"):
+        if nccl:
+            return {
+                route.number: dist.new_group(sorted((route.sender, route.receiver)), timeout=timeout, backend="nccl")
+                for route in routes
+            }
+        directions = sorted({route.direction for route in routes})
+        groups = {direction: dist.new_group(timeout=timeout, backend="gloo") for direction in directions}
+    return {route.number: groups[route.direction] for route in routes}
+
+
+class DistributedSender:
+    """Sends on a process group.
+
+    Args:
+        depth: messages that may be under way.
+        device: where tensors are that the group can send.
+    """
+
+    def __init__(
+        self, route: Route, group: Any, depth: int, device: torch.device, meter: WorkerMeter | NullMeter
+    ) -> None:
+        self._route, self._group, self._depth, self._device = route, group, depth, device
+        self._meter = meter
+        self._under_way: deque[tuple[int, list[tuple[Any, Tensor]]]] = deque()
+
+    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
+        """Start sending; wait only when `depth` messages are under way."""
+        while len(self._under_way) >= self._depth:
+            self._wait_for_oldest()
+        sends, size_bytes = [], 0
+        try:
+            for edge, tensor in zip(self._route.edges, tensors, strict=True):
+                tensor = tensor.to(self._device, edge.sent_dtype).contiguous()
+                work = dist.isend(tensor, self._route.receiver, group=self._group, tag=_tag(edge, minibatch))
+                sends.append((work, tensor))
+                size_bytes += tensor.nbytes
+        except RuntimeError:
+            with self._peer_error(minibatch):
+                raise
+        self._under_way.append((minibatch, sends))
+        return size_bytes
+
+    def flush(self) -> None:
+        """Wait until everything has been received."""
+        while self._under_way:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        minibatch, sends = self._under_way.popleft()
+        try:
+            with self._meter.waiting():
+                for work, _ in sends:
+                    work.wait()
+        except RuntimeError:
+            with self._peer_error(minibatch):
+                raise
+
+    def _peer_error(self, minibatch: int) -> PeerErrorContext:
+        return PeerErrorContext(self._route.lost_at_sender(minibatch), self._route.receiver)
+
+
+class DistributedReceiver:
+    """Receives on a process group.
+
+    Args:
+        device: where the group puts tensors.
+        pinned: whether they are copied on to a GPU from there.
+    """
+
+    def __init__(self, route: Route, group: Any, device: torch.device, *, pinned: bool = False) -> None:
+        self._route, self._group, self._device, self._pinned = route, group, device, pinned
+        self._posted: deque[list[tuple[Any, Tensor]]] = deque()
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Post the receives."""
+        posted = []
+        try:
+            for edge in self._route.edges:
+                buffer = torch.empty(
+                    edge.shape(samples), dtype=edge.sent_dtype, device=self._device, pin_memory=self._pinned
+                )
+                work = dist.irecv(buffer, self._route.sender, group=self._group, tag=_tag(edge, minibatch))
+                posted.append((work, buffer))
+        except RuntimeError:
+            with self._peer_error(minibatch):
+                raise
+        self._posted.append(posted)
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Wait for the oldest receives."""
+        posted = self._posted.popleft()
+        try:
+            for work, _ in posted:
+                work.wait()
+        except RuntimeError:
+            with self._peer_error(minibatch):
+                raise
+        return [buffer for _, buffer in posted]
+
+    def _peer_error(self, minibatch: int) -> PeerErrorContext:
+        return PeerErrorContext(self._route.lost_at_receiver(minibatch), self._route.sender)
+
+
+def _tag(edge: Edge, minibatch: int) -> int:
+    return (minibatch * 4096 + edge.number) % _TAGS

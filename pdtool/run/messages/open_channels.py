@@ -1,0 +1,143 @@
+"""Open a channel for each route: within a worker, through shared memory, by NCCL or by gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from pdtool.errors import UsageError
+from pdtool.run.measure.meter import NullMeter, WorkerMeter
+from pdtool.run.messages.channel import LocalChannel, Receiver, Sender
+from pdtool.run.messages.distributed import DistributedReceiver, DistributedSender, make_route_groups
+from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
+from pdtool.run.messages.routes import Route
+from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, SlotLayout
+from pdtool.run.messages.shared_memory_setup import share_memory
+from pdtool.run.processes.process_groups import ProcessGroups
+
+_CPU = torch.device("cpu")
+
+
+@dataclass
+class Channels:
+    """This worker's ends of channels, each with its route, in the order of the routes."""
+
+    senders: list[tuple[Route, Sender]] = field(default_factory=list)
+    receivers: list[tuple[Route, Receiver]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelSettings:
+    """How channels are opened.
+
+    Attributes:
+        transport: `auto` shares memory where that is possible, `shared` refuses to run where it is not, `gloo` never
+            shares memory.
+        batch_size: samples in a minibatch at most.
+        in_flight: minibatches that the schedule has in flight at once, over all replicas.
+        device: where this worker's tensors are.
+        timeout_s: how many seconds another worker is waited for.
+    """
+
+    transport: Literal["auto", "gloo", "shared"]
+    batch_size: int
+    in_flight: int
+    device: torch.device
+    timeout_s: float
+
+    def depth(self, route: Route) -> int:
+        """Most messages under way: when a minibatch is that much older than the one sent now, it was received."""
+        return 1 + -(-self.in_flight // route.every)
+
+
+def open_channels(
+    routes: Sequence[Route], rank: int, groups: ProcessGroups, settings: ChannelSettings, meter: WorkerMeter
+) -> Channels:
+    """Open this worker's ends of all channels; all workers call it together.
+
+    Args:
+        rank: of this worker.
+        meter: measures how long senders wait.
+
+    Raises:
+        UsageError: memory cannot be shared, and must be.
+        PeerError: a worker does not come.
+    """
+    uses_nccl = groups.uses_nccl and settings.transport == "auto"
+    layouts = {route.number: SlotLayout.of(route, settings.batch_size, settings.depth(route)) for route in routes}
+    agreed: set[int] = set()
+    shared: dict[int, SharedMemory] = {}
+    if not uses_nccl and settings.transport != "gloo":
+        sizes_bytes = {number: layout.total_bytes for number, layout in layouts.items()}
+        agreed, shared = share_memory(routes, rank, groups.world, sizes_bytes, settings.timeout_s)
+    distributed = [route for route in routes if not route.is_local and route.number not in agreed]
+    if distributed and settings.transport == "shared":
+        raise UsageError(
+            f"rank {distributed[0].sender} and rank {distributed[0].receiver} cannot share memory",
+            "leave --transport out: workers on one Linux machine share it, others use the network",
+        )
+    route_groups = make_route_groups(distributed, settings.timeout_s, nccl=uses_nccl)
+    opener = _ChannelOpener(settings, layouts, shared, route_groups, meter, uses_nccl)
+    return opener.open(routes, rank)
+
+
+@dataclass(frozen=True)
+class _ChannelOpener:
+    """Opens single channels.
+
+    Attributes:
+        layouts, shared, groups: by the number of a route; those that do not share memory have a group.
+    """
+
+    settings: ChannelSettings
+    layouts: Mapping[int, SlotLayout]
+    shared: Mapping[int, SharedMemory]
+    groups: Mapping[int, Any]
+    meter: WorkerMeter
+    uses_nccl: bool
+
+    def open(self, routes: Sequence[Route], rank: int) -> Channels:
+        channels = Channels()
+        for route in routes:
+            if route.is_local and route.sender == rank:
+                local = LocalChannel()
+                channels.senders.append((route, local))
+                channels.receivers.append((route, local))
+            elif route.sender == rank:
+                channels.senders.append((route, self._sender(route)))
+            elif route.receiver == rank:
+                channels.receivers.append((route, self._receiver(route)))
+        return channels
+
+    @property
+    def _is_pinned(self) -> bool:
+        """Whether tensors on a GPU go through CPU memory."""
+        return self.settings.device.type == "cuda" and not self.uses_nccl
+
+    @property
+    def _carrier(self) -> torch.device:
+        """Where the tensors are that a process group sends and receives."""
+        return _CPU if self._is_pinned else self.settings.device
+
+    def _sender(self, route: Route) -> Sender:
+        layout, shared = self.layouts[route.number], self.shared.get(route.number)
+        meter = NullMeter() if self._is_pinned else self.meter  # the wait of a thread holds nobody up
+        sender: Sender
+        if shared:
+            sender = SharedMemorySender(route, layout, shared, meter)
+        else:
+            sender = DistributedSender(route, self.groups[route.number], layout.depth, self._carrier, meter)
+        return PinnedSender(route, sender, self.settings.device) if self._is_pinned else sender
+
+    def _receiver(self, route: Route) -> Receiver:
+        layout, shared = self.layouts[route.number], self.shared.get(route.number)
+        receiver: Receiver
+        if shared:
+            receiver = SharedMemoryReceiver(route, layout, shared)
+        else:
+            group = self.groups[route.number]
+            receiver = DistributedReceiver(route, group, self._carrier, pinned=self._is_pinned)
+        return PinnedReceiver(receiver, self.settings.device) if self._is_pinned else receiver

@@ -1,0 +1,147 @@
+"""How two workers of one machine come to share memory: the sender makes it and passes it over a Unix socket.
+
+1. All workers exchange where they are, and the name of a socket that each listens on: an abstract name, which leaves no
+   file and is seen within one network namespace only, so that containers do not share memory by mistake.
+2. The sender of each route within a machine connects, and sends the route's number with the memory's descriptor.
+3. All workers exchange which routes they accepted: both ends of those, and of no others, share memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdtool.run.messages.routes import Route
+from pdtool.run.messages.shared_memory import SharedMemory
+from pdtool.run.processes.collectives import all_gather
+
+ROUTE_NUMBER = struct.Struct("=I")
+_CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+def machine_id() -> str:
+    """Return a text that is the same for processes that can connect, on one kernel; empty where there is no way to."""
+    if not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return kernel + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
+
+
+def share_memory(
+    routes: Sequence[Route], rank: int, world: Any, sizes_bytes: Mapping[int, int], timeout_s: float
+) -> tuple[set[int], dict[int, SharedMemory]]:
+    """Share memory with the workers of this machine; all workers call it together.
+
+    Args:
+        world: process group of all workers.
+        sizes_bytes: route number -> bytes of its memory.
+        timeout_s: of the sockets, once they are in use.
+
+    Returns:
+        The numbers of all routes that share memory, and the memory of those that begin or end at this worker.
+
+    Raises:
+        PeerError: a worker does not come.
+    """
+    own_machine = machine_id()
+    with _listen(own_machine, len(routes)) as listener:
+        address = listener.getsockname() if own_machine else b""
+        workers = all_gather((own_machine, address), world, "the place of each worker")
+        nearby = [
+            route
+            for route in routes
+            if not route.is_local and own_machine and workers[route.sender][0] == workers[route.receiver][0]
+        ]
+        offered = {
+            route.number: shared
+            for route in nearby
+            if route.sender == rank
+            and (shared := offer_memory(workers[route.receiver][1], route.number, sizes_bytes[route.number]))
+        }
+        all_offered = set().union(*all_gather(set(offered), world, "the offers to share memory"))
+        incoming = {n: sizes_bytes[n] for n in all_offered if routes[n].receiver == rank}
+        accepted = accept_memory(listener, incoming)
+    agreed = set().union(*all_gather(set(accepted), world, "the memory shared"))
+    own = {n: shared for n, shared in (offered | accepted).items() if n in agreed}
+    for shared in own.values():
+        shared.connection.settimeout(timeout_s)
+    return agreed, own
+
+
+def _listen(own_machine: str, backlog: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX if own_machine else socket.AF_INET, socket.SOCK_STREAM)
+    if own_machine:
+        listener.bind("")  # Linux chooses a free abstract name
+        listener.listen(backlog)
+        listener.settimeout(HANDSHAKE_TIMEOUT_S)
+    return listener
+
+
+def offer_memory(address: bytes, number: int, size_bytes: int) -> SharedMemory | None:
+    """Connect to the receiver of route `number` and pass new memory; None when it cannot be reached."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(HANDSHAKE_TIMEOUT_S)
+    try:
+        connection.connect(address)
+        descriptor = os.memfd_create("pdtool")
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            socket.send_fds(connection, [ROUTE_NUMBER.pack(number)], [descriptor])
+            return SharedMemory(mmap.mmap(descriptor, size_bytes), connection)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        connection.close()
+        return None
+
+
+def accept_memory(listener: socket.socket, expected: Mapping[int, int]) -> dict[int, SharedMemory]:
+    """Accept the connections of the expected routes, and the memory that comes with them.
+
+    Args:
+        expected: route number -> bytes of its memory.
+
+    Returns:
+        Route number -> memory; without those that did not come in time.
+    """
+    accepted: dict[int, SharedMemory] = {}
+    while len(accepted) < len(expected):
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            break
+        connection.settimeout(HANDSHAKE_TIMEOUT_S)
+        received = receive_memory(connection, expected)
+        if received is None:
+            connection.close()
+        else:
+            number, memory = received
+            accepted[number] = SharedMemory(memory, connection)
+    return accepted
+
+
+def receive_memory(connection: socket.socket, expected: Mapping[int, int]) -> tuple[int, mmap.mmap] | None:
+    """Receive a route's number and memory; None from a process that is not a worker of this run."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(peer)
+    descriptors: list[int] = []
+    try:
+        message, descriptors, *_ = socket.recv_fds(connection, ROUTE_NUMBER.size, 1, socket.MSG_CMSG_CLOEXEC)
+        if user != os.getuid() or len(message) != ROUTE_NUMBER.size or len(descriptors) != 1:
+            return None
+        (number,) = ROUTE_NUMBER.unpack(message)
+        return (number, mmap.mmap(descriptors[0], expected[number])) if number in expected else None
+    except (OSError, ValueError):
+        return None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,211 @@
+"""The inputs, outputs and gradients of one stage, as messages to and from other stages.
+
+                          forward                                    backward
+    receive_inputs   ◀─── tensors of stages before    receive_gradients ◀─── gradients of stages after
+    send_outputs     ───▶ tensors to stages after     send_gradients    ───▶ gradients to stages before
+
+Messages of a few minibatches are expected ahead of their use, so that they travel while the stage computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.run.data import DataPass, MinibatchLoader
+from pdtool.run.measure.meter import WorkerMeter
+from pdtool.run.messages.channel import Receiver, Sender
+from pdtool.run.messages.open_channels import Channels
+from pdtool.run.messages.routes import Direction, Edge, Route, target_name
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """The messages of one stage in one direction.
+
+    Attributes:
+        to_expect: minibatches to be received in this phase that are not expected yet, in order.
+        expected: those that are.
+    """
+
+    receivers: list[tuple[Route, Receiver]]
+    senders: list[tuple[Route, Sender]]
+    to_expect: deque[int] = field(default_factory=deque)
+    expected: deque[int] = field(default_factory=deque)
+
+
+class StageIO:
+    """Inputs, target, outputs and gradients of one stage on this worker, by minibatch.
+
+    Args:
+        channels: of this worker.
+        ahead: minibatches to expect before they are needed.
+    """
+
+    def __init__(
+        self, bundle: Bundle, stage: int, channels: Channels, *, ahead: int, device: torch.device, meter: WorkerMeter
+    ) -> None:
+        self._module, self._model_inputs = bundle.stages[stage], bundle.inputs
+        self._is_last = stage == len(bundle.stages) - 1
+        self._ahead, self._device, self._meter = ahead, device, meter
+        self._forward = _traffic(stage, "forward", channels)
+        self._backward = _traffic(stage, "backward", channels)
+        self._incoming = _edges([route for route, _ in self._forward.receivers])
+        self._outgoing = _edges([route for route, _ in self._forward.senders])
+        self._loader: MinibatchLoader | None = None
+        self._loaded: dict[str, Tensor] = {}
+
+    def begin_phase(
+        self, data: DataPass, loader: MinibatchLoader | None, forwards: Sequence[int], backwards: Sequence[int]
+    ) -> None:
+        """Begin a phase: an epoch of training, or a validation.
+
+        Args:
+            loader: loads the minibatches; None unless this is the first stage.
+            forwards, backwards: the minibatches whose inputs, and whose gradients, are received, in order.
+        """
+        self._data, self._loader = data, loader
+        for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
+            if traffic.receivers:
+                traffic.to_expect.extend(minibatches)
+                for _ in range(self._ahead):
+                    self._expect_next(traffic)
+
+    def end_phase(self) -> None:
+        """Wait until everything sent has been received, or lies where its receiver finds it; raises PeerError."""
+        for traffic in (self._forward, self._backward):
+            assert not traffic.expected, f"minibatches {list(traffic.expected)} were expected and never asked for"
+            with self._meter.waiting():
+                for _, sender in traffic.senders:
+                    sender.flush()
+
+    def receive_inputs(self, minibatch: int) -> tuple[list[Tensor], Any]:
+        """Wait for what the stage takes.
+
+        Returns:
+            The module's inputs, [samples, ...] each, leaves that collect a gradient where one goes back; and at the
+            last stage the target as the user's loss takes it, else None.
+
+        Raises:
+            PeerError: the worker of another stage is lost.
+        """
+        received = self._receive(self._forward, minibatch)
+        by_name = {edge.name: _leaf(edge, received[edge.number]) for edge in self._incoming}
+        if self._loader:
+            self._loaded = self._load(self._loader, minibatch)
+            by_name |= self._loaded
+        target = None
+        if self._is_last:
+            split = self._data.split
+            leaves = [by_name[target_name(i)].to(self._device) for i in range(len(split.leaves))]
+            target = split.unflatten(leaves)
+        return [by_name[name].to(self._device) for name in self._module.inputs], target
+
+    def send_outputs(self, minibatch: int, outputs: Sequence[Tensor]) -> None:
+        """Send each output, and at the first stage what later stages need of the data, straight to its consumers.
+
+        Args:
+            outputs: of the stage, [samples, ...] each; of the last stage nothing is sent.
+        """
+        by_name = {} if self._is_last else dict(zip(self._module.outputs, outputs, strict=True))
+        by_name |= self._loaded
+        self._send(self._forward, minibatch, {edge.number: by_name[edge.name] for edge in self._outgoing})
+        self._loaded = {}
+
+    def receive_gradients(self, minibatch: int) -> list[Tensor | None]:
+        """Wait for the gradients of the outputs.
+
+        Returns:
+            For each output the sum of what its consumers send, of the output's shape; None for one without gradient,
+            and for the loss.
+        """
+        received = self._receive(self._backward, minibatch)
+        if self._is_last:
+            return [None]
+        total: dict[str, Tensor] = {}
+        for edge in self._outgoing:
+            if edge.tensor.gradient:
+                gradient = received[edge.number]
+                total[edge.name] = total[edge.name] + gradient if edge.name in total else gradient
+        return [total.get(name) for name in self._module.outputs]
+
+    def send_gradients(self, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Send each input's gradient to the stage it came from; zeros where the backward did not lead to one.
+
+        Args:
+            gradients: of the stage's inputs, of their shapes.
+        """
+        by_name = dict(zip(self._module.inputs, gradients, strict=True))
+        samples = self._data.minibatches.samples(minibatch)
+        tensors = {}
+        for edge in self._incoming:
+            if edge.tensor.gradient:
+                gradient = by_name[edge.name]
+                tensors[edge.number] = (
+                    torch.zeros(edge.shape(samples), dtype=edge.dtype) if gradient is None else gradient
+                )
+        self._send(self._backward, minibatch, tensors)
+
+    def _load(self, loader: MinibatchLoader, minibatch: int) -> dict[str, Tensor]:
+        inputs, target = loader.load(self._data.minibatches[minibatch], self._data.seed(minibatch))
+        targets = {target_name(i): leaf for i, leaf in enumerate(target)}
+        return dict(zip(self._model_inputs, inputs, strict=True)) | targets
+
+    def _receive(self, traffic: _Traffic, minibatch: int) -> dict[int, Tensor]:
+        """The tensor of each incoming edge, by its number."""
+        if not traffic.receivers:
+            return {}
+        oldest, samples = traffic.expected.popleft(), self._data.minibatches.samples(minibatch)
+        assert oldest == minibatch, f"minibatch {minibatch} was asked for, {oldest} was expected"
+        received = {}
+        with self._meter.waiting():
+            for route, receiver in traffic.receivers:
+                if route.has(minibatch):
+                    start_s = perf_counter()
+                    tensors = receiver.receive(minibatch, samples)
+                    if not route.is_local:
+                        self._meter.message_received(route.consumer, minibatch, start_s, tensors)
+                    for edge, tensor in zip(route.edges, tensors, strict=True):
+                        received[edge.number] = tensor.to(edge.dtype)
+        self._expect_next(traffic)
+        return received
+
+    def _send(self, traffic: _Traffic, minibatch: int, tensors: Mapping[int, Tensor]) -> None:
+        """Start sending the tensor of each outgoing edge; they must not change until they have gone."""
+        for route, sender in traffic.senders:
+            if route.has(minibatch):
+                start_s = perf_counter()
+                sent_bytes = sender.send(minibatch, [tensors[edge.number].detach() for edge in route.edges])
+                if not route.is_local:
+                    self._meter.message_sent(route.consumer, minibatch, start_s, sent_bytes)
+
+    def _expect_next(self, traffic: _Traffic) -> None:
+        if traffic.to_expect:
+            minibatch = traffic.to_expect.popleft()
+            for route, receiver in traffic.receivers:
+                if route.has(minibatch):
+                    receiver.expect(minibatch, self._data.minibatches.samples(minibatch))
+            traffic.expected.append(minibatch)
+
+
+def _traffic(stage: int, direction: Direction, channels: Channels) -> _Traffic:
+    receivers = [(r, end) for r, end in channels.receivers if (r.direction, r.destination) == (direction, stage)]
+    senders = [(r, end) for r, end in channels.senders if (r.direction, r.source) == (direction, stage)]
+    return _Traffic(receivers, senders)
+
+
+def _edges(routes: Sequence[Route]) -> list[Edge]:
+    """The edges of some routes, each once, in the order of their numbers."""
+    by_number = {edge.number: edge for route in routes for edge in route.edges}
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _leaf(edge: Edge, value: Tensor) -> Tensor:
+    return value.requires_grad_() if edge.tensor.gradient else value

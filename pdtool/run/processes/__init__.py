@@ -1,0 +1,1 @@
+"""The processes of a run: launched, watched, and grouped in torch.distributed."""

@@ -1,0 +1,251 @@
+"""Start the workers, watch them, and say which one failed and why.
+
+On one machine or several, torch elastic starts the workers; inside torchrun or srun this process is one of them
+already. Workers come from a fork server that imports torch once; they end when this process does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from pdtool.artifacts.report import Report
+from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
+from pdtool.machines import worker_environment
+from pdtool.run import checkpoint
+from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.run.measure.metrics_log import following_metrics
+from pdtool.run.processes.status import OWN_ERROR, WORKERS_FOLDER, prepare_folder, read_failure, read_pid, read_status
+from pdtool.run.processes.worker_main import run_worker, worker_main
+from pdtool.schedule import build, is_asynchronous, validate
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_GRACE_S = 2.0  # for workers to end after one has failed
+_POLL_S = 0.2
+# An error crosses the process border as its text and exit code.
+_ERRORS = {1: PdtoolError, 2: UsageError, 3: ScheduleError}
+# What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
+_PRELOADED = ["torch", "torch._dynamo", "pdtool.run.processes.worker_main"]
+
+
+def launch(config: RunConfig, on_metrics: Callable[[dict[str, Any]], None] | None = None) -> Report:
+    """Run to the end.
+
+    Args:
+        on_metrics: called in a thread with each line of metrics.jsonl as it is written.
+
+    Raises:
+        WorkerDiedError: a worker ended or did not answer; rank, stage and minibatch are named, all others are gone.
+        PdtoolError: what a worker found wrong (a loss that is not a number, a checkpoint that could not be written).
+        KeyboardInterrupt: Ctrl-C; all workers are gone.
+    """
+    check_config(config)
+    epochs_done = checkpoint.read_facts(checkpoint.latest(config.resume))["epoch"] if config.resume else 0
+    if config.resume and epochs_done >= config.epochs:
+        raise UsageError(f"{config.resume} has its {epochs_done} epoch(s) already", "give more --epochs than that")
+    environment = worker_environment(os.environ, config.machines.endpoint)
+    if environment:
+        _forget_threads_of_torchrun()
+        os.environ.update(environment)
+        return run_worker(config)
+    local = local_assignments(config)
+    prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    elastic = elastic_launch(_elastic_config(config, len(local)), worker_main)
+    reader, _writer = multiprocessing.Pipe(duplex=False)  # its other end closes with this process
+    stop_signal = None
+    with (
+        following_metrics(config.out, on_metrics, after=epochs_done),
+        _killing_stragglers(config, local),
+        _elastic_logs_disabled(),
+        _signal_handlers_restored(),
+    ):
+        try:
+            reports = elastic(config, dict(os.environ), os.getcwd(), reader)
+        except SignalException as error:
+            stop_signal = error.sigval
+        except json.JSONDecodeError as error:  # what torch elastic reads when a worker could not write how it ended
+            raise PdtoolError(
+                f"a worker died, and could not write why into {config.out}", "see whether the disk is full"
+            ) from error
+        except ChildFailedError as error:
+            exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
+            if -signal.SIGINT not in exit_codes.values():
+                raise diagnose(config, exit_codes) from None
+            stop_signal = signal.SIGINT  # Ctrl-C reaches the whole process group
+    if stop_signal:
+        signal.raise_signal(stop_signal)  # as if torch elastic had not caught it
+        raise KeyboardInterrupt
+    shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)
+    return Report.parse(next(iter(reports.values())))
+
+
+def check_config(config: RunConfig) -> None:
+    """Check that plan and bundle go together and the schedule can be executed.
+
+    Raises:
+        StaleError: the bundle was made for another plan, or was changed.
+        UsageError: the delay compensation, or where tied stages are, does not go with the schedule.
+        ScheduleError: the schedule deadlocks, or breaks another rule.
+    """
+    plan, bundle = config.plan, config.bundle
+    if len(plan.stages) != len(bundle.stages):
+        raise StaleError(
+            config.bundle_dir / "bundle.yaml",
+            f"it has {len(bundle.stages)} stages, the plan {len(plan.stages)}",
+            "run `pdtool codegen` again",
+        )
+    if config.delay_compensation and not is_asynchronous(plan.schedule):
+        raise UsageError(
+            f"correction {config.delay_compensation} with schedule {plan.schedule}",
+            "leave it out: with a flush no gradient comes late",
+        )
+    for tied in bundle.tied:
+        if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
+            raise UsageError(
+                f"stages {', '.join(map(str, tied.stages))} share {tied.names[0]}, and two of them are on one worker",
+                "partition with another number of --chunks or --workers",
+            )
+    bundle.check_files(config.bundle_dir)
+    shape = plan.shape(tuple(tied.stages for tied in bundle.tied))
+    minibatches = 2 * max(shape.update_every) * max(shape.in_flight) + 1  # into the steady state
+    validate(build(plan.schedule, shape, minibatches), shape, minibatches)
+
+
+def local_assignments(config: RunConfig) -> list[RankAssignment]:
+    """Return the assignments of the workers that this machine starts; raises UsageError when there are none."""
+    own_workers = config.machines.own_workers(config.plan.cluster.cluster().workers)
+    local = [assignment for assignment in assign_ranks(config.plan) if assignment.worker in own_workers]
+    if not local:
+        raise UsageError(f"the plan uses no worker of machine {config.machines.own}", "start fewer machines")
+    return local
+
+
+def diagnose(config: RunConfig, exit_codes: Mapping[int, int]) -> PdtoolError:
+    """Return the error to raise: the failure that the others follow from.
+
+    A worker that loses its peer says whom it lost; following these leads to one that failed by itself, or that said
+    nothing because it was killed.
+
+    Args:
+        exit_codes: of the ranks that torch elastic saw fail, negative for a signal.
+    """
+    assignments = {assignment.rank: assignment for assignment in assign_ranks(config.plan)}
+    failures = {rank: failure for rank in assignments if (failure := read_failure(config.out, rank))}
+    for rank, failure in failures.items():
+        if failure.peer == OWN_ERROR:
+            kind = _ERRORS.get(failure.exit_code, WorkerDiedError)
+            return kind(f"{assignments[rank]}, at {read_status(config.out, rank)}: {failure.what}", failure.remedy)
+    silent = [rank for rank in exit_codes if rank not in failures]
+    pointing = [rank for rank, failure in failures.items() if failure.peer in assignments]
+    unheard = [assignment.rank for assignment in local_assignments(config) if assignment.rank not in failures]
+    rank = [*silent, *pointing, *unheard, *exit_codes][0]
+    followed = {rank}
+    while rank in failures and (peer := failures[rank].peer) in assignments and peer not in followed:
+        followed.add(rank := peer)
+    told = "; ".join(f"{assignments[r]}: {failure.what}" for r, failure in failures.items())
+    code = exit_codes.get(rank, 0)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "died"
+    if rank not in exit_codes and "Timed out" in told:
+        how = "did not answer"
+    has_checkpoint = bool(checkpoint.complete_checkpoints(config.out))
+    return WorkerDiedError(
+        f"{assignments[rank]} {how}; it was last at {read_status(config.out, rank)}" + (f". {told}" if told else ""),
+        "go on from the last checkpoint with --resume" if has_checkpoint else "start it again",
+    )
+
+
+def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:
+    machines = config.machines
+    is_distributed = machines.count > 1
+    return LaunchConfig(
+        min_nodes=machines.count,
+        max_nodes=machines.count,
+        nproc_per_node=local_workers,
+        run_id="pdtool" if is_distributed else uuid.uuid4().hex,
+        rdzv_backend="static" if is_distributed else "c10d",
+        rdzv_endpoint=machines.endpoint if is_distributed else "localhost:0",
+        rdzv_configs={"rank": machines.own} if is_distributed else {},
+        local_addr=None if is_distributed else "localhost",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(config.out / WORKERS_FOLDER / f"node-{machines.own}")),
+    )
+
+
+def _forget_threads_of_torchrun() -> None:
+    """Remove OMP_NUM_THREADS if torchrun set it: it sets 1 where the user has set nothing.
+
+    What the user has set is in the environment that torchrun, the parent of this process, was started with.
+    """
+    with suppress(OSError):
+        inherited = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        is_own_choice = any(entry.startswith(b"OMP_NUM_THREADS=") for entry in inherited)
+        if "TORCHELASTIC_RUN_ID" in os.environ and not is_own_choice:
+            os.environ.pop("OMP_NUM_THREADS", None)
+
+
+@contextmanager
+def _killing_stragglers(config: RunConfig, local: Sequence[RankAssignment]) -> Iterator[None]:
+    """When a worker has failed, kill those of this machine that do not end: a stopped process ignores SIGTERM."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_POLL_S):
+            if any(read_failure(config.out, assignment.rank) for assignment in local):
+                if not is_over.wait(_GRACE_S):
+                    for assignment in local:
+                        with suppress(ProcessLookupError):
+                            os.kill(read_pid(config.out, assignment.rank), signal.SIGKILL)
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextmanager
+def _signal_handlers_restored() -> Iterator[None]:
+    """Restore the signal handlers afterwards: torch elastic sets its own and leaves them."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _elastic_logs_disabled() -> Iterator[None]:
+    """Disable the logs of torch elastic, which repeat what `launch` raises."""
+    names = [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiprocessing"))]
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

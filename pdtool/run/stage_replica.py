@@ -1,0 +1,180 @@
+"""A replica of one stage on this worker: its computation, its messages, and its updates.
+
+A worker has one; with an interleaved schedule it has several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pdtool.errors import PdtoolError, UsageError
+from pdtool.run import checkpoint
+from pdtool.run.messages.stage_io import StageIO
+from pdtool.run.stage import PipelineStage
+from pdtool.run.weights.optimizer import NamedOptimizer
+from pdtool.run.weights.replica_averager import ReplicaAverager
+from pdtool.run.weights.tied_parameters import TiedParameterSync
+
+
+@dataclass(kw_only=True)
+class StageReplica:
+    """A replica of one stage on this worker.
+
+    Attributes:
+        averager: averages over all replicas of the stage.
+        optimizer: of the parameters that are not tied.
+        tied: the tied parameters of the stage.
+        saved_names: parameters and persistent buffers of the stage that a checkpoint holds.
+        unused_state: what else of the model's state a checkpoint holds, by name: second names of this stage's own
+            parameters and, at the first stage, what no operator uses.
+    """
+
+    stage: PipelineStage
+    io: StageIO
+    averager: ReplicaAverager
+    optimizer: NamedOptimizer
+    tied: list[TiedParameterSync]
+    saved_names: list[str]
+    unused_state: dict[str, Tensor]
+    _losses: dict[int, Tensor] = field(default_factory=dict)  # of the round; read off the device once a round
+    _round: dict[int, float] = field(default_factory=dict)  # minibatch of the round -> weight
+
+    def keep_loss(self, minibatch: int, loss: Tensor) -> None:
+        """Keep the loss of a minibatch, a scalar, at the last stage."""
+        self._losses[minibatch] = loss.detach()
+
+    def backward_done(self, minibatch: int, weight: float) -> None:
+        """Add a minibatch to the round.
+
+        Args:
+            weight: its samples over those of a full minibatch.
+        """
+        self._round[minibatch] = weight
+
+    def update(self, epoch: int) -> float:
+        """End a round: average the gradients over the replicas, then step to a new weight version.
+
+        Returns:
+            The mean loss of the round's samples.
+
+        Raises:
+            PdtoolError: a loss is not a number.
+            PeerError: another replica is lost.
+        """
+        weight, loss = sum(self._round.values()), self._take_loss(epoch)
+        self._round.clear()
+        for tied in self.tied:
+            tied.start_sum(weight)
+        weight, loss = self.averager.average_gradients(weight, loss)
+        self.stage.weights.prepare_update()
+        self.optimizer.step()
+        self._extrapolate_weights()
+        return loss / weight
+
+    def take_due_tied_steps(self) -> None:
+        """Take the steps of tied parameters that are due, before the stage's next action.
+
+        Not in the update itself: another holder may wait for what this worker's other stages have yet to do.
+        """
+        for tied in self.tied:
+            while tied.is_step_due:
+                tied.step()
+                self._extrapolate_weights()
+
+    def end_epoch(self, minibatches: int) -> None:
+        """Take the steps of tied parameters that are still due, and make the replicas' buffers equal.
+
+        The pipeline is empty.
+
+        Args:
+            minibatches: of the epoch that this replica computed.
+        """
+        self.io.end_phase()
+        self.stage.weights.bind_newest()
+        for tied in self.tied:
+            while not tied.is_drained:
+                tied.step()
+        self._extrapolate_weights()
+        self.averager.average_buffers(self.stage.module.buffers(), minibatches)
+
+    def state(self, canonical: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return this stage's part of a checkpoint; the state of a tied parameter's optimizer is its first holder's.
+
+        Args:
+            canonical: parameter name -> its first name in the whole model.
+        """
+        module_state = self.stage.module.state_dict()
+        state = {f"model.{name}": module_state[name] for name in self.saved_names}
+        state |= {f"model.{name}": value for name, value in self.unused_state.items()}
+        for optimizer in (self.optimizer, *(tied.optimizer for tied in self.tied if tied.holders.is_first)):
+            state |= {f"optimizer.{canonical[name]}.{key}": value for name, key, value in optimizer.state()}
+        return state
+
+    def load(self, folder: Path, canonical: Mapping[str, str]) -> None:
+        """Take over what `state` returned from a checkpoint, also of another plan.
+
+        Args:
+            canonical: parameter name -> its first name in the whole model.
+
+        Raises:
+            UsageError: the checkpoint is of another model.
+        """
+        names = {canonical[name]: name for optimizer in self._optimizers for name in optimizer.parameters}
+        model_keys = {f"model.{name}" for name in self.saved_names}
+        saved = checkpoint.load(folder, lambda key: key in model_keys or _parameter_name(key) in names)
+        self.stage.weights.bind_newest()
+        self._load_module(saved, folder)
+        by_parameter: dict[str, dict[str, Tensor]] = {}
+        for key, value in saved.items():
+            if key not in model_keys:
+                by_parameter.setdefault(names[_parameter_name(key)], {})[key.rpartition(".")[2]] = value
+        for optimizer in self._optimizers:
+            optimizer.load(by_parameter)
+        self._extrapolate_weights()
+
+    def _load_module(self, saved: Mapping[str, Tensor], folder: Path) -> None:
+        current = self.stage.module.state_dict()
+        for name in self.saved_names:
+            value, shape = saved.get(f"model.{name}"), list(current[name].shape)
+            if value is None or list(value.shape) != shape:
+                described = "none" if value is None else f"one of shape {list(value.shape)}"
+                raise UsageError(
+                    f"the model has {name} of shape {shape}, the checkpoint {folder} {described}",
+                    "resume from a run of the same model",
+                )
+            with torch.no_grad():
+                current[name].copy_(value)
+
+    @property
+    def _optimizers(self) -> list[NamedOptimizer]:
+        return [self.optimizer, *(tied.optimizer for tied in self.tied)]
+
+    def _take_loss(self, epoch: int) -> float:
+        """The sum over the round's samples, in minibatches."""
+        total = 0.0
+        for i, weight in self._round.items():
+            loss = self._losses.pop(i).item() if i in self._losses else 0.0
+            if not math.isfinite(loss):
+                raise PdtoolError(
+                    f"the loss is {loss} in minibatch {i} of epoch {epoch}",
+                    "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
+                )
+            total += weight * loss
+        return total
+
+    def _extrapolate_weights(self) -> None:
+        """Let forwards read what the delay compensation says."""
+        values = {key: value for o in self._optimizers for key, value in o.steps.extrapolated_weights().items()}
+        self.stage.weights.set_extrapolated(values)
+
+
+def _parameter_name(key: str) -> str:
+    """`optimizer.features.0.weight.exp_avg` -> `features.0.weight`; "" for other keys."""
+    kind, _, rest = key.partition(".")
+    return rest.rpartition(".")[0] if kind == "optimizer" else ""

@@ -1,0 +1,1 @@
+"""Weight versions, their updates, and what replicas and tied stages share."""

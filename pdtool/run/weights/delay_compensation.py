@@ -1,0 +1,117 @@
+"""Compensation for gradients that come late: an asynchronous pipeline applies them tau updates after their forward.
+
+    lr-discount[=K]     lr / tau^p with p = max(0, 1 - t/K) at update t; without K always p = 1
+                        (Yang et al., "PipeMare", MLSys'21, section 3.1; without K Zhang et al., IJCAI'16, section 3.2)
+    weight-prediction   forwards read w + tau d, where d is the last step: the weights that the gradient will meet
+                        (Chen et al., "SpecTrain", 2018, equation 4: there d is -lr times the momentum, which is what
+                        SGD's last step is; for Adam it is what Guan et al., "XPipe", 2019, section 3.2 predict with)
+    nesterov[=G]        d <- G d + (1 - G) step, w <- w + d, and forwards read w + G d; G is 0.9 unless given
+                        (Ajanthan et al., ICML'25: look-ahead as a correction of delay, with the gradient discounted by
+                        1 - G; here for the step of any optimizer)
+
+tau is the delay of the stage in steady state, in updates. The first two do nothing at a stage without delay, and the
+first one also does nothing at a delay of 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pdtool.errors import UsageError
+
+_NESTEROV_GAIN = 0.9
+
+
+@dataclass(frozen=True)
+class DelayCompensation:
+    """The method that the user asked for with --correction; `value` is K or G."""
+
+    kind: str
+    value: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> DelayCompensation:
+        """Read what `str` writes; raises UsageError."""
+        kind, equals, value = text.partition("=")
+        try:
+            number = float(value) if equals else None
+        except ValueError:
+            number = math.nan
+        is_valid = {
+            "lr-discount": number is None or 0 < number < math.inf,
+            "weight-prediction": number is None,
+            "nesterov": number is None or 0 <= number < 1,
+        }
+        if not is_valid.get(kind):
+            raise UsageError(
+                f"correction {text!r} is unknown",
+                "give lr-discount, lr-discount=UPDATES, weight-prediction, nesterov, or nesterov=G with 0 <= G < 1",
+            )
+        return cls(kind, number)
+
+    @property
+    def extrapolates_weights(self) -> bool:
+        """Whether forwards read other weights than those that the optimizer holds."""
+        return self.kind != "lr-discount"
+
+    def __str__(self) -> str:
+        return self.kind if self.value is None else f"{self.kind}={self.value:g}"
+
+
+class CompensatedSteps:
+    """The steps of one optimizer, compensated for their delay.
+
+    Args:
+        method: None takes plain steps.
+        parameters: the parameters that the optimizer steps.
+        delay: tau, in updates.
+
+    Attributes:
+        parameters: those whose last step is kept; empty unless the method extrapolates weights.
+        last_steps: d of each of them, of the parameter's shape.
+    """
+
+    def __init__(self, method: DelayCompensation | None, parameters: Sequence[nn.Parameter], delay: int) -> None:
+        self._kind, self._value = (method.kind, method.value) if method else ("", None)
+        self._delay = delay
+        self._gain = _NESTEROV_GAIN if self._value is None else self._value
+        self._factor = {"weight-prediction": float(delay), "nesterov": self._gain}.get(self._kind, 0.0)
+        self.parameters = [p for p in parameters if p.requires_grad] if self._factor else []
+        self.last_steps = [torch.zeros_like(p) for p in self.parameters]
+
+    def step(self, optimizer: Optimizer, update: int) -> None:
+        """Take step number `update` (from 0) with the gradients of the parameters."""
+        if self._kind == "lr-discount" and self._delay > 1:
+            self._discounted_step(optimizer, update)
+            return
+        before = [p.detach().clone() for p in self.parameters]
+        optimizer.step()
+        with torch.no_grad():
+            for p, old, last_step in zip(self.parameters, before, self.last_steps, strict=True):
+                if self._kind == "nesterov":
+                    last_step.mul_(self._gain).add_(p - old, alpha=1 - self._gain)
+                    torch.add(old, last_step, out=p.data)
+                else:
+                    torch.sub(p, old, out=last_step)
+
+    def _discounted_step(self, optimizer: Optimizer, update: int) -> None:
+        power = 1.0 if self._value is None else max(0.0, 1 - update / self._value)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] / self._delay**power
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def extrapolated_weights(self) -> Mapping[int, Tensor]:
+        """Return what forwards read instead of a parameter, of its shape, by the id of the parameter."""
+        return {
+            id(p): p.detach() + self._factor * last_step
+            for p, last_step in zip(self.parameters, self.last_steps, strict=True)
+        }

@@ -1,0 +1,158 @@
+"""What the replicas of one stage average: the gradients of each round, and buffers at the end of an epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pdtool.run.measure.meter import WorkerMeter
+from pdtool.run.processes.collectives import PeerErrorContext
+from pdtool.run.processes.process_groups import ReplicaGroup
+
+BUCKET_BYTES = 25_000_000
+
+
+class ReplicaAverager:
+    """Averages over the replicas of one stage; with one replica nothing is sent.
+
+    Gradients are summed in buckets, few large messages instead of many small ones. Each is started as soon as its last
+    gradient is there, while the backward goes on. All replicas start the buckets in the same order.
+
+    Args:
+        parameters: of the stage; those that need no gradient are left out.
+    """
+
+    def __init__(self, replicas: ReplicaGroup, parameters: Iterable[nn.Parameter], meter: WorkerMeter) -> None:
+        self._replicas, self._meter = replicas, meter
+        self._group = replicas.group
+        self.parameters = [p for p in parameters if p.requires_grad][::-1]  # the last gradient comes first
+        self._buckets = [[self.parameters[i] for i in bucket] for bucket in _bucket_positions(self.parameters)]
+        self._bucket_of = {id(p): b for b, bucket in enumerate(self._buckets) for p in bucket}
+        self._begin_round()
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there is another replica."""
+        return self._group is not None
+
+    def _begin_round(self) -> None:
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._started: list[tuple[Any, Tensor]] = []
+        self._started_s = 0.0
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Take note that the round's gradient of this parameter is complete, and start the buckets that are."""
+        if id(parameter) in self._bucket_of:
+            self._missing[self._bucket_of[id(parameter)]] -= 1
+            while len(self._started) < len(self._buckets) and not self._missing[len(self._started)]:
+                self._start_bucket()
+
+    def average_gradients(self, weight: float, loss: float) -> tuple[float, float]:
+        """Replace each gradient, a sum over samples, by its mean over the samples of all replicas.
+
+        A parameter that no replica has a gradient for keeps none, so that the optimizer leaves it alone.
+
+        Args:
+            weight: samples behind this replica's gradients, in minibatches; 0 when it had none in a short round.
+            loss: sum of losses over the same samples.
+
+        Returns:
+            weight and loss, summed over the replicas.
+
+        Raises:
+            PeerError: another replica did not answer.
+        """
+        if self._group:
+            numbers = [weight, loss, *(p.grad is not None for p in self.parameters)]
+            while len(self._started) < len(self._buckets):
+                self._start_bucket()
+            weight, loss, *replicas_with_gradient = self._sum(numbers)
+            self._take_sums()
+            for p, n in zip(self.parameters, replicas_with_gradient, strict=True):
+                p.grad = p.grad if n else None
+        if weight != 1.0:
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.grad.div_(weight)
+        return weight, loss
+
+    def average_buffers(self, buffers: Iterable[Tensor], minibatches: int) -> None:
+        """Let all replicas hold the same buffers.
+
+        Floating-point buffers (running statistics) are averaged, weighted by the minibatches that each replica saw; of
+        others (counters) those of replica 0 are taken.
+
+        Args:
+            buffers: of any shape, the same at every replica; changed in place.
+            minibatches: number of minibatches of the epoch that this replica saw.
+        """
+        if not self._group:
+            return
+        [total] = self._sum([minibatches])
+        for buffer in buffers:
+            with self._meter.averaging(), self._peer_error("buffers"):
+                if buffer.is_floating_point():
+                    self._all_reduce(buffer.mul_(minibatches / total)).wait()
+                else:
+                    dist.broadcast(buffer, group=self._group, group_src=0)
+
+    def _start_bucket(self) -> None:
+        self._started_s = self._started_s or time.perf_counter()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._buckets[len(self._started)]]
+        flat = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in gradients])
+        self._started.append((self._all_reduce(flat), flat))
+
+    def _take_sums(self) -> None:
+        with self._meter.averaging(), self._peer_error("gradients"):
+            for work, _ in self._started:
+                work.wait()
+        if self._started:
+            size_bytes = sum(self._ring_bytes(flat) for _, flat in self._started)
+            self._meter.all_reduce_ended(self._started_s, size_bytes)
+        for bucket, (_, flat) in zip(self._buckets, self._started, strict=True):
+            for p, gradient in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+                p.grad = gradient.view_as(p)
+        self._begin_round()
+
+    def _sum(self, numbers: Sequence[float]) -> list[float]:
+        total = torch.tensor(numbers, dtype=torch.float64, device=self._replicas.device)
+        with self._meter.averaging(), self._peer_error("numbers"):
+            self._all_reduce(total).wait()
+        return total.tolist()
+
+    def _all_reduce(self, tensor: Tensor) -> Any:
+        self._meter.count_sent(self._ring_bytes(tensor))
+        with self._peer_error("gradients"):
+            return dist.all_reduce(tensor, group=self._group, async_op=True)
+
+    def _ring_bytes(self, tensor: Tensor) -> int:
+        """Bytes that each member of a ring sends (Patarasuk and Yuan, JPDC 2009)."""
+        size = len(self._replicas.ranks)
+        return round(2 * (size - 1) / size * tensor.nbytes)
+
+    def _peer_error(self, what: str) -> PeerErrorContext:
+        stage, ranks = self._replicas.stage, self._replicas.ranks
+        return PeerErrorContext(f"{what} were not averaged with the other replicas of stage {stage} (ranks {ranks})")
+
+
+def _bucket_positions(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+    """Positions of tensors of one dtype and device, in order, up to BUCKET_BYTES together."""
+    kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+    for kind in dict.fromkeys(kinds):
+        bucket: list[int] = []
+        bucket_bytes = 0
+        for i, tensor in enumerate(tensors):
+            if kinds[i] != kind:
+                continue
+            if bucket and bucket_bytes + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, bucket_bytes = [], 0
+            bucket.append(i)
+            bucket_bytes += tensor.nbytes
+        if bucket:
+            yield bucket

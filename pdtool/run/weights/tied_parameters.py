@@ -1,0 +1,106 @@
+"""One parameter held by several stages (tied weights): every copy takes the same steps.
+
+At its round j a holder starts summing the gradient of that round over all replicas of all holders, and applies the
+sum of round j - lag. With a flush lag is 0 and the result is that of the unsplit model. Without one, the gradient of
+round j is complete when the *first* holder has done its backward, and a later holder s is ahead of it by
+
+    lag_s = ceil((r[f] w[f] - r[s] w[s]) / k) rounds      f: the first holder, r: replicas, w: in flight,
+                                                          k: minibatches in a round (the same for all holders)
+
+so it waits, if at all, for a message that the first holder's schedule sends without needing anything of s in between.
+Each copy thus takes the steps 0, 1, 2, ... with the same gradients, only later in its own count of rounds, and when
+the pipeline drains at an epoch's end the sums still due are applied: the copies are equal again.
+
+A step is taken before the stage's next action, not in the update: with several stages on a worker the other holder may
+need what they have yet to do.
+
+That is so with vertical sync and 2bw too: of a tied parameter a later holder's version has `lag` steps fewer.
+
+Tied parameters have an optimizer and a learning-rate schedule of their own, so that step j is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pdtool.run.measure.meter import WorkerMeter
+from pdtool.run.processes.collectives import PeerErrorContext
+from pdtool.run.weights.optimizer import NamedOptimizer
+
+
+@dataclass(frozen=True)
+class TiedHolders:
+    """The stages that hold a tied parameter, as one of them sees it.
+
+    Attributes:
+        name: of the parameter at the first holder.
+        group: gloo group of all replicas of all holders.
+        count: number of holders.
+        lag: rounds between a gradient and its step at this holder; 0 in flushing schedules.
+        is_first: whether this is the first holder.
+    """
+
+    name: str
+    group: Any
+    count: int
+    lag: int
+    is_first: bool
+
+
+class TiedParameterSync:
+    """One tied parameter at one holder, with its optimizer."""
+
+    def __init__(
+        self, parameter: nn.Parameter, optimizer: NamedOptimizer, holders: TiedHolders, meter: WorkerMeter
+    ) -> None:
+        self.parameter, self.optimizer, self.holders = parameter, optimizer, holders
+        self._meter = meter
+        self._due: deque[tuple[Any, Tensor, float]] = deque()
+
+    def start_sum(self, weight: float) -> None:
+        """Take this round's gradient, a sum over samples, and start summing it over the holders.
+
+        Args:
+            weight: number of these samples, in minibatches.
+        """
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None:
+            gradient = torch.zeros_like(self.parameter)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        message = torch.cat([gradient.detach().reshape(-1).cpu(), torch.tensor([weight], dtype=gradient.dtype)])
+        with self._peer_error():
+            work = dist.all_reduce(message, group=self.holders.group, async_op=True)
+        self._due.append((work, message, time.perf_counter()))
+        self._meter.count_sent(message.nbytes)
+
+    @property
+    def is_step_due(self) -> bool:
+        """Whether a step is due in this round."""
+        return len(self._due) > self.holders.lag
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all steps were taken."""
+        return not self._due
+
+    def step(self) -> None:
+        """Step with the oldest gradient: summed over the holders, the mean over the samples of its round."""
+        work, message, started_s = self._due.popleft()
+        with self._meter.averaging(), self._peer_error():
+            work.wait()
+        self._meter.all_reduce_ended(started_s, message.nbytes)
+        gradient = message[:-1].div_(message[-1] / self.holders.count)
+        self.parameter.grad = gradient.view_as(self.parameter).to(self.parameter.device)
+        self.optimizer.step()
+
+    def _peer_error(self) -> PeerErrorContext:
+        return PeerErrorContext(
+            f"the gradient of the tied parameter {self.holders.name} was not summed over the stages that hold it"
+        )

@@ -1,0 +1,213 @@
+"""Weight versions: the backward of a minibatch must see the weights that its forward saw (PipeDream, section 3.3).
+
+The optimizer owns the Parameters, which always hold the newest weights. What the module computes with is a *version*:
+one leaf tensor per parameter that shares the Parameter's memory. Autograd graphs hold the leaves, so the graphs
+themselves are the stash, and gradients land on the leaves of the right version.
+
+    step t      Parameters ─┬─ memory a ── leaves of version t ◀── graphs of the minibatches in flight
+    step t + 1  Parameters ─┼─ memory b ── leaves of version t+1     (a stays until its last backward)
+
+Before a step, if a minibatch still needs the current version, the Parameters move to other memory; if none does, the
+step is done in place and nothing is copied. Memory that a live graph has saved is never written: a backward would use
+the new weights. (Without stashing that is what is asked for.)
+
+Which version a minibatch reads is decided by the schedule (schedule/versions.py): the newest, or with vertical sync
+the one that it read at the first stage, which is kept here for it until it comes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(eq=False)
+class WeightVersion:
+    """One version of a module's weights.
+
+    Attributes:
+        leaves: in the order of `WeightVersions.parameters`, each of the parameter's shape.
+        number: updates since the phase began.
+        users: minibatches that still need the version.
+    """
+
+    leaves: list[Tensor]
+    number: int
+    users: int
+
+
+class WeightVersions:
+    """The weight versions of one module.
+
+    Args:
+        stashing: whether versions are kept for the minibatches that read them; otherwise there is one version, and
+            every step is done in place.
+        extrapolates: whether forwards read what `set_extrapolated` is given, which is not what the Parameters hold
+            (delay_compensation.py).
+
+    Attributes:
+        parameters: name -> Parameter, each once (one that is used under several names has the first).
+        by_name: the same under all names.
+        peak_versions: most versions that were ever alive together, the current one included.
+    """
+
+    def __init__(self, module: nn.Module, *, stashing: bool = True, extrapolates: bool = False) -> None:
+        self.parameters = dict(module.named_parameters())
+        self.by_name = dict(module.named_parameters(remove_duplicate=False))
+        index = {id(parameter): i for i, parameter in enumerate(self.parameters.values())}
+        self._entries = [
+            (owner._parameters, key, index[id(parameter)])
+            for owner in module.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        # nn.LSTM and its kind compute with a list of their own, made when a parameter is assigned
+        self._rnns: list[Any] = [owner for owner in module.modules() if hasattr(owner, "_flat_weights_names")]
+        self._stashing = stashing
+        self._reads: Mapping[int, int] = {}
+        self._readers: Counter[int] = Counter()
+        self._spare_memory: list[list[Tensor]] = []
+        self._alive: dict[int, WeightVersion] = {}
+        self.peak_versions = 1
+        self._bound: WeightVersion | None = None
+        values = [p.data for p in self.parameters.values()]
+        self._exact = self._new_version(values, 0) if extrapolates else None
+        self._make_current(0, self._take_memory() if extrapolates else values)
+        self.set_extrapolated({})
+
+    def begin_phase(self, reads: Mapping[int, int]) -> None:
+        """Begin a phase, with no minibatch in flight.
+
+        Args:
+            reads: minibatch -> how many updates of this phase its forward sees; those left out see the newest.
+        """
+        self._reads = reads if self._stashing else {}
+        self._readers = Counter(self._reads.values())
+        self._current.number, self._current.users = 0, self._readers[0]
+        self._alive = {0: self._current}
+
+    def acquire(self, minibatch: int) -> WeightVersion:
+        """Bind the version that this minibatch reads to the module and return it; `release` it in the end."""
+        number = self._reads.get(minibatch)
+        if number is None:
+            version = self._current
+            version.users += 1
+        else:
+            version = self._alive[number]
+        self.bind(version)
+        return version
+
+    def release(self, version: WeightVersion) -> None:
+        """End a minibatch's use of `version`; memory of a version without users is kept for the next one."""
+        version.users -= 1
+        if version is not self._current and not version.users:
+            del self._alive[version.number]
+            self._spare_memory.append([leaf.detach() for leaf in version.leaves])
+
+    def lend_gradients(self, version: WeightVersion, weight: float) -> None:
+        """Let the leaves of `version` accumulate into the Parameters' gradients in place, if nothing is to be scaled.
+
+        To be called before a backward, and `collect_gradients` after it.
+        """
+        if weight == 1.0:
+            for parameter, leaf in zip(self.parameters.values(), version.leaves, strict=True):
+                leaf.grad = parameter.grad
+
+    def collect_gradients(self, version: WeightVersion, weight: float) -> None:
+        """Move the gradients from the version's leaves to the Parameters, times `weight`, added to what is there."""
+        for parameter, leaf in zip(self.parameters.values(), version.leaves, strict=True):
+            _collect_gradient(parameter, leaf, weight)
+
+    @contextmanager
+    def collecting_gradients(
+        self, version: WeightVersion, weight: float, on_gradient: Callable[[nn.Parameter], None]
+    ) -> Iterator[None]:
+        """Collect each gradient of a backward as soon as it is complete, then call `on_gradient` with its Parameter."""
+
+        def hook(parameter: nn.Parameter, leaf: Tensor) -> None:
+            _collect_gradient(parameter, leaf, weight)
+            on_gradient(parameter)
+
+        handles = [
+            leaf.register_post_accumulate_grad_hook(partial(hook, parameter))  # type: ignore[no-untyped-call]
+            for parameter, leaf in zip(self.parameters.values(), version.leaves, strict=True)
+            if leaf.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def prepare_update(self) -> None:
+        """Make the Parameters' memory free to be overwritten by a step: afterwards no minibatch needs what is in it."""
+        number = self._current.number + 1
+        if not self._stashing or not self._current.users:
+            del self._alive[self._current.number]
+            self._current.number, self._current.users = number, self._current.users + self._readers[number]
+            self._alive[number] = self._current
+        elif self._exact:
+            self._make_current(number, self._take_memory())
+        else:
+            memory = self._take_memory()
+            for parameter, new in zip(self.parameters.values(), memory, strict=True):
+                new.copy_(parameter.data)
+                parameter.data = new
+            self._make_current(number, memory)
+        self.peak_versions = max(self.peak_versions, len(self._alive))
+
+    def set_extrapolated(self, values: Mapping[int, Tensor]) -> None:
+        """After a step, set what forwards read.
+
+        Args:
+            values: id of a parameter -> a tensor of its shape; of parameters left out forwards read the exact value.
+        """
+        if self._exact:
+            with torch.no_grad():
+                for parameter, leaf in zip(self.parameters.values(), self._current.leaves, strict=True):
+                    leaf.copy_(values.get(id(parameter), parameter.detach()))
+
+    def bind_newest(self) -> None:
+        """Let the module compute with what the Parameters hold."""
+        self.bind(self._exact or self._current)
+
+    def bind(self, version: WeightVersion) -> None:
+        """Let the module compute with `version`."""
+        if version is self._bound:
+            return
+        self._bound = version
+        for parameters, key, i in self._entries:
+            parameters[key] = version.leaves[i]  # type: ignore[assignment]
+        for rnn in self._rnns:  # with the references, or on a GPU its forward would move the leaves to its own memory
+            rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
+            rnn._flat_weight_refs = [weakref.ref(weight) for weight in rnn._flat_weights]
+
+    def _take_memory(self) -> list[Tensor]:
+        if self._spare_memory:
+            return self._spare_memory.pop()
+        return [torch.empty_like(p.data) for p in self.parameters.values()]
+
+    def _new_version(self, memory: Sequence[Tensor], number: int) -> WeightVersion:
+        """A version with fresh leaves over `memory`."""
+        parameters = self.parameters.values()
+        leaves = [m.detach().requires_grad_(p.requires_grad) for m, p in zip(memory, parameters, strict=True)]
+        return WeightVersion(leaves, number, self._readers[number])
+
+    def _make_current(self, number: int, memory: Sequence[Tensor]) -> None:
+        self._current = self._alive[number] = self._new_version(memory, number)
+        self.bind(self._current)
+
+
+def _collect_gradient(parameter: nn.Parameter, leaf: Tensor, weight: float) -> None:
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is not None and gradient is not parameter.grad:
+        gradient = gradient if weight == 1.0 else gradient.mul_(weight)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -1,0 +1,137 @@
+"""Build the action lists of every schedule, as a pure function of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from pdtool.errors import UsageError
+from pdtool.schedule.action import Action, ActionKind, Actions
+from pdtool.schedule.shape import PipelineShape, interleaved_groups, interleaved_warm_up
+from pdtool.schedule.versions import POLICIES
+
+SCHEDULES = tuple(POLICIES)
+SEARCHED_SCHEDULES = ("1f1b", "1f1b-flush", "gpipe")  # those that the planner has formulas for
+_EQUAL_REPLICAS = ("interleaved", "zb-h1")
+
+Round = tuple[int, list[int]]  # (number, the minibatches of one worker in it)
+
+
+def build(name: str, shape: PipelineShape, minibatches: int) -> list[Actions]:
+    """Build the action lists of schedule `name` for minibatches 0 .. minibatches - 1 of one epoch.
+
+    All rounds are closed at the end; the last one is short when `update_every` does not divide `minibatches`.
+
+    Raises:
+        UsageError: the name is unknown, or the shape does not fit the schedule.
+    """
+    if name not in SCHEDULES:
+        raise UsageError(f"schedule {name!r} is unknown", f"choose one of {', '.join(SCHEDULES)}")
+    if name in _EQUAL_REPLICAS and len(set(shape.replicas)) > 1:
+        config = "-".join(map(str, shape.replicas[: shape.pipeline_depth]))
+        raise UsageError(
+            f"schedule {name} needs as many replicas of each stage, but the plan is {config}",
+            "use a straight plan, or 1f1b-flush",
+        )
+    if name != "interleaved" and shape.chunks > 1:
+        raise UsageError(f"schedule {name} has one chunk a worker, not {shape.chunks}", "use interleaved")
+    return [_worker_actions(name, shape, s, k, minibatches) for s, k in shape.stage_replicas()]
+
+
+def _worker_actions(name: str, shape: PipelineShape, stage: int, replica: int, minibatches: int) -> Actions:
+    """Build one worker's list: 1F1B runs through all rounds; the flushing schedules drain the pipeline after each."""
+    every, replicas, in_flight = shape.update_every[stage], shape.replicas[stage], shape.in_flight[stage]
+    rounds: list[Round] = [
+        (i // every, [m for m in range(i, min(i + every, minibatches)) if m % replicas == replica])
+        for i in range(0, minibatches, every)
+    ]
+    match name:
+        case "1f1b" | "2bw":
+            return _one_f_one_b(stage, rounds, in_flight)
+        case "interleaved":
+            return [action for one_round in rounds for action in _interleaved(stage, one_round, shape)]
+        case "zb-h1":
+            return [action for one_round in rounds for action in _zero_bubble(stage, one_round, shape)]
+        case "gpipe":
+            in_flight = minibatches
+    return [action for one_round in rounds for action in _one_f_one_b(stage, [one_round], in_flight)]
+
+
+def _one_f_one_b(stage: int, rounds: Sequence[Round], in_flight: int) -> Actions:
+    """Build one forward, one backward: after w forwards, each backward makes room for one more forward.
+
+    Three stages of one worker (w = 3, 2, 1), a forward takes one slot and a backward two:
+
+        0 | F0 F1 F2 .  .  .  .  B0 == F3 B1 == F4 B2 == .  B3 == .  B4 ==
+        1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == F4 B3 == .  B4 ==
+        2 | .  .  F0 B0 == F1 B1 == F2 B2 == F3 B3 == F4 B4 ==
+
+    With w >= n this is GPipe: all forwards, then all backwards. With k >= w it is PipeDream-2BW (ICML'21, section 3.1):
+    every minibatch in flight was begun with this version of the weights or the one before.
+    """
+    all_minibatches = [i for _, minibatches in rounds for i in minibatches]
+    actions = [Action(stage, ActionKind.FORWARD, i) for i in all_minibatches[:in_flight]]
+    waiting = iter(all_minibatches[in_flight:])
+    for number, minibatches in rounds:
+        for i in minibatches:
+            actions.append(Action(stage, ActionKind.BACKWARD, i))
+            if i == minibatches[-1]:
+                actions.append(Action(stage, ActionKind.UPDATE, number))
+            actions += [Action(stage, ActionKind.FORWARD, j) for j in islice(waiting, 1)]
+        if (
+            not minibatches
+        ):  # a replica without minibatches in a short round joins its update: all-reduce needs everyone
+            actions.append(Action(stage, ActionKind.UPDATE, number))
+    return actions
+
+
+def _interleaved(worker: int, one_round: Round, shape: PipelineShape) -> Actions:
+    """Build 1F1B over chunks: p minibatches pass the first chunk, the same p the second, and so on.
+
+    Source: Megatron-LM, SC'21, section 2.2. Two workers of two chunks (stages 0, 2 and 1, 3), every action takes one
+    slot:
+
+        0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1
+        1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+    number, minibatches = one_round
+    stages, groups = shape.stages_on_same_workers(worker), interleaved_groups(shape.pipeline_depth, len(minibatches))
+    if not minibatches:
+        return [Action(stage, ActionKind.UPDATE, number) for stage in stages[::-1]]
+    forwards = _cycle(minibatches, groups, stages, ActionKind.FORWARD)
+    backwards = _cycle(minibatches, groups, stages[::-1], ActionKind.BACKWARD)
+    actions = list(islice(forwards, interleaved_warm_up(shape.pipeline_depth, worker, len(minibatches), shape.chunks)))
+    for backward in backwards:
+        actions += [*islice(forwards, 1), backward]
+        if backward.minibatch == minibatches[-1]:
+            actions.append(Action(backward.stage, ActionKind.UPDATE, number))
+    return actions
+
+
+def _cycle(minibatches: Sequence[int], groups: Sequence[int], stages: range, kind: ActionKind) -> Iterator[Action]:
+    remaining = iter(minibatches)
+    for size in groups:
+        group = list(islice(remaining, size))
+        for stage in stages:
+            yield from (Action(stage, kind, i) for i in group)
+
+
+def _zero_bubble(stage: int, one_round: Round, shape: PipelineShape) -> Actions:
+    """Build ZB-H1: the gradients of the weights are put off, by r minibatches at stage r, to fill the drain.
+
+    Source: "Zero Bubble Pipeline Parallelism", ICLR'24, section 2.1. Three stages, every action takes one slot:
+
+        0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """
+    number, minibatches = one_round
+    forwards = iter(minibatches)
+    actions = [Action(stage, ActionKind.FORWARD, i) for i in islice(forwards, shape.pipeline_depth - 1 - stage)]
+    for done, i in enumerate(minibatches):
+        actions += [Action(stage, ActionKind.FORWARD, j) for j in islice(forwards, 1)]
+        actions.append(Action(stage, ActionKind.BACKWARD_INPUT, i))
+        if done >= stage:
+            actions.append(Action(stage, ActionKind.BACKWARD_WEIGHT, minibatches[done - stage]))
+    actions += [Action(stage, ActionKind.BACKWARD_WEIGHT, i) for i in minibatches[max(0, len(minibatches) - stage) :]]
+    return [*actions, Action(stage, ActionKind.UPDATE, number)]

@@ -1,0 +1,55 @@
+"""Which workers a machine starts, and whether this process is one of them already."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdtool.errors import UsageError
+from pdtool.machines import Machines, is_first_worker, is_worker, use_loopback, worker_environment
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+
+
+def test_each_worker_is_started_by_one_machine() -> None:
+    assert Machines().own_workers(3) == range(3)
+    halves = [Machines(2, k, "node0:29500").own_workers(8) for k in (0, 1)]
+    assert halves == [range(4), range(4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("machines", "workers", "message"),
+    [
+        (Machines(3, 0, "h:1"), 4, "machine 0 of 3 cannot have its share of the 4 workers; give --nnodes"),
+        (Machines(2, 2, "h:1"), 4, "machine 2 of 2 cannot have its share"),
+        (Machines(2, 0, ""), 4, "2 machines need a place to meet; give --rdzv-endpoint HOST:PORT"),
+        (Machines(2, 0, "node0"), 4, "2 machines need a place to meet"),
+        (Machines(2, 0, "node0:x"), 4, "2 machines need a place to meet"),
+    ],
+)
+def test_machines_that_cannot_share_the_workers(machines: Machines, workers: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        machines.own_workers(workers)
+
+
+def test_machines_meet_at_the_endpoint_and_one_machine_at_a_port_of_its_own() -> None:
+    assert Machines(2, 1, "node0:29500").rendezvous_address == ("node0", 29500)
+    assert Machines().rendezvous_address == ("127.0.0.1", 0)
+
+
+def test_inside_torchrun_or_srun_the_process_is_a_worker() -> None:
+    assert worker_environment(TORCHRUN) == TORCHRUN
+    assert (
+        worker_environment(SLURM, "head:29400").items()
+        >= {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29400"}.items()
+    )
+    assert worker_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}  # a batch script, not a task
+    assert worker_environment({}) == {}
+    assert [is_worker(e) for e in (TORCHRUN, SLURM, {})] == [True, True, False]
+    assert [is_first_worker(e) for e in (TORCHRUN, SLURM, {}, {**TORCHRUN, "RANK": "0"})] == [False, False, True, True]
+
+
+def test_an_interface_that_is_set_is_kept() -> None:
+    environment = {"GLOO_SOCKET_IFNAME": "eth1"}
+    use_loopback(environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth1"}
