@@ -37,7 +37,7 @@ class Case:
     """Stages that take equally long.
 
     Attributes:
-        time_per_minibatch_s: forward and backward of a stage, over its replicas; the backward is twice the forward.
+        time_per_minibatch_s: forward and backward of a stage, over its replicas; the backward takes twice as long.
         in_flight: where the usual numbers do not keep the pace, those that `pdtool partition` settles on.
         wanted: whether there is a target; without, to see what shorter minibatches cost.
     """
@@ -90,7 +90,7 @@ def rows(folder: Path, repeats: int, quick: bool) -> Iterator[Row]:
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
-    """One run: the ratios, and of the slowest stage where a minibatch's time went, as shares of its time per minibatch."""
+    """One run: the ratios, and of the slowest stage where a minibatch's time went, as shares of its time."""
     seconds = [case.time_per_minibatch_s * r for r in case.replicas]
     emulated = Emulated(
         forward_s=[t / 3 for t in seconds],
