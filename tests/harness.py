@@ -413,8 +413,8 @@ def run(spec: RunConfig) -> list[Outcome]:
 
 
 def _work(spec: RunConfig, rank: int, world: int, store: Path) -> None:
-    from pdtool.run.build import build_context
     from pdtool.run.worker import Worker
+    from pdtool.run.worker_context import build_context
 
     gc.freeze()  # the worker looks through nothing for garbage that the server has imported
     torch.set_num_threads(1)

@@ -61,6 +61,37 @@ def test_run_takes_the_threads_of_the_profile(tmp_path: Path) -> None:
     assert cli_run._config(inputs, samples.bundle(), parsed).threads == 2
 
 
+@pytest.mark.parametrize(
+    ("threads", "cores", "asked", "says"),
+    [
+        (4, 8, None, "3 worker(s) with 4 threads each, as in the profile, share the 8 cores"),
+        (2, 8, None, ""),
+        (1, 2, None, ""),
+        (4, 8, "4", ""),
+        (None, 8, None, ""),
+    ],
+)
+def test_workers_that_crowd_each_other_are_noted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    threads: int | None,
+    cores: int,
+    asked: str | None,
+    says: str,
+) -> None:
+    """As when the profile was measured with all cores of this machine."""
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    config = replace(harness.job(tmp_path, harness.CONV3), threads=threads)
+    importlib.import_module("pdtool.cli.run")._note_crowding(config)
+    told = " ".join(capsys.readouterr().err.split())
+    assert says in told
+    assert bool(says) == bool(told)
+
+
 @pytest.mark.parametrize(("asked", "threads"), [(None, min(2, os.cpu_count() or 1)), ("1", 1)])
 def test_a_worker_computes_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, threads: int

@@ -40,7 +40,6 @@ from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
-from pdtool.run.build import WorkerContext
 from pdtool.run.config import derive_seed
 from pdtool.run.data import DataPass, Minibatches, sample_order, seed_torch
 from pdtool.run.measure.assemble_report import RunOutcome, WorkerMeasurements, assemble_report
@@ -48,6 +47,7 @@ from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.metrics_log import MetricsLog
 from pdtool.run.processes.collectives import all_gather
 from pdtool.run.stage_replica import StageReplica
+from pdtool.run.worker_context import WorkerContext
 from pdtool.schedule import Action, ActionKind
 
 

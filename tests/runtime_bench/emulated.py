@@ -38,7 +38,7 @@ class Case:
     """Stages that take equally long.
 
     Attributes:
-        time_per_minibatch_s: forward and backward of a stage, over its replicas; the backward is twice the forward.
+        time_per_minibatch_s: forward and backward of a stage, over its replicas; the backward takes twice as long.
         in_flight: where the usual numbers do not keep the pace, those that `pdtool partition` settles on.
         wanted: whether there is a target; without, to see what shorter minibatches cost.
     """

@@ -212,8 +212,24 @@ def _launched(config: RunConfig) -> Report:
         if config.target and config.target.interpretation:
             note(config.target.interpretation)
         note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
+        _note_crowding(config)
     with training_progress(config.epochs) as on_metrics:
         return launch(config, on_metrics)
+
+
+def _note_crowding(config: RunConfig) -> None:
+    """Say it when the workers of this machine have more threads than it has cores, as the profile asks for."""
+    from pdtool.run.processes.launcher import local_assignments
+
+    if config.threads is None or config.device == "cuda" or "OMP_NUM_THREADS" in os.environ or is_worker(os.environ):
+        return
+    workers, cores = len(local_assignments(config)), os.cpu_count() or 1
+    fair_share = max(1, cores // workers)
+    if config.threads > fair_share:
+        note(
+            f"{workers} worker(s) with {config.threads} threads each, as in the profile, share the {cores} cores of "
+            f"this machine; profile with --threads {fair_share}, or set OMP_NUM_THREADS"
+        )
 
 
 def _print_workers(plan: Any, settings: dict[str, Any]) -> None:

@@ -158,14 +158,15 @@ def diagnose(config: RunConfig, exit_codes: Mapping[int, int]) -> PdtoolError:
     followed = {rank}
     while rank in failures and (peer := failures[rank].peer) in assignments and peer not in followed:
         followed.add(rank := peer)
-    told = "; ".join(f"{assignments[r]}: {failure.what}" for r, failure in failures.items())
+    messages = "; ".join(f"{assignments[r]}: {failure.what}" for r, failure in failures.items())
     code = exit_codes.get(rank, 0)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "died"
-    if rank not in exit_codes and "Timed out" in told:
+    if rank not in exit_codes and "Timed out" in messages:
         how = "did not answer"
     has_checkpoint = bool(checkpoint.complete_checkpoints(config.out))
     return WorkerDiedError(
-        f"{assignments[rank]} {how}; it was last at {read_status(config.out, rank)}" + (f". {told}" if told else ""),
+        f"{assignments[rank]} {how}; it was last at {read_status(config.out, rank)}"
+        + (f". {messages}" if messages else ""),
         "go on from the last checkpoint with --resume" if has_checkpoint else "start it again",
     )
 

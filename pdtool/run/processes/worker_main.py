@@ -21,11 +21,11 @@ from pdtool import process_memory
 from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import use_loopback
-from pdtool.run.build import build_context
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext
 from pdtool.run.processes.status import OWN_ERROR, WorkerFailure, write_failure
 from pdtool.run.worker import Worker
+from pdtool.run.worker_context import build_context
 
 # what torch elastic gives each worker; everything else comes from the process that was asked to run
 _ELASTIC_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")

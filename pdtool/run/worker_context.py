@@ -1,4 +1,4 @@
-"""Build everything that a worker needs before its first minibatch."""
+"""What a worker works with, built before its first minibatch."""
 
 from __future__ import annotations
 

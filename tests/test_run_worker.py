@@ -1,0 +1,85 @@
+"""A worker's list of actions, and the messages of its stages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pdtool import schedule
+from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
+from pdtool.run.data import DataPass, DatasetSplit, Minibatches
+from pdtool.run.measure.meter import WorkerMeter
+from pdtool.run.messages.channel import LocalChannel
+from pdtool.run.messages.open_channels import Channels
+from pdtool.run.messages.routes import list_edges, list_routes
+from pdtool.run.messages.stage_io import StageIO
+from pdtool.run.worker import Worker
+
+CPU = torch.device("cpu")
+
+
+def test_the_list_of_actions_is_built_once_for_each_number_of_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many epochs and validations there are."""
+    built = []
+    build = schedule.build
+    monkeypatch.setattr(schedule, "build", lambda name, shape, count: built.append(count) or build(name, shape, count))
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(plan=SimpleNamespace(schedule="1f1b")),
+        assignment=SimpleNamespace(stage=1, replica=0),
+        shape=schedule.default_shape("1f1b", (2, 1)),
+        stages={1: None},
+        meter=None,
+        status=None,
+    )
+    worker = Worker(context)
+    for _ in range(3):
+        training, validation = worker._action_list(6), worker._forward_list(4)
+    assert built == [6, 4]
+    assert [str(action) for action, _ in training.actions][:3] == ["1F0", "1B0", "1U0"]
+    assert [ends_round for _, ends_round in training.actions][:3] == [False, True, False]
+    assert training.forwards(1) == training.backwards(1) == list(range(6))
+    assert training.versions == {1: {i: i for i in range(6)}}
+    assert [str(action) for action, _ in validation.actions] == ["1F0", "1F1", "1F2", "1F3"]
+
+
+def two_stages() -> list[StageIO]:
+    """Both on one worker; the tensor `a`, [batch, 3], goes from the first to the second."""
+    tensor = TensorSpec(name="a", producer=0, consumers=(1,), shape=("batch", 3), dtype="float32", gradient=True)
+    ends: list[tuple[tuple[str, ...], tuple[str, ...]]] = [((), ("a",)), (("a",), ())]
+    modules = tuple(
+        StageModule(
+            file=f"stage_{s}.py", class_name="S", sha256="0" * 64, inputs=inputs, outputs=outputs, parameters=()
+        )
+        for s, (inputs, outputs) in enumerate(ends)
+    )
+    bundle = Bundle(name="b", batch_size=2, proof="values", inputs=(), stages=modules, tensors=(tensor,))
+    local = [(route, LocalChannel()) for route in list_routes(list_edges(bundle, []), [[0], [0]])]
+    channels = Channels(senders=list(local), receivers=list(local))
+    data = DataPass("train", DatasetSplit(8, ()), Minibatches(range(8), 2), 0, 1)
+    stages = [StageIO(bundle, s, channels, ahead=2, device=CPU, meter=WorkerMeter(CPU)) for s in (0, 1)]
+    for io in stages:
+        io.begin_phase(data, None, range(4), range(4))
+    return stages
+
+
+def test_a_missing_gradient_is_sent_as_zeros() -> None:
+    first, second = two_stages()
+    first.send_outputs(0, [torch.ones(2, 3)])
+    [a], _ = second.receive_inputs(0)
+    assert a.requires_grad
+    second.send_gradients(0, [None])
+    [gradient] = first.receive_gradients(0)
+    assert torch.equal(gradient, torch.zeros(2, 3))
+
+
+def test_messages_come_in_the_order_in_which_they_are_expected() -> None:
+    """A stage that asks for another one, or leaves one, breaks its list of actions."""
+    first, second = two_stages()
+    first.send_outputs(0, [torch.ones(2, 3)])
+    with pytest.raises(AssertionError, match="minibatch 1 was asked for, 0 was expected"):
+        second.receive_inputs(1)
+    with pytest.raises(AssertionError, match=r"minibatches \[0, 1\] were expected and never asked for"):
+        first.end_phase()
