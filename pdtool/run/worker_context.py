@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from pdtool.frontend.graph_check import check_bundle
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks, ranks_of_stage
 from pdtool.run.data import DatasetSplit, MinibatchLoader
@@ -92,14 +93,17 @@ def build_context(config: RunConfig, rank: int, device: torch.device, local_work
 
     Raises:
         PeerError: a worker does not come.
+        StaleError: the model's operators are not those that the stage files were made for.
         PdtoolError: the model, its dataset or a stage file is not as it should be.
     """
     assignments = assign_ranks(config.plan)
     assignment = assignments[rank]
     status, meter = Status(config.out, assignment), WorkerMeter(device)
-    file = ModelFile.load(config.model, trusted=config.trusted, digests=dict(config.bundle.digests))
+    file = ModelFile.load(config.model, trusted=config.trusted, digests=config.bundle.digests)
     shape = config.plan.shape(tuple(tied.stages for tied in config.bundle.tied))
     model = file.build(config.seed)
+    if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
+        check_bundle(file, model, config.bundle)
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     modules = {
