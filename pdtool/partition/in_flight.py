@@ -34,10 +34,10 @@ def in_flight_choices(evaluator: Evaluator, candidate: Candidate, margin: float)
         _within_memory(model, load, _MAX_FACTOR * w, w, recompute)
         for load, w, recompute in zip(loads, default, placement.recompute, strict=True)
     ]
-    wanted = _executable(placement, _wanted(evaluator, candidate, loads, margin))
+    wanted = _wanted(evaluator, candidate, loads, margin)
     largest = _decreasing(placement, [*largest[:-1], default[-1]])
-    choices = sorted({default, wanted, tuple(largest)}, key=lambda numbers: (sum(numbers), numbers))
-    return [evaluator.with_in_flight(candidate, numbers) for numbers in choices]
+    choices = {default, tuple(wanted), tuple(_decreasing(placement, wanted)), tuple(largest)}
+    return [evaluator.with_in_flight(candidate, numbers) for numbers in sorted(choices, key=lambda n: (sum(n), n))]
 
 
 def wanted_in_flight(evaluator: Evaluator, candidate: Candidate, margin: float) -> Candidate:
@@ -46,13 +46,9 @@ def wanted_in_flight(evaluator: Evaluator, candidate: Candidate, margin: float) 
     if placement.execution.schedule != "1f1b" or evaluator.cost_model != "ours":
         return candidate
     wanted = _wanted(evaluator, candidate, stage_loads(evaluator.profile, placement.stages), margin)
-    return evaluator.with_in_flight(candidate, _executable(placement, wanted))
-
-
-def _executable(placement: Placement, in_flight: Sequence[int]) -> tuple[int, ...]:
-    """Return these numbers in flight, or fewer, so that the schedule runs to its end."""
-    choices = (tuple(in_flight), tuple(_decreasing(placement, in_flight)))
-    return next((n for n in choices if placement.with_in_flight(n).is_executable), placement.in_flight)
+    choices = (wanted, _decreasing(placement, wanted))
+    executable = (numbers for numbers in choices if placement.with_in_flight(numbers).is_executable)
+    return evaluator.with_in_flight(candidate, next(executable, placement.in_flight))
 
 
 def _wanted(evaluator: Evaluator, candidate: Candidate, loads: Sequence[StageLoad], margin: float) -> list[int]:

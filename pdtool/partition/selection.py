@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pdtool.partition.cost.contention import lower_bound_s
 from pdtool.partition.cost.plan_cost import Candidate
 from pdtool.partition.in_flight import in_flight_choices, wanted_in_flight
-from pdtool.partition.placement import Placement
+from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.search.search import PlanSearch
 from pdtool.partition.simulator.steady_state import is_too_large, steady_state_s
 
@@ -44,16 +44,18 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     simplest = optima[0] if search.options.straight else search.simplest_plan(optimum_s * (1 + margin)) or optima[0]
     if search.evaluator.cost_model != "ours" or is_too_large(simplest.placement):
         return Selected(wanted_in_flight(search.evaluator, simplest, margin), None)
-    selection = _Selection(search)
     if search.options.straight or not margin:  # then the optimum by the formulas was asked for
-        selection.simulate_promising([simplest])
-    else:
-        selection.simulate_promising([simplest, *optima, *baselines])
-        for slower in _SLOWER_LINKS:
-            if selection.fastest_s > optimum_s * (1 + margin):  # or else nothing is faster by more than the margin
-                bound_s = selection.fastest_s * slower
-                more = search.plans_by_stage_count(simplest.placement.execution, bound_s, slower)
-                selection.simulate_promising(more, _MAX_SHORTLIST)
+        selection = _Selection(search, [simplest])
+        selection.simulate()
+        return selection.selected() or Selected(simplest, None)
+    goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
+    selection = _Selection(search, [simplest, *optima, *baselines])
+    if selection.lowest_bound_s > goal_s:
+        selection.add_plans_by_stage_count(simplest.placement.execution, selection.lowest_bound_s)
+    selection.simulate()
+    if selection.fastest_s > goal_s:
+        selection.add_plans_by_stage_count(simplest.placement.execution, selection.fastest_s)
+        selection.simulate()
     return selection.selected() or Selected(simplest, None)
 
 
@@ -72,7 +74,7 @@ class _Simulated:
     @property
     def fastest_s(self) -> float:
         """Seconds per minibatch of the fastest choice."""
-        return min(self.times_s)
+        return min(self.times_s, default=math.inf)
 
     @property
     def stages(self) -> int:
@@ -81,42 +83,58 @@ class _Simulated:
 
 
 class _Selection:
-    """The plans that were simulated so far.
+    """The shortlist, and the plans of it that were simulated.
 
     Attributes:
-        fastest_s: seconds per minibatch of the fastest of them.
+        fastest_s: seconds per minibatch of the fastest of these.
     """
 
-    def __init__(self, search: PlanSearch) -> None:
+    def __init__(self, search: PlanSearch, candidates: Iterable[Candidate]) -> None:
         self.search, self.margin = search, search.options.simplest
         self.fastest_s = math.inf
         self._plans: list[_Simulated] = []
         self._seen: set[Placement] = set()
+        self._shortlist = self._with_lower_bounds(candidates)
 
-    def simulate_promising(self, candidates: Iterable[Candidate], limit: int | None = None) -> None:
-        """Simulate the candidates that may be chosen, in order of their lower bounds, at most `limit` of them."""
-        for bound_s, candidate in self._by_lower_bound(candidates)[:limit]:
+    @property
+    def lowest_bound_s(self) -> float:
+        """Seconds per minibatch that no plan of the shortlist beats."""
+        return min((bound_s for bound_s, _ in self._shortlist), default=math.inf)
+
+    def add_plans_by_stage_count(self, execution: ExecutionConfig, bound_s: float) -> None:
+        """Add the best plans of each layout and number of stages, as far as they may take less than `bound_s`."""
+        for slower in _SLOWER_LINKS:
+            plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
+            self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[:_MAX_SHORTLIST]
+
+    def simulate(self) -> None:
+        """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""
+        for bound_s, candidate in sorted(self._shortlist, key=_by_bound):
             if self._may_win(bound_s, candidate):
                 self._simulate(bound_s, candidate)
+        self._shortlist = []
 
     def selected(self) -> Selected | None:
         """Return the fastest plan; within the margin of it the one with the fewest stages; of that one the fewest
         minibatches in flight with which it still wins, and loses no more than IN_FLIGHT_MARGIN."""
         near = [plan for plan in self._plans if plan.fastest_s <= self.fastest_s * (1 + self.margin)]
-        if not near:
-            return None
-        chosen = min(near, key=lambda plan: (plan.stages, plan.fastest_s))
-        limits_s = [self._limit_s(chosen, other) for other in self._plans if other is not chosen]
-        limit_s = max(chosen.fastest_s, min([chosen.fastest_s * self._worth, *limits_s]))
-        simulated = zip(chosen.choices, chosen.times_s, strict=False)
-        return next(Selected(choice, time_s) for choice, time_s in simulated if time_s <= limit_s)
+        for plan in sorted(near, key=lambda plan: (plan.stages, plan.fastest_s)):
+            simulated = zip(plan.choices, plan.times_s, strict=False)
+            choices = [(time_s, c) for c, time_s in simulated if time_s < math.inf and c.placement.is_executable]
+            fastest_s = min((time_s for time_s, _ in choices), default=math.inf)
+            limits_s = [self._limit_s(plan, other) for other in self._plans if other is not plan]
+            limit_s = max(fastest_s, min([fastest_s * self._worth, *limits_s]))
+            for time_s, choice in choices:
+                if time_s <= limit_s:
+                    return Selected(choice, time_s)
+        return None
 
-    def _limit_s(self, chosen: _Simulated, other: _Simulated) -> float:
-        """Seconds per minibatch up to which the chosen plan wins over another."""
-        if other.stages == chosen.stages:
+    def _limit_s(self, plan: _Simulated, other: _Simulated) -> float:
+        """Seconds per minibatch up to which a plan wins over another."""
+        if other.stages == plan.stages:
             return other.fastest_s
         return (
-            other.fastest_s * (1 + self.margin) if other.stages > chosen.stages else other.fastest_s / (1 + self.margin)
+            other.fastest_s * (1 + self.margin) if other.stages > plan.stages else other.fastest_s / (1 + self.margin)
         )
 
     @property
@@ -124,16 +142,16 @@ class _Selection:
         """What fewer minibatches in flight may cost."""
         return 1 + IN_FLIGHT_MARGIN if self.margin else 1.0
 
-    def _by_lower_bound(self, candidates: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
-        """Those that fit, each once, with their lower bounds, the smallest first."""
+    def _with_lower_bounds(self, candidates: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
+        """Those that fit, each once, with their lower bounds."""
         evaluator, max_stages = self.search.evaluator, self.search.options.max_stages or math.inf
-        bounds = []
+        shortlist = []
         for candidate in candidates:
             placement = candidate.placement
             if placement not in self._seen and evaluator.fits(candidate) and len(placement.stages) <= max_stages:
-                bounds.append((lower_bound_s(evaluator, candidate), candidate))
+                shortlist.append((lower_bound_s(evaluator, candidate), candidate))
             self._seen.add(placement)
-        return sorted(bounds, key=lambda entry: (entry[0], len(entry[1].placement.stages)))
+        return shortlist
 
     def _may_win(self, bound_s: float, candidate: Candidate) -> bool:
         """Whether it may be the fastest, or within the margin of the fastest and of fewer stages than all there."""
@@ -147,7 +165,7 @@ class _Selection:
         plan = _Simulated(in_flight_choices(self.search.evaluator, candidate, self.margin))
         for choice in plan.choices:
             time_s = self._time_s(choice, limit_s)
-            is_slower = any(time_s >= earlier_s for earlier_s in plan.times_s)
+            is_slower = plan.fastest_s <= time_s and plan.fastest_s < math.inf
             plan.times_s.append(time_s)
             if time_s <= bound_s * (1 + self.margin) or is_slower:
                 break  # more in flight bring nothing
@@ -157,7 +175,10 @@ class _Selection:
 
     def _time_s(self, candidate: Candidate, limit_s: float) -> float:
         """Simulated seconds per minibatch; infinite above the limit, and where the plan cannot be executed."""
-        if not candidate.placement.is_executable:
-            return math.inf
         time_s = steady_state_s(candidate.placement, self.search.profile, self.search.cluster, limit_s)
         return math.inf if time_s is None else time_s
+
+
+def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:
+    bound_s, candidate = entry
+    return bound_s, len(candidate.placement.stages)

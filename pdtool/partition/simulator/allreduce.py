@@ -110,8 +110,8 @@ class GradientAllReduces:
         if averaged not in self._rings:
             stages, size_bytes, buckets = self._gradients(averaged)
             members = sorted({w for s in stages for w in self.stage_workers[s]}, key=self.job.workers.__getitem__)
-            hops = zip(members, [*members[1:], members[0]], strict=True)
-            paths = [self.network.path(self.job.workers[a], self.job.workers[b]) for a, b in hops]
+            neighbours = zip(members, [*members[1:], members[0]], strict=True)
+            paths = [self.network.path(self.job.workers[a], self.job.workers[b]) for a, b in neighbours]
             message_s = max(latency_s for _, latency_s in paths)
             self._rings[averaged] = AllReduceRing(
                 members=members,
