@@ -118,16 +118,13 @@ class _Selection:
         """Return the fastest plan; within the margin of it the one with the fewest stages; of that one the fewest
         minibatches in flight with which it still wins, and loses no more than IN_FLIGHT_MARGIN."""
         near = [plan for plan in self._plans if plan.fastest_s <= self.fastest_s * (1 + self.margin)]
-        for plan in sorted(near, key=lambda plan: (plan.stages, plan.fastest_s)):
-            simulated = zip(plan.choices, plan.times_s, strict=False)
-            choices = [(time_s, c) for c, time_s in simulated if time_s < math.inf and c.placement.is_executable]
-            fastest_s = min((time_s for time_s, _ in choices), default=math.inf)
-            limits_s = [self._limit_s(plan, other) for other in self._plans if other is not plan]
-            limit_s = max(fastest_s, min([fastest_s * self._worth, *limits_s]))
-            for time_s, choice in choices:
-                if time_s <= limit_s:
-                    return Selected(choice, time_s)
-        return None
+        if not near:
+            return None
+        chosen = min(near, key=lambda plan: (plan.stages, plan.fastest_s))
+        limits_s = [self._limit_s(chosen, other) for other in self._plans if other is not chosen]
+        limit_s = max(chosen.fastest_s, min([chosen.fastest_s * self._worth, *limits_s]))
+        simulated = zip(chosen.choices, chosen.times_s, strict=False)
+        return next(Selected(choice, time_s) for choice, time_s in simulated if time_s <= limit_s)
 
     def _limit_s(self, plan: _Simulated, other: _Simulated) -> float:
         """Seconds per minibatch up to which a plan wins over another."""
@@ -176,7 +173,7 @@ class _Selection:
     def _time_s(self, candidate: Candidate, limit_s: float) -> float:
         """Simulated seconds per minibatch; infinite above the limit, and where the plan cannot be executed."""
         time_s = steady_state_s(candidate.placement, self.search.profile, self.search.cluster, limit_s)
-        return math.inf if time_s is None else time_s
+        return time_s if time_s is not None and time_s < limit_s and candidate.placement.is_executable else math.inf
 
 
 def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:
