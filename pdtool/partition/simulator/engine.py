@@ -15,13 +15,12 @@ from functools import partial
 
 from pdtool.errors import ScheduleError
 from pdtool.partition.simulator.allreduce import GradientAllReduces
+from pdtool.partition.simulator.delivery import MessageDelivery
 from pdtool.partition.simulator.job import SimulationJob, steady_minibatches
-from pdtool.partition.simulator.network import EventQueue, Flow, Network
-from pdtool.partition.simulator.recorder import Consumer, NullRecorder, Recorder, WorkerMemory
+from pdtool.partition.simulator.network import EventQueue, Network
+from pdtool.partition.simulator.recorder import NullRecorder, Recorder, WorkerMemory
 from pdtool.partition.simulator.result import SimulationResult, WorkerUsage, time_per_minibatch_s
 from pdtool.schedule import Action, ActionKind, grid
-
-Turn = tuple[int, bool, int]  # worker, whether gradients, how many it takes before
 
 
 def simulate(job: SimulationJob) -> SimulationResult:
@@ -74,7 +73,7 @@ def _execute(
     stage_workers = [[w for w, (s, _) in enumerate(stages) if s == stage % depth] for stage in range(len(job.stages))]
     workers: list[_SimulatedWorker] = []
     allreduces = GradientAllReduces(job, stage_workers, network, clock, recorder, lambda w: workers[w].resume())
-    messages = _Messages(job, stage_workers, network, recorder, workers)
+    messages = MessageDelivery(job, stage_workers, network, recorder, lambda w: workers[w].resume())
     completion = _Completion(job, clock, limit_s)
     shared = _Shared(job, clock, messages, allreduces, recorder, completion)
     workers += [_SimulatedWorker(w, stage, shared) for w, (stage, _) in enumerate(stages)]
@@ -127,102 +126,13 @@ class _Completion:
         return time_per_minibatch_s(self.done_s, self.steady)
 
 
-class _Messages:
-    """Tensors under way, between any two workers.
-
-    Attributes:
-        turn: when the worker that takes the tensors does so, in its list.
-        asked: turns that each worker has asked for, of tensors and of gradients.
-        held: messages that nobody has asked for yet.
-        outgoing: (stage, gradients?) -> the stages that take what it makes, and the bytes of each.
-        arrived: messages so far; departed_s: when the last was sent.
-        needs: (stage, gradients?) -> messages for each minibatch.
-    """
-
-    def __init__(
-        self,
-        job: SimulationJob,
-        stage_workers: list[list[int]],
-        network: Network,
-        recorder: NullRecorder,
-        workers: list[_SimulatedWorker],
-    ) -> None:
-        self.job, self.stage_workers, self.network, self.recorder = job, stage_workers, network, recorder
-        self.workers = workers
-        self.turn: dict[Consumer, int] = {}
-        self.asked: Counter[tuple[int, bool]] = Counter()
-        self.held: dict[Turn, list[Flow]] = {}
-        for w, ((stage, _), actions) in enumerate(zip(job.shape.stage_replicas(), job.lists, strict=True)):
-            forwards = [a for a in actions if a.kind is ActionKind.FORWARD]
-            backwards = [a for a in actions if a.kind.sends_gradients]
-            for is_gradient, consumers in ((False, forwards), (True, backwards)):
-                self.turn |= {(a.stage, is_gradient, a.minibatch): n for n, a in enumerate(consumers)}
-                self.asked[w, is_gradient] = job.shape.in_flight[stage] + 1
-        self.arrived: Counter[Consumer] = Counter()
-        self.departed_s: dict[Consumer, float] = {}
-        self.outgoing: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-        for edge in job.edges:
-            self.outgoing.setdefault((edge.source, False), []).append((edge.destination, edge.forward_bytes))
-            if edge.has_gradient:
-                self.outgoing.setdefault((edge.destination, True), []).append((edge.source, edge.backward_bytes))
-        self.needs = Counter(
-            (to, is_gradient) for (_, is_gradient), takers in self.outgoing.items() for to, _ in takers
-        )
-
-    def ready(self, action: Action) -> float | None:
-        """Return when the last tensor that the action takes was sent; None while one has not arrived."""
-        if action.kind is ActionKind.BACKWARD_WEIGHT:
-            return 0.0
-        is_gradient = action.kind is not ActionKind.FORWARD
-        key = (action.stage, is_gradient, action.minibatch)
-        return self.departed_s.get(key, 0.0) if self.arrived[key] == self.needs[action.stage, is_gradient] else None
-
-    def take(self, w: int, action: Action) -> None:
-        """The worker has what the action takes: it asks for one more."""
-        is_gradient = action.kind.sends_gradients
-        if is_gradient or action.kind is ActionKind.FORWARD:
-            for flow in self.held.pop((w, is_gradient, self.asked[w, is_gradient]), ()):
-                self.network.send(flow)
-            self.asked[w, is_gradient] += 1
-
-    def send_results(self, w: int, action: Action) -> None:
-        """Send everything that an action of worker `w` has made."""
-        if action.kind is ActionKind.FORWARD or action.kind.sends_gradients:
-            is_gradient = action.kind is not ActionKind.FORWARD
-            for stage, size_bytes in self.outgoing.get((action.stage, is_gradient), ()):
-                self._send(w, (stage, is_gradient, action.minibatch), size_bytes)
-
-    def _send(self, w: int, consumer: Consumer, size_bytes: int) -> None:
-        stage, is_gradient, minibatch = consumer
-        to = self.stage_workers[stage][minibatch % len(self.stage_workers[stage])]
-        self.departed_s[consumer] = self.network.clock.now
-        if to == w:
-            self._deliver(to, consumer)
-            return
-        links, latency_s = self.network.path(self.job.workers[w], self.job.workers[to])
-        ended = partial(self._sent, w, to, consumer, latency_s)
-        flow = Flow(channel=(w, to, is_gradient), size_bytes=size_bytes, links=dict.fromkeys(links, 1), ended=ended)
-        if self.turn[consumer] < self.asked[to, is_gradient]:
-            self.network.send(flow)
-        else:
-            self.held.setdefault((to, is_gradient, self.turn[consumer]), []).append(flow)
-
-    def _sent(self, w: int, to: int, consumer: Consumer, latency_s: float, flow: Flow) -> None:
-        self.recorder.message(w, to, consumer, flow, latency_s)
-        self.network.clock.at(self.network.clock.now + latency_s, partial(self._deliver, to, consumer))
-
-    def _deliver(self, to: int, consumer: Consumer) -> None:
-        self.arrived[consumer] += 1
-        self.workers[to].resume()
-
-
 @dataclass(frozen=True)
 class _Shared:
     """What all workers of a simulation share."""
 
     job: SimulationJob
     clock: EventQueue
-    messages: _Messages
+    messages: MessageDelivery
     allreduces: GradientAllReduces
     recorder: NullRecorder
     completion: _Completion
