@@ -79,6 +79,7 @@ class Bundle(YamlArtifact):
     """
 
     KIND: ClassVar[str] = "bundle"
+    MAKER: ClassVar[str] = "pdtool codegen"
 
     format: Literal["pdtool/bundle/1"] = "pdtool/bundle/1"
     name: Title

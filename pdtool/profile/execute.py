@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value
 
@@ -173,10 +172,8 @@ class ProfiledModel:
         try:
             optimizer.step()
         except TypeError as error:
-            raise ModelError(
-                f"{self.model_file.path.name}: {type(optimizer).__name__}.step() cannot be called alone ({error})",
-                "use an optimizer that needs no closure",
-            ) from error
+            what = f"{type(optimizer).__name__}.step() cannot be called alone ({error})"
+            raise self.model_file.error(what, "use an optimizer that needs no closure") from error
         return optimizer
 
     def state_bytes_per_parameter_byte(self, optimizer: Optimizer) -> float:

@@ -26,7 +26,7 @@ _MARKS = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "–"}
 @click.option("--fresh", is_flag=True, help="Say instead which of profile, plan, bundle and stage files are stale.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON on stdout.")
 def check(plan: str | None, fresh: bool, as_json: bool) -> None:
-    """Compute PLAN's figures again, and search again for a plan that beats its lower bound.
+    """Compute PLAN's figures and its lower bound again.
 
     One line for each claim: the stages, the schedule, the memory, each figure, and the lower bound.
 
