@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle, StageModule
@@ -24,7 +23,7 @@ from pdtool.errors import PdtoolError
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import Size, Traced, Value
+from pdtool.frontend.operators import Traced, Value
 from pdtool.frontend.tracing import trace
 
 # Of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
@@ -76,7 +75,8 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
         verify_values(traced.model, texts, bundle, batches)
     else:
         inputs = model_file.example_inputs(bundle.batch_size)
-        output = pytree.tree_map(lambda value: _meta(value, bundle.batch_size), traced.output)
+        size = bundle.batch_size
+        output = pytree.tree_map(lambda v: v.meta(size) if isinstance(v, Value) else v, traced.output)
         verify_shapes(texts, bundle, inputs, output)
 
 
@@ -111,13 +111,6 @@ def _bundle(
 def _fits_in_memory(traced: Traced) -> bool:
     needed = _COPIES * sum(p.nbytes for p in traced.model.parameters())
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _meta(value: object, batch: int) -> object:
-    if not isinstance(value, Value):
-        return value
-    shape = [dim.at(batch) if isinstance(dim, Size) else dim for dim in value.shape]
-    return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

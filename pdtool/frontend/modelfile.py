@@ -192,8 +192,8 @@ class ModelFile:
 
     def _function(self, name: str) -> Callable[..., Any]:
         if not self.has(name):
-            functions = inspect.getmembers(self.module, inspect.isfunction)
-            defined = ", ".join(k for k, function in functions if function.__module__ == self.module.__name__)
+            functions = (value for value in vars(self.module).values() if inspect.isfunction(value))
+            defined = ", ".join(f.__name__ for f in functions if f.__module__ == self.module.__name__)
             raise ModelError(f"{self.path.name} has no function {name}()", f"it defines: {defined or 'no functions'}")
         return getattr(self.module, name)  # type: ignore[no-any-return]
 

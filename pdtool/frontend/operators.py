@@ -62,12 +62,10 @@ class Value:
     dtype: torch.dtype
     differentiable: bool
 
-    def nbytes(self, batch: int) -> int:
-        """Return its size in bytes for a minibatch of `batch` samples."""
-        count = 1
-        for dim in self.shape:
-            count *= dim.at(batch) if isinstance(dim, Size) else dim
-        return count * self.dtype.itemsize
+    def meta(self, batch: int) -> Tensor:
+        """Make a tensor without storage that has its shape for a minibatch of `batch` samples, and its type."""
+        shape = [dim.at(batch) if isinstance(dim, Size) else dim for dim in self.shape]
+        return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, kw_only=True)

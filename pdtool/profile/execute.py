@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value
 
 Environment = dict[Value, Tensor]
+Work = Callable[[], Any]
+R = TypeVar("R")  # what was read of a piece of work
 OnProgress = Callable[[int, int], None]  # called with (done, total)
 
 
@@ -142,6 +144,43 @@ class ProfiledModel:
             elif op.constant:
                 environment.update(zip(op.outputs, self.run(op, environment), strict=True))
         return environment
+
+    def replay(
+        self, measure: Callable[[Work], tuple[Any, R]], progress: OnProgress = lambda done, total: None
+    ) -> tuple[dict[str, R], dict[str, R]]:
+        """Measure every node's forward, in order, and then every node's backward, in reverse order.
+
+        Args:
+            measure: does a piece of work; returns its result and what it read.
+            progress: called with (nodes done, nodes in all).
+
+        Returns:
+            What was read of the forward, and of the backward, by node; a node without gradients has no backward.
+        """
+        environment = self.environment()
+        replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, outputs, gradient leaves)
+        forward: dict[str, R] = {}
+        for done, op in enumerate(self.computed):
+            progress(done, len(self.computed))
+            inputs = self.run.detached_inputs(op, environment)
+            result, forward[op.name] = measure(self.run.bound_call(op, inputs))
+            outputs = tensors_in(result)
+            environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
+            replayed.append((op.name, outputs, self.run.gradient_leaves(op, inputs)))
+        if self.with_loss:
+            leaves, output = self.loss_inputs(environment)
+            loss, forward["loss"] = measure(lambda: self.loss(output))
+            replayed.append(("loss", [loss], leaves))
+        backward: dict[str, R] = {}
+        while replayed:
+            name, outputs, leaves = replayed.pop()
+            ends = requiring_gradients(outputs)
+            if ends and leaves:
+                gradients = [torch.ones_like(t) for t in ends]
+                work = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
+                _, backward[name] = measure(work)
+        progress(len(self.computed), len(self.computed))
+        return forward, backward
 
     def loss_inputs(self, environment: Environment) -> tuple[list[Tensor], Any]:
         """Return the leaves that the loss's backward computes gradients of, and the model's output made of them."""

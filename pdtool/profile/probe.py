@@ -179,13 +179,11 @@ class _LevelProber:
 
     def _group(self, depth: int) -> Any:
         """The group of this worker's counterparts at a level; every worker makes all of them, in the same order."""
-        own_group = None
-        for rank in range(self.request.workers):
-            peers = self.request.position(depth, rank).peers
-            if rank == peers[0]:
-                group = dist.new_group(peers, timeout=self.timeout, backend="nccl" if self.is_cuda else "gloo")
-                own_group = group if self.rendezvous.rank in peers else own_group
-        return own_group
+        peers = [self.request.position(depth, rank).peers for rank in range(self.request.workers)]
+        groups = [ranks for rank, ranks in enumerate(peers) if rank == ranks[0]]
+        backend = "nccl" if self.is_cuda else "gloo"
+        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout, backend=backend)  # type: ignore[no-untyped-call]
+        return group
 
     def _level(self, depth: int, group: Any) -> tuple[LevelSpec, LevelMeasured]:
         position = self.request.position(depth, self.rendezvous.rank)
