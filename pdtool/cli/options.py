@@ -54,9 +54,14 @@ def count(
     return click.option(*names, type=kind, default=default, show_default=unset or True, metavar="N", help=help)
 
 
-def choice(*names: str, choices: Sequence[str], help: str, default: str | None = None, unset: str = "") -> Decorator:
-    """Define an option that takes one of `choices`; `unset` says in words what a command takes without a default."""
-    return click.option(*names, type=click.Choice(choices), default=default, show_default=unset or True, help=help)
+def choice(*names: str, choices: Sequence[str], help: str, unset: str = "") -> Decorator:
+    """Define an option that takes one of `choices`, and the first of them where it is not given.
+
+    Args:
+        unset: what a command takes instead of the first, in words.
+    """
+    kind, default = click.Choice(choices), None if unset else choices[0]
+    return click.option(*names, type=kind, default=default, show_default=unset or True, help=help)
 
 
 def output(help: str) -> Decorator:
@@ -72,7 +77,7 @@ def topology(*, required: bool) -> Decorator:
 
 def device(help: str) -> Decorator:
     """Define `--device` of commands that compute on this machine."""
-    return choice("--device", choices=("auto", "cpu", "cuda"), help=help, default="auto")
+    return choice("--device", choices=("auto", "cpu", "cuda"), help=help)
 
 
 def timeout(default: str) -> Decorator:
@@ -84,11 +89,11 @@ model = click.option("--model", metavar="FILE", show_default=PLANNED, help="Mode
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifact itself on stdout.")
 
 
-def schedule(names: Sequence[str], default: str | None) -> Decorator:
-    """Define `--schedule`; with the default None a command keeps what the plan says."""
+def schedule(names: Sequence[str], *, unset: str = "") -> Decorator:
+    """Define `--schedule`, by default the first of `names`, or what `unset` says."""
     help = "Order of work: 1f1b and 2bw never stop (old weights are kept); the others empty the pipeline to update"
     auto = "; auto takes the fastest, flushing ones only with --microbatches" if "auto" in names else ""
-    return choice("--schedule", choices=names, help=f"{help}{auto}.", default=default, unset="" if default else PLANNED)
+    return choice("--schedule", choices=names, help=f"{help}{auto}.", unset=unset)
 
 
 def microbatches(unset: str) -> Decorator:

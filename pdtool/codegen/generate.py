@@ -57,11 +57,8 @@ def generate(
     writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
     texts = {f"stage_{writer.stage}.py": writer.text() for writer in writers}
     bundle = _bundle(plan, wiring, writers, texts, "values" if _fits_in_memory(traced) else "shapes")
-    progress(
-        "proving the stages equal to the model"
-        if bundle.proof == "values"
-        else "checking shapes (the model is too large to run here)"
-    )
+    proofs = {"values": "proving the stages equal to the model", "shapes": "checking shapes"}
+    progress(proofs[bundle.proof])
     _verify(traced, model_file, texts, bundle)
     _write(folder, texts | {"bundle.yaml": bundle.dump()})
     return bundle

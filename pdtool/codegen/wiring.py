@@ -124,13 +124,13 @@ class Wiring:
         tied = []
         trainable = {n for n, p in self.traced.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         for first in dict.fromkeys(self.traced.tied.values()):
-            holders = [
-                (stage, next(n for n in self.parameters(stage) if self.traced.tied[n] == first))
-                for stage in range(len(self.stages))
-                if any(self.traced.tied[n] == first for n in self.parameters(stage))
-            ]
+            holders: dict[int, str] = {}
+            for stage in range(len(self.stages)):
+                for name in self.parameters(stage):
+                    if self.traced.tied[name] == first:
+                        holders.setdefault(stage, name)
             if len(holders) > 1 and first in trainable:
-                tied.append(TiedParameter(stages=tuple(s for s, _ in holders), names=tuple(n for _, n in holders)))
+                tied.append(TiedParameter(stages=tuple(holders), names=tuple(holders.values())))
         return tied
 
     def tensors(self) -> list[TensorSpec]:

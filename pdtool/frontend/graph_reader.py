@@ -90,9 +90,8 @@ class GraphReader:
     def _check_names(self) -> None:
         for name in (*self.modules, *self.parameters, *self.buffers):
             if not _NAME.fullmatch(name):
-                raise TraceError(
-                    f"the model has a part named {name!r}", "name modules with letters, digits and underscores only"
-                )
+                remedy = "name modules with letters, digits and underscores only"
+                raise TraceError(f"the model has a part named {name!r}", remedy)
             if name in ("loss", "target"):
                 raise TraceError(f"the model has a part named {name!r}, as pdtool calls a node of its own", "rename it")
 
@@ -171,7 +170,7 @@ class GraphReader:
         name = self._unique("detach")
         result = replace(value, operator=name, index=0, differentiable=False)
         target = torch.ops.aten.detach.default
-        self._append(
+        self.operators.append(
             Operator(name=name, op="detach", module="", target=target, kwargs={"self": value}, outputs=(result,))
         )
         return result
@@ -189,7 +188,7 @@ class GraphReader:
         inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
         differentiable = any(v.differentiable for v in inputs) or self._trainable(parameters)
         outputs = tuple(self._value(v, name, i, differentiable) for i, v in enumerate(node.meta["val"]))
-        self._append(
+        self.operators.append(
             Operator(
                 name=name,
                 op=type(module).__name__,
@@ -265,7 +264,7 @@ class GraphReader:
         outputs = tuple(
             self._value(tensor, name, i, differentiable) for i, tensor in enumerate(result if several else [result])
         )
-        self._append(
+        self.operators.append(
             Operator(
                 name=name,
                 op=op,
@@ -317,10 +316,6 @@ class GraphReader:
                 self.values[node] = new
             elif isinstance(value, list):
                 self.values[node] = [new if v is old else v for v in value]
-
-    def _append(self, op: Operator) -> None:
-        self.names.add(op.name)
-        self.operators.append(op)
 
     def _module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
         """Return the path of the module whose forward runs this node, and a unique name of the operator."""

@@ -134,6 +134,12 @@ class Traced:
         return {operator.name: operator for operator in self.operators}
 
 
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers, each under all of its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
 def is_default(value: Any, argument: Any) -> bool:
     """Whether `value` may be left out of a call: it is None, or the default that the schema gives to `argument`."""
     if isinstance(value, (Value, State, Size, ByMode, Tensor)):

@@ -152,16 +152,13 @@ def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], pat
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the log and graph dumps of torch.export out of the terminal: the error that follows says what matters."""
-    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.export", "torch.fx")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 def _by_mode(training: Sequence[Operator], evaluation: Sequence[Operator]) -> Iterator[Operator]:

@@ -34,15 +34,7 @@ from pdtool.frontend.tracing import trace
 from pdtool.profile.calibrate import fit_factors, measured_model, operator_kind
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
-from pdtool.profile.kernels import (
-    PRECISIONS,
-    Kernel,
-    KernelRecorder,
-    backward_kernels,
-    recurrent_kernels,
-    recurrent_stash_bytes,
-    roofline_s,
-)
+from pdtool.profile.kernels import PRECISIONS, Kernel, KernelRecorder, recurrent_costs, roofline_s
 
 Kernels = dict[str, list[Kernel]]  # node -> what its forward or its backward launches
 
@@ -69,9 +61,8 @@ def estimate(
         ModelError: the user's functions fail, or depend on the values of tensors.
     """
     if precision and precision not in device.peak_flops_per_s:
-        raise UsageError(
-            f"{device.name} has no figure for {precision}", f"choose one of {', '.join(device.peak_flops_per_s)}"
-        )
+        remedy = f"choose one of {', '.join(device.peak_flops_per_s)}"
+        raise UsageError(f"{device.name} has no figure for {precision}", remedy)
     cast = next((dtype for dtype, name in PRECISIONS.items() if name == precision), None)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = _FakeTensors(mode, cast)
@@ -121,10 +112,11 @@ class _FakeTensors:
 
     def trace(self, model_file: ModelFile, batch_size: int) -> Traced:
         """Trace the model with fake parameters and inputs."""
-        model = self.model(model_file)
-        return trace(
-            model, lambda n: tuple(self.tensor(t) for t in model_file.example_inputs(n)), batch_size, model_file.path
-        )
+
+        def example(size: int) -> tuple[Tensor, ...]:
+            return tuple(self.tensor(t) for t in model_file.example_inputs(size))
+
+        return trace(self.model(model_file), example, batch_size, model_file.path)
 
     def model(self, model_file: ModelFile) -> nn.Module:
         """Build the model; its parameters are allocated only if its construction reads values."""
@@ -192,9 +184,7 @@ class _Estimate:
             module = None if op.target else self.model.traced.model.get_submodule(op.module)
             if isinstance(module, nn.RNNBase):
                 inputs = op.values[0].meta(self.model.batch)
-                forward[op.name] = list(recurrent_kernels(module, inputs))
-                backward[op.name] = backward_kernels(forward[op.name])
-                stash_bytes[op.name] = recurrent_stash_bytes(module, inputs)
+                forward[op.name], backward[op.name], stash_bytes[op.name] = recurrent_costs(module, inputs)
 
     def _update(self) -> tuple[list[Kernel], float]:
         """Return the kernels of an optimizer step in steady state, and its bytes of state per byte of parameters."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value
+from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state
 
 Environment = dict[Value, Tensor]
 Work = Callable[[], Any]
@@ -39,9 +39,7 @@ class Executor:
     @classmethod
     def of(cls, traced: Traced, batch: int, device: torch.device) -> Executor:
         """Make an executor over the traced model itself, which stands on `device`."""
-        model = traced.model.train()
-        state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        return cls(traced, batch, device, state)
+        return cls(traced, batch, device, named_state(traced.model.train()))
 
     def __call__(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
         """Run an operator and return its output tensors."""

@@ -36,7 +36,7 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 @click.option("--memory", metavar="SIZE", show_default="no limit", help="Of each device, as 16GB or 16GiB.")
 @options.count("--workers", help="Number of workers to use.", unset="all of the topology")
 @click.option("--straight", is_flag=True, help="Replicate no stage.")
-@options.schedule([*SCHEDULES, "auto"], "1f1b")
+@options.schedule([*SCHEDULES, "auto"])
 @options.microbatches("4 with a flushing --schedule")
 @options.count(
     "--chunks", help="Stages on each worker with --schedule interleaved.", default=2, within=click.IntRange(2, 100)
@@ -47,7 +47,6 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
     "cost_model",
     choices=("ours", "pipedream", "pipedream-free"),
     help="Whose formulas; those of PipeDream's optimizer, with or without the traffic of activations, to compare.",
-    default="ours",
 )
 @click.option(
     "--simplest",

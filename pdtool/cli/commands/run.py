@@ -52,8 +52,8 @@ _SAME_FOLDER = "the folder of -o"
 @click.option("--dry-run", is_flag=True, help="Print which worker does what on which host, and stop.")
 @options.device("Device to train on; auto is cuda where there is one.")
 @options.timeout("300s")
-@options.schedule(SCHEDULES, None)
-@options.microbatches("what the plan says")
+@options.schedule(SCHEDULES, unset=options.PLANNED)
+@options.microbatches(options.PLANNED)
 @options.weights
 @click.option(
     "--correction",
@@ -65,25 +65,21 @@ _SAME_FOLDER = "the folder of -o"
     "--precision",
     choices=("fp32", "bf16"),
     help="What stages compute in; bf16 is autocast, weights and messages stay fp32.",
-    default="fp32",
 )
 @options.choice(
     "--transport",
     choices=("auto", "gloo", "shared"),
     help="How tensors go between workers; auto shares memory within a machine.",
-    default="auto",
 )
 @options.choice(
-    "--wire-dtype",
-    choices=("fp32", "fp16", "bf16"),
-    help="What fp32 tensors are on their way between workers.",
-    default="fp32",
+    "--wire-dtype", choices=("fp32", "fp16", "bf16"), help="What fp32 tensors are on their way between workers."
 )
 @click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
 @options.machines
 @options.as_json
 def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **settings: Any) -> None:
     """Train PLAN's stages, each on its workers."""
+    from pdtool.cli.console.plan_view import worker_table
     from pdtool.cli.inputs import Inputs, rescheduled
 
     inputs = Inputs.load(options.candidate("plan", plan), model)
@@ -92,16 +88,15 @@ def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **set
     if settings["compiled"] and asked.schedule == "zb-h1":
         note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
     if dry_run:
-        _print_workers(asked, settings)
+        show(worker_table(asked, settings["nnodes"]), err=False)
         return
     config = replace(_config(inputs, _bundle(inputs), settings), plan=asked)
     report = _launched(config)
     if is_first_worker(os.environ):
         _print_report(config, report, as_json)
     if report.target_reached is False:
-        raise TargetMissedError(
-            f"target {report.target} was not reached in {report.epochs} epoch(s)", "give more --epochs, with --resume"
-        )
+        what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
+        raise TargetMissedError(what, "give more --epochs, with --resume")
 
 
 def _bundle(inputs: Inputs) -> Bundle:
@@ -198,12 +193,6 @@ def _note_crowding(config: RunConfig) -> None:
             f"{workers} worker(s) with {config.threads} threads each, as in the profile, share the {cores} cores of "
             f"this machine; profile with --threads {fair_share}, or set OMP_NUM_THREADS"
         )
-
-
-def _print_workers(plan: Any, settings: dict[str, Any]) -> None:
-    from pdtool.cli.console.plan_view import worker_table
-
-    show(worker_table(plan, settings["nnodes"]), err=False)
 
 
 def _print_report(config: RunConfig, report: Report, as_json: bool) -> None:
