@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +92,7 @@ def _bundle(
                 class_name=writer.class_name,
                 sha256=hashlib.sha256(texts[file].encode()).hexdigest(),
                 inputs=tuple(wiring.names[v] for v in wiring.inputs(writer.stage)),
-                outputs=tuple(wiring.names[v] for v in wiring.outputs(writer.stage)) if not writer.is_last else (),
+                outputs=tuple(wiring.names[v] for v in wiring.outputs(writer.stage)),
                 parameters=tuple(wiring.parameters(writer.stage)),
                 buffers=tuple(wiring.buffers(writer.stage)),
             )
@@ -112,21 +111,18 @@ def _fits_in_memory(traced: Traced) -> bool:
 
 def _write(folder: Path, files: dict[str, str]) -> None:
     """Put the files in place of an older bundle; stage files it no longer has are removed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            dir=folder.parent, prefix=f".{folder.name}.", ignore_cleanup_errors=True
+        ) as draft:
+            for name, text in files.items():
+                write_atomically(Path(draft) / name, text)
+            folder.mkdir(exist_ok=True)
+            for path in folder.glob("stage_*.py"):
+                if path.name not in files:
+                    path.unlink()
+            for name in sorted(files):  # bundle.yaml, with the digests of the others, tells a half-replaced folder
+                os.replace(Path(draft) / name, folder / name)
     except OSError as error:
         raise PdtoolError(f"{folder} could not be written ({error.strerror})", "free some space") from error
-    try:
-        for name, text in files.items():
-            write_atomically(draft / name, text)
-        folder.mkdir(exist_ok=True)
-        for path in folder.glob("stage_*.py"):
-            if path.name not in files:
-                path.unlink()
-        for name in sorted(files):  # bundle.yaml, which has the digests of the others, tells a half-replaced folder
-            os.replace(draft / name, folder / name)
-    except OSError as error:
-        raise PdtoolError(f"{folder} could not be written ({error.strerror})", "free some space") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

@@ -41,11 +41,8 @@ class Wiring:
         in_stages = {name for stage in stages for name in stage} - {"loss", "target"}
         if in_model != in_stages:
             unmatched = sorted(in_model ^ in_stages)[:3]
-            raise ArtifactError(
-                "plan",
-                f"the model's operators are not the profile's (such as {', '.join(unmatched)})",
-                "profile the model again, with this version of torch",
-            )
+            what = f"the model's operators are not the profile's (such as {', '.join(unmatched)})"
+            raise ArtifactError("plan", what, "profile the model again, with this version of torch")
         compute = {op.name for op in traced.operators if not op.is_input}
         return cls(traced, [[name for name in stage if name in compute] for stage in stages])
 
