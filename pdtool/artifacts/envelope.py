@@ -110,11 +110,10 @@ class Artifact(FrozenModel):
         expected = f"pdtool/{cls.KIND}/1"
         if not tag:
             raise ArtifactError(path, f"is not a {cls.KIND} (no format field)", f"write it with `{cls.MAKER}`")
-        again = f"write it again with `{cls.MAKER}`"
         if tag != expected:
-            raise ArtifactError(path, f"has format {tag!r}, this pdtool reads {expected!r}", again, field="format")
+            raise cls._rewritable(path, f"has format {tag!r}, this pdtool reads {expected!r}", field="format")
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
-            raise ArtifactError(path, "was altered or damaged after it was written", again, field="sha256")
+            raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
         try:
             artifact = cls.model_validate_json(json.dumps(content))
             artifact.check()
@@ -161,11 +160,12 @@ class Artifact(FrozenModel):
         try:
             return _json_compatible(json.loads(text, parse_constant=_refuse_constant))
         except (ValueError, RecursionError) as error:
-            raise cls._damaged(path, f"is not whole JSON ({error})") from error
+            raise cls._rewritable(path, f"is not whole JSON ({error})") from error
 
     @classmethod
-    def _damaged(cls, path: Path | str, what: str, or_else: str = "") -> ArtifactError:
-        return ArtifactError(path, what, f"write it again with `{cls.MAKER}`{or_else}")
+    def _rewritable(cls, path: Path | str, what: str, *, or_else: str = "", field: str = "") -> ArtifactError:
+        """Make the error of a file that its command can write again."""
+        return ArtifactError(path, what, f"write it again with `{cls.MAKER}`{or_else}", field=field)
 
 
 class YamlArtifact(Artifact):
@@ -191,9 +191,9 @@ class YamlArtifact(Artifact):
         try:
             content = _json_compatible(yaml.load(text, Loader=_StrictLoader))
         except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-            raise cls._damaged(path, f"is not whole YAML ({' '.join(str(error).split())})") from error
+            raise cls._rewritable(path, f"is not whole YAML ({' '.join(str(error).split())})") from error
         if isinstance(content, dict) and not text.rstrip().endswith("\n..."):  # cut off at a line, YAML is whole again
-            raise cls._damaged(path, "is cut off: its last line is not `...`", ", or add that line")
+            raise cls._rewritable(path, "is cut off: its last line is not `...`", or_else=", or add that line")
         return content
 
 

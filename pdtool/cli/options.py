@@ -14,7 +14,7 @@ from pdtool.schedule import POLICIES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-PLANNED = "what the plan says"  # where an option of `run` is not given
+PLANNED = "what the plan says"  # what an option that is not given stands for
 _MAX_MINIBATCHES = 10_000  # in an update; more is a slip
 _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
 

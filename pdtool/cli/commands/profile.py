@@ -71,7 +71,8 @@ def profile(
     if threads and not measures:
         raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
     spec = None if measures else find_device(device)
-    from pdtool.frontend.modelfile import ModelFile, parse_ref  # torch takes seconds: nothing is left to refuse now
+    # From here on torch is imported, which takes seconds: the options were checked before.
+    from pdtool.frontend.modelfile import ModelFile, parse_ref
     from pdtool.profile.estimate import estimate
     from pdtool.profile.measure import measure
 
