@@ -83,17 +83,17 @@ def make_cluster(
     latencies: Sequence[float] | None = None,
     memory_bytes: int | None = None,
 ) -> Cluster:
-    """Join level sizes and bandwidths (bytes/s), outermost first; raises UsageError when their numbers differ."""
-    if len(bandwidths) != len(sizes):
-        raise UsageError(
-            f"{len(bandwidths)} bandwidth(s) for the {len(sizes)} level(s) of topology {'x'.join(map(str, sizes))}",
-            "give one per level, the outermost first",
-        )
+    """Join sizes, bandwidths (bytes/s) and latencies (s) of levels, the outermost first; raises UsageError."""
     latencies = latencies or [0.0] * len(sizes)
+    for what, values in (("bandwidth(s)", bandwidths), ("latencies", latencies)):
+        if len(values) != len(sizes):
+            topology = "x".join(map(str, sizes))
+            raise UsageError(
+                f"{len(values)} {what} for the {len(sizes)} level(s) of topology {topology}",
+                "give one per level, the outermost first",
+            )
+    levels = zip(sizes, bandwidths, latencies, strict=True)
     return Cluster(
-        levels=tuple(
-            Level(size=n, bandwidth_bytes_per_s=b, latency_s=t)
-            for n, b, t in zip(sizes, bandwidths, latencies, strict=True)
-        ),
+        levels=tuple(Level(size=n, bandwidth_bytes_per_s=b, latency_s=t) for n, b, t in levels),
         memory_bytes=memory_bytes,
     )

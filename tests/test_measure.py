@@ -12,7 +12,7 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
 from pdtool.profile.execute import Executor
-from pdtool.profile.instruments import ScratchMemoryGauge
+from pdtool.profile.instruments import measure_scratch_bytes
 from pdtool.profile.measure import measure
 
 TEXT = """
@@ -102,12 +102,12 @@ def test_times_are_measured(model_file):
 def test_scratch_is_what_is_held_only_while_computing():
     """Of 40 MB in each of three tensors, one is the result."""
     a = torch.ones(10_000_000)
-    result, scratch = ScratchMemoryGauge(torch.device("cpu")).measure(lambda: (a + 1) * (a + 2))
+    result, scratch = measure_scratch_bytes(torch.device("cpu"), lambda: (a + 1) * (a + 2))
     assert scratch() == pytest.approx(80e6, rel=0.05)
     assert result[0] == 6
-    _, none = ScratchMemoryGauge(torch.device("cpu")).measure(lambda: a + 1)
+    _, none = measure_scratch_bytes(torch.device("cpu"), lambda: a + 1)
     assert none() < 2e6
-    _, small = ScratchMemoryGauge(torch.device("cpu")).measure(lambda: len([torch.ones(20_000) for _ in range(50)]))
+    _, small = measure_scratch_bytes(torch.device("cpu"), lambda: len([torch.ones(20_000) for _ in range(50)]))
     assert small() == pytest.approx(4e6, rel=0.2), "also where glibc keeps what is freed"
 
 

@@ -79,6 +79,7 @@ class Bundle(YamlArtifact):
     """
 
     KIND: ClassVar[str] = "bundle"
+    MAKER: ClassVar[str] = "pdtool codegen"
 
     format: Literal["pdtool/bundle/1"] = "pdtool/bundle/1"
     name: Title
@@ -93,11 +94,8 @@ class Bundle(YamlArtifact):
         described = {tensor.name for tensor in self.tensors}
         for i, tensor in enumerate(self.tensors):
             if any(s <= tensor.producer or s >= len(self.stages) for s in tensor.consumers):
-                raise FieldError(
-                    f"tensors[{i}].consumers",
-                    f"{tensor.name} goes from stage {tensor.producer} to "
-                    f"{list(tensor.consumers)} of {len(self.stages)} stages",
-                )
+                to = f"{list(tensor.consumers)} of {len(self.stages)} stages"
+                raise FieldError(f"tensors[{i}].consumers", f"{tensor.name} goes from stage {tensor.producer} to {to}")
         for s, stage in enumerate(self.stages):
             for name in (*self.inputs, *stage.inputs, *stage.outputs):
                 if name not in described:

@@ -74,6 +74,7 @@ class ClusterFile(YamlArtifact):
     """
 
     KIND: ClassVar[str] = "cluster"
+    MAKER: ClassVar[str] = "pdtool probe"
     SEALED: ClassVar[bool] = False
 
     format: Literal["pdtool/cluster/1"] = "pdtool/cluster/1"

@@ -41,14 +41,11 @@ class Devices(YamlArtifact):
     """A table of devices by the name that `--device` takes; a user's own file holds one."""
 
     KIND: ClassVar[str] = "device"
+    MAKER: ClassVar[str] = "pdtool schema device"
     SEALED: ClassVar[bool] = False
 
     format: Literal["pdtool/device/1"] = "pdtool/device/1"
     devices: dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")], DeviceSpec]
-
-    @classmethod
-    def _maker(cls) -> str:
-        return "pdtool schema device"
 
     def check(self) -> None:
         if not self.devices:

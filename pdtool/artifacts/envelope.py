@@ -67,6 +67,7 @@ class Artifact(FrozenModel):
     """Base of all kinds of artifacts.
 
     Attributes:
+        MAKER: the command that writes this kind.
         format: `pdtool/KIND/1`; set by each kind.
         tool_version: the pdtool that wrote it.
         digests: SHA-256 of every input it was made from, by path, and of the model's operator graph under
@@ -76,6 +77,7 @@ class Artifact(FrozenModel):
     """
 
     KIND: ClassVar[str]
+    MAKER: ClassVar[str]
     SEALED: ClassVar[bool] = True
 
     format: str
@@ -97,7 +99,7 @@ class Artifact(FrozenModel):
         Raises:
             ArtifactError: missing, truncated, altered, of another format, or with fields out of range.
         """
-        text = read_text(path, f"write it with `{cls._maker()}`")
+        text = read_text(path, f"write it with `{cls.MAKER}`")
         return cls.parse(text, "stdin" if str(path) == "-" else path)
 
     @classmethod
@@ -106,31 +108,19 @@ class Artifact(FrozenModel):
         content = cls._decode(text, path)
         tag = content.get("format") if isinstance(content, dict) else None
         expected = f"pdtool/{cls.KIND}/1"
+        if not tag:
+            raise ArtifactError(path, f"is not a {cls.KIND} (no format field)", f"write it with `{cls.MAKER}`")
         if tag != expected:
-            if not tag:
-                raise ArtifactError(path, f"is not a {cls.KIND} (no format field)", f"write it with `{cls._maker()}`")
-            raise ArtifactError(
-                path,
-                f"has format {tag!r}, this pdtool reads {expected!r}",
-                f"write it again with `{cls._maker()}`",
-                field="format",
-            )
+            raise cls._rewritable(path, f"has format {tag!r}, this pdtool reads {expected!r}", field="format")
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
-            raise ArtifactError(
-                path,
-                "was altered or damaged after it was written",
-                f"write it again with `{cls._maker()}`",
-                field="sha256",
-            )
+            raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
         try:
             artifact = cls.model_validate_json(json.dumps(content))
+            artifact.check()
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            shown = repr(first.get("input"))[:80]
-            raise ArtifactError(path, f"{first['msg']} (got {shown})", field=field) from error
-        try:
-            artifact.check()
+            raise ArtifactError(path, f"{first['msg']} (got {repr(first.get('input'))[:80]})", field=field) from error
         except FieldError as fault:
             raise ArtifactError(path, str(fault), field=fault.field) from fault
         return artifact
@@ -162,11 +152,6 @@ class Artifact(FrozenModel):
         return self.model_copy(update={"digests": digests})
 
     @classmethod
-    def _maker(cls) -> str:
-        makers = {"profile": "profile", "plan": "partition", "bundle": "codegen", "cluster": "probe"}
-        return f"pdtool {makers.get(cls.KIND, 'run')}"
-
-    @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
         return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -175,9 +160,12 @@ class Artifact(FrozenModel):
         try:
             return _json_compatible(json.loads(text, parse_constant=_refuse_constant))
         except (ValueError, RecursionError) as error:
-            raise ArtifactError(
-                path, f"is not whole JSON ({error})", f"write it again with `{cls._maker()}`"
-            ) from error
+            raise cls._rewritable(path, f"is not whole JSON ({error})") from error
+
+    @classmethod
+    def _rewritable(cls, path: Path | str, what: str, *, or_else: str = "", field: str = "") -> ArtifactError:
+        """Make the error of a file that its command can write again."""
+        return ArtifactError(path, what, f"write it again with `{cls.MAKER}`{or_else}", field=field)
 
 
 class YamlArtifact(Artifact):
@@ -187,7 +175,8 @@ class YamlArtifact(Artifact):
     def _encode(cls, content: dict[str, Any]) -> str:
         return yaml.dump(
             content,
-            Dumper=_Dumper,
+            None,
+            _Dumper,
             sort_keys=False,
             allow_unicode=True,
             width=120,
@@ -202,16 +191,9 @@ class YamlArtifact(Artifact):
         try:
             content = _json_compatible(yaml.load(text, Loader=_StrictLoader))
         except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-            message = " ".join(str(error).split())
-            raise ArtifactError(
-                path, f"is not whole YAML ({message})", f"write it again with `{cls._maker()}`"
-            ) from error
+            raise cls._rewritable(path, f"is not whole YAML ({' '.join(str(error).split())})") from error
         if isinstance(content, dict) and not text.rstrip().endswith("\n..."):  # cut off at a line, YAML is whole again
-            raise ArtifactError(
-                path,
-                "is cut off: its last line is not `...`",
-                f"write it again with `{cls._maker()}`, or add that line",
-            )
+            raise cls._rewritable(path, "is cut off: its last line is not `...`", or_else=", or add that line")
         return content
 
 
@@ -267,9 +249,8 @@ def title(text: str) -> str:
     try:
         return TypeAdapter[str](Title).validate_python(text)
     except ValidationError:
-        raise UsageError(
-            f"name {text!r} holds a quote, a slash or a control character", "give another with --name"
-        ) from None
+        what = f"name {text!r} holds a quote, a slash or a control character"
+        raise UsageError(what, "give another with --name") from None
 
 
 def read_text(path: Path | str, remedy: str = "") -> str:
@@ -320,9 +301,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
         temporary = None
     except OSError as error:
-        raise PdtoolError(
-            f"{path} could not be written ({error.strerror})", "free some space or name another place"
-        ) from error
+        remedy = "free some space or name another place"
+        raise PdtoolError(f"{path} could not be written ({error.strerror})", remedy) from error
     finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)

@@ -15,6 +15,8 @@ from pdtool.errors import ArtifactError, FieldError
 from pdtool.schedule import POLICIES, PipelineShape, check_executable, is_asynchronous, pipeline_shape
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
+# The fields that the predictions do not depend on: names, and the predictions themselves.
+_NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "predicted", "why"}
 
 
 class Stage(FrozenModel):
@@ -112,6 +114,7 @@ class Plan(YamlArtifact):
     """
 
     KIND: ClassVar[str] = "plan"
+    MAKER: ClassVar[str] = "pdtool partition"
     SEALED: ClassVar[bool] = False
 
     format: Literal["pdtool/plan/1"] = "pdtool/plan/1"
@@ -184,9 +187,8 @@ class Plan(YamlArtifact):
                 faults.append(f"{name} is pinned to stage {stage % len(stages)}, not {stage_of[name]}")
         if faults:
             more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-            raise ArtifactError(
-                self.name, "; ".join(faults[:3]) + more, "mend the stages by hand or partition again", field="stages"
-            )
+            remedy = "mend the stages by hand or partition again"
+            raise ArtifactError(self.name, "; ".join(faults[:3]) + more, remedy, field="stages")
         return stages
 
     def shape(self, tied_stages: tuple[tuple[int, ...], ...] = ()) -> PipelineShape:
@@ -214,21 +216,7 @@ class Plan(YamlArtifact):
     @property
     def plan_sha256(self) -> str:
         """Digest of the fields that the predictions depend on."""
-        content = self.model_dump(
-            mode="json",
-            include={
-                "batch_size",
-                "cluster",
-                "schedule",
-                "weights",
-                "microbatches",
-                "update_every",
-                "chunks",
-                "copies",
-                "stages",
-                "digests",
-            },
-        )
+        content = self.model_dump(mode="json", exclude=_NOT_PREDICTED_FROM)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -244,11 +232,8 @@ class Plan(YamlArtifact):
         """
         copies = f"{self.copies} x " if self.copies > 1 else ""
         chunks = f" ({self.chunks} chunks)" if self.chunks > 1 else ""
-        return (
-            copies
-            + "-".join(str(stage.replicas // self.copies) for stage in self.stages[: self.pipeline_depth])
-            + chunks
-        )
+        replicas = "-".join(str(stage.replicas // self.copies) for stage in self.stages[: self.pipeline_depth])
+        return f"{copies}{replicas}{chunks}"
 
     @property
     def workers(self) -> int:

@@ -89,6 +89,7 @@ class Profile(Artifact):
     """
 
     KIND: ClassVar[str] = "profile"
+    MAKER: ClassVar[str] = "pdtool profile"
 
     format: Literal["pdtool/profile/1"] = "pdtool/profile/1"
     name: Title

@@ -66,6 +66,7 @@ class Report(Artifact):
     """`runs/.../report.json`."""
 
     KIND: ClassVar[str] = "report"
+    MAKER: ClassVar[str] = "pdtool run"
 
     format: Literal["pdtool/report/1"] = "pdtool/report/1"
     plan: Label

@@ -61,7 +61,9 @@ class CommandGroup(click.Group):
         return list(self.commands)  # in the order in which they are used, not of the alphabet
 
 
-@click.group(cls=CommandGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=CommandGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
 @click.version_option(__version__, prog_name="pdtool", message="%(prog)s %(version)s")
 def main() -> None:
     """Turn an ordinary PyTorch model into a pipeline-parallel training job.

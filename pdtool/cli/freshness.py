@@ -78,15 +78,13 @@ class FreshnessCheck:
         changed = recorded is not None and file_sha256(find_source(source)) != recorded
         if self.profile.graph_sha256 is None:
             has = "has changed since" if changed else "is as it was when"
-            words = f"{path} records no operator graph, and {source} {has} it was profiled"
-            yield FreshnessFinding("profile", not changed, words, "profile and partition it again")
-            return
-        if self.profile.graph_sha256 != graph_sha256(self._traced):
-            words = f"{source}: {first_difference(self.profile, self._traced)}"
-            yield FreshnessFinding("profile", False, words, "profile and partition it again")
-            return
-        yield FreshnessFinding("profile", True, f"the operators of {source} are those of {path}")
-        if changed:
+            is_fresh, words = not changed, f"{path} records no operator graph, and {source} {has} it was profiled"
+        elif self.profile.graph_sha256 == graph_sha256(self._traced):
+            is_fresh, words = True, f"the operators of {source} are those of {path}"
+        else:
+            is_fresh, words = False, f"{source}: {first_difference(self.profile, self._traced)}"
+        yield FreshnessFinding("profile", is_fresh, words, "" if is_fresh else "profile and partition it again")
+        if changed and is_fresh:
             words = f"{source} has changed since it was profiled: its loss and its optimizer may cost something else"
             yield FreshnessFinding("source", None, f"{words}, and HINTS are as they were")
 

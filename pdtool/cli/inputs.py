@@ -50,12 +50,8 @@ class Inputs:
         plan, profile = read(path)
         ref = plan.model or profile.model
         if ref is None:  # not even with --model: the operators of such a plan are those of no model that we can read
-            raise ArtifactError(
-                path,
-                f"there is no model behind {plan.profile}",
-                "plan from a profile that `pdtool profile` wrote",
-                field="model",
-            )
+            remedy = "plan from a profile that `pdtool profile` wrote"
+            raise ArtifactError(path, f"there is no model behind {plan.profile}", remedy, field="model")
         inputs = cls(path, plan, profile, _named(ref, model) if model else ref, trusted=model is not None)
         inputs._check_model(ref)
         return replace(inputs, plan=_checked(plan, profile))
@@ -143,12 +139,9 @@ def read_profile(plan: Plan, path: str) -> Profile:
         ArtifactError: the plan, which stands in `path`, does not say where it is, because it came through a pipe.
     """
     if plan.profile == "-":
-        raise ArtifactError(
-            path,
-            "the profile was read from stdin, and the plan does not say where it is",
-            "write the profile to a file and put its path there, as `profile: profiles/net.json`",
-            field="profile",
-        )
+        what = "the profile was read from stdin, and the plan does not say where it is"
+        remedy = "write the profile to a file and put its path there, as `profile: profiles/net.json`"
+        raise ArtifactError(path, what, remedy, field="profile")
     return Profile.load(plan.profile)
 
 
@@ -173,11 +166,10 @@ def _checked(plan: Plan, profile: Profile) -> Plan:
 def rescheduled(
     plan: Plan,
     profile: Profile,
-    *,
-    schedule: str | None = None,
-    microbatches: int | None = None,
-    weights: str | None = None,
-    update_every: int | None = None,
+    schedule: str | None,
+    microbatches: int | None,
+    weights: str | None,
+    update_every: int | None,
 ) -> Plan:
     """Return a plan with the same stages, run in another way; None keeps what the plan says.
 
@@ -198,17 +190,10 @@ def rescheduled(
         remedy = f"give {' or '.join(POLICIES[name])}" if len(POLICIES[name]) > 1 else "leave --weights out"
         raise UsageError(f"--weights {weights} with schedule {name}", remedy)
     if (name == "interleaved") != (plan.chunks > 1):
-        raise UsageError(
-            f"schedule {name} with {plan.chunks} stage(s) on each worker",
-            "partition with --schedule interleaved, which has several, or take another schedule",
-        )
-    return reschedule(
-        plan,
-        profile,
-        {
-            "schedule": name,
-            "weights": weights or kept,
-            "microbatches": 1 if is_asynchronous(name) else microbatches or max(plan.microbatches, 4),
-            "update_every": (update_every or plan.update_every) if is_asynchronous(name) else None,
-        },
-    )
+        remedy = "partition with --schedule interleaved, which has several, or take another schedule"
+        raise UsageError(f"schedule {name} with {plan.chunks} stage(s) on each worker", remedy)
+    if is_asynchronous(name):
+        interval = {"microbatches": 1, "update_every": update_every or plan.update_every}
+    else:
+        interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
+    return reschedule(plan, profile, {"schedule": name, "weights": weights or kept, **interval})

@@ -10,7 +10,12 @@ from typing import Any
 import click
 
 from pdtool.errors import UsageError
+from pdtool.schedule import POLICIES
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+PLANNED = "what the plan says"  # what an option that is not given stands for
+_MAX_MINIBATCHES = 10_000  # in an update; more is a slip
 _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
 
 
@@ -36,88 +41,90 @@ def file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.+-]", "_", name).lstrip(".") or "unnamed"
 
 
-def output(help: str) -> Callable[[Any], Any]:
+def count(
+    *names: str, help: str, default: int | None = None, unset: str = "", within: click.IntRange | None = None
+) -> Decorator:
+    """Define an option that takes a whole number.
+
+    Args:
+        unset: what a command takes without a default, in words.
+        within: the numbers allowed; from 1 on if not given.
+    """
+    kind = within or click.IntRange(min=1)
+    return click.option(*names, type=kind, default=default, show_default=unset or True, metavar="N", help=help)
+
+
+def choice(*names: str, choices: Sequence[str], help: str, unset: str = "") -> Decorator:
+    """Define an option that takes one of `choices`, and the first of them where it is not given.
+
+    Args:
+        unset: what a command takes instead of the first, in words.
+    """
+    kind, default = click.Choice(choices), None if unset else choices[0]
+    return click.option(*names, type=kind, default=default, show_default=unset or True, help=help)
+
+
+def output(help: str) -> Decorator:
     """Define `-o`, the file that a command writes."""
     return click.option("-o", "--output", metavar="PATH", help=help)
 
 
-def topology(*, required: bool) -> Callable[[Any], Any]:
+def topology(*, required: bool) -> Decorator:
     """Define `--topology`, the sizes of a cluster's levels."""
-    return click.option(
-        "--topology",
-        required=required,
-        metavar="NxM",
-        help="Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
-    )
+    help = "Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices."
+    return click.option("--topology", required=required, metavar="NxM", help=help)
 
 
-def timeout(default: str) -> Callable[[Any], Any]:
+def device(help: str) -> Decorator:
+    """Define `--device` of commands that compute on this machine."""
+    return choice("--device", choices=("auto", "cpu", "cuda"), help=help)
+
+
+def timeout(default: str) -> Decorator:
     """Define `--timeout` of workers that wait for each other."""
-    return click.option(
-        "--timeout", default=default, show_default=True, metavar="TIME", help="How long a worker waits for another."
-    )
+    return click.option("--timeout", default=default, metavar="TIME", help="How long a worker waits for another.")
 
 
+model = click.option("--model", metavar="FILE", show_default=PLANNED, help="Model file, when it has moved since.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifact itself on stdout.")
 
 
-def schedule(names: Sequence[str], default: str | None) -> Callable[[Any], Any]:
-    """Define `--schedule`; with the default None a command keeps what the plan says."""
+def schedule(names: Sequence[str], *, unset: str = "") -> Decorator:
+    """Define `--schedule`, by default the first of `names`, or what `unset` says."""
+    help = "Order of work: 1f1b and 2bw never stop (old weights are kept); the others empty the pipeline to update"
     auto = "; auto takes the fastest, flushing ones only with --microbatches" if "auto" in names else ""
-    return click.option(
-        "--schedule",
-        type=click.Choice(names),
-        default=default,
-        show_default=default or "what the plan says",
-        help="Order of work: 1f1b and 2bw never stop (old weights are kept); the others empty the pipeline to update"
-        f"{auto}.",
-    )
+    return choice("--schedule", choices=names, help=f"{help}{auto}.", unset=unset)
+
+
+def microbatches(unset: str) -> Decorator:
+    """Define `--microbatches`, the size of an update of a flushing schedule."""
+    help = "Minibatches in one update of a flushing schedule."
+    return count("--microbatches", help=help, unset=unset, within=click.IntRange(1, _MAX_MINIBATCHES))
 
 
 def weights(command: Callable[..., Any]) -> Callable[..., Any]:
     """Define `--weights` and `--update-every`, which belong to schedules without a flush."""
-    for option in (
-        click.option(
-            "--update-every",
-            type=click.IntRange(min=1, max=10_000),
-            metavar="N",
-            show_default="what the plan says",
-            help="Minibatches in one update of every stage, without a flush.",
-        ),
-        click.option(
-            "--weights",
-            type=click.Choice(["stash", "vertical-sync", "none"]),
-            show_default="what the plan says",
-            help="Weights of a minibatch under 1f1b: those of its forward (stash), of its first stage's forward "
-            "(vertical-sync), or whatever is newest (none).",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def microbatches(default: str) -> Callable[[Any], Any]:
-    """Define `--microbatches`, the size of an update of a flushing schedule."""
-    return click.option(
-        "--microbatches",
-        type=click.IntRange(min=1, max=10_000),
-        metavar="N",
-        show_default=default,
-        default=None,
-        help="Minibatches in one update of a flushing schedule.",
+    help = "Minibatches in one update of every stage, without a flush."
+    command = count("--update-every", help=help, unset=PLANNED, within=click.IntRange(1, _MAX_MINIBATCHES))(command)
+    help = (
+        "Weights of a minibatch under 1f1b: those of its forward (stash), of its first stage's forward "
+        "(vertical-sync), or whatever is newest (none)."
     )
+    return choice("--weights", choices=POLICIES["1f1b"], help=help, unset=PLANNED)(command)
 
 
 def machines(command: Callable[..., Any]) -> Callable[..., Any]:
     """Define `--nnodes`, `--node-rank` and `--rdzv-endpoint`, for a launch over several machines."""
     for option in (
-        click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where the machines meet, on machine 0."),
         click.option(
-            "--node-rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="K", help="This machine."
+            "--rdzv-endpoint",
+            default="",
+            show_default=False,
+            metavar="HOST:PORT",
+            help="Where the machines meet, on machine 0.",
         ),
-        click.option(
-            "--nnodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Machines."
-        ),
+        click.option("--node-rank", type=click.IntRange(min=0), default=0, metavar="K", help="This machine."),
+        count("--nnodes", help="Machines.", default=1),
     ):
         command = option(command)
     return command

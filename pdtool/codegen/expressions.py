@@ -13,18 +13,12 @@ from torch.nn import functional
 
 from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, is_default
 
+_BINARY = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_BINARY |= {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
 # A template applies when every argument that it does not name has its default value; `{sizes*}` spreads a list.
 _TEMPLATES = {
-    **{f"add.{kind}": "{self} + {other}" for kind in ("Tensor", "Scalar")},
-    **{f"sub.{kind}": "{self} - {other}" for kind in ("Tensor", "Scalar")},
-    **{f"mul.{kind}": "{self} * {other}" for kind in ("Tensor", "Scalar")},
-    **{f"div.{kind}": "{self} / {other}" for kind in ("Tensor", "Scalar")},
-    **{f"eq.{kind}": "{self} == {other}" for kind in ("Tensor", "Scalar")},
-    **{f"ne.{kind}": "{self} != {other}" for kind in ("Tensor", "Scalar")},
-    **{f"lt.{kind}": "{self} < {other}" for kind in ("Tensor", "Scalar")},
-    **{f"le.{kind}": "{self} <= {other}" for kind in ("Tensor", "Scalar")},
-    **{f"gt.{kind}": "{self} > {other}" for kind in ("Tensor", "Scalar")},
-    **{f"ge.{kind}": "{self} >= {other}" for kind in ("Tensor", "Scalar")},
+    **{f"{op}.{kind}": f"{{self}} {sign} {{other}}" for op, sign in _BINARY.items() for kind in ("Tensor", "Scalar")},
     "rsub.Scalar": "{other} - {self}",
     "neg": "-{self}",
     "bitwise_not": "~{self}",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle, StageModule
@@ -24,7 +22,7 @@ from pdtool.errors import PdtoolError
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import Size, Traced, Value
+from pdtool.frontend.operators import Traced, Value
 from pdtool.frontend.tracing import trace
 
 # Of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
@@ -57,11 +55,10 @@ def generate(
     progress("writing the stages")
     writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
     texts = {f"stage_{writer.stage}.py": writer.text() for writer in writers}
-    bundle = _bundle(plan, wiring, writers, texts, "values" if _fits_in_memory(traced) else "shapes")
+    fits = _fits_in_memory(traced)
+    bundle = _bundle(plan, wiring, writers, texts, "values" if fits else "shapes")
     progress(
-        "proving the stages equal to the model"
-        if bundle.proof == "values"
-        else "checking shapes (the model is too large to run here)"
+        "proving the stages equal to the model" if fits else "checking shapes (the model is too large to run here)"
     )
     _verify(traced, model_file, texts, bundle)
     _write(folder, texts | {"bundle.yaml": bundle.dump()})
@@ -76,7 +73,8 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
         verify_values(traced.model, texts, bundle, batches)
     else:
         inputs = model_file.example_inputs(bundle.batch_size)
-        output = pytree.tree_map(lambda value: _meta(value, bundle.batch_size), traced.output)
+        size = bundle.batch_size
+        output = pytree.tree_map(lambda v: v.meta(size) if isinstance(v, Value) else v, traced.output)
         verify_shapes(texts, bundle, inputs, output)
 
 
@@ -96,7 +94,7 @@ def _bundle(
                 class_name=writer.class_name,
                 sha256=hashlib.sha256(texts[file].encode()).hexdigest(),
                 inputs=tuple(wiring.names[v] for v in wiring.inputs(writer.stage)),
-                outputs=tuple(wiring.names[v] for v in wiring.outputs(writer.stage)) if not writer.is_last else (),
+                outputs=tuple(wiring.names[v] for v in wiring.outputs(writer.stage)),
                 parameters=tuple(wiring.parameters(writer.stage)),
                 buffers=tuple(wiring.buffers(writer.stage)),
             )
@@ -113,30 +111,20 @@ def _fits_in_memory(traced: Traced) -> bool:
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _meta(value: object, batch: int) -> object:
-    if not isinstance(value, Value):
-        return value
-    shape = [dim.at(batch) if isinstance(dim, Size) else dim for dim in value.shape]
-    return torch.empty(shape, dtype=value.dtype, device="meta")
-
-
 def _write(folder: Path, files: dict[str, str]) -> None:
     """Put the files in place of an older bundle; stage files it no longer has are removed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            dir=folder.parent, prefix=f".{folder.name}.", ignore_cleanup_errors=True
+        ) as draft:
+            for name, text in files.items():
+                write_atomically(Path(draft) / name, text)
+            folder.mkdir(exist_ok=True)
+            for path in folder.glob("stage_*.py"):
+                if path.name not in files:
+                    path.unlink()
+            for name in sorted(files):  # bundle.yaml, with the digests of the others, tells a half-replaced folder
+                os.replace(Path(draft) / name, folder / name)
     except OSError as error:
         raise PdtoolError(f"{folder} could not be written ({error.strerror})", "free some space") from error
-    try:
-        for name, text in files.items():
-            write_atomically(draft / name, text)
-        folder.mkdir(exist_ok=True)
-        for path in folder.glob("stage_*.py"):
-            if path.name not in files:
-                path.unlink()
-        for name in sorted(files):  # bundle.yaml, which has the digests of the others, tells a half-replaced folder
-            os.replace(draft / name, folder / name)
-    except OSError as error:
-        raise PdtoolError(f"{folder} could not be written ({error.strerror})", "free some space") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

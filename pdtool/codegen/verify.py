@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError
+from pdtool.frontend.operators import named_state
 
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 _STAGES = "the generated stages"
@@ -43,23 +44,15 @@ def load_stages(texts: Mapping[str, str], bundle: Bundle, device: str = "cpu") -
 
 def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) -> None:
     """Give each stage the model's parameters and buffers, by name."""
-    state = _state(model)
+    state = named_state(model)
     with torch.no_grad():
         for stage, spec in zip(stages, bundle.stages, strict=True):
-            stage_state = _state(stage)
+            stage_state = named_state(stage)
             missing = set(stage_state) ^ {*spec.parameters, *spec.buffers}
             if missing:
                 raise VerificationError(f"{spec.file} and the model name their state differently: {sorted(missing)}")
             for name, tensor in stage_state.items():
                 tensor.copy_(state[name])
-
-
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, each under all of its names."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
 
 
 def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor]) -> Any:
@@ -134,9 +127,8 @@ def _run(what: str, call: Callable[[], Any], where: str) -> Any:
 def _compare_outputs(expected: Any, composed: Any, where: str) -> None:
     model_tensors, stage_tensors = _tensors(expected), _tensors(composed)
     if len(model_tensors) != len(stage_tensors):
-        raise VerificationError(
-            f"the stages return {len(stage_tensors)} tensors, the model {len(model_tensors)} ({where})"
-        )
+        count = f"{len(stage_tensors)} tensors, the model {len(model_tensors)}"
+        raise VerificationError(f"the stages return {count} ({where})")
     for index, (a, b) in enumerate(zip(model_tensors, stage_tensors, strict=True)):
         _compare(a, b, f"output {index} ({where})")
 
@@ -187,26 +179,19 @@ def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) 
 
 def _compare(expected: Tensor, composed: Tensor, what: str) -> None:
     if expected.shape != composed.shape or expected.dtype != composed.dtype:
-        raise VerificationError(
-            f"{what} is {tuple(composed.shape)} {composed.dtype} in the stages, "
-            f"{tuple(expected.shape)} {expected.dtype} in the model"
-        )
+        in_stages, in_model = (f"{tuple(t.shape)} {t.dtype}" for t in (composed, expected))
+        raise VerificationError(f"{what} is {in_stages} in the stages, {in_model} in the model")
     scale = expected.abs().max().item() if expected.is_floating_point() and expected.numel() else 0.0
     tolerance = {"rtol": _TOLERANCE["rtol"], "atol": _TOLERANCE["atol"] * max(1.0, scale)}
     if not torch.allclose(expected, composed, **tolerance, equal_nan=True):
         worst = (expected.double() - composed.double()).abs().max().item()
-        raise VerificationError(
-            f"{what} differs between the stages and the model by up to {worst:.3g}",
-            "it may keep state on self between calls, override train(), or use an autograd.Function of its own",
-        )
+        remedy = "it may keep state on self between calls, override train(), or use an autograd.Function of its own"
+        raise VerificationError(f"{what} differs between the stages and the model by up to {worst:.3g}", remedy)
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    return [
-        leaf
-        for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
-        if isinstance(leaf, Tensor)
-    ]
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")

@@ -41,11 +41,8 @@ class Wiring:
         in_stages = {name for stage in stages for name in stage} - {"loss", "target"}
         if in_model != in_stages:
             unmatched = sorted(in_model ^ in_stages)[:3]
-            raise ArtifactError(
-                "plan",
-                f"the model's operators are not the profile's (such as {', '.join(unmatched)})",
-                "profile the model again, with this version of torch",
-            )
+            what = f"the model's operators are not the profile's (such as {', '.join(unmatched)})"
+            raise ArtifactError("plan", what, "profile the model again, with this version of torch")
         compute = {op.name for op in traced.operators if not op.is_input}
         return cls(traced, [[name for name in stage if name in compute] for stage in stages])
 
@@ -124,13 +121,13 @@ class Wiring:
         tied = []
         trainable = {n for n, p in self.traced.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         for first in dict.fromkeys(self.traced.tied.values()):
-            holders = [
-                (stage, next(n for n in self.parameters(stage) if self.traced.tied[n] == first))
-                for stage in range(len(self.stages))
-                if any(self.traced.tied[n] == first for n in self.parameters(stage))
-            ]
+            holders: dict[int, str] = {}
+            for stage in range(len(self.stages)):
+                for name in self.parameters(stage):
+                    if self.traced.tied[name] == first:
+                        holders.setdefault(stage, name)
             if len(holders) > 1 and first in trainable:
-                tied.append(TiedParameter(stages=tuple(s for s, _ in holders), names=tuple(n for _, n in holders)))
+                tied.append(TiedParameter(stages=tuple(holders), names=tuple(holders.values())))
         return tied
 
     def tensors(self) -> list[TensorSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator as python_operator
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,8 @@ class GraphReader:
     def _check_names(self) -> None:
         for name in (*self.modules, *self.parameters, *self.buffers):
             if not _NAME.fullmatch(name):
-                raise TraceError(
-                    f"the model has a part named {name!r}", "name modules with letters, digits and underscores only"
-                )
+                remedy = "name modules with letters, digits and underscores only"
+                raise TraceError(f"the model has a part named {name!r}", remedy)
             if name in ("loss", "target"):
                 raise TraceError(f"the model has a part named {name!r}, as pdtool calls a node of its own", "rename it")
 
@@ -113,11 +112,8 @@ class GraphReader:
 
     def _constant(self, tensor: Tensor, node: fx.Node) -> Tensor:
         if tensor.numel() > _MAX_LITERAL_ELEMENTS:
-            raise TraceError(
-                f"the model holds a tensor of {tensor.numel()} elements that is neither parameter nor buffer",
-                "use register_buffer for it",
-                location=_location(next(iter(node.users), node)),
-            )
+            what = f"the model holds a tensor of {tensor.numel()} elements that is neither parameter nor buffer"
+            raise TraceError(what, "use register_buffer for it", location=_location(next(iter(node.users), node)))
         return tensor.detach().clone()
 
     def _call(self, node: fx.Node) -> None:
@@ -151,11 +147,8 @@ class GraphReader:
         body_index = next((i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"), -1)
         no_grad = kind == "wrap_with_set_grad_enabled" and node.args[0] is False
         if body_index < 0 or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
-            raise TraceError(
-                f"{kind} cannot be cut into stages",
-                "keep autocast, enable_grad and control-flow operators out of forward",
-                location=_location(node),
-            )
+            remedy = "keep autocast, enable_grad and control-flow operators out of forward"
+            raise TraceError(f"{kind} cannot be cut into stages", remedy, location=_location(node))
         arguments = [self._argument(a) for a in node.args[body_index + 1 :]]
         if no_grad:
             arguments = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in arguments]
@@ -171,7 +164,7 @@ class GraphReader:
         name = self._unique("detach")
         result = replace(value, operator=name, index=0, differentiable=False)
         target = torch.ops.aten.detach.default
-        self._append(
+        self.operators.append(
             Operator(name=name, op="detach", module="", target=target, kwargs={"self": value}, outputs=(result,))
         )
         return result
@@ -188,21 +181,17 @@ class GraphReader:
         self.changed_buffers |= set(buffers)
         inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
         differentiable = any(v.differentiable for v in inputs) or self._trainable(parameters)
-        outputs = tuple(self._value(v, name, i, differentiable) for i, v in enumerate(node.meta["val"]))
-        self._append(
-            Operator(
-                name=name,
-                op=type(module).__name__,
-                module=call.path,
-                args=args,
-                kwargs=kwargs,
-                outputs=outputs,
-                structure=call.result,
-                parameters=tuple(parameters),
-                buffers=tuple(buffers),
-                location=_location(node),
-            )
+        operator = Operator(
+            name=name,
+            op=type(module).__name__,
+            module=call.path,
+            args=args,
+            kwargs=kwargs,
+            structure=call.result,
+            parameters=tuple(parameters),
+            buffers=tuple(buffers),
         )
+        outputs = self._append(operator, node, node.meta["val"], differentiable)
         self.values[node] = list(outputs)
         if getattr(module, "inplace", False) and inputs:
             self._replace_value(inputs[0], outputs[0])
@@ -262,23 +251,24 @@ class GraphReader:
         module, name = self._module_and_name(node, op)
         result = node.meta["val"]
         several = isinstance(result, (tuple, list))
-        outputs = tuple(
-            self._value(tensor, name, i, differentiable) for i, tensor in enumerate(result if several else [result])
+        operator = Operator(
+            name=name,
+            op=op,
+            module=module,
+            target=target,
+            kwargs=arguments,
+            structure=list(range(len(result))) if several else 0,
+            parameters=parameters,
+            buffers=tuple(name for name in state if name in self.buffers),
         )
-        self._append(
-            Operator(
-                name=name,
-                op=op,
-                module=module,
-                target=target,
-                kwargs=arguments,
-                outputs=outputs,
-                structure=list(range(len(outputs))) if several else 0,
-                parameters=parameters,
-                buffers=tuple(name for name in state if name in self.buffers),
-                location=_location(node),
-            )
-        )
+        return self._append(operator, node, result if several else [result], differentiable)
+
+    def _append(
+        self, op: Operator, node: fx.Node, results: Sequence[Tensor], differentiable: bool
+    ) -> tuple[Value, ...]:
+        """Append the operator that `node` stands for, and return its outputs."""
+        outputs = tuple(self._value(tensor, op.name, i, differentiable) for i, tensor in enumerate(results))
+        self.operators.append(replace(op, outputs=outputs, location=_location(node)))
         return outputs
 
     def _out_of_place(self, node: fx.Node, target: torch._ops.OpOverload, overwritten: Any) -> torch._ops.OpOverload:
@@ -287,11 +277,8 @@ class GraphReader:
         packet = getattr(torch.ops.aten, name, None)
         source = self._source(overwritten)
         if packet is None or overload not in packet.overloads() or source is None or self._is_shared_view(source, node):
-            raise TraceError(
-                f"{target} writes into part of a tensor in place",
-                "build the tensor with torch.cat, torch.where or masked_fill instead",
-                location=_location(node),
-            )
+            remedy = "build the tensor with torch.cat, torch.where or masked_fill instead"
+            raise TraceError(f"{target} writes into part of a tensor in place", remedy, location=_location(node))
         return getattr(packet, overload)  # type: ignore[no-any-return]
 
     def _source(self, value: Any) -> fx.Node | None:
@@ -317,10 +304,6 @@ class GraphReader:
                 self.values[node] = new
             elif isinstance(value, list):
                 self.values[node] = [new if v is old else v for v in value]
-
-    def _append(self, op: Operator) -> None:
-        self.names.add(op.name)
-        self.operators.append(op)
 
     def _module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
         """Return the path of the module whose forward runs this node, and a unique name of the operator."""
@@ -348,11 +331,9 @@ class GraphReader:
         if expression.is_number:
             return int(expression)
         if expression.free_symbols != {BATCH}:
-            raise TraceError(
-                f"the size {value} depends on the values of a tensor",
-                "give every tensor a shape that follows from the minibatch size alone",
-                location=_location(node) if node else "",
-            )
+            what = f"the size {value} depends on the values of a tensor"
+            remedy = "give every tensor a shape that follows from the minibatch size alone"
+            raise TraceError(what, remedy, location=_location(node) if node else "")
         return Size(sympy.sympify(expression))
 
     def _argument(self, argument: Any) -> Any:

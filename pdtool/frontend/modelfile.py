@@ -89,14 +89,11 @@ class ModelFile:
             inspect.signature(function).bind(**self.ref.settings)
         except TypeError as error:
             known = ", ".join(inspect.signature(function).parameters) or "none"
-            raise ModelError(
-                f"{self.path.name}: {self.ref.function}() does not take these settings ({error})", f"it takes: {known}"
-            ) from error
+            what = f"{self.ref.function}() does not take these settings ({error})"
+            raise self.error(what, f"it takes: {known}") from error
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
-            raise ModelError(
-                f"{self.path.name}: {self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"
-            )
+            raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
         return model.train()
 
     def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
@@ -116,8 +113,8 @@ class ModelFile:
         values: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         for index, value in enumerate(values):
             if not isinstance(value, Tensor):
-                raise ModelError(
-                    f"{self.path.name}: input {index} of a minibatch is {type(value).__name__}, not a tensor",
+                raise self.error(
+                    f"input {index} of a minibatch is {type(value).__name__}, not a tensor",
                     "let inputs be a tensor or a tuple of tensors, in example_inputs and in dataset",
                 )
         return values
@@ -126,13 +123,11 @@ class ModelFile:
         """Return (inputs, target): the first `batch_size` samples of the training set, collated."""
         data: Any = self.dataset("train")
         if len(data) < batch_size:
-            raise ModelError(
-                f"{self.path.name}: the training set has {len(data)} samples, fewer than one minibatch of {batch_size}",
-                "choose a smaller --batch-size",
-            )
+            what = f"the training set has {len(data)} samples, fewer than one minibatch of {batch_size}"
+            raise self.error(what, "choose a smaller --batch-size")
         samples = [data[i] for i in range(batch_size)]
         if not all(isinstance(sample, (tuple, list)) and len(sample) == 2 for sample in samples):
-            raise ModelError(f"{self.path.name}: a sample of dataset('train') is not a pair (inputs, target)")
+            raise self.error("a sample of dataset('train') is not a pair (inputs, target)")
         inputs, target = default_collate(samples)
         return inputs, target
 
@@ -140,11 +135,9 @@ class ModelFile:
         """Return the samples (inputs, target) of `split`, which is "train" or "valid"."""
         data = self._call(self._function("dataset"), split)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise ModelError(
-                f"{self.path.name}: dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset"
-            )
+            raise self.error(f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset")
         if len(data) == 0:
-            raise ModelError(f"{self.path.name}: dataset({split!r}) is empty")
+            raise self.error(f"dataset({split!r}) is empty")
         return data  # type: ignore[no-any-return]
 
     def loss(self, output: Any, target: Any) -> Tensor:
@@ -152,14 +145,14 @@ class ModelFile:
         value = self._call(self._function("loss"), output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ModelError(f"{self.path.name}: loss() returned {shape}, not a scalar tensor")
+            raise self.error(f"loss() returned {shape}, not a scalar tensor")
         return value
 
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
         """Make the user's optimizer over one stage's parameters, under their original names."""
         optimizer = self._call(self._function("optimizer"), named_parameters)
         if not isinstance(optimizer, Optimizer):
-            raise ModelError(f"{self.path.name}: optimizer() returned {type(optimizer).__name__}, not an Optimizer")
+            raise self.error(f"optimizer() returned {type(optimizer).__name__}, not an Optimizer")
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -174,12 +167,10 @@ class ModelFile:
         try:
             metrics = {str(name): (float(total), float(number)) for name, (total, number) in returned.items()}
         except (AttributeError, TypeError, ValueError) as error:
-            raise ModelError(
-                f"{self.path.name}: metrics() returned {returned!r}", "return {name: (sum, count)}"
-            ) from error
+            raise self.error(f"metrics() returned {returned!r}", "return {name: (sum, count)}") from error
         taken = sorted(metrics.keys() & RESERVED_METRICS)
         if taken:
-            raise ModelError(f"{self.path.name}: metrics() names {taken[0]!r}, which pdtool logs itself", "rename it")
+            raise self.error(f"metrics() names {taken[0]!r}, which pdtool logs itself", "rename it")
         return metrics
 
     @cached_property
@@ -188,32 +179,30 @@ class ModelFile:
         hints = getattr(self.module, "HINTS", {})
         unknown = set(hints) - {"no_split", "pin"}
         if unknown:
-            raise ModelError(f"{self.path.name}: HINTS has unknown keys {sorted(unknown)}", "use no_split and pin")
+            raise self.error(f"HINTS has unknown keys {sorted(unknown)}", "use no_split and pin")
         return dict(hints)
 
     def has(self, function: str) -> bool:
         """Whether the file defines `function`."""
         return callable(getattr(self.module, function, None))
 
+    def error(self, what: str, remedy: str = "") -> ModelError:
+        """Make an error whose text begins with the file's name."""
+        return ModelError(f"{self.path.name}: {what}", remedy)
+
     def _function(self, name: str) -> Callable[..., Any]:
         if not self.has(name):
-            defined = [
-                k
-                for k, v in vars(self.module).items()
-                if inspect.isfunction(v) and v.__module__ == self.module.__name__
-            ]
-            raise ModelError(
-                f"{self.path.name} has no function {name}()", f"it defines: {', '.join(defined) or 'no functions'}"
-            )
+            functions = (value for value in vars(self.module).values() if inspect.isfunction(value))
+            defined = ", ".join(f.__name__ for f in functions if f.__module__ == self.module.__name__)
+            raise ModelError(f"{self.path.name} has no function {name}()", f"it defines: {defined or 'no functions'}")
         return getattr(self.module, name)  # type: ignore[no-any-return]
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            raise ModelError(
-                f"{user_line(error, self.path)}{function.__name__}() raised {type(error).__name__}: {error}"
-            ) from error
+            where = user_line(error, self.path)
+            raise ModelError(f"{where}{function.__name__}() raised {type(error).__name__}: {error}") from error
 
 
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
@@ -240,9 +229,8 @@ def find_source(source: str) -> Path:
         candidates = (root.joinpath(*names).with_suffix(".py") for root in roots)
         path = next((file for file in candidates if file.is_file()), Path(*names).with_suffix(".py"))
     if not path.is_file():
-        raise UsageError(
-            f"model {source!r}: there is no file {path}", "name a Python file, or a module as package.module"
-        )
+        remedy = "name a Python file, or a module as package.module"
+        raise UsageError(f"model {source!r}: there is no file {path}", remedy)
     return path
 
 
@@ -253,28 +241,25 @@ def _is_local(path: Path) -> bool:
 
 
 def _import(source: str, path: Path) -> ModuleType:
+    is_module = not source.endswith(".py") and "/" not in source
+    # A file imports its neighbours, as `python model.py` would.
+    sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
     try:
-        if not source.endswith(".py") and "/" not in source:
-            sys.path.insert(0, str(Path.cwd()))
-            try:
-                return importlib.import_module(source)
-            finally:
-                sys.path.pop(0)
+        if is_module:
+            return importlib.import_module(source)
         spec = importlib.util.spec_from_file_location(f"pdtool_user_{path.stem}", path.resolve())
         assert spec
         assert spec.loader
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # pickling and dataclasses look the module up by name
-        sys.path.insert(0, str(path.resolve().parent))  # so that it imports its neighbours, as `python model.py` would
-        try:
-            spec.loader.exec_module(module)
-        finally:
-            sys.path.pop(0)
+        spec.loader.exec_module(module)
         return module
     except SyntaxError as error:
         raise ModelError(f"{path}:{error.lineno}: {error.msg}") from error
     except Exception as error:
         raise ModelError(f"{user_line(error, path)}importing it raised {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
 
 
 def user_line(error: BaseException, path: Path) -> str:
@@ -292,10 +277,8 @@ def user_line(error: BaseException, path: Path) -> str:
 
 
 def _literal(text: str) -> str | int | float | bool:
-    if text in ("true", "True", "false", "False"):
-        return text in ("true", "True")
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
     except (ValueError, SyntaxError):
         return text
     return value if isinstance(value, (int, float, str)) else text

@@ -62,12 +62,10 @@ class Value:
     dtype: torch.dtype
     differentiable: bool
 
-    def nbytes(self, batch: int) -> int:
-        """Return its size in bytes for a minibatch of `batch` samples."""
-        count = 1
-        for dim in self.shape:
-            count *= dim.at(batch) if isinstance(dim, Size) else dim
-        return count * self.dtype.itemsize
+    def meta(self, batch: int) -> Tensor:
+        """Make a tensor without storage that has its shape for a minibatch of `batch` samples, and its type."""
+        shape = [dim.at(batch) if isinstance(dim, Size) else dim for dim in self.shape]
+        return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +132,12 @@ class Traced:
     def by_name(self) -> dict[str, Operator]:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers, each under all of its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def is_default(value: Any, argument: Any) -> bool:

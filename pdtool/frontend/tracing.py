@@ -131,11 +131,8 @@ def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], pat
             model(*inputs)
     except Exception as failure:
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
-        return TraceError(
-            f"{user_line(failure, path)}the model fails on inputs of shape {shapes}: {type(failure).__name__}: "
-            f"{failure}",
-            "mend the model or example_inputs",
-        )
+        what = f"the model fails on inputs of shape {shapes}: {type(failure).__name__}: {failure}"
+        return TraceError(f"{user_line(failure, path)}{what}", "mend the model or example_inputs")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     specialized = next((line for line in lines if "specialized" in line), "")
     if specialized or lines[0].startswith("Constraints violated"):
@@ -152,16 +149,13 @@ def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], pat
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the log and graph dumps of torch.export out of the terminal: the error that follows says what matters."""
-    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.export", "torch.fx")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 def _by_mode(training: Sequence[Operator], evaluation: Sequence[Operator]) -> Iterator[Operator]:
@@ -169,19 +163,15 @@ def _by_mode(training: Sequence[Operator], evaluation: Sequence[Operator]) -> It
     for op, evaluated in zip_longest(training, evaluation):
         if op is None or evaluated is None or (op.name, op.target) != (evaluated.name, evaluated.target):
             single = op or evaluated
-            raise TraceError(
-                f"{single.op} in module {single.module!r} runs in training or in evaluation mode only",
-                "make both modes run the same operators; only their arguments may depend on self.training",
-                location=single.location,
-            )
+            what = f"{single.op} in module {single.module!r} runs in training or in evaluation mode only"
+            remedy = "make both modes run the same operators; only their arguments may depend on self.training"
+            raise TraceError(what, remedy, location=single.location)
         arguments, spec = _flat_arguments(op)
         evaluated_arguments, evaluated_spec = _flat_arguments(evaluated)
         if spec != evaluated_spec:
-            raise TraceError(
-                f"{op.op} in module {op.module!r} takes other arguments in evaluation than in training mode",
-                "only the values of numbers and flags may depend on self.training",
-                location=op.location,
-            )
+            what = f"{op.op} in module {op.module!r} takes other arguments in evaluation than in training mode"
+            remedy = "only the values of numbers and flags may depend on self.training"
+            raise TraceError(what, remedy, location=op.location)
         merged = [a if _is_same(a, b) else ByMode(a, b) for a, b in zip(arguments, evaluated_arguments, strict=True)]
         args, kwargs = pytree.tree_unflatten(merged, spec)
         yield replace(op, args=args, kwargs=kwargs)

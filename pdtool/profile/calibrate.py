@@ -27,12 +27,8 @@ def operator_kind(op: str) -> OperatorKind:
 def measured_model(profile: Profile, path: Path | str) -> ModelRef:
     """Return the model of a measured profile; raises ArtifactError when it was not measured, or not by pdtool."""
     if profile.device.kind != "measured" or profile.model is None:
-        raise ArtifactError(
-            path,
-            "holds no times that pdtool measured",
-            "calibrate with a profile made with --device cpu or cuda",
-            field="device.kind",
-        )
+        remedy = "calibrate with a profile made with --device cpu or cuda"
+        raise ArtifactError(path, "holds no times that pdtool measured", remedy, field="device.kind")
     return profile.model
 
 
@@ -54,19 +50,11 @@ def fit_factors(measured: Profile, estimated: Profile, path: Path | str) -> dict
 def _check_same_nodes(measured: Profile, estimated: Profile, path: Path | str) -> None:
     for index, (profiled, node) in enumerate(zip(measured.nodes, estimated.nodes, strict=False)):
         if _identity(profiled) != _identity(node):
-            raise ArtifactError(
-                path,
-                f"is {profiled.op} {profiled.name!r} where the model has {node.op} {node.name!r}, or of another size",
-                "measure the model again",
-                field=f"nodes[{index}]",
-            )
+            what = f"is {profiled.op} {profiled.name!r} where the model has {node.op} {node.name!r}, or of another size"
+            raise ArtifactError(path, what, "measure the model again", field=f"nodes[{index}]")
     if len(measured.nodes) != len(estimated.nodes):
-        raise ArtifactError(
-            path,
-            f"has {len(measured.nodes)} nodes, the model has {len(estimated.nodes)}",
-            "measure the model again",
-            field="nodes",
-        )
+        what = f"has {len(measured.nodes)} nodes, the model has {len(estimated.nodes)}"
+        raise ArtifactError(path, what, "measure the model again", field="nodes")
 
 
 def _identity(node: Node) -> tuple[object, ...]:

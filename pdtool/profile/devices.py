@@ -20,10 +20,8 @@ def find_device(name: str) -> DeviceSpec:
     if not name.endswith((".yaml", ".yml")):
         known = Devices.load(TABLE).devices
         if name not in known:
-            raise UsageError(
-                f"device {name!r} is not known",
-                f"measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own",
-            )
+            remedy = f"measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own"
+            raise UsageError(f"device {name!r} is not known", remedy)
         return known[name]
     devices = Devices.load(name).devices
     if len(devices) > 1:

@@ -29,22 +29,14 @@ from pdtool.artifacts.profile import Device, Profile
 from pdtool.errors import ModelError, StaleError, UsageError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import Operator, Traced
+from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing import trace
 from pdtool.profile.calibrate import fit_factors, measured_model, operator_kind
-from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules, requiring_gradients, tensors_in
+from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
-from pdtool.profile.kernels import (
-    PRECISIONS,
-    Kernel,
-    KernelRecorder,
-    backward_kernels,
-    recurrent_kernels,
-    recurrent_stash_bytes,
-    roofline_s,
-)
+from pdtool.profile.kernels import PRECISIONS, Kernel, KernelRecorder, recurrent_costs, roofline_s
 
-Kernels = dict[str, tuple[list[Kernel], list[Kernel]]]  # node -> kernels of its forward, of its backward
+Kernels = dict[str, list[Kernel]]  # node -> what its forward or its backward launches
 
 
 def estimate(
@@ -69,9 +61,8 @@ def estimate(
         ModelError: the user's functions fail, or depend on the values of tensors.
     """
     if precision and precision not in device.peak_flops_per_s:
-        raise UsageError(
-            f"{device.name} has no figure for {precision}", f"choose one of {', '.join(device.peak_flops_per_s)}"
-        )
+        remedy = f"choose one of {', '.join(device.peak_flops_per_s)}"
+        raise UsageError(f"{device.name} has no figure for {precision}", remedy)
     cast = next((dtype for dtype, name in PRECISIONS.items() if name == precision), None)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = _FakeTensors(mode, cast)
@@ -121,10 +112,11 @@ class _FakeTensors:
 
     def trace(self, model_file: ModelFile, batch_size: int) -> Traced:
         """Trace the model with fake parameters and inputs."""
-        model = self.model(model_file)
-        return trace(
-            model, lambda n: tuple(self.tensor(t) for t in model_file.example_inputs(n)), batch_size, model_file.path
-        )
+
+        def example(size: int) -> tuple[Tensor, ...]:
+            return tuple(self.tensor(t) for t in model_file.example_inputs(size))
+
+        return trace(self.model(model_file), example, batch_size, model_file.path)
 
     def model(self, model_file: ModelFile) -> nn.Module:
         """Build the model; its parameters are allocated only if its construction reads values."""
@@ -165,13 +157,14 @@ class _Estimate:
         """Estimate all nodes and the optimizer step."""
         with self.mode:
             stash_bytes, flops = count_stash_and_flops(self.model)
-            kernels = self._kernels(stash_bytes)
+            forward, backward = self.model.replay(_recorded, self.progress)
+        self._set_recurrent(forward, backward, stash_bytes)
         kinds = {op.name: operator_kind(op.op) for op in self.model.computed}
         update, state_bytes = self._update()  # outside the mode: an optimizer may read its step count
         details = [self.device.name, *([self.precision] if self.precision else [])]
         costs = GraphCosts(
-            forward_s={name: self._seconds(forward, kinds.get(name)) for name, (forward, _) in kernels.items()},
-            backward_s={name: self._seconds(backward, kinds.get(name)) for name, (_, backward) in kernels.items()},
+            forward_s={name: self._seconds(kernels, kinds.get(name)) for name, kernels in forward.items()},
+            backward_s={name: self._seconds(kernels, kinds.get(name)) for name, kernels in backward.items()},
             stash_bytes=stash_bytes,
             flops=flops,
             update_s=self._seconds(update, "update", launch_s=0.0),  # fused over all parameters
@@ -185,58 +178,28 @@ class _Estimate:
         factor = self.device.factors.get(kind or "elementwise", 1.0)
         return factor * roofline_s(kernels, self.device, tf32=self.precision == "tf32", launch_s=launch_s)
 
-    def _kernels(self, stash_bytes: dict[str, int]) -> Kernels:
-        """Return what each node launches; sets in `stash_bytes` what recurrent nodes keep."""
-        model, run = self.model, self.model.run
-        environment = model.environment()
-        kernels: Kernels = {}
-        for done, op in enumerate(model.computed):
-            self.progress(done, len(model.computed))
-            inputs = run.detached_inputs(op, environment)
-            forward, outputs = _recorded(run.bound_call(op, inputs))
-            environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
-            if module := self._recurrent_module(op):
-                first = inputs[op.values[0]]
-                forward = list(recurrent_kernels(module, first))
-                kernels[op.name] = forward, backward_kernels(forward)
-                stash_bytes[op.name] = recurrent_stash_bytes(module, first)
-            else:
-                kernels[op.name] = forward, _recorded_backward(outputs, run.gradient_leaves(op, inputs))
-        if model.with_loss:
-            leaves, output = model.loss_inputs(environment)
-            forward, outputs = _recorded(lambda: model.loss(output))
-            kernels["loss"] = forward, _recorded_backward(outputs, leaves)
-        self.progress(len(model.computed), len(model.computed))
-        return kernels
-
-    def _recurrent_module(self, op: Operator) -> nn.RNNBase | None:
-        module = None if op.target else self.model.traced.model.get_submodule(op.module)
-        return module if isinstance(module, nn.RNNBase) else None
+    def _set_recurrent(self, forward: Kernels, backward: Kernels, stash_bytes: dict[str, int]) -> None:
+        """Set the kernels and the stash of recurrent nodes to those of cuDNN."""
+        for op in self.model.computed:
+            module = None if op.target else self.model.traced.model.get_submodule(op.module)
+            if isinstance(module, nn.RNNBase):
+                inputs = op.values[0].meta(self.model.batch)
+                forward[op.name], backward[op.name], stash_bytes[op.name] = recurrent_costs(module, inputs)
 
     def _update(self) -> tuple[list[Kernel], float]:
         """Return the kernels of an optimizer step in steady state, and its bytes of state per byte of parameters."""
         optimizer = self.model.stepped_optimizer()
         if optimizer is None:
             return [], 0.0
-        kernels, _ = _recorded(optimizer.step)
+        _, kernels = _recorded(optimizer.step)
         return kernels, self.model.state_bytes_per_parameter_byte(optimizer)
 
 
-def _recorded(work: Callable[[], Any]) -> tuple[list[Kernel], list[Tensor]]:
-    """Do `work`; return the kernels that it launched and the tensors that it returned."""
+def _recorded(work: Callable[[], Any]) -> tuple[Any, list[Kernel]]:
+    """Do `work`; return its result and the kernels that it launched."""
     with KernelRecorder() as recorder:
         result = work()
-    return recorder.kernels, tensors_in(result)
-
-
-def _recorded_backward(outputs: list[Tensor], leaves: list[Tensor]) -> list[Kernel]:
-    """Return the kernels of the backward from `outputs` to `leaves`."""
-    ends = requiring_gradients(outputs)
-    if not ends or not leaves:
-        return []
-    gradients = [torch.ones_like(t) for t in ends]
-    kernels, _ = _recorded(lambda: torch.autograd.grad(ends, leaves, gradients, allow_unused=True))
-    return kernels
+    return result, recorder.kernels
 
 
 @contextmanager

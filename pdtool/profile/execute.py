@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value
+from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state
 
 Environment = dict[Value, Tensor]
+Work = Callable[[], Any]
+R = TypeVar("R")  # what was read of a piece of work
 OnProgress = Callable[[int, int], None]  # called with (done, total)
 
 
@@ -38,9 +39,7 @@ class Executor:
     @classmethod
     def of(cls, traced: Traced, batch: int, device: torch.device) -> Executor:
         """Make an executor over the traced model itself, which stands on `device`."""
-        model = traced.model.train()
-        state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        return cls(traced, batch, device, state)
+        return cls(traced, batch, device, named_state(traced.model.train()))
 
     def __call__(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
         """Run an operator and return its output tensors."""
@@ -144,6 +143,43 @@ class ProfiledModel:
                 environment.update(zip(op.outputs, self.run(op, environment), strict=True))
         return environment
 
+    def replay(
+        self, measure: Callable[[Work], tuple[Any, R]], progress: OnProgress = lambda done, total: None
+    ) -> tuple[dict[str, R], dict[str, R]]:
+        """Measure every node's forward, in order, and then every node's backward, in reverse order.
+
+        Args:
+            measure: does a piece of work; returns its result and what it read.
+            progress: called with (nodes done, nodes in all).
+
+        Returns:
+            What was read of the forward, and of the backward, by node; a node without gradients has no backward.
+        """
+        environment = self.environment()
+        replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, outputs, gradient leaves)
+        forward: dict[str, R] = {}
+        for done, op in enumerate(self.computed):
+            progress(done, len(self.computed))
+            inputs = self.run.detached_inputs(op, environment)
+            result, forward[op.name] = measure(self.run.bound_call(op, inputs))
+            outputs = tensors_in(result)
+            environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
+            replayed.append((op.name, outputs, self.run.gradient_leaves(op, inputs)))
+        if self.with_loss:
+            leaves, output = self.loss_inputs(environment)
+            loss, forward["loss"] = measure(lambda: self.loss(output))
+            replayed.append(("loss", [loss], leaves))
+        backward: dict[str, R] = {}
+        while replayed:
+            name, outputs, leaves = replayed.pop()
+            ends = requiring_gradients(outputs)
+            if ends and leaves:
+                gradients = [torch.ones_like(t) for t in ends]
+                work = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
+                _, backward[name] = measure(work)
+        progress(len(self.computed), len(self.computed))
+        return forward, backward
+
     def loss_inputs(self, environment: Environment) -> tuple[list[Tensor], Any]:
         """Return the leaves that the loss's backward computes gradients of, and the model's output made of them."""
         leaves = {v: environment[v].detach().requires_grad_(v.differentiable) for v in self.outputs}
@@ -173,10 +209,8 @@ class ProfiledModel:
         try:
             optimizer.step()
         except TypeError as error:
-            raise ModelError(
-                f"{self.model_file.path.name}: {type(optimizer).__name__}.step() cannot be called alone ({error})",
-                "use an optimizer that needs no closure",
-            ) from error
+            what = f"{type(optimizer).__name__}.step() cannot be called alone ({error})"
+            raise self.model_file.error(what, "use an optimizer that needs no closure") from error
         return optimizer
 
     def state_bytes_per_parameter_byte(self, optimizer: Optimizer) -> float:

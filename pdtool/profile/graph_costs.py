@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
-from pdtool.errors import ModelError, PdtoolError
+from pdtool.errors import PdtoolError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Value
 from pdtool.profile.execute import ProfiledModel, tensors_in
@@ -120,8 +120,8 @@ def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
             module=op.module,
             inputs=_sources(model, op.values),
             update_s=costs.update_s * share,
-            output_bytes=sum(v.nbytes(model.batch) for v in outputs),
-            gradient_bytes=sum(v.nbytes(model.batch) for v in outputs if v.differentiable),
+            output_bytes=sum(v.meta(model.batch).nbytes for v in outputs),
+            gradient_bytes=sum(v.meta(model.batch).nbytes for v in outputs if v.differentiable),
             parameter_bytes=sum(model.run.state[name].nbytes for name in names),
             flops=costs.flops.get(op.name, 0),
             **_times_and_memory(costs, op.name),
@@ -166,7 +166,7 @@ def _constraints(model: ProfiledModel, profile: Profile) -> dict[str, Any]:
 def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, ...]:
     names = profile.graph.expand([path])
     if names == [path] and path not in profile.by_name:
-        raise ModelError(f"{model.model_file.path.name}: HINTS names {path!r}, which is no module of the model")
+        raise model.model_file.error(f"HINTS names {path!r}, which is no module of the model")
     return tuple(names)
 
 
@@ -179,15 +179,11 @@ def batch_size_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
         raise
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
-            raise ModelError(
-                f"{model_file.path.name}: a minibatch of {batch_size} does not fit in memory ({error})",
-                "choose a smaller --batch-size",
-            ) from error
-        raise ModelError(f"{model_file.path.name}: {type(error).__name__}: {error}") from error
+            what = f"a minibatch of {batch_size} does not fit in memory ({error})"
+            raise model_file.error(what, "choose a smaller --batch-size") from error
+        raise model_file.error(f"{type(error).__name__}: {error}") from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        raise ModelError(
-            f"{model_file.path.name}: a minibatch of {batch_size} is too small for batch normalisation ({error})",
-            "choose a larger --batch-size",
-        ) from error
+        what = f"a minibatch of {batch_size} is too small for batch normalisation ({error})"
+        raise model_file.error(what, "choose a larger --batch-size") from error

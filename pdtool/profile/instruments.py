@@ -4,66 +4,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pdtool import process_memory
 
-Reading = Callable[[], float]
+Reading = Callable[[], float]  # to be called once the device has finished
+Instrument = Callable[[torch.device, Callable[[], Any]], tuple[Any, Reading]]  # (device, work) -> (result, reading)
 
 
-class Instrument(Protocol):
-    """Measures a piece of work."""
-
-    def measure(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
-        """Do `work`; return its result and its reading, a function to be called once the device has finished."""
-
-
-@dataclass(frozen=True)
-class Stopwatch:
-    """Measures seconds: with CUDA events on a GPU, with the performance counter on a CPU."""
-
-    device: torch.device
-
-    def measure(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
-        """See Instrument."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            result = work()
-            seconds = time.perf_counter() - start
-            return result, lambda: seconds
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
+def measure_seconds(device: torch.device, work: Callable[[], Any]) -> tuple[Any, Reading]:
+    """Do `work`; return its result and its seconds: by CUDA events on a GPU, by the performance counter on a CPU."""
+    if device.type != "cuda":
+        start = time.perf_counter()
         result = work()
-        end.record()
-        return result, lambda: float(begin.elapsed_time(end)) / 1e3
+        seconds = time.perf_counter() - start
+        return result, lambda: seconds
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    result = work()
+    end.record()
+    return result, lambda: float(begin.elapsed_time(end)) / 1e3
 
 
-@dataclass(frozen=True)
-class ScratchMemoryGauge:
-    """Measures bytes held at the peak of the work and no more at its end: what it needs besides its results.
+def measure_scratch_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[Any, Reading]:
+    """Do `work`; return its result and the bytes held at its peak and no more at its end: what it needs besides those.
 
     The reading is 0 where the system does not say. On a CPU resident pages count, which includes what libraries such
     as oneDNN take for themselves, past torch's allocator.
     """
-
-    device: torch.device
-
-    def measure(self, work: Callable[[], Any]) -> tuple[Any, Reading]:
-        """See Instrument."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            result = work()
-            peak = torch.cuda.max_memory_allocated(self.device)
-            held: int | None = torch.cuda.memory_allocated(self.device)
-        else:
-            process_memory.trim_heap()  # pages that the work takes again become resident again
-            process_memory.reset_peak()
-            result = work()
-            peak = process_memory.peak_resident_bytes() or 0
-            process_memory.trim_heap()  # what it has freed
-            held = process_memory.resident_bytes()
-        scratch_bytes = 0 if held is None else max(0, peak - held)
-        return result, lambda: float(scratch_bytes)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        result = work()
+        peak = torch.cuda.max_memory_allocated(device)
+        held: int | None = torch.cuda.memory_allocated(device)
+    else:
+        process_memory.trim_heap()  # pages that the work takes again become resident again
+        process_memory.reset_peak()
+        result = work()
+        peak = process_memory.peak_resident_bytes() or 0
+        process_memory.trim_heap()  # what it has freed
+        held = process_memory.resident_bytes()
+    scratch_bytes = 0 if held is None else max(0, peak - held)
+    return result, lambda: float(scratch_bytes)

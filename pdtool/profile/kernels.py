@@ -9,7 +9,7 @@ and needs no formula.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,16 +43,13 @@ def _onednn(x: Shape, w0: Shape, w1: Shape, *rest: Any, **kwargs: Any) -> int:
     return _recurrent_flops(x, (w0, w1))
 
 
-def _onednn_backward(x: Shape, w0: Shape, w1: Shape, *rest: Any, **kwargs: Any) -> int:
-    return 2 * _recurrent_flops(x, (w0, w1))
-
-
 def _cudnn(x: Shape, weights: Sequence[Shape], *rest: Any, **kwargs: Any) -> int:
     return _recurrent_flops(x, [shape for shape in weights if len(shape) == 2])
 
 
-def _cudnn_backward(x: Shape, weights: Sequence[Shape], *rest: Any, **kwargs: Any) -> int:
-    return 2 * _cudnn(x, weights)
+def _backward_of(forward: Callable[..., int]) -> Callable[..., int]:
+    """Return the formula of a backward: a product by the gradient for each of the two operands."""
+    return lambda *shapes, **kwargs: 2 * forward(*shapes, **kwargs)
 
 
 def _attention(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
@@ -66,9 +63,9 @@ def _attention_backward(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: Any, *
 _aten = torch.ops.aten
 FLOP_FORMULAS: dict[Any, Any] = {
     _aten.mkldnn_rnn_layer: _onednn,
-    _aten.mkldnn_rnn_layer_backward: _onednn_backward,
+    _aten.mkldnn_rnn_layer_backward: _backward_of(_onednn),
     _aten._cudnn_rnn: _cudnn,
-    _aten._cudnn_rnn_backward: _cudnn_backward,
+    _aten._cudnn_rnn_backward: _backward_of(_cudnn),
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -134,41 +131,33 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
-def recurrent_kernels(module: nn.RNNBase, inputs: Tensor) -> Iterator[Kernel]:
-    """Yield the kernels of the forward of a whole LSTM, GRU or RNN as cuDNN computes it.
+def recurrent_costs(module: nn.RNNBase, inputs: Tensor) -> tuple[list[Kernel], list[Kernel], int]:
+    """Return the kernels of the forward and the backward of a whole LSTM, GRU or RNN by cuDNN, and its stash in bytes.
+
+    For each layer and direction one product of all steps' inputs with the one matrix, (steps · batch, features) by
+    (features, gates), and then step after step one of the state with the other, which is read again each time. The
+    backward has a product by the gradient for each of the two operands. For it are kept, of each step and layer, the
+    input, and per direction the gates and the state.
 
     Args:
         inputs: (steps, features), or (steps, batch, features), or with `batch_first` (batch, steps, features).
-
-    For each layer and direction one product of all steps' inputs with the one matrix, (steps · batch, features) by
-    (features, gates), and then step after step one of the state with the other, which is read again each time.
     """
     steps = inputs.shape[1 if module.batch_first and inputs.dim() == 3 else 0]
     rows = inputs.numel() // inputs.shape[-1]
+    forward, stash_per_row = [], 0
     for weights in module.all_weights:
         of_input, *of_state = [w for w in weights if w.dim() == 2]
-        yield _product(rows, of_input, 1)
-        for matrix in of_state:
-            yield _product(rows // steps, matrix, steps)
-
-
-def recurrent_stash_bytes(module: nn.RNNBase, inputs: Tensor) -> int:
-    """Count the bytes kept for its backward: of each step and layer the input, per direction the gates and state."""
-    rows = inputs.numel() // inputs.shape[-1]
-    matrices = [weights[0] for weights in module.all_weights]
-    per_row = sum(w.shape[0] + module.hidden_size + w.shape[1] // (1 + module.bidirectional) for w in matrices)
-    return rows * per_row * inputs.itemsize
+        forward += [_product(rows, of_input, 1), *(_product(rows // steps, matrix, steps) for matrix in of_state)]
+        gates, features = of_input.shape
+        stash_per_row += gates + module.hidden_size + features // (1 + module.bidirectional)
+    backward = [replace(kernel, launches=2 * kernel.launches) for kernel in forward]
+    return forward, backward, rows * stash_per_row * inputs.itemsize
 
 
 def _product(rows: int, matrix: Tensor, launches: int) -> Kernel:
     """Multiply (rows, features) by the transpose of `matrix` (outputs, features)."""
     moved_bytes = (matrix.numel() + rows * sum(matrix.shape)) * matrix.itemsize
     return Kernel(2 * rows * matrix.numel(), moved_bytes, matrix.dtype, launches)
-
-
-def backward_kernels(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Return the backward of matrix products: a product by the gradient for each of the two operands."""
-    return [replace(kernel, launches=2 * kernel.launches) for kernel in kernels]
 
 
 def roofline_s(kernels: Iterable[Kernel], device: DeviceSpec, *, tf32: bool, launch_s: float) -> float:

@@ -19,9 +19,9 @@ from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing import trace
-from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules, requiring_gradients, tensors_in
+from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
-from pdtool.profile.instruments import Instrument, Reading, ScratchMemoryGauge, Stopwatch
+from pdtool.profile.instruments import Instrument, measure_scratch_bytes, measure_seconds
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _BUDGET_S = 6.0  # for all rounds, as far as _MIN_ROUNDS allows
@@ -77,7 +77,7 @@ class _Measurement:
         stash_bytes, flops = count_stash_and_flops(self.model)
         step_s, forward_s, backward_s = self._rounds()
         update_s, state_bytes = self._optimizer()
-        forward, backward = self._pass(ScratchMemoryGauge(self.device))
+        forward, backward = self._pass(measure_scratch_bytes)
         costs = GraphCosts(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -96,14 +96,14 @@ class _Measurement:
         Whole steps and passes through the nodes take turns, so that both meet the same machine. A pass runs every node
         once, in order, so that caches are as in training; the first round is for warming up.
         """
-        start, stopwatch = time.perf_counter(), Stopwatch(self.device)
-        self._pass(stopwatch), self._whole_step()
+        start = time.perf_counter()
+        self._pass(measure_seconds), self._whole_step()
         count = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_BUDGET_S / (time.perf_counter() - start))))
         steps, passes = [], []
         for done in range(count):
             self.progress(done, count)
             steps.append(self._whole_step())
-            passes.append(self._pass(stopwatch))
+            passes.append(self._pass(measure_seconds))
         self.progress(count, count)
         forwards, backwards = (
             {name: statistics.median(times[kind][name] for times in passes) for name in passes[0][kind]}
@@ -121,29 +121,8 @@ class _Measurement:
         return statistics.median(self._seconds(call) for _ in range(100))
 
     def _pass(self, instrument: Instrument) -> tuple[Readings, Readings]:
-        """Measure every node's forward, in order, and then every node's backward, in reverse order."""
-        model = self.model
-        environment = model.environment()
-        replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, outputs, gradient leaves)
-        forward: dict[str, Reading] = {}
-        for op in model.computed:
-            inputs = model.run.detached_inputs(op, environment)
-            result, forward[op.name] = instrument.measure(model.run.bound_call(op, inputs))
-            outputs = tensors_in(result)
-            environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
-            replayed.append((op.name, outputs, model.run.gradient_leaves(op, inputs)))
-        if model.with_loss:
-            leaves, output = model.loss_inputs(environment)
-            loss, forward["loss"] = instrument.measure(lambda: model.loss(output))
-            replayed.append(("loss", [loss], leaves))
-        backward: dict[str, Reading] = {}
-        while replayed:
-            name, outputs, leaves = replayed.pop()
-            ends = requiring_gradients(outputs)
-            if ends and leaves:
-                gradients = [torch.ones_like(t) for t in ends]
-                work = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
-                _, backward[name] = instrument.measure(work)
+        """Read every node's forward and every node's backward."""
+        forward, backward = self.model.replay(partial(instrument, self.device))
         self._synchronize()
         return {name: read() for name, read in forward.items()}, {name: read() for name, read in backward.items()}
 
@@ -164,7 +143,7 @@ class _Measurement:
         return self._seconds(step)
 
     def _seconds(self, work: Callable[[], Any]) -> float:
-        _, seconds = Stopwatch(self.device).measure(work)
+        _, seconds = measure_seconds(self.device, work)
         self._synchronize()
         return seconds()
 

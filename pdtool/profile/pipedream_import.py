@@ -46,11 +46,8 @@ class _NodeLine:
 
     number: int
     description: str
-    op: str
-    forward_s: float
-    backward_s: float
     output_bytes: tuple[int, ...]
-    parameter_bytes: int
+    node: Node
     inputs: list[str] = field(default_factory=list)
 
 
@@ -86,7 +83,7 @@ def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int |
         device=Device(name=DEVICE, kind="measured"),
         step_s=0.0,
         coverage=0.0,
-        nodes=tuple(_node(key, lines[key]) for key in _ordered(lines, path)),
+        nodes=tuple(_node(lines[key]) for key in _ordered(lines, path)),
     )
     profile.check()
     return ImportedProfile(profile, batch_source)
@@ -131,15 +128,19 @@ def _line(match: re.Match[str], number: int, path: str) -> _NodeLine:
             raise _fault(path, number, f"{key} {text!r} is not one number")
         if is_size and any(v != int(v) for v in values[key]):
             raise _fault(path, number, f"{key} {text!r} is not whole bytes")
-    return _NodeLine(
-        number=number,
-        description=match[2],
+    output_bytes = tuple(map(int, values["activation_size"]))
+    node = Node(
+        name=match[1],
         op=match[3].strip(),
+        module=match[1],
         forward_s=values["forward"][0] / 1e3,
         backward_s=values["backward"][0] / 1e3,
-        output_bytes=tuple(map(int, values["activation_size"])),
+        output_bytes=sum(output_bytes),
+        gradient_bytes=sum(output_bytes),
         parameter_bytes=sum(map(int, values["parameter_size"])),
+        stash_bytes=sum(output_bytes),
     )
+    return _NodeLine(number=number, description=match[2], output_bytes=output_bytes, node=node)
 
 
 def _number(text: str, key: str, line: int, path: str) -> float:
@@ -159,9 +160,8 @@ def _ordered(nodes: Mapping[str, _NodeLine], path: str) -> list[str]:
     try:
         sorter.prepare()
     except CycleError as error:
-        raise _fault(
-            path, nodes[error.args[1][0]].number, f"the edges make a cycle: {' -- '.join(error.args[1])}"
-        ) from None
+        cycle = error.args[1]
+        raise _fault(path, nodes[cycle[0]].number, f"the edges make a cycle: {' -- '.join(cycle)}") from None
     ready: list[tuple[int, str]] = []
     order = []
     while sorter.is_active():
@@ -177,22 +177,11 @@ def _index(key: str) -> int:
     return int(key.removeprefix("node"))
 
 
-def _node(key: str, line: _NodeLine) -> Node:
-    output_bytes = sum(line.output_bytes)
+def _node(line: _NodeLine) -> Node:
+    """Return the node with its edges; an input costs nothing."""
     if not line.inputs and re.fullmatch(r"Input[0-9]*", line.description):
-        return Node(name=key, op="input", module=key, output_bytes=output_bytes)
-    return Node(
-        name=key,
-        op=line.op,
-        module=key,
-        inputs=tuple(sorted(line.inputs, key=_index)),
-        forward_s=line.forward_s,
-        backward_s=line.backward_s,
-        output_bytes=output_bytes,
-        gradient_bytes=output_bytes,
-        parameter_bytes=line.parameter_bytes,
-        stash_bytes=output_bytes,
-    )
+        return Node(name=line.node.name, op="input", module=line.node.module, output_bytes=line.node.output_bytes)
+    return line.node.model_copy(update={"inputs": tuple(sorted(line.inputs, key=_index))})
 
 
 def _batch_size(nodes: Mapping[str, _NodeLine]) -> tuple[int, str]:
@@ -204,7 +193,7 @@ def _batch_size(nodes: Mapping[str, _NodeLine]) -> tuple[int, str]:
     """
     # (operator, number of its outputs, index of the one whose size tells, words)
     kinds = [(r"LSTM\([0-9]+, ([0-9]+)\)", 3, 1, "the state of")]
-    if any(line.op == "View" for line in nodes.values()):
+    if any(line.node.op == "View" for line in nodes.values()):
         kinds.append((r"Linear\(.*out_features=([0-9]+).*\)", 1, 0, "the output of"))
     for pattern, outputs, index, what in kinds:
         lines_by_samples = {}

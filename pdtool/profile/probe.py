@@ -55,9 +55,8 @@ class ProbeRequest:
     def __post_init__(self) -> None:
         if 1 in self.sizes:
             topology = "x".join(map(str, self.sizes))
-            raise UsageError(
-                f"topology {topology}: there is nothing to measure in a level of 1", "leave out levels of 1 member"
-            )
+            what = f"topology {topology}: there is nothing to measure in a level of 1"
+            raise UsageError(what, "leave out levels of 1 member")
 
     @property
     def workers(self) -> int:
@@ -149,9 +148,8 @@ def _agreed_memory_bytes(request: ProbeRequest, rendezvous: Rendezvous, local_ra
     has_device = torch.cuda.is_available() and dist.is_nccl_available() and local_rank < torch.cuda.device_count()
     memory = rendezvous.exchange(torch.cuda.get_device_properties(local_rank).total_memory if has_device else 0)
     if request.device == "cuda" and 0 in memory:
-        raise UsageError(
-            f"worker {memory.index(0)} has no CUDA device of its own", "use --device cpu, or fewer workers"
-        )
+        what = f"worker {memory.index(0)} has no CUDA device of its own"
+        raise UsageError(what, "use --device cpu, or fewer workers")
     return None if request.device == "cpu" else min(memory) or None
 
 
@@ -179,13 +177,11 @@ class _LevelProber:
 
     def _group(self, depth: int) -> Any:
         """The group of this worker's counterparts at a level; every worker makes all of them, in the same order."""
-        own_group = None
-        for rank in range(self.request.workers):
-            peers = self.request.position(depth, rank).peers
-            if rank == peers[0]:
-                group = dist.new_group(peers, timeout=self.timeout, backend="nccl" if self.is_cuda else "gloo")
-                own_group = group if self.rendezvous.rank in peers else own_group
-        return own_group
+        peers = [self.request.position(depth, rank).peers for rank in range(self.request.workers)]
+        groups = [ranks for rank, ranks in enumerate(peers) if rank == ranks[0]]
+        backend = "nccl" if self.is_cuda else "gloo"
+        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout, backend=backend)  # type: ignore[no-untyped-call]
+        return group
 
     def _level(self, depth: int, group: Any) -> tuple[LevelSpec, LevelMeasured]:
         position = self.request.position(depth, self.rendezvous.rank)

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -22,7 +21,6 @@ from pdtool.machines import Machines, worker_environment
 from pdtool.profile.probe import OnStep, ProbeRequest, ProbeWorker, run_probe_worker
 
 _GRACE_S = 0.5  # after a failure: the one that the others follow from may still be on its way
-_ERRORS = {2: UsageError, 5: WorkerDiedError}  # an error crosses the process border as its text and exit code
 
 
 def probe(request: ProbeRequest, machines: Machines, on_step: OnStep) -> ClusterFile | None:
@@ -68,23 +66,6 @@ def _launch(request: ProbeRequest, machines: Machines, on_step: OnStep) -> Clust
             process.join()
 
 
-@dataclass(frozen=True)
-class _StepBegun:
-    step: str
-
-
-@dataclass(frozen=True)
-class _ProbeEnded:
-    cluster: ClusterFile | None
-
-
-@dataclass(frozen=True)
-class _ProbeFailed:
-    what: str
-    remedy: str
-    exit_code: int
-
-
 def _wait_for_workers(
     pipes: Mapping[Connection, int], processes: Mapping[int, Any], on_step: OnStep
 ) -> ClusterFile | None:
@@ -105,15 +86,14 @@ def _wait_for_workers(
                 if rank not in ended:
                     raise _death(rank, processes[rank]) from None
                 continue
-            if isinstance(message, _StepBegun):
-                on_step(message.step)
+            if isinstance(message, str):  # the step that begins
+                on_step(message)
                 continue
             ended.add(rank)
-            if isinstance(message, _ProbeEnded):
-                cluster = cluster or message.cluster
+            if not isinstance(message, PdtoolError):
+                cluster = cluster or message
             elif failure is None:
-                failure = _ERRORS.get(message.exit_code, PdtoolError)(message.what, message.remedy)
-                deadline_s = time.monotonic() + _GRACE_S
+                failure, deadline_s = message, time.monotonic() + _GRACE_S
     if failure:
         raise failure
     return cluster
@@ -127,14 +107,14 @@ def _death(rank: int, process: Any) -> WorkerDiedError:
 
 
 def _worker_main(request: ProbeRequest, host: str, port: int, worker: ProbeWorker, pipe: Connection) -> None:
-    """The process of one worker."""
+    """The process of one worker: sends each step that begins, and at the end the cluster, None or a PdtoolError."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     try:
         store = _connect_store(request, host, port, is_master=False)
-        cluster = run_probe_worker(request, store, worker, on_step=lambda step: pipe.send(_StepBegun(step)))
-        pipe.send(_ProbeEnded(cluster if worker.rank == 0 else None))
+        cluster = run_probe_worker(request, store, worker, on_step=pipe.send)
+        pipe.send(cluster if worker.rank == 0 else None)
     except PdtoolError as error:
-        pipe.send(_ProbeFailed(error.what, error.remedy, error.exit_code))
+        pipe.send(error)
 
 
 def _connect_store(request: ProbeRequest, host: str, port: int, *, is_master: bool) -> Any:
@@ -155,9 +135,8 @@ def _probe_as_worker(request: ProbeRequest, environment: Mapping[str, str], on_s
     os.environ.update(environment)
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     if world_size != request.workers:
-        raise UsageError(
-            f"{world_size} processes were started, the topology has {request.workers}", "start one per worker"
-        )
+        what = f"{world_size} processes were started, the topology has {request.workers}"
+        raise UsageError(what, "start one per worker")
     try:
         timeout = timedelta(seconds=2 * request.timeout_s)
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))

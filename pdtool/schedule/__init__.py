@@ -12,12 +12,10 @@ Minibatch i is computed at stage s by replica i mod r[s] (round-robin; PipeDream
 
 from __future__ import annotations
 
-from pdtool.schedule.action import Action, ActionKind, Actions
+from pdtool.schedule.action import Action, ActionKind, Actions, grid
 from pdtool.schedule.builders import SCHEDULES, SEARCHED_SCHEDULES, build
 from pdtool.schedule.delays import gradient_delays
 from pdtool.schedule.draw import draw
-from pdtool.schedule.executable import check_executable
-from pdtool.schedule.grid import grid
 from pdtool.schedule.shape import (
     PipelineShape,
     default_in_flight,
@@ -28,7 +26,7 @@ from pdtool.schedule.shape import (
 )
 from pdtool.schedule.stash_tracker import StashTracker
 from pdtool.schedule.timeline import timeline
-from pdtool.schedule.validate import validate
+from pdtool.schedule.validate import check_executable, validate
 from pdtool.schedule.versions import POLICIES, ForwardVersions, forward_versions, is_asynchronous
 
 __all__ = [

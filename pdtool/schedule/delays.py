@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pdtool.schedule.builders import build
-from pdtool.schedule.shape import PipelineShape, total_in_flight
+from pdtool.schedule.shape import PipelineShape
 from pdtool.schedule.stash_tracker import StashTracker
 from pdtool.schedule.versions import forward_versions
 
 
 def gradient_delays(schedule: str, shape: PipelineShape) -> list[int]:
     """Return for each stage the most updates between a forward's weights and the same minibatch's backward."""
-    in_flight = total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight)
-    minibatches = 2 * max(*shape.update_every, in_flight) + 1  # fill, steady state and drain
-    lists = build(schedule, shape, minibatches)
+    lists = build(schedule, shape, shape.representative_minibatches)
     versions = forward_versions(lists, shape.weights)
     delays = [0] * len(shape.replicas)
     for worker_versions, actions, (stage, _) in zip(versions, lists, shape.stage_replicas(), strict=True):

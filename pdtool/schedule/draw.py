@@ -18,12 +18,7 @@ def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: i
         width: characters after which a line is cut off.
     """
     starts = timeline(lists, forward, backward)
-    slots = {
-        ActionKind.FORWARD: forward,
-        ActionKind.BACKWARD: backward,
-        ActionKind.BACKWARD_INPUT: backward // 2,
-        ActionKind.BACKWARD_WEIGHT: backward // 2,
-    }
+    slots = dict(zip(ActionKind, (forward, backward, backward // 2, backward // 2, 0), strict=True))
     chunked = any(len({a.stage for a in actions}) > 1 for actions in lists)
     names = [[str(a) if chunked else f"{a.kind}{a.minibatch}" for a in actions] for actions in lists]
     size = max((len(name) for row in names for name in row), default=2)

@@ -32,6 +32,11 @@ class PipelineShape:
         """p: the number of stages that do not share their workers with an earlier stage."""
         return len(self.replicas) // self.chunks
 
+    @property
+    def representative_minibatches(self) -> int:
+        """So many that a schedule fills, is steady and drains."""
+        return 2 * max(*self.update_every, total_in_flight(self.replicas[: self.pipeline_depth], self.in_flight)) + 1
+
     def stage_replicas(self) -> Iterator[tuple[int, int]]:
         """Yield (stage, replica) of each worker's list, in order; with chunks the first stage on that worker."""
         return ((s, k) for s, r in enumerate(self.replicas[: self.pipeline_depth]) for k in range(r))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdtool.errors import ScheduleError
-from pdtool.schedule.action import Action, ActionKind, Actions
-from pdtool.schedule.grid import grid
+from pdtool.schedule.action import Action, ActionKind, Actions, grid
 
 
 def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2.0) -> list[list[float]]:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from pdtool.errors import ScheduleError
-from pdtool.schedule.action import Action, ActionKind, Actions
-from pdtool.schedule.grid import grid
-from pdtool.schedule.shape import PipelineShape
+from pdtool.schedule.action import Action, ActionKind, Actions, grid
+from pdtool.schedule.builders import build
+from pdtool.schedule.shape import PipelineShape, default_shape
 from pdtool.schedule.stash_tracker import StashTracker
 from pdtool.schedule.timeline import timeline
 from pdtool.schedule.versions import ForwardVersions, forward_versions
@@ -29,7 +29,7 @@ def validate(lists: Sequence[Actions], shape: PipelineShape, minibatches: int) -
     imposed = shape.weights in ("vertical-sync", "2bw")  # versions are not simply the newest
     versions = forward_versions(lists, shape.weights) if imposed else [None] * len(lists)
     for worker, (actions, (stage, replica)) in enumerate(zip(lists, stage_replicas, strict=True)):
-        validator = _WorkerValidator(actions, versions[worker], shape, stage, replica, minibatches)
+        validator = _WorkerValidator(shape, stage, replica, minibatches, actions, versions[worker])
         for position, action in enumerate(actions):
             fault = validator.fault(action)
             if fault:
@@ -37,6 +37,21 @@ def validate(lists: Sequence[Actions], shape: PipelineShape, minibatches: int) -
         if validator.missing:
             raise ScheduleError(f"{min(validator.missing)} is missing from worker {worker}\n{grid(lists)}")
     timeline(lists)
+
+
+def check_executable(schedule: str, shape: PipelineShape, microbatches: int = 1) -> None:
+    """Build the action lists for filling, steady state and draining, and validate them.
+
+    Raises:
+        ScheduleError: the schedule deadlocks or breaks a bound; the text says which numbers in flight would not.
+    """
+    minibatches = shape.representative_minibatches
+    try:
+        validate(build(schedule, shape, minibatches), shape, minibatches)
+    except ScheduleError as error:
+        default = default_shape(schedule, shape.replicas[: shape.pipeline_depth], microbatches, shape.chunks)
+        wanted = ", ".join(map(str, default.in_flight))
+        raise ScheduleError(error.what, f"give the stages in_flight {wanted}, as {schedule} wants") from error
 
 
 class _WorkerValidator:
@@ -48,22 +63,19 @@ class _WorkerValidator:
 
     def __init__(
         self,
-        actions: Actions,
-        versions: ForwardVersions | None,
         shape: PipelineShape,
         stage: int,
         replica: int,
         minibatches: int,
+        actions: Actions,
+        versions: ForwardVersions | None,
     ) -> None:
         self.shape, self.minibatches, self.replica = shape, minibatches, replica
         self.limit = max(1, shape.in_flight[stage])
         self.versions, self.tracker = versions, StashTracker(versions, stashing=shape.weights != "none")
         split = any(action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) for action in actions)
-        self.kinds = (
-            (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-            if split
-            else (ActionKind.FORWARD, ActionKind.BACKWARD)
-        )
+        backward = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) if split else (ActionKind.BACKWARD,)
+        self.kinds = (ActionKind.FORWARD, *backward)
         self.missing = set()
         for s in shape.stages_on_same_workers(stage):
             of_replica = range(replica, minibatches, shape.replicas[s])

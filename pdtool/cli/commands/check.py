@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pdtool.cli.freshness import FreshnessFinding
     from pdtool.partition.plan_check import Finding
 
+FindingT = TypeVar("FindingT", "Finding", "FreshnessFinding")
 _MARKS = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "–"}
 
 
@@ -47,9 +48,7 @@ def _check_claims(path: str, as_json: bool) -> None:
     from pdtool.partition.plan_check import check_plan
 
     plan, profile = read(path)
-    findings = list(check_plan(plan, profile))
-    _print(plan, findings, as_json)
-    false = [finding for finding in findings if finding.holds is False]
+    false = _print(plan, list(check_plan(plan, profile)), as_json)
     if not false:
         return
     if plan.edited:
@@ -66,23 +65,23 @@ def _check_freshness(path: str, as_json: bool) -> None:
     from pdtool.cli.inputs import read_profile
 
     plan = Plan.load(path)
-    findings = list(FreshnessCheck(path, plan, read_profile(plan, path)).findings())
-    _print(plan, findings, as_json)
-    stale = [finding for finding in findings if finding.holds is False]
+    stale = _print(plan, list(FreshnessCheck(path, plan, read_profile(plan, path)).findings()), as_json)
     if stale:
         raise StaleError(path, f"{stale[0].claim}: {stale[0].words}{_and_more(stale)}", stale[0].remedy)
 
 
-def _and_more(findings: list[Finding] | list[FreshnessFinding]) -> str:
+def _and_more(findings: Sequence[FindingT]) -> str:
     return f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
 
 
-def _print(plan: Plan, findings: Iterable[Finding | FreshnessFinding], as_json: bool) -> None:
+def _print(plan: Plan, findings: Sequence[FindingT], as_json: bool) -> list[FindingT]:
+    """Print the findings, and return those that do not hold."""
     if as_json:
         click.echo(json.dumps({"plan": plan.name, "findings": [asdict(finding) for finding in findings]}, indent=1))
-        return
-    from rich.markup import escape
-    from rich.text import Text
+    else:
+        from rich.markup import escape
+        from rich.text import Text
 
-    lines = (f"{_MARKS[finding.holds]} [bold]{finding.claim}[/bold]: {escape(finding.words)}" for finding in findings)
-    show(*(Text.from_markup(line) for line in lines), err=False)
+        lines = (f"{_MARKS[f.holds]} [bold]{f.claim}[/bold]: {escape(f.words)}" for f in findings)
+        show(*(Text.from_markup(line) for line in lines), err=False)
+    return [finding for finding in findings if finding.holds is False]

@@ -16,17 +16,12 @@ if TYPE_CHECKING:
     from pdtool.cli.inputs import Inputs
 
 
-model = click.option(
-    "--model", metavar="FILE", show_default="what the plan says", help="Model file, when it has moved since."
-)
-
-
 @click.command(
     epilog="\b\nExamples:\n  pdtool codegen\n  pdtool codegen plans/digits-3.yaml -o /tmp/digits --model digits.py"
 )
 @click.argument("plan", required=False)
 @options.output("Folder to write.  [default: PLAN without .yaml]")
-@model
+@options.model
 @options.as_json
 def codegen(plan: str | None, output: str | None, model: str | None, as_json: bool) -> None:
     """Write one PyTorch file per stage of PLAN, and prove them right."""

@@ -16,7 +16,6 @@ from pdtool.cli.console.terminal import note
     "--output",
     type=click.Path(path_type=Path),
     default=Path("model.pt"),
-    show_default=True,
     metavar="FILE",
     help="File to write, for torch.load; - is stdout.",
 )

@@ -18,12 +18,10 @@ from pdtool.cli.console.terminal import note, show
 )
 @click.argument("graph")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
-@click.option(
+@options.count(
     "--batch-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    show_default="what the sizes in GRAPH tell, or else 128",
     help="Samples in the minibatch it was measured at.",
+    unset="what the sizes in GRAPH tell, or else 128",
 )
 @click.option("--name", metavar="NAME", show_default="that of the file or its folder", help="Name of the profile.")
 @options.as_json

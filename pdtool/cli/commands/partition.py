@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,6 @@ from pdtool.schedule import SCHEDULES, is_asynchronous
 
 if TYPE_CHECKING:
     from pdtool.cluster import Cluster
-    from pdtool.partition.cost.plan_cost import CostModelName
 
 _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 
@@ -26,7 +25,7 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 )
 @click.argument("profile", required=False)
 @options.topology(required=False)
-@click.option("--cluster", "file", metavar="FILE", help="The same and all bandwidths, as `pdtool probe` writes them.")
+@click.option("--cluster", metavar="FILE", help="The same and all bandwidths, as `pdtool probe` writes them.")
 @click.option(
     "--bandwidth",
     metavar="RATE,...",
@@ -35,72 +34,38 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 )
 @click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
 @click.option("--memory", metavar="SIZE", show_default="no limit", help="Of each device, as 16GB or 16GiB.")
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    show_default="all of the topology",
-    help="Number of workers to use.",
-)
+@options.count("--workers", help="Number of workers to use.", unset="all of the topology")
 @click.option("--straight", is_flag=True, help="Replicate no stage.")
-@options.schedule([*SCHEDULES, "auto"], "1f1b")
+@options.schedule([*SCHEDULES, "auto"])
 @options.microbatches("4 with a flushing --schedule")
-@click.option(
-    "--chunks",
-    type=click.IntRange(min=2, max=100),
-    default=2,
-    show_default=True,
-    metavar="N",
-    help="Stages on each worker with --schedule interleaved.",
+@options.count(
+    "--chunks", help="Stages on each worker with --schedule interleaved.", default=2, within=click.IntRange(2, 100)
 )
-@click.option(
-    "--recompute/--no-recompute",
-    default=True,
-    show_default=True,
-    help="Let stages that lack memory run their forward twice.",
-)
-@click.option(
+@click.option("--recompute/--no-recompute", default=True, help="Let stages that lack memory run their forward twice.")
+@options.choice(
     "--cost",
-    type=click.Choice(["ours", "pipedream", "pipedream-free"]),
-    default="ours",
-    show_default=True,
+    "cost_model",
+    choices=("ours", "pipedream", "pipedream-free"),
     help="Whose formulas; those of PipeDream's optimizer, with or without the traffic of activations, to compare.",
 )
 @click.option(
     "--simplest",
     default="3%",
-    show_default=True,
+    callback=lambda ctx, parameter, text: _share(text),
     metavar="SHARE",
     help="Prefer fewer stages as long as the plan is at most this much slower than the fastest.",
 )
-@click.option(
+@options.count(
     "--cuts",
-    type=click.IntRange(min=100),
-    default=1200,
-    show_default=True,
-    metavar="N",
+    "max_cuts",
     help="Places to cut a branchy graph that are searched at most; more take longer (the square) and miss less.",
+    default=1200,
+    within=click.IntRange(min=100),
 )
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(
-    profile: str | None,
-    topology: str | None,
-    file: str | None,
-    bandwidth: str | None,
-    latency: str | None,
-    memory: str | None,
-    workers: int | None,
-    straight: bool,
-    schedule: str,
-    microbatches: int | None,
-    chunks: int,
-    recompute: bool,
-    cost: CostModelName,
-    simplest: str,
-    cuts: int,
-    as_json: bool,
-    output: str | None,
+    profile: str | None, microbatches: int | None, output: str | None, as_json: bool, **settings: Any
 ) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.artifacts.profile import Profile
@@ -109,64 +74,36 @@ def partition(
     from pdtool.partition.search.search import SearchOptions
 
     path = options.candidate("profile", profile)
-    search_options = SearchOptions(
-        workers=workers,
-        straight=straight,
-        schedule=schedule,
-        microbatches=_microbatches(schedule, microbatches),
-        simplest=_share(simplest),
-        recompute=recompute,
-        cost_model=cost,
-        chunks=chunks,
-        max_cuts=cuts,
-    )
-    if file:
-        cluster = _cluster_from_file(file, topology or bandwidth or latency, memory)
-    else:
-        cluster = _cluster_from_options(topology, bandwidth, latency, memory)
+    cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency", "memory")))
+    flushes = settings["schedule"] != "auto" and not is_asynchronous(settings["schedule"])
+    search_options = SearchOptions(microbatches=microbatches or (4 if flushes else 1), **settings)
     plan = make_plan(Profile.load(path), path, cluster, search_options)
     show(*plan_view(plan))
     write_artifact(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
 
 
-def _cluster_from_file(file: str, also_given: str | None, memory: str | None) -> Cluster:
-    from pdtool.artifacts.cluster_file import ClusterFile
-    from pdtool.units import parse_bytes
-
-    if also_given:
-        raise UsageError(f"--cluster {file} together with {also_given!r}", "give the file or the figures, not both")
-    cluster = ClusterFile.load(file).cluster()
-    return replace(cluster, memory_bytes=parse_bytes(memory)) if memory else cluster
-
-
-def _cluster_from_options(
-    topology: str | None, bandwidth: str | None, latency: str | None, memory: str | None
+def _cluster(
+    file: str | None, topology: str | None, bandwidth: str | None, latency: str | None, memory: str | None
 ) -> Cluster:
+    """Read the cluster from `file`, or make it of the figures given; raises UsageError for both and for neither."""
+    from pdtool.artifacts.cluster_file import ClusterFile
     from pdtool.cluster import make_cluster, parse_topology
     from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
+    if file:
+        if figures := topology or bandwidth or latency:
+            raise UsageError(f"--cluster {file} together with {figures!r}", "give the file or the figures, not both")
+        cluster = ClusterFile.load(file).cluster()
+        return replace(cluster, memory_bytes=parse_bytes(memory)) if memory else cluster
     if topology is None:
         raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
     sizes = parse_topology(topology)
     if bandwidth is None:
         bandwidth = ",".join([_OUTER_BANDWIDTH, *[_INNER_BANDWIDTH] * (len(sizes) - 1)])
         note(f"no --bandwidth given: assuming {bandwidth}")
+    bandwidths = [parse_bandwidth(text) for text in bandwidth.split(",")]
     latencies = [parse_seconds(text) for text in latency.split(",")] if latency else None
-    if latencies and len(latencies) != len(sizes):
-        raise UsageError(
-            f"{len(latencies)} latencies for the {len(sizes)} level(s) of topology {topology}",
-            "give one per level, the outermost first",
-        )
-    return make_cluster(
-        sizes,
-        [parse_bandwidth(text) for text in bandwidth.split(",")],
-        latencies=latencies,
-        memory_bytes=parse_bytes(memory) if memory else None,
-    )
-
-
-def _microbatches(schedule: str, given: int | None) -> int:
-    return given or (1 if schedule == "auto" or is_asynchronous(schedule) else 4)
+    return make_cluster(sizes, bandwidths, latencies=latencies, memory_bytes=parse_bytes(memory) if memory else None)
 
 
 def _share(text: str) -> float:

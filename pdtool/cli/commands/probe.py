@@ -16,13 +16,7 @@ from pdtool.cli.console.terminal import note, show, status
 @options.topology(required=True)
 @options.output("File to write; - is stdout, the default.")
 @click.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where the tensors are; auto is cuda where every worker has a CUDA device.",
-)
+@options.device("Where the tensors are; auto is cuda where every worker has a CUDA device.")
 @options.timeout("60s")
 @options.machines
 @options.as_json

@@ -13,7 +13,7 @@ from pdtool.cli.console.terminal import note, progress, show
 from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
-    from pdtool.artifacts.device import Precision
+    from pdtool.artifacts.device import DeviceSpec, Precision
     from pdtool.artifacts.profile import Profile
 
 
@@ -24,34 +24,20 @@ if TYPE_CHECKING:
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Setting for model(); may be repeated.")
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=32,
-    show_default=True,
-    metavar="N",
-    help="Samples in one minibatch, the size that will run.",
-)
+@options.count("--batch-size", help="Samples in one minibatch, the size that will run.", default=32)
 @click.option(
     "--device",
     default="cpu",
-    show_default=True,
     metavar="NAME",
     help="On cpu or cuda, measure on this machine. For any other (v100, a100, ...; an unknown one lists them) or a "
     "YAML file of your own, estimate without running the model.",
 )
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    metavar="N",
-    show_default="all cores",
-    help="CPU threads to measure with, as many as each worker will have.",
-)
-@click.option(
+@options.count("--threads", help="CPU threads to measure with, as many as each worker will have.", unset="all cores")
+@options.choice(
     "--precision",
-    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
-    show_default="the model's own",
+    choices=("fp32", "tf32", "bf16", "fp16"),
     help="Estimate as if the model were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
+    unset="the model's own",
 )
 @click.option(
     "--calibrate",
@@ -77,58 +63,52 @@ def profile(
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """
     from pdtool.cli.console.profile_view import profile_table
+    from pdtool.profile.devices import find_device
 
     measures = device in ("cpu", "cuda")
     if measures and (precision or calibrate):
         raise UsageError(f"--device {device} measures; --precision and --calibrate are for estimates", "leave them out")
     if threads and not measures:
         raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
-    if measures:
-        result = _measured(model, settings, batch_size, device, threads)
-    else:
-        result = _estimated(model, settings, batch_size, device, precision, calibrate)
+    spec = None if measures else find_device(device)
+    # From here on torch is imported, which takes seconds: the options were checked before.
+    from pdtool.frontend.modelfile import ModelFile, parse_ref
+    from pdtool.profile.estimate import estimate
+    from pdtool.profile.measure import measure
+
+    file = ModelFile.load(parse_ref(model, settings), trusted=True)
+    with progress(f"{'measuring' if measures else 'estimating'} operators") as on_progress:
+        if spec is None:
+            result = measure(file, batch_size=batch_size, device=device, threads=threads, progress=on_progress)
+        else:
+            spec = _calibrated(spec, calibrate, precision) if calibrate else spec
+            result = estimate(file, batch_size=batch_size, device=spec, precision=precision, progress=on_progress)
+    if spec:
+        note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
+        note(f"source: {spec.source}")
+        result = _with_digests(result, device, calibrate)
     show(profile_table(result, largest=12))
     _warn_about_coverage(result)
     write_artifact(result, output or f"profiles/{options.file_name(result.name)}.json", as_json=as_json)
 
 
-def _measured(model: str, settings: tuple[str, ...], batch_size: int, device: str, threads: int | None) -> Profile:
-    from pdtool.frontend.modelfile import ModelFile, parse_ref
-    from pdtool.profile.measure import measure
-
-    file = ModelFile.load(parse_ref(model, settings), trusted=True)
-    with progress("measuring operators") as on_progress:
-        return measure(file, batch_size=batch_size, device=device, threads=threads, progress=on_progress)
-
-
-def _estimated(
-    model: str,
-    settings: tuple[str, ...],
-    batch_size: int,
-    device: str,
-    precision: Precision | None,
-    calibrate: str | None,
-) -> Profile:
-    from pdtool.artifacts.envelope import file_sha256
+def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> DeviceSpec:
+    """Fit the device's factors to the measured profile in `path`."""
     from pdtool.artifacts.profile import Profile
-    from pdtool.profile.devices import find_device
+    from pdtool.profile.estimate import calibrate_device
 
-    spec = find_device(device)
-    reference = Profile.load(calibrate) if calibrate else None
-    from pdtool.frontend.modelfile import ModelFile, parse_ref
-    from pdtool.profile.estimate import calibrate_device, estimate
+    spec = calibrate_device(spec, Profile.load(path), path, tf32=precision == "tf32")
+    factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
+    note(f"measured over estimated in {path}: {factors}")
+    return spec
 
-    file = ModelFile.load(parse_ref(model, settings), trusted=True)
-    with progress("estimating operators") as on_progress:
-        if calibrate and reference:
-            spec = calibrate_device(spec, reference, calibrate, tf32=precision == "tf32")
-            factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
-            note(f"measured over estimated in {calibrate}: {factors}")
-        result = estimate(file, batch_size=batch_size, device=spec, precision=precision, progress=on_progress)
-    note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
-    note(f"source: {spec.source}")
-    inputs = [path for path in (device, calibrate) if path and path != "-" and Path(path).is_file()]
-    return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in inputs}}})
+
+def _with_digests(result: Profile, *paths: str | None) -> Profile:
+    """Record the files that an estimate was made from besides the model's."""
+    from pdtool.artifacts.envelope import file_sha256
+
+    files = [path for path in paths if path and path != "-" and Path(path).is_file()]
+    return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in files}}})
 
 
 def _warn_about_coverage(result: Profile) -> None:

@@ -11,7 +11,6 @@ import click
 
 from pdtool.cli import options
 from pdtool.cli.commands.codegen import generated
-from pdtool.cli.commands.codegen import model as model_option
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show, training_progress
 from pdtool.errors import StaleError, TargetMissedError, UsageError
@@ -33,22 +32,16 @@ _SAME_FOLDER = "the folder of -o"
 )
 @click.argument("plan", required=False)
 @options.output("Folder of the run.  [default: a new one, runs/PLAN]")
-@model_option
-@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Epochs in all.")
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    metavar="N",
-    show_default="the whole training set",
-    help="Minibatches in an epoch, at most.",
-)
+@options.model
+@options.count("--epochs", help="Epochs in all.", default=1)
+@options.count("--steps", help="Minibatches in an epoch, at most.", unset="the whole training set")
 @click.option(
     "--target",
     metavar="METRIC<=VALUE",
     help="Stop when the validation reaches it, as 'nll<=4' or 'accuracy>=0.98' (also <, > and =, where = means at most "
     "for loss and perplexity, else at least); exit with 6 when it does not.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Fixes everything drawn.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Fixes everything drawn.")
 @click.option(
     "--resume",
     is_flag=False,
@@ -57,16 +50,10 @@ _SAME_FOLDER = "the folder of -o"
     help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  [default: -o]",
 )
 @click.option("--dry-run", is_flag=True, help="Print which worker does what on which host, and stop.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Device to train on; auto is cuda where there is one.",
-)
+@options.device("Device to train on; auto is cuda where there is one.")
 @options.timeout("300s")
-@options.schedule(SCHEDULES, None)
-@options.microbatches("what the plan says")
+@options.schedule(SCHEDULES, unset=options.PLANNED)
+@options.microbatches(options.PLANNED)
 @options.weights
 @click.option(
     "--correction",
@@ -74,66 +61,42 @@ _SAME_FOLDER = "the folder of -o"
     show_default="none",
     help="Of gradients that come late: lr-discount[=UPDATES], weight-prediction or nesterov[=G].",
 )
-@click.option(
+@options.choice(
     "--precision",
-    type=click.Choice(["fp32", "bf16"]),
-    default="fp32",
-    show_default=True,
+    choices=("fp32", "bf16"),
     help="What stages compute in; bf16 is autocast, weights and messages stay fp32.",
 )
-@click.option(
+@options.choice(
     "--transport",
-    type=click.Choice(["auto", "gloo", "shared"]),
-    default="auto",
-    show_default=True,
+    choices=("auto", "gloo", "shared"),
     help="How tensors go between workers; auto shares memory within a machine.",
 )
-@click.option(
-    "--wire-dtype",
-    type=click.Choice(["fp32", "fp16", "bf16"]),
-    default="fp32",
-    show_default=True,
-    help="What fp32 tensors are on their way between workers.",
+@options.choice(
+    "--wire-dtype", choices=("fp32", "fp16", "bf16"), help="What fp32 tensors are on their way between workers."
 )
 @click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
 @options.machines
 @options.as_json
-def run(
-    plan: str | None,
-    schedule: str | None,
-    microbatches: int | None,
-    weights: str | None,
-    update_every: int | None,
-    dry_run: bool,
-    as_json: bool,
-    model: str | None,
-    **settings: Any,
-) -> None:
+def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **settings: Any) -> None:
     """Train PLAN's stages, each on its workers."""
+    from pdtool.cli.console.plan_view import worker_table
     from pdtool.cli.inputs import Inputs, rescheduled
 
     inputs = Inputs.load(options.candidate("plan", plan), model)
-    asked = rescheduled(
-        inputs.plan,
-        inputs.profile,
-        schedule=schedule,
-        microbatches=microbatches,
-        weights=weights,
-        update_every=update_every,
-    )
+    changes = {name: settings.pop(name) for name in ("schedule", "microbatches", "weights", "update_every")}
+    asked = rescheduled(inputs.plan, inputs.profile, **changes)
     if settings["compiled"] and asked.schedule == "zb-h1":
         note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
     if dry_run:
-        _print_workers(asked, settings)
+        show(worker_table(asked, settings["nnodes"]), err=False)
         return
     config = replace(_config(inputs, _bundle(inputs), settings), plan=asked)
     report = _launched(config)
     if is_first_worker(os.environ):
         _print_report(config, report, as_json)
     if report.target_reached is False:
-        raise TargetMissedError(
-            f"target {report.target} was not reached in {report.epochs} epoch(s)", "give more --epochs, with --resume"
-        )
+        what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
+        raise TargetMissedError(what, "give more --epochs, with --resume")
 
 
 def _bundle(inputs: Inputs) -> Bundle:
@@ -230,12 +193,6 @@ def _note_crowding(config: RunConfig) -> None:
             f"{workers} worker(s) with {config.threads} threads each, as in the profile, share the {cores} cores of "
             f"this machine; profile with --threads {fair_share}, or set OMP_NUM_THREADS"
         )
-
-
-def _print_workers(plan: Any, settings: dict[str, Any]) -> None:
-    from pdtool.cli.console.plan_view import worker_table
-
-    show(worker_table(plan, settings["nnodes"]), err=False)
 
 
 def _print_report(config: RunConfig, report: Report, as_json: bool) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @options.output("With --graph, DOT to write; FILE.svg is drawn by Graphviz.")
 @options.as_json
 def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
-    """Print FILE, any artifact or the folder of one, for people."""
+    """Print FILE, any artifact or its folder, for people."""
     from pdtool.artifacts.kinds import load_any
 
     if output and not graph:

@@ -21,18 +21,12 @@ _SWEEP_POINTS = 13
     "  pdtool simulate plans/vgg16-4x4.yaml --sweep bandwidth=0.1..25Gbit/s --svg gain.svg"
 )
 @click.argument("plan", required=False)
-@click.option(
-    "--minibatches",
-    type=click.IntRange(min=1),
-    metavar="N",
-    show_default="enough to fill, run steadily and drain",
-    help="Length of the simulation.",
-)
-@click.option(
+@options.count("--minibatches", help="Length of the simulation.", unset="enough to fill, run steadily and drain")
+@options.choice(
     "--schedule",
-    type=click.Choice(SCHEDULES),
-    show_default="what the plan says",
+    choices=SCHEDULES,
     help="Another order of work; interleaved and zb-h1 are for plans with as many replicas of each stage.",
+    unset=options.PLANNED,
 )
 @click.option(
     "--trace",

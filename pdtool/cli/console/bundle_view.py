@@ -8,29 +8,17 @@ from pdtool.cli.console.table import Lines, table
 
 def bundle_view(bundle: Bundle) -> Lines:
     """List the stage files, the tensors between them, and tied parameters."""
-    rows = [
-        (
-            stage.file,
-            ", ".join(stage.inputs),
-            ", ".join(stage.outputs) or "the model's output",
-            len(stage.parameters),
-            len(stage.buffers),
-        )
-        for stage in bundle.stages
-    ]
+    rows = []
+    for stage in bundle.stages:
+        takes, returns = ", ".join(stage.inputs), ", ".join(stage.outputs) or "the model's output"
+        rows.append([stage.file, takes, returns, len(stage.parameters), len(stage.buffers)])
     title = f"{bundle.name}: minibatch of {bundle.batch_size}, proved by {bundle.proof}"
     yield table(("file", "takes", "returns", "parameters", "buffers"), rows, names=3, title=title)
-    tensors = [
-        (
-            tensor.name,
-            "data" if tensor.producer < 0 else f"stage {tensor.producer}",
-            ", ".join(f"stage {s}" for s in tensor.consumers),
-            "×".join(map(str, tensor.shape)),
-            tensor.dtype,
-            "yes" if tensor.gradient else "no",
-        )
-        for tensor in bundle.tensors
-    ]
+    tensors = []
+    for tensor in bundle.tensors:
+        producer = "data" if tensor.producer < 0 else f"stage {tensor.producer}"
+        consumers, shape = ", ".join(f"stage {s}" for s in tensor.consumers), "×".join(map(str, tensor.shape))
+        tensors.append([tensor.name, producer, consumers, shape, tensor.dtype, "yes" if tensor.gradient else "no"])
     yield table(("tensor", "from", "to", "shape", "dtype", "gradient back"), tensors, names=6)
     for tied in bundle.tied:
         yield f"tied: {', '.join(f'{n} (stage {s})' for s, n in zip(tied.stages, tied.names, strict=True))}"

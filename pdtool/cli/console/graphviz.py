@@ -24,17 +24,12 @@ def write_graph(plan: Plan, profile: Profile, path: Path) -> None:
     if path.suffix != ".svg":
         write_atomically(path, text)
         return
-    program = shutil.which("dot")
+    program, remedy = shutil.which("dot"), f"write {path.with_suffix('.dot')}"
     if not program:
-        raise PdtoolError(
-            f"{path} needs Graphviz, whose `dot` is not on PATH",
-            f"install graphviz, or write {path.with_suffix('.dot')}",
-        )
+        raise PdtoolError(f"{path} needs Graphviz, whose `dot` is not on PATH", f"install graphviz, or {remedy}")
     drawn = subprocess.run([program, "-Tsvg"], input=text, capture_output=True, text=True, check=False)
     if drawn.returncode:
-        raise PdtoolError(
-            f"{program} failed: {drawn.stderr.strip() or drawn.returncode}", f"write {path.with_suffix('.dot')}"
-        )
+        raise PdtoolError(f"{program} failed: {drawn.stderr.strip() or drawn.returncode}", remedy)
     write_atomically(path, drawn.stdout)
 
 

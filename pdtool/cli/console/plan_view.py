@@ -86,23 +86,17 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
     """
     cluster = plan.cluster.cluster()
     if cluster.workers % nnodes:
-        raise UsageError(
-            f"{nnodes} machines cannot share the {cluster.workers} workers of {cluster.topology} evenly",
-            "give --nnodes that divides them",
-        )
+        what = f"{nnodes} machines cannot share the {cluster.workers} workers of {cluster.topology} evenly"
+        raise UsageError(what, "give --nnodes that divides them")
     per_machine = cluster.workers // nnodes
     used = sorted((w, s, k) for s, stage in enumerate(plan.stages) for k, w in enumerate(stage.workers))
     ranks = {worker: rank for rank, worker in enumerate(dict.fromkeys(worker for worker, _, _ in used))}
-    rows = [
-        (
-            ranks[worker],
-            f"machine {worker // per_machine}" if nnodes > 1 else "this machine",
-            f"stage {s}, replica {k}",
-            f"minibatches {k}, {k + r}, {k + 2 * r}, ...",
-            abbreviated(plan.stages[s].nodes),
-            worker,
+    rows = []
+    for worker, s, k in used:
+        machine = f"machine {worker // per_machine}" if nnodes > 1 else "this machine"
+        minibatches = ", ".join(str(k + i * plan.stages[s].replicas) for i in range(3))
+        holds = abbreviated(plan.stages[s].nodes)
+        rows.append(
+            [ranks[worker], machine, f"stage {s}, replica {k}", f"minibatches {minibatches}, ...", holds, worker]
         )
-        for worker, s, k in used
-        for r in (plan.stages[s].replicas,)
-    ]
     return table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5)

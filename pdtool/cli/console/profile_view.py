@@ -41,15 +41,10 @@ def _costs(nodes: Collection[Node]) -> list[str]:
 
 def devices_view(devices: Devices) -> Lines:
     """List each device's figures, and the data sheets that they come from."""
-    rows = [
-        [
-            key,
-            d.name,
-            ", ".join(f"{name} {peak / 1e12:g}" for name, peak in d.peak_flops_per_s.items()),
-            format_rate(d.bandwidth_bytes_per_s),
-            format_bytes(d.memory_bytes),
-        ]
-        for key, d in devices.devices.items()
-    ]
+    rows = []
+    for key, device in devices.devices.items():
+        peaks = ", ".join(f"{precision} {peak / 1e12:g}" for precision, peak in device.peak_flops_per_s.items())
+        bandwidth, memory = format_rate(device.bandwidth_bytes_per_s), format_bytes(device.memory_bytes)
+        rows.append([key, device.name, peaks, bandwidth, memory])
     yield table(("--device", "device", "Tflop/s", "bandwidth", "memory"), rows, names=3)
     yield from dict.fromkeys(f"source: {d.source}" for d in devices.devices.values())

@@ -19,21 +19,12 @@ _BAR_CHARACTERS = 40  # the widest bar of a plot
 
 def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Lines:
     """Show how each worker spent its time, and the time per minibatch beside the predicted one."""
-    rows = [
-        (
-            usage.worker,
-            usage.stage,
-            *(
-                f"{part / (result.makespan_s or 1.0):.0%}"
-                for part in (usage.busy_s, usage.communication_s, usage.idle_s)
-            ),
-            usage.peak_stashed,
-            usage.versions,
-            format_bytes(usage.memory_bytes),
-            format_bytes(usage.sent_bytes),
-        )
-        for usage in result.workers[:_MAX_LISTED_WORKERS]
-    ]
+    rows = []
+    for usage in result.workers[:_MAX_LISTED_WORKERS]:
+        parts = (usage.busy_s, usage.communication_s, usage.idle_s)
+        shares = (f"{part / (result.makespan_s or 1.0):.0%}" for part in parts)
+        memory, sent = format_bytes(usage.memory_bytes), format_bytes(usage.sent_bytes)
+        rows.append([usage.worker, usage.stage, *shares, usage.peak_stashed, usage.versions, memory, sent])
     columns = ("worker", "stage", "busy", "communicating", "idle", "stashed", "versions", "memory", "sent")
     title = f"{plan.name}: {plan.config}, schedule {schedule}, {result.minibatches} minibatches of {result.batch_size}"
     yield table(columns, rows, names=0, title=title)
@@ -63,31 +54,22 @@ def _compared_with_prediction(predicted: float | None, simulated: float) -> str:
 def comparison_view(comparison: Comparison) -> Lines:
     """Compare the plan with the usual baselines in steady state, whatever number of minibatches was asked for."""
     plan_row = next(row for row in comparison.plans if row.label == THIS_PLAN)
-    yield table(
-        ("in steady state", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch"),
-        [
-            (
-                row.label,
-                _shortened(row.config),
-                f"{row.throughput_samples_per_s:.4g}",
-                _gain(plan_row, row),
-                format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit"),
-                format_bytes(row.sent_bytes),
-            )
-            for row in comparison.plans
-        ],
-        names=2,
-    )
-
+    rows = []
+    for row in comparison.plans:
+        speed, gain = f"{row.throughput_samples_per_s:.4g}", _gain(plan_row, row)
+        memory = format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit")
+        rows.append([row.label, _shortened(row.config), speed, gain, memory, format_bytes(row.sent_bytes)])
+    columns = ("in steady state", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch")
+    yield table(columns, rows, names=2)
     for label in comparison.left_out:
         yield f"{label}: too large to simulate here"
 
 
-def _gain(own: ComparedPlan, other: ComparedPlan) -> str:
+def _gain(plan: ComparedPlan, other: ComparedPlan) -> str:
     """Return by how much the plan is faster than another."""
-    if other is own or not own.time_per_minibatch_s:
+    if other is plan or not plan.time_per_minibatch_s:
         return ""
-    return f"{other.time_per_minibatch_s / own.time_per_minibatch_s:.3g} ×"
+    return f"{other.time_per_minibatch_s / plan.time_per_minibatch_s:.3g} ×"
 
 
 def _shortened(config: str) -> str:
@@ -97,15 +79,11 @@ def _shortened(config: str) -> str:
 def sweep_view(points: Sequence[SweepPoint]) -> Lines:
     """Show the gain over data parallelism at each bandwidth, as figures and as bars; `|` is where they are equal."""
     max_gain = max(1.0, *(point.gain for point in points))
-    rows = [
-        (
-            format_bits_rate(p.bandwidth_bytes_per_s),
-            *map(format_seconds, (p.time_per_minibatch_s, p.data_parallel_s)),
-            f"{p.gain:.3g} ×",
-            _bar(p.gain / max_gain, 1 / max_gain),
-        )
-        for p in points
-    ]
+    rows = []
+    for p in points:
+        times = map(format_seconds, (p.time_per_minibatch_s, p.data_parallel_s))
+        bar = _bar(p.gain / max_gain, 1 / max_gain)
+        rows.append([format_bits_rate(p.bandwidth_bytes_per_s), *times, f"{p.gain:.3g} ×", bar])
     yield table(("bandwidth", "this plan", "data parallelism", "gain", ""), rows, names=0)
     equal = crossings(points)
     if equal:

@@ -27,10 +27,8 @@ _FORWARD_WIDTH, _MAX_WIDTH = 26, 12_000  # pixels, of a forward's box and of the
 
 
 def _svg(width: float, height: float, parts: Iterable[str]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}">'
-    )
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     style = "<style>text { font: 11px sans-serif; } .n { text-anchor: middle; } .r { text-anchor: end; }</style>"
     background = '<rect width="100%" height="100%" fill="white"/>'
     return "\n".join([head, style, background, *parts, "</svg>\n"])
@@ -101,22 +99,18 @@ def gain_svg(points: Sequence[SweepPoint], title: str) -> str:
         f'<text class="r" x="{width - 30}" y="{height - 8}">bandwidth of the outermost level</text>',
     ]
     for p in points:
-        centre = x(p.bandwidth_bytes_per_s)
-        label = format_bits_rate(p.bandwidth_bytes_per_s)
-        parts.append(
-            f'<circle cx="{centre:.1f}" cy="{y(p.gain):.1f}" r="3" fill="#1d6fa5">'
-            f"<title>{label}: {p.gain:.3g} ×</title></circle>"
+        centre, label = x(p.bandwidth_bytes_per_s), format_bits_rate(p.bandwidth_bytes_per_s)
+        tooltip, turn = (
+            f"<title>{label}: {p.gain:.3g} ×</title>",
+            f"translate({centre + 4:.1f},{height - 52}) rotate(-40)",
         )
-        parts.append(
-            f'<text class="r" transform="translate({centre + 4:.1f},{height - 52}) rotate(-40)">{label}</text>'
-        )
+        parts.append(f'<circle cx="{centre:.1f}" cy="{y(p.gain):.1f}" r="3" fill="#1d6fa5">{tooltip}</circle>')
+        parts.append(f'<text class="r" transform="{turn}">{label}</text>')
     ticks = sorted({low * 1.1, 1.0, high / 1.1})
     parts += [f'<text class="r" x="{left - 8}" y="{y(tick) + 4:.1f}">{tick:.3g} ×</text>' for tick in ticks]
     for rate in crossings(points):
         centre = x(rate)
-        parts.append(
-            f'<line x1="{centre:.1f}" y1="{top}" x2="{centre:.1f}" y2="{height - 60}" stroke="#c1121f" '
-            f'stroke-dasharray="4"/>'
-        )
+        ends = f'x1="{centre:.1f}" y1="{top}" x2="{centre:.1f}" y2="{height - 60}"'
+        parts.append(f'<line {ends} stroke="#c1121f" stroke-dasharray="4"/>')
         parts.append(f'<text class="n" x="{centre:.1f}" y="{top - 6}">as fast at {format_bits_rate(rate)}</text>')
     return _svg(width, height, parts)
