@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -100,10 +100,10 @@ class WorkerMeter:
     def paused(self) -> Iterator[None]:
         """Count nothing of what is done meanwhile (validation)."""
         self.synchronize()
-        before = self._timings.snapshot()
+        timings, self._timings = self._timings, Timings()
         yield
         self._unread.clear()
-        self._timings.rollback(before)
+        self._timings = timings
 
     def restart(self) -> None:
         """Forget what was measured (setting up, warming up); the trace keeps it."""
@@ -149,14 +149,6 @@ class WorkerMeter:
         """What a profiler sees of an action."""
         name = f"stage {action.stage} {action.kind.name.lower()} {action.minibatch}"
         return torch.cuda.nvtx.range(name) if self._uses_nvtx else record_function(name)
-
-
-class NullMeter:
-    """Measures nothing: for senders in a thread of their own, whose waits hold nobody up."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
 
 
 class _ActionContext:

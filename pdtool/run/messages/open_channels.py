@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from pdtool.errors import UsageError
-from pdtool.run.measure.meter import NullMeter, WorkerMeter
-from pdtool.run.messages.channel import LocalChannel, Receiver, Sender
+from pdtool.run.measure.meter import WorkerMeter
+from pdtool.run.messages.channel import LocalChannel, Receiver, Sender, Waiting
 from pdtool.run.messages.distributed import DistributedReceiver, DistributedSender, make_route_groups
 from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.run.messages.routes import Route
 from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, SlotLayout
 from pdtool.run.messages.shared_memory_setup import share_memory
 from pdtool.run.processes.process_groups import ProcessGroups
-
-_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -69,10 +68,10 @@ def open_channels(
     uses_nccl = groups.uses_nccl and settings.transport == "auto"
     layouts = {route.number: SlotLayout.of(route, settings.batch_size, settings.depth(route)) for route in routes}
     agreed: set[int] = set()
-    shared: dict[int, SharedMemory] = {}
+    memory: dict[int, SharedMemory] = {}
     if not uses_nccl and settings.transport != "gloo":
         sizes_bytes = {number: layout.total_bytes for number, layout in layouts.items()}
-        agreed, shared = share_memory(routes, rank, groups.world, sizes_bytes, settings.timeout_s)
+        agreed, memory = share_memory(routes, rank, groups.world, sizes_bytes, settings.timeout_s)
     distributed = [route for route in routes if not route.is_local and route.number not in agreed]
     if distributed and settings.transport == "shared":
         raise UsageError(
@@ -80,8 +79,20 @@ def open_channels(
             "leave --transport out: workers on one Linux machine share it, others use the network",
         )
     route_groups = make_route_groups(distributed, settings.timeout_s, nccl=uses_nccl)
-    opener = _ChannelOpener(settings, layouts, shared, route_groups, meter, uses_nccl)
-    return opener.open(routes, rank)
+    is_pinned = settings.device.type == "cuda" and not uses_nccl
+    waiting = nullcontext if is_pinned else meter.waiting  # the wait of a thread holds nobody up
+    opener = _ChannelOpener(layouts, memory, route_groups, settings.device, is_pinned, waiting)
+    channels = Channels()
+    for route in routes:
+        if route.is_local and route.sender == rank:
+            local = LocalChannel()
+            channels.senders.append((route, local))
+            channels.receivers.append((route, local))
+        elif route.sender == rank:
+            channels.senders.append((route, opener.sender(route)))
+        elif route.receiver == rank:
+            channels.receivers.append((route, opener.receiver(route)))
+    return channels
 
 
 @dataclass(frozen=True)
@@ -89,55 +100,38 @@ class _ChannelOpener:
     """Opens single channels.
 
     Attributes:
-        layouts, shared, groups: by the number of a route; those that do not share memory have a group.
+        layouts, memory, groups: by the number of a route; those that do not share memory have a group.
+        is_pinned: whether tensors on a GPU go through CPU memory.
     """
 
-    settings: ChannelSettings
     layouts: Mapping[int, SlotLayout]
-    shared: Mapping[int, SharedMemory]
+    memory: Mapping[int, SharedMemory]
     groups: Mapping[int, Any]
-    meter: WorkerMeter
-    uses_nccl: bool
+    device: torch.device
+    is_pinned: bool
+    waiting: Waiting
 
-    def open(self, routes: Sequence[Route], rank: int) -> Channels:
-        channels = Channels()
-        for route in routes:
-            if route.is_local and route.sender == rank:
-                local = LocalChannel()
-                channels.senders.append((route, local))
-                channels.receivers.append((route, local))
-            elif route.sender == rank:
-                channels.senders.append((route, self._sender(route)))
-            elif route.receiver == rank:
-                channels.receivers.append((route, self._receiver(route)))
-        return channels
-
-    @property
-    def _is_pinned(self) -> bool:
-        """Whether tensors on a GPU go through CPU memory."""
-        return self.settings.device.type == "cuda" and not self.uses_nccl
-
-    @property
-    def _carrier(self) -> torch.device:
-        """Where the tensors are that a process group sends and receives."""
-        return _CPU if self._is_pinned else self.settings.device
-
-    def _sender(self, route: Route) -> Sender:
-        layout, shared = self.layouts[route.number], self.shared.get(route.number)
-        meter = NullMeter() if self._is_pinned else self.meter  # the wait of a thread holds nobody up
+    def sender(self, route: Route) -> Sender:
+        layout, shared = self.layouts[route.number], self.memory.get(route.number)
         sender: Sender
         if shared:
-            sender = SharedMemorySender(route, layout, shared, meter)
+            sender = SharedMemorySender(route, layout, shared, self.waiting)
         else:
-            sender = DistributedSender(route, self.groups[route.number], layout.depth, self._carrier, meter)
-        return PinnedSender(route, sender, self.settings.device) if self._is_pinned else sender
+            group = self.groups[route.number]
+            sender = DistributedSender(route, group, layout.depth, self._group_device, self.waiting)
+        return PinnedSender(route, sender, self.device) if self.is_pinned else sender
 
-    def _receiver(self, route: Route) -> Receiver:
-        layout, shared = self.layouts[route.number], self.shared.get(route.number)
+    def receiver(self, route: Route) -> Receiver:
+        layout, shared = self.layouts[route.number], self.memory.get(route.number)
         receiver: Receiver
         if shared:
             receiver = SharedMemoryReceiver(route, layout, shared)
         else:
             group = self.groups[route.number]
-            receiver = DistributedReceiver(route, group, self._carrier, pinned=self._is_pinned)
-        return PinnedReceiver(receiver, self.settings.device) if self._is_pinned else receiver
+            receiver = DistributedReceiver(route, group, self._group_device, pinned=self.is_pinned)
+        return PinnedReceiver(receiver, self.device) if self.is_pinned else receiver
+
+    @property
+    def _group_device(self) -> torch.device:
+        """Where the tensors are that a process group sends and receives."""
+        return torch.device("cpu") if self.is_pinned else self.device

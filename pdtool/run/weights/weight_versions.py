@@ -164,16 +164,16 @@ class WeightVersions:
             self._make_current(number, memory)
         self.peak_versions = max(self.peak_versions, len(self._alive))
 
-    def set_extrapolated(self, values: Mapping[int, Tensor]) -> None:
+    def set_extrapolated(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """After a step, set what forwards read.
 
         Args:
-            values: id of a parameter -> a tensor of its shape; of parameters left out forwards read the exact value.
+            values: a parameter -> a tensor of its shape; of parameters left out forwards read the exact value.
         """
         if self._exact:
             with torch.no_grad():
                 for parameter, leaf in zip(self.parameters.values(), self._current.leaves, strict=True):
-                    leaf.copy_(values.get(id(parameter), parameter.detach()))
+                    leaf.copy_(values.get(parameter, parameter.detach()))
 
     def bind_newest(self) -> None:
         """Let the module compute with what the Parameters hold."""
