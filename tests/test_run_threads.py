@@ -56,7 +56,7 @@ def test_a_profile_knows_its_threads() -> None:
 def test_run_takes_the_threads_of_the_profile(tmp_path: Path) -> None:
     profile = measured("AMD EPYC, 2 threads")
     inputs = Inputs("plan.yaml", samples.plan(), profile, ModelRef(source="model.py"), trusted=False)
-    cli_run = importlib.import_module("pdtool.cli.run")
+    cli_run = importlib.import_module("pdtool.cli.commands.run")
     parsed = cli_run.run.make_context("run", ["plan.yaml", "-o", str(tmp_path / "run")]).params
     assert cli_run._config(inputs, samples.bundle(), parsed).threads == 2
 
@@ -86,7 +86,7 @@ def test_workers_that_crowd_each_other_are_noted(
     if asked:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     config = replace(harness.job(tmp_path, harness.CONV3), threads=threads)
-    importlib.import_module("pdtool.cli.run")._note_crowding(config)
+    importlib.import_module("pdtool.cli.commands.run")._note_crowding(config)
     told = " ".join(capsys.readouterr().err.split())
     assert says in told
     assert bool(says) == bool(told)

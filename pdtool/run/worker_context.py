@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pdtool.frontend.graph_check import check_bundle
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.config import RunConfig, assign_ranks, ranks_of_stage
+from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.data import DatasetSplit, MinibatchLoader
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.open_channels import Channels, ChannelSettings, open_channels
@@ -54,8 +54,7 @@ class WorkerContext:
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device, local_workers: int) -> None:
         self.config, self.device, bundle = config, device, config.bundle
-        assignments = assign_ranks(config.plan)
-        self.assignment = assignments[rank]
+        self.assignment = assign_ranks(config.plan)[rank]
         self.status, self.meter = Status(config.out, self.assignment), WorkerMeter(device)
         self.file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
         self.shape = config.plan.shape(tuple(tied.stages for tied in bundle.tied))
@@ -73,9 +72,9 @@ class WorkerContext:
         loaded = _SPLITS if self.assignment.stage == 0 else ()
         self.loaders = {name: MinibatchLoader(self.file, name, inputs) for name in loaded}
         described = {name: loader.describe() for name, loader in self.loaders.items()}
-        source = ranks_of_stage(assignments, 0)[0]
-        self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
         self.groups = make_process_groups(config, device, local_workers)
+        source = self.groups.replicas[0].ranks[0]
+        self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
         builder = _StageBuilder(self, model)
         self.stages = {s: builder.build(s, module) for s, module in modules.items()}
 
@@ -105,10 +104,10 @@ class WorkerContext:
 
 
 def _channels(context: WorkerContext) -> Channels:
-    config, shape, assignments = context.config, context.shape, assign_ranks(context.config.plan)
+    config, shape, groups = context.config, context.shape, context.groups
     targets = describe_targets(context.splits["train"].leaves)
     edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
-    ranks = [ranks_of_stage(assignments, s % shape.pipeline_depth) for s in range(len(config.plan.stages))]
+    routes = list_routes(edges, [replicas.ranks for replicas in groups.replicas])
     settings = ChannelSettings(
         transport=config.transport,
         batch_size=config.plan.batch_size,
@@ -116,8 +115,7 @@ def _channels(context: WorkerContext) -> Channels:
         device=context.device,
         timeout_s=config.timeout_s,
     )
-    rank = context.assignment.rank
-    return open_channels(list_routes(edges, ranks), rank, context.groups, settings, context.meter)
+    return open_channels(routes, context.assignment.rank, groups, settings, context.meter)
 
 
 class _StageBuilder:
@@ -142,7 +140,7 @@ class _StageBuilder:
                 self._config.bundle, s, self._channels, ahead=in_flight + 1, device=context.device, meter=context.meter
             ),
             averager=ReplicaAverager(context.groups.replicas[s], untied.values(), context.meter),
-            optimizer=NamedOptimizer(context.file, untied, self._config.delay_compensation, self._delays[s]),
+            optimizer=self._optimizer(untied, s),
             tied=tied,
             saved_names=saved_names,
             unused_state=self._unused_state(s, stage, saved_names),
@@ -168,18 +166,17 @@ class _StageBuilder:
         tied = []
         for described, group in zip(config.bundle.tied, context.groups.tied, strict=True):
             names = dict(zip(described.stages, described.names, strict=True))
-            if s not in names:
-                continue
-            first = min(names)
-            parameter = stage.weights.by_name[names[s]]
-            optimizer = NamedOptimizer(
-                context.file, {names[first]: parameter}, config.delay_compensation, self._delays[first]
-            )
-            is_late = is_asynchronous(config.plan.schedule)
-            lag = tied_update_lag(context.shape, described.stages, s) if is_late else 0
-            holders = TiedHolders(names[first], group, len(names), lag, is_first=first == s)
-            tied.append(TiedParameterSync(parameter, optimizer, holders, context.meter))
+            if s in names:
+                first = min(names)
+                is_late = is_asynchronous(config.plan.schedule)
+                lag = tied_update_lag(context.shape, described.stages, s) if is_late else 0
+                holders = TiedHolders(group, len(names), lag, is_first=first == s)
+                optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
+                tied.append(TiedParameterSync(optimizer, holders, context.meter))
         return tied
+
+    def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
+        return NamedOptimizer(self._context.file, parameters, self._config.delay_compensation, self._delays[s])
 
     def _unused_state(self, s: int, stage: PipelineStage, saved_names: Sequence[str]) -> dict[str, Tensor]:
         """See StageReplica.unused_state."""

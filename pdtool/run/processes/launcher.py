@@ -72,7 +72,7 @@ def launch(config: RunConfig, on_metrics: Callable[[dict[str, Any]], None] | Non
     with (
         following_metrics(config.out, on_metrics, after=epochs_done),
         _killing_stragglers(config, local),
-        _elastic_logs_disabled(),
+        _logging_disabled(),
         _signal_handlers_restored(),
     ):
         try:
@@ -238,15 +238,11 @@ def _signal_handlers_restored() -> Iterator[None]:
 
 
 @contextmanager
-def _elastic_logs_disabled() -> Iterator[None]:
-    """Disable the logs of torch elastic, which repeat what `launch` raises."""
-    names = [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiprocessing"))]
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
+def _logging_disabled() -> Iterator[None]:
+    """Disable logging: torch elastic logs what `launch` raises."""
+    before = logging.root.manager.disable
+    logging.disable()
     try:
-        for logger in loggers:
-            logger.disabled = True
         yield
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+        logging.disable(before)
