@@ -129,10 +129,10 @@ def check_config(config: RunConfig) -> None:
 
 def local_assignments(config: RunConfig) -> list[RankAssignment]:
     """Return the assignments of the workers that this machine starts; raises UsageError when there are none."""
-    own_workers = config.machines.own_workers(config.plan.cluster.cluster().workers)
-    local = [assignment for assignment in assign_ranks(config.plan) if assignment.worker in own_workers]
+    node_workers = config.machines.node_workers(config.plan.cluster.cluster().workers)
+    local = [assignment for assignment in assign_ranks(config.plan) if assignment.worker in node_workers]
     if not local:
-        raise UsageError(f"the plan uses no worker of machine {config.machines.own}", "start fewer machines")
+        raise UsageError(f"the plan uses no worker of machine {config.machines.node_rank}", "start fewer machines")
     return local
 
 
@@ -181,12 +181,12 @@ def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:
         run_id="pdtool" if is_distributed else uuid.uuid4().hex,
         rdzv_backend="static" if is_distributed else "c10d",
         rdzv_endpoint=machines.endpoint if is_distributed else "localhost:0",
-        rdzv_configs={"rank": machines.own} if is_distributed else {},
+        rdzv_configs={"rank": machines.node_rank} if is_distributed else {},
         local_addr=None if is_distributed else "localhost",
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(log_dir=str(config.out / WORKERS_FOLDER / f"node-{machines.own}")),
+        logs_specs=DefaultLogsSpecs(log_dir=str(config.out / WORKERS_FOLDER / f"node-{machines.node_rank}")),
     )
 
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 OnGradient = Callable[[nn.Parameter], None] | None  # called with each parameter whose gradient is complete
 
@@ -121,14 +121,10 @@ class WeightVersions:
         if weight == 1.0:  # nothing is to be scaled: the leaves accumulate in the Parameters' gradients in place
             for parameter, leaf in leaves:
                 leaf.grad = parameter.grad
-        with ExitStack() as hooks:
-            if on_gradient:
-                hook = partial(_collect_early, weight, on_gradient)
-                for parameter, leaf in leaves:
-                    if leaf.requires_grad:
-                        handle = leaf.register_post_accumulate_grad_hook(partial(hook, parameter))  # type: ignore[no-untyped-call]
-                        hooks.enter_context(handle)
-            backward()
+        hooks = _add_hooks(leaves, weight, on_gradient) if on_gradient else []
+        backward()
+        for hook in hooks:
+            hook.remove()
         for parameter, leaf in leaves:
             _collect_gradient(parameter, leaf, weight)
         self._release(version)
@@ -199,11 +195,20 @@ class WeightVersions:
         self.bind(self._current)
 
 
-def _collect_early(
-    weight: float, on_gradient: Callable[[nn.Parameter], None], parameter: nn.Parameter, leaf: Tensor
-) -> None:
-    _collect_gradient(parameter, leaf, weight)
-    on_gradient(parameter)
+def _add_hooks(
+    leaves: Iterable[tuple[nn.Parameter, Tensor]], weight: float, on_gradient: Callable[[nn.Parameter], None]
+) -> list[RemovableHandle]:
+    """Collect each gradient as soon as it is complete, then call `on_gradient`."""
+
+    def hook(parameter: nn.Parameter, leaf: Tensor) -> None:
+        _collect_gradient(parameter, leaf, weight)
+        on_gradient(parameter)
+
+    return [
+        leaf.register_post_accumulate_grad_hook(partial(hook, parameter))  # type: ignore[no-untyped-call]
+        for parameter, leaf in leaves
+        if leaf.requires_grad
+    ]
 
 
 def _collect_gradient(parameter: nn.Parameter, leaf: Tensor, weight: float) -> None:
