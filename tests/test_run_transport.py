@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -26,7 +27,7 @@ from pdtool.run.data import DataPass, DatasetSplit, Minibatches
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages import shared_memory_setup
 from pdtool.run.messages.channel import LocalChannel
-from pdtool.run.messages.open_channels import ChannelSettings, open_channels
+from pdtool.run.messages.open_channels import open_channels
 from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.run.messages.routes import Edge, list_edges, list_routes
 from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, SlotLayout
@@ -254,11 +255,10 @@ def stages_here(
     """Stage -> its inputs and outputs on this rank, in a phase, what measures them, and its minibatches."""
     groups = ProcessGroups(distributed.new_group(backend="gloo"), [], [], uses_nccl=False)
     device = torch.device("cpu")
-    settings = ChannelSettings(
-        transport=transport, batch_size=minibatches.size, in_flight=4, device=device, timeout_s=30.0
-    )
+    plan = SimpleNamespace(batch_size=minibatches.size)
+    config: Any = SimpleNamespace(transport=transport, timeout_s=30.0, plan=plan)
     routes = list_routes(list_edges(bundle, [], narrow), ranks)
-    channels = open_channels(routes, rank, groups, settings, WorkerMeter(device))
+    channels = open_channels(routes, groups, config, 4, device, WorkerMeter(device))
     data = DataPass("train", DatasetSplit(len(minibatches.order), ()), minibatches, 0, 1)
     made = {}
     for stage in [s for s, replicas in enumerate(ranks) if rank in replicas]:

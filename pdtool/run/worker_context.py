@@ -13,7 +13,7 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.data import DatasetSplit, MinibatchLoader
 from pdtool.run.measure.meter import WorkerMeter
-from pdtool.run.messages.open_channels import Channels, ChannelSettings, open_channels
+from pdtool.run.messages.open_channels import Channels, open_channels
 from pdtool.run.messages.routes import describe_targets, dtype_of, list_edges, list_routes
 from pdtool.run.messages.stage_io import StageIO
 from pdtool.run.processes.collectives import broadcast
@@ -108,14 +108,8 @@ def _channels(context: WorkerContext) -> Channels:
     targets = describe_targets(context.splits["train"].leaves)
     edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
     routes = list_routes(edges, [replicas.ranks for replicas in groups.replicas])
-    settings = ChannelSettings(
-        transport=config.transport,
-        batch_size=config.plan.batch_size,
-        in_flight=total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight),
-        device=context.device,
-        timeout_s=config.timeout_s,
-    )
-    return open_channels(routes, context.assignment.rank, groups, settings, context.meter)
+    in_flight = total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight)
+    return open_channels(routes, groups, config, in_flight, context.device, context.meter)
 
 
 class _StageBuilder:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pdtool.errors import UsageError
+from pdtool.run.config import RunConfig
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import LocalChannel, Receiver, Sender, Waiting
 from pdtool.run.messages.distributed import DistributedReceiver, DistributedSender, make_route_groups
@@ -28,60 +30,43 @@ class Channels:
     receivers: list[tuple[Route, Receiver]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChannelSettings:
-    """How channels are opened.
-
-    Attributes:
-        transport: `auto` shares memory where that is possible, `shared` refuses to run where it is not, `gloo` never
-            shares memory.
-        batch_size: samples in a minibatch at most.
-        in_flight: minibatches that the schedule has in flight at once, over all replicas.
-        device: where this worker's tensors are.
-        timeout_s: how many seconds another worker is waited for.
-    """
-
-    transport: Literal["auto", "gloo", "shared"]
-    batch_size: int
-    in_flight: int
-    device: torch.device
-    timeout_s: float
-
-    def depth(self, route: Route) -> int:
-        """Most messages under way: when a minibatch is that much older than the one sent now, it was received."""
-        return 1 + -(-self.in_flight // route.every)
-
-
 def open_channels(
-    routes: Sequence[Route], rank: int, groups: ProcessGroups, settings: ChannelSettings, meter: WorkerMeter
+    routes: Sequence[Route],
+    groups: ProcessGroups,
+    config: RunConfig,
+    in_flight: int,
+    device: torch.device,
+    meter: WorkerMeter,
 ) -> Channels:
     """Open this worker's ends of all channels; all workers call it together.
 
     Args:
-        rank: of this worker.
+        in_flight: minibatches that the schedule has in flight at once, over all replicas.
+        device: where this worker's tensors are.
         meter: measures how long senders wait.
 
     Raises:
         UsageError: memory cannot be shared, and must be.
         PeerError: a worker does not come.
     """
-    uses_nccl = groups.uses_nccl and settings.transport == "auto"
-    layouts = {route.number: SlotLayout.of(route, settings.batch_size, settings.depth(route)) for route in routes}
+    uses_nccl = groups.uses_nccl and config.transport == "auto"
+    rank, size = dist.get_rank(), config.plan.batch_size
+    layouts = {route.number: SlotLayout.of(route, size, route.depth(in_flight)) for route in routes}
     agreed: set[int] = set()
     memory: dict[int, SharedMemory] = {}
-    if not uses_nccl and settings.transport != "gloo":
+    if not uses_nccl and config.transport != "gloo":
         sizes_bytes = {number: layout.total_bytes for number, layout in layouts.items()}
-        agreed, memory = share_memory(routes, rank, groups.world, sizes_bytes, settings.timeout_s)
+        agreed, memory = share_memory(routes, rank, groups.world, sizes_bytes, config.timeout_s)
     distributed = [route for route in routes if not route.is_local and route.number not in agreed]
-    if distributed and settings.transport == "shared":
+    if distributed and config.transport == "shared":
         raise UsageError(
             f"rank {distributed[0].sender} and rank {distributed[0].receiver} cannot share memory",
             "leave --transport out: workers on one Linux machine share it, others use the network",
         )
-    route_groups = make_route_groups(distributed, settings.timeout_s, nccl=uses_nccl)
-    is_pinned = settings.device.type == "cuda" and not uses_nccl
+    route_groups = make_route_groups(distributed, config.timeout_s, nccl=uses_nccl)
+    is_pinned = device.type == "cuda" and not uses_nccl
     waiting = nullcontext if is_pinned else meter.waiting  # the wait of a thread holds nobody up
-    opener = _ChannelOpener(layouts, memory, route_groups, settings.device, is_pinned, waiting)
+    opener = _ChannelOpener(layouts, memory, route_groups, device, is_pinned, waiting)
     channels = Channels()
     for route in routes:
         if route.is_local and route.sender == rank:

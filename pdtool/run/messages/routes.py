@@ -84,6 +84,14 @@ class Route:
         """Whether this minibatch takes this route."""
         return minibatch % self.every == self.first
 
+    def depth(self, in_flight: int) -> int:
+        """Return the most messages under way: a minibatch that much older than the one sent now was received.
+
+        Args:
+            in_flight: minibatches that the schedule has in flight at once, over all replicas.
+        """
+        return 1 + -(-in_flight // self.every)
+
     @property
     def is_local(self) -> bool:
         """Whether both stages are on one worker, so that nothing travels."""

@@ -15,7 +15,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def launch(config: RunConfig, on_metrics: Callable[[dict[str, Any]], None] | Non
     reader, _writer = multiprocessing.Pipe(duplex=False)  # its other end closes with this process
     stop_signal = None
     with (
-        following_metrics(config.out, on_metrics, after=epochs_done),
+        following_metrics(config.out, on_metrics, after=epochs_done) if on_metrics else nullcontext(),
         _killing_stragglers(config, local),
         _logging_disabled(),
         _signal_handlers_restored(),
