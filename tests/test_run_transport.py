@@ -253,12 +253,12 @@ def stages_here(
     narrow: torch.dtype | None = None,
 ) -> dict[int, tuple[StageIO, WorkerMeter, list[int]]]:
     """Stage -> its inputs and outputs on this rank, in a phase, what measures them, and its minibatches."""
-    groups = ProcessGroups(distributed.new_group(backend="gloo"), [], [], uses_nccl=False)
     device = torch.device("cpu")
+    groups = ProcessGroups(distributed.new_group(backend="gloo"), [], [], device, uses_nccl=False)
     plan = SimpleNamespace(batch_size=minibatches.size)
     config: Any = SimpleNamespace(transport=transport, timeout_s=30.0, plan=plan)
     routes = list_routes(list_edges(bundle, [], narrow), ranks)
-    channels = open_channels(routes, groups, config, 4, device, WorkerMeter(device))
+    channels = open_channels(routes, groups, config, 4, WorkerMeter(device))
     data = DataPass("train", DatasetSplit(len(minibatches.order), ()), minibatches, 0, 1)
     made = {}
     for stage in [s for s, replicas in enumerate(ranks) if rank in replicas]:

@@ -56,6 +56,7 @@ class WorkerContext:
         self.config, self.device, bundle = config, device, config.bundle
         self.assignment = assign_ranks(config.plan)[rank]
         self.status, self.meter = Status(config.out, self.assignment), WorkerMeter(device)
+        self.groups = make_process_groups(config, device, local_workers)
         self.file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
         self.shape = config.plan.shape(tuple(tied.stages for tied in bundle.tied))
         model = self.file.build(config.seed)
@@ -72,7 +73,6 @@ class WorkerContext:
         loaded = _SPLITS if self.assignment.stage == 0 else ()
         self.loaders = {name: MinibatchLoader(self.file, name, inputs) for name in loaded}
         described = {name: loader.describe() for name, loader in self.loaders.items()}
-        self.groups = make_process_groups(config, device, local_workers)
         source = self.groups.replicas[0].ranks[0]
         self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
         builder = _StageBuilder(self, model)
@@ -109,7 +109,7 @@ def _channels(context: WorkerContext) -> Channels:
     edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
     routes = list_routes(edges, [replicas.ranks for replicas in groups.replicas])
     in_flight = total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight)
-    return open_channels(routes, groups, config, in_flight, context.device, context.meter)
+    return open_channels(routes, groups, config, in_flight, context.meter)
 
 
 class _StageBuilder:

@@ -31,18 +31,12 @@ class Channels:
 
 
 def open_channels(
-    routes: Sequence[Route],
-    groups: ProcessGroups,
-    config: RunConfig,
-    in_flight: int,
-    device: torch.device,
-    meter: WorkerMeter,
+    routes: Sequence[Route], groups: ProcessGroups, config: RunConfig, in_flight: int, meter: WorkerMeter
 ) -> Channels:
     """Open this worker's ends of all channels; all workers call it together.
 
     Args:
         in_flight: minibatches that the schedule has in flight at once, over all replicas.
-        device: where this worker's tensors are.
         meter: measures how long senders wait.
 
     Raises:
@@ -64,9 +58,9 @@ def open_channels(
             "leave --transport out: workers on one Linux machine share it, others use the network",
         )
     route_groups = make_route_groups(distributed, config.timeout_s, nccl=uses_nccl)
-    is_pinned = device.type == "cuda" and not uses_nccl
+    is_pinned = groups.device.type == "cuda" and not uses_nccl
     waiting = nullcontext if is_pinned else meter.waiting  # the wait of a thread holds nobody up
-    opener = _ChannelOpener(layouts, memory, route_groups, device, is_pinned, waiting)
+    opener = _ChannelOpener(layouts, memory, route_groups, groups.device, is_pinned, waiting)
     channels = Channels()
     for route in routes:
         if route.is_local and route.sender == rank:
