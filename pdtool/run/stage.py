@@ -86,7 +86,7 @@ class PipelineStage:
         self.stashed: dict[int, StashedMinibatch] = {}
         self.peak_stashed = 0
 
-    def forward(self, minibatch: int, inputs: Sequence[Tensor], target: Any = None) -> tuple[Tensor, ...]:
+    def forward(self, minibatch: int, inputs: list[Tensor], target: Any = None) -> tuple[Tensor, ...]:
         """Compute with the weight version that the minibatch reads, and keep the graph.
 
         Args:
@@ -96,14 +96,14 @@ class PipelineStage:
         Returns:
             What the module returns, [samples, ...] each; at the last stage the loss, a scalar.
         """
-        version, kept = self.weights.acquire(minibatch), list(inputs)
+        version = self.weights.acquire(minibatch)
         if self._recomputation:
-            with self._recomputation.first_forward(kept, target) as state:
-                outputs = self._compute(kept, target)
-            self.stashed[minibatch] = StashedMinibatch(version, kept, (), state)
+            with self._recomputation.first_forward(inputs, target) as state:
+                outputs = self._compute(inputs, target)
+            self.stashed[minibatch] = StashedMinibatch(version, inputs, (), state)
         else:
-            outputs = self._compute(kept, target)
-            self.stashed[minibatch] = StashedMinibatch(version, kept, outputs)
+            outputs = self._compute(inputs, target)
+            self.stashed[minibatch] = StashedMinibatch(version, inputs, outputs)
         self.peak_stashed = max(self.peak_stashed, len(self.stashed))
         return outputs
 
