@@ -96,7 +96,7 @@ def pair(
     connections = socket.socketpair()
     for connection in connections:
         connection.settimeout(timeout_s)
-    sender = SharedMemorySender(route, layout, SharedMemory(first, connections[0]), nullcontext)
+    sender = SharedMemorySender(route, layout, SharedMemory(first, connections[0]), nullcontext())
     return sender, SharedMemoryReceiver(route, layout, SharedMemory(second, connections[1]))
 
 

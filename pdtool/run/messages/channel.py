@@ -8,13 +8,10 @@ the receiver asks for messages in the order of `expect` is asserted in one place
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
-
-Waiting = Callable[[], AbstractContextManager[None]]  # what a sender's waits are timed with
 
 
 class Sender(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pdtool.run.messages.channel import Waiting
 from pdtool.run.messages.routes import Edge, Route
 from pdtool.run.processes.collectives import PeerErrorContext, short_reason
 
@@ -53,7 +53,9 @@ class DistributedSender:
         waiting: context that times a wait for the receiver.
     """
 
-    def __init__(self, route: Route, group: Any, depth: int, device: torch.device, waiting: Waiting) -> None:
+    def __init__(
+        self, route: Route, group: Any, depth: int, device: torch.device, waiting: AbstractContextManager[None]
+    ) -> None:
         self._route, self._group, self._depth, self._device, self._waiting = route, group, depth, device, waiting
         self._under_way: deque[tuple[int, list[tuple[Any, Tensor]]]] = deque()
 
@@ -81,7 +83,7 @@ class DistributedSender:
     def _wait_for_oldest(self) -> None:
         minibatch, sends = self._under_way.popleft()
         try:
-            with self._waiting():
+            with self._waiting:
                 for work, _ in sends:
                     work.wait()
         except RuntimeError as error:

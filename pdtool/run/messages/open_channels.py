@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pdtool.errors import UsageError
 from pdtool.run.config import RunConfig
 from pdtool.run.measure.meter import WorkerMeter
-from pdtool.run.messages.channel import LocalChannel, Receiver, Sender, Waiting
+from pdtool.run.messages.channel import LocalChannel, Receiver, Sender
 from pdtool.run.messages.distributed import DistributedReceiver, DistributedSender, make_route_groups
 from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.run.messages.routes import Route
@@ -59,7 +59,7 @@ def open_channels(
         )
     route_groups = make_route_groups(distributed, config.timeout_s, nccl=uses_nccl)
     is_pinned = groups.device.type == "cuda" and not uses_nccl
-    waiting = nullcontext if is_pinned else meter.waiting  # the wait of a thread holds nobody up
+    waiting = nullcontext() if is_pinned else meter.waiting  # the wait of a thread holds nobody up
     opener = _ChannelOpener(layouts, memory, route_groups, groups.device, is_pinned, waiting)
     channels = Channels()
     for route in routes:
@@ -88,7 +88,7 @@ class _ChannelOpener:
     groups: Mapping[int, Any]
     device: torch.device
     is_pinned: bool
-    waiting: Waiting
+    waiting: AbstractContextManager[None]
 
     def sender(self, route: Route) -> Sender:
         layout, shared = self.layouts[route.number], self.memory.get(route.number)

@@ -18,7 +18,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdtool.run.messages.channel import Waiting
 from pdtool.run.messages.routes import Route
 
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
@@ -92,7 +91,9 @@ class SharedMemorySender:
         waiting: context that times a wait for a free slot.
     """
 
-    def __init__(self, route: Route, layout: SlotLayout, shared: SharedMemory, waiting: Waiting) -> None:
+    def __init__(
+        self, route: Route, layout: SlotLayout, shared: SharedMemory, waiting: AbstractContextManager[None]
+    ) -> None:
         self._route, self._layout, self._waiting = route, layout, waiting
         self._connection = shared.connection
         self._memory = torch.frombuffer(shared.memory, dtype=torch.uint8)
@@ -123,7 +124,7 @@ class SharedMemorySender:
         with suppress(BlockingIOError):
             self._add_free(os.read(self._connection.fileno(), 4096))
         if not self._free:
-            with self._waiting():
+            with self._waiting:
                 self._add_free(self._connection.recv(4096))
 
     def _add_free(self, slots: bytes) -> None:

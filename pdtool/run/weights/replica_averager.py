@@ -97,7 +97,7 @@ class ReplicaAverager:
             return
         [total] = self._sum([minibatches])
         for buffer in buffers:
-            with self._meter.averaging(), self._peer_error("buffers"):
+            with self._meter.averaging, self._peer_error("buffers"):
                 if buffer.is_floating_point():
                     self._all_reduce(buffer.mul_(minibatches / total)).wait()
                 else:
@@ -110,7 +110,7 @@ class ReplicaAverager:
         self._started.append((self._all_reduce(flat), flat))
 
     def _take_sums(self) -> None:
-        with self._meter.averaging(), self._peer_error("gradients"):
+        with self._meter.averaging, self._peer_error("gradients"):
             for work, _ in self._started:
                 work.wait()
         if self._started:
@@ -123,7 +123,7 @@ class ReplicaAverager:
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64, device=self._replicas.device)
-        with self._meter.averaging(), self._peer_error("numbers"):
+        with self._meter.averaging, self._peer_error("numbers"):
             self._all_reduce(total).wait()
         return total.tolist()
 

@@ -93,7 +93,7 @@ class TiedParameterSync:
     def step(self) -> None:
         """Step with the oldest gradient: summed over the holders, the mean over the samples of its round."""
         work, message, started_s = self._due.popleft()
-        with self._meter.averaging(), self._peer_error():
+        with self._meter.averaging, self._peer_error():
             work.wait()
         self._meter.all_reduce_ended(started_s, message.nbytes)
         gradient = message[:-1].div_(message[-1] / self.holders.count)
