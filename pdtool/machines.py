@@ -21,15 +21,15 @@ class Machines:
 
     Attributes:
         count: number of machines (--nnodes).
-        own: number of this machine, from 0 (--node-rank).
+        node_rank: number of this machine, from 0.
         endpoint: `host:port` on machine 0 (--rdzv-endpoint); "" with one machine.
     """
 
     count: int = 1
-    own: int = 0
+    node_rank: int = 0
     endpoint: str = ""
 
-    def own_workers(self, workers: int) -> range:
+    def node_workers(self, workers: int) -> range:
         """Return the numbers of the workers that this machine starts.
 
         Args:
@@ -38,9 +38,9 @@ class Machines:
         Raises:
             UsageError: the workers cannot be divided evenly, this machine is none of them, or no endpoint is given.
         """
-        if workers % self.count or not 0 <= self.own < self.count:
+        if workers % self.count or not 0 <= self.node_rank < self.count:
             raise UsageError(
-                f"machine {self.own} of {self.count} cannot have its share of the {workers} workers",
+                f"machine {self.node_rank} of {self.count} cannot have its share of the {workers} workers",
                 "give --nnodes that divides them and --node-rank from 0",
             )
         if self.count > 1 and not all(self.rendezvous_address):
@@ -48,7 +48,7 @@ class Machines:
                 f"{self.count} machines need a place to meet", "give --rdzv-endpoint HOST:PORT of machine 0"
             )
         share = workers // self.count
-        return range(self.own * share, (self.own + 1) * share)
+        return range(self.node_rank * share, (self.node_rank + 1) * share)
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:

@@ -14,13 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.run.measure.meter import NullMeter
 from pdtool.run.messages.channel import Receiver, Sender
 from pdtool.run.messages.distributed import DistributedReceiver, DistributedSender
 from pdtool.run.messages.routes import Edge, Route, list_routes
@@ -49,13 +49,13 @@ def open_ends(kind: str, size: int, rank: int) -> tuple[Sender, Receiver]:
     if kind == "gloo":
         groups = [dist.new_group(backend="gloo") for _ in there]
         return (
-            DistributedSender(out, groups[out.number], DEPTH, CPU, NullMeter()),
+            DistributedSender(out, groups[out.number], DEPTH, CPU, nullcontext()),
             DistributedReceiver(into, groups[into.number], CPU),
         )
     layout = SlotLayout.of(out, 1, DEPTH)
     _, shared = share_memory(there, rank, dist.group.WORLD, dict.fromkeys((0, 1), layout.total_bytes), 60.0)
     return (
-        SharedMemorySender(out, layout, shared[out.number], NullMeter()),
+        SharedMemorySender(out, layout, shared[out.number], nullcontext()),
         SharedMemoryReceiver(into, layout, shared[into.number]),
     )
 

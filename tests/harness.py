@@ -414,13 +414,13 @@ def run(spec: RunConfig) -> list[Outcome]:
 
 def _work(spec: RunConfig, rank: int, world: int, store: Path) -> None:
     from pdtool.run.worker import Worker
-    from pdtool.run.worker_context import build_context
+    from pdtool.run.worker_context import WorkerContext
 
     gc.freeze()  # the worker looks through nothing for garbage that the server has imported
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    context = build_context(spec, rank, torch.device("cpu"), world)
+    context = WorkerContext(spec, rank, torch.device("cpu"), world)
     Worker(context).run()
     outcomes = [
         Outcome(

@@ -12,8 +12,8 @@ SLURM = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_
 
 
 def test_each_worker_is_started_by_one_machine() -> None:
-    assert Machines().own_workers(3) == range(3)
-    halves = [Machines(2, k, "node0:29500").own_workers(8) for k in (0, 1)]
+    assert Machines().node_workers(3) == range(3)
+    halves = [Machines(2, k, "node0:29500").node_workers(8) for k in (0, 1)]
     assert halves == [range(4), range(4, 8)]
 
 
@@ -29,7 +29,7 @@ def test_each_worker_is_started_by_one_machine() -> None:
 )
 def test_machines_that_cannot_share_the_workers(machines: Machines, workers: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        machines.own_workers(workers)
+        machines.node_workers(workers)
 
 
 def test_machines_meet_at_the_endpoint_and_one_machine_at_a_port_of_its_own() -> None:

@@ -152,7 +152,7 @@ def test_a_worker_that_is_killed_is_named_at_once():
 
 
 def test_a_machine_that_does_not_come_is_known_by_its_workers():
-    machines = Machines(count=2, own=0, endpoint=f"127.0.0.1:{free_port()}")
+    machines = Machines(count=2, node_rank=0, endpoint=f"127.0.0.1:{free_port()}")
     with pytest.raises(WorkerDiedError, match=r"coming together: worker [01] waited for workers 2, 3 in vain"):
         probe(request(2, 2, timeout_s=0.5), machines, lambda step: None)
 
@@ -160,7 +160,7 @@ def test_a_machine_that_does_not_come_is_known_by_its_workers():
 def test_a_first_machine_that_does_not_come_is_named():
     endpoint = f"127.0.0.1:{free_port()}"
     with pytest.raises(WorkerDiedError, match=f"machine 0 did not answer at {endpoint}"):
-        probe(request(2, timeout_s=0.5), Machines(count=2, own=1, endpoint=endpoint), lambda step: None)
+        probe(request(2, timeout_s=0.5), Machines(count=2, node_rank=1, endpoint=endpoint), lambda step: None)
 
 
 # --- nonsense ---------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_a_port_that_is_taken_is_a_usage_error():
         taken.listen()
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UsageError, match=f"nobody can meet at {endpoint}"):
-            probe(request(2), Machines(count=2, own=0, endpoint=endpoint), lambda step: None)
+            probe(request(2), Machines(count=2, node_rank=0, endpoint=endpoint), lambda step: None)
 
 
 def test_a_launch_of_another_size_is_a_usage_error(monkeypatch):

@@ -62,12 +62,12 @@ def test_what_an_action_waits_for_is_not_its_own_time(clock: Told) -> None:
     """And it is drawn in the parts that its waits cut it into."""
     found = WorkerMeter(CPU)
     with found.action(FORWARD):
-        with found.waiting():
+        with found.waiting:
             clock.now = 2.0
         clock.now = 5.0
     with found.action(UPDATE):
         clock.now = 6.0
-        with found.averaging():
+        with found.averaging:
             clock.now = 10.0
         clock.now = 10.5
     assert found.totals == TimeTotals(forward_s=3.0, update_s=1.5, wait_s=2.0, allreduce_s=4.0)
@@ -76,9 +76,9 @@ def test_what_an_action_waits_for_is_not_its_own_time(clock: Told) -> None:
 
 def test_a_wait_within_a_wait_counts_once_and_one_between_actions_too(clock: Told) -> None:
     found = WorkerMeter(CPU)
-    with found.waiting():
+    with found.waiting:
         clock.now = 1.0
-        with found.waiting():
+        with found.waiting:
             clock.now = 3.0
         clock.now = 4.0
     assert found.totals == TimeTotals(wait_s=4.0)
@@ -90,7 +90,7 @@ def test_short_waits_do_not_cut_an_action(clock: Told) -> None:
     found = WorkerMeter(CPU)
     with found.action(BACKWARD):
         clock.now = 1.0
-        with found.waiting():
+        with found.waiting:
             clock.now += timings.MIN_DRAWN_S / 2
         clock.now = 2.0
     assert lane(found) == [("1B0", 2.0)]
@@ -117,7 +117,7 @@ def test_validation_counts_for_nothing_and_warming_up_stays_in_the_trace(clock: 
     found.message_sent("2F", 0, 0.5, 7)
     with found.paused():
         for _ in range(MAX_UNREAD + 1):  # so many that some are read meanwhile
-            with found.waiting():
+            with found.waiting:
                 clock.now += 1.0
         found.message_sent("2F", 1, 0.5, 7)
     assert found.totals == TimeTotals(forward_s=1.0, send_s=0.5, sent_bytes=7)
@@ -164,7 +164,7 @@ def test_an_action_costs_microseconds() -> None:
     def cost() -> float:
         start = time.perf_counter()
         for _ in range(1000):
-            with found.action(FORWARD), found.waiting():
+            with found.action(FORWARD), found.waiting:
                 pass
         return (time.perf_counter() - start) / 1000
 
@@ -223,7 +223,7 @@ def test_the_peak_of_memory_is_that_since_the_last_restart() -> None:
 
 
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The options of mallopt(3) that are set."""
+    """glibc reads the options of mallopt(3) itself."""
     for name in list(os.environ):
         if name.startswith(("MALLOC_", "GLIBC_TUNABLES")):
             monkeypatch.delenv(name)
@@ -232,14 +232,12 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch:
     monkeypatch.setattr(process_memory.ctypes, "CDLL", lambda _: library)
     process_memory.keep_freed_memory()
     assert dict(asked) == {-1: 2**31 - 1, -2: 2**24, -4: 0}
-    asked.clear()
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
-    process_memory.keep_freed_memory()
-    assert asked == [(-3, 1_000_000)]
-    asked.clear()
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    process_memory.keep_freed_memory()
-    assert asked == []
+    for name, value in (("MALLOC_MMAP_THRESHOLD_", "1000000"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")):
+        asked.clear()
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            process_memory.keep_freed_memory()
+        assert asked == []
 
 
 @pytest.mark.parametrize("text", ["", "VmHWM: 12 kB\n"])
@@ -266,7 +264,7 @@ def test_on_a_gpu_an_action_is_as_long_as_its_kernels() -> None:
     for action in (FORWARD, BACKWARD):
         with found.action(action):
             torch.cuda._sleep(cycles)
-    with found.action(UPDATE), found.averaging():
+    with found.action(UPDATE), found.averaging:
         pass  # the kernels are still at work
     started = time.perf_counter() - start
     found.synchronize()

@@ -10,7 +10,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -22,10 +24,10 @@ from torch import Tensor, distributed
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.errors import UsageError
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches
-from pdtool.run.measure.meter import NullMeter, WorkerMeter
+from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages import shared_memory_setup
 from pdtool.run.messages.channel import LocalChannel
-from pdtool.run.messages.open_channels import ChannelSettings, open_channels
+from pdtool.run.messages.open_channels import open_channels
 from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.run.messages.routes import Edge, list_edges, list_routes
 from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, SlotLayout
@@ -94,7 +96,7 @@ def pair(
     connections = socket.socketpair()
     for connection in connections:
         connection.settimeout(timeout_s)
-    sender = SharedMemorySender(route, layout, SharedMemory(first, connections[0]), NullMeter())
+    sender = SharedMemorySender(route, layout, SharedMemory(first, connections[0]), nullcontext())
     return sender, SharedMemoryReceiver(route, layout, SharedMemory(second, connections[1]))
 
 
@@ -104,7 +106,7 @@ def channel() -> Any:
     ends = pair([edge(0, "a", torch.float32, 3)])
     yield ends
     for end in ends:
-        end.close()
+        end._connection.close()
 
 
 def through(
@@ -134,7 +136,7 @@ def test_a_slot_is_free_when_the_last_of_its_tensors_is_gone() -> None:
         del view
         assert not ends[1]._lent
     for end in ends:
-        end.close()
+        end._connection.close()
 
 
 def test_autograd_may_use_what_was_received_as_any_tensor(channel: Any) -> None:
@@ -161,7 +163,7 @@ def test_a_change_in_place_of_one_tensor_leaves_the_others_graph_valid() -> None
     assert a.grad is not None
     assert a.grad.eq(2).all()
     for end in ends:
-        end.close()
+        end._connection.close()
 
 
 def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_is_in_use() -> None:
@@ -180,7 +182,7 @@ def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_i
     assert descriptors() == open_now
     assert resident() - memory < 2 * (256 << 10)  # one slot, seen twice
     for end in ends:
-        end.close()
+        end._connection.close()
     del ends, end
     gc.collect()
     assert descriptors() == before
@@ -198,14 +200,14 @@ def test_a_sender_or_receiver_that_waits_too_long_says_for_what() -> None:
     with pytest.raises(PeerError, match=r"forward 'a' of minibatch 4 did not get away: to rank 1 \(Timed out") as lost:
         sender.send(4, [torch.ones(BATCH, 3)])
     assert lost.value.peer == 1
-    sender.close()
-    receiver.close()
+    sender._connection.close()
+    receiver._connection.close()
 
 
 def test_what_was_sent_before_the_sender_ended_arrives(channel: Any) -> None:
     sender, receiver = channel
     sender.send(0, [torch.ones(BATCH, 3)])
-    sender.close()
+    sender._connection.close()
     assert receiver.receive(0, BATCH)[0].eq(1).all()
     with pytest.raises(PeerError, match=r"minibatch 1 did not get here: from rank 0 \(Connection closed by peer\)"):
         receiver.receive(1, BATCH)
@@ -251,13 +253,12 @@ def stages_here(
     narrow: torch.dtype | None = None,
 ) -> dict[int, tuple[StageIO, WorkerMeter, list[int]]]:
     """Stage -> its inputs and outputs on this rank, in a phase, what measures them, and its minibatches."""
-    groups = ProcessGroups(distributed.new_group(backend="gloo"), [], [], uses_nccl=False)
     device = torch.device("cpu")
-    settings = ChannelSettings(
-        transport=transport, batch_size=minibatches.size, in_flight=4, device=device, timeout_s=30.0
-    )
+    groups = ProcessGroups(distributed.new_group(backend="gloo"), [], [], device, uses_nccl=False)
+    plan = SimpleNamespace(batch_size=minibatches.size)
+    config: Any = SimpleNamespace(transport=transport, timeout_s=30.0, plan=plan)
     routes = list_routes(list_edges(bundle, [], narrow), ranks)
-    channels = open_channels(routes, rank, groups, settings, WorkerMeter(device))
+    channels = open_channels(routes, groups, config, 4, WorkerMeter(device))
     data = DataPass("train", DatasetSplit(len(minibatches.order), ()), minibatches, 0, 1)
     made = {}
     for stage in [s for s, replicas in enumerate(ranks) if rank in replicas]:

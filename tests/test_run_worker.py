@@ -45,6 +45,25 @@ def test_the_list_of_actions_is_built_once_for_each_number_of_minibatches(monkey
     assert [str(action) for action, _ in validation.actions] == ["1F0", "1F1", "1F2", "1F3"]
 
 
+def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one warms up."""
+    config = SimpleNamespace(plan=SimpleNamespace(batch_size=2), resume=None, steps=None, target=None, epochs=4, seed=0)
+    context: Any = SimpleNamespace(
+        config=config,
+        assignment=None,
+        stages={},
+        meter=WorkerMeter(CPU),
+        status=None,
+        last_stage=None,
+        splits={"train": DatasetSplit(6, ())},
+    )
+    for name in ("train", "validate", "_save", "_report"):
+        monkeypatch.setattr(Worker, name, lambda *_: {"loss": 1.0})
+    worker = Worker(context)
+    worker.run()
+    assert (worker._timer.epochs, worker._timer.minibatches, worker._timer.samples) == (3, 9, 18)
+
+
 def two_stages() -> list[StageIO]:
     """Both on one worker; the tensor `a`, [batch, 3], goes from the first to the second."""
     tensor = TensorSpec(name="a", producer=0, consumers=(1,), shape=("batch", 3), dtype="float32", gradient=True)

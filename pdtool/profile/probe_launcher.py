@@ -41,25 +41,25 @@ def probe(request: ProbeRequest, machines: Machines, on_step: OnStep) -> Cluster
 
 def _launch(request: ProbeRequest, machines: Machines, on_step: OnStep) -> ClusterFile | None:
     """Start the workers of this machine, and wait for them."""
-    own_workers = machines.own_workers(request.workers)
+    node_workers = machines.node_workers(request.workers)
     host, port = machines.rendezvous_address
-    if machines.own == 0:
+    if machines.node_rank == 0:
         store = _connect_store(request, host, port, is_master=True)
         port = store.port
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", __name__])
     processes, pipes = [], {}
     try:
-        for rank in own_workers:
+        for rank in node_workers:
             pipe, worker_pipe = context.Pipe(duplex=False)
-            worker = ProbeWorker(rank, rank - own_workers[0], is_one_machine=machines.count == 1)
+            worker = ProbeWorker(rank, rank - node_workers[0], is_one_machine=machines.count == 1)
             arguments = (request, host, port, worker, worker_pipe)
             process = context.Process(target=_worker_main, args=arguments, name=f"worker {rank}", daemon=True)
             process.start()
             worker_pipe.close()
             processes.append(process)
             pipes[pipe] = rank
-        return _wait_for_workers(pipes, dict(zip(own_workers, processes, strict=True)), on_step)
+        return _wait_for_workers(pipes, dict(zip(node_workers, processes, strict=True)), on_step)
     finally:
         for process in processes:
             process.kill()

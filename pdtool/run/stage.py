@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ from torch import Tensor, nn
 
 from pdtool.run.backward.recompute import ForwardState, Recomputation
 from pdtool.run.backward.split_backward import WeightBackward, backward_input
-from pdtool.run.weights.weight_versions import WeightVersion, WeightVersions
-
-OnGradient = Callable[[nn.Parameter], None]
+from pdtool.run.weights.weight_versions import OnGradient, WeightVersion, WeightVersions
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class PipelineStage:
         self.stashed: dict[int, StashedMinibatch] = {}
         self.peak_stashed = 0
 
-    def forward(self, minibatch: int, inputs: Sequence[Tensor], target: Any = None) -> tuple[Tensor, ...]:
+    def forward(self, minibatch: int, inputs: list[Tensor], target: Any = None) -> tuple[Tensor, ...]:
         """Compute with the weight version that the minibatch reads, and keep the graph.
 
         Args:
@@ -97,14 +96,14 @@ class PipelineStage:
         Returns:
             What the module returns, [samples, ...] each; at the last stage the loss, a scalar.
         """
-        version, kept = self.weights.acquire(minibatch), list(inputs)
+        version = self.weights.acquire(minibatch)
         if self._recomputation:
-            with self._recomputation.first_forward(kept, target) as state:
-                outputs = self._compute(kept, target)
-            self.stashed[minibatch] = StashedMinibatch(version, kept, (), state)
+            with self._recomputation.first_forward(inputs, target) as state:
+                outputs = self._compute(inputs, target)
+            self.stashed[minibatch] = StashedMinibatch(version, inputs, (), state)
         else:
-            outputs = self._compute(kept, target)
-            self.stashed[minibatch] = StashedMinibatch(version, kept, outputs)
+            outputs = self._compute(inputs, target)
+            self.stashed[minibatch] = StashedMinibatch(version, inputs, outputs)
         self.peak_stashed = max(self.peak_stashed, len(self.stashed))
         return outputs
 
@@ -118,18 +117,10 @@ class PipelineStage:
             What the module returns, [samples, ...] each; at the last stage the model's own output alone.
         """
         self.weights.bind_newest()
-        with self._autocast.region() if self._autocast else nullcontext():
-            output = self._call(*inputs)
-        if self._loss is not None:
-            return (output,)
-        return self._autocast.cast_outputs(as_tuple(output)) if self._autocast else as_tuple(output)
+        return self._compute(inputs, None, with_loss=False)
 
     def backward(
-        self,
-        minibatch: int,
-        gradients: Sequence[Tensor | None],
-        weight: float = 1.0,
-        on_gradient: OnGradient | None = None,
+        self, minibatch: int, gradients: Sequence[Tensor | None], weight: float = 1.0, on_gradient: OnGradient = None
     ) -> list[Tensor | None]:
         """Compute the gradients of a minibatch with the weights of its forward; those of parameters are accumulated.
 
@@ -143,12 +134,8 @@ class PipelineStage:
         """
         stashed = self.stashed.pop(minibatch)
         outputs, output_gradients = self._differentiable_outputs(stashed, gradients)
-        self.weights.lend_gradients(stashed.version, weight)
-        with self._collecting(stashed.version, weight, on_gradient):
-            if outputs:
-                torch.autograd.backward(outputs, output_gradients)
-        self.weights.collect_gradients(stashed.version, weight)
-        self.weights.release(stashed.version)
+        backward = partial(torch.autograd.backward, outputs, output_gradients)
+        self.weights.accumulate_gradients(stashed.version, backward, weight, on_gradient)
         return [value.grad for value in stashed.inputs]
 
     def backward_input(self, minibatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -159,21 +146,18 @@ class PipelineStage:
         self.stashed[minibatch] = StashedMinibatch(stashed.version, [], (), weight_backward=second_part)
         return input_gradients
 
-    def backward_weight(self, minibatch: int, weight: float = 1.0, on_gradient: OnGradient | None = None) -> None:
+    def backward_weight(self, minibatch: int, weight: float = 1.0, on_gradient: OnGradient = None) -> None:
         """Do the second part of `backward`: accumulate the gradients of the parameters; arguments as there."""
         stashed = self.stashed.pop(minibatch)
         assert stashed.weight_backward, "backward_input comes first"
-        self.weights.lend_gradients(stashed.version, weight)
-        with self._collecting(stashed.version, weight, on_gradient):
-            stashed.weight_backward.run()
-        self.weights.collect_gradients(stashed.version, weight)
-        self.weights.release(stashed.version)
+        self.weights.accumulate_gradients(stashed.version, stashed.weight_backward.run, weight, on_gradient)
 
-    def _compute(self, inputs: Sequence[Tensor], target: Any) -> tuple[Tensor, ...]:
+    def _compute(self, inputs: Sequence[Tensor], target: Any, *, with_loss: bool = True) -> tuple[Any, ...]:
         with self._autocast.region() if self._autocast else nullcontext():
             output = self._call(*inputs)
-            outputs = as_tuple(output if self._loss is None else self._loss(output, target))
-        return self._autocast.cast_outputs(outputs) if self._autocast and self._loss is None else outputs
+            if self._loss is not None:
+                return as_tuple(self._loss(output, target)) if with_loss else (output,)
+        return self._autocast.cast_outputs(as_tuple(output)) if self._autocast else as_tuple(output)
 
     def _outputs(self, stashed: StashedMinibatch) -> tuple[Tensor, ...]:
         """The outputs with their graph, computed again where it was not kept."""
@@ -193,11 +177,6 @@ class PipelineStage:
             if output.requires_grad and (self._loss is not None or gradient is not None)
         ]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
-
-    def _collecting(
-        self, version: WeightVersion, weight: float, on_gradient: OnGradient | None
-    ) -> AbstractContextManager[None]:
-        return self.weights.collecting_gradients(version, weight, on_gradient) if on_gradient else nullcontext()
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:

@@ -28,7 +28,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
 from pdtool.run.config import derive_seed
 from pdtool.run.data import DataPass, Minibatches, sample_order, seed_torch
-from pdtool.run.measure.assemble_report import RunOutcome, WorkerMeasurements, assemble_report
+from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.metrics_log import MetricsLog
 from pdtool.run.processes.collectives import all_gather
@@ -166,34 +165,28 @@ class Worker:
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
         config, size = self._config, self._config.plan.batch_size
-        done = self._resume()
+        resumed = done = self._resume()
         if self._context.last_stage and self._context.is_replica_0:
             self._log = MetricsLog(config.out, epochs_done=done)
         samples = self._context.splits["train"].samples
         count = min(samples, config.steps * size) if config.steps else samples
         if config.target and not done:  # a metric that the model does not report is better missed now
             config.target.is_reached(self.validate(0, size))
-        reached = self._target_reached() if done else None
         self._meter.restart()
         self._meter.memory.start(replica.stage.module for replica in self._stages.values())
-        for epoch in range(done + 1, done + 1 if reached else config.epochs + 1):
-            minibatches = Minibatches(sample_order(config.seed, epoch, samples)[:count], size)
-            start_s = time.perf_counter()
-            self.train(epoch, minibatches)
-            self._timer.epoch_ended(len(minibatches), count, time.perf_counter() - start_s)
-            with self._meter.paused():
-                self.metrics = self.validate(epoch)
-            self._save(epoch)
-            done = epoch
-            reached = self._target_reached()
-            if reached:
-                break
-            if epoch < config.epochs and self._timer.epochs == 1:  # the first epoch was for warming up
+        while done < config.epochs and not self._is_target_reached():
+            if done == resumed + 1:  # the first epoch was for warming up
                 self._timer.restart()
                 self._meter.restart()
-        return self._report(
-            RunOutcome(epochs=done, minibatches=-(-count // size), metrics=self.metrics, target_reached=reached)
-        )
+            done += 1
+            minibatches = Minibatches(sample_order(config.seed, done, samples)[:count], size)
+            start_s = time.perf_counter()
+            self.train(done, minibatches)
+            self._timer.epoch_ended(len(minibatches), count, time.perf_counter() - start_s)
+            with self._meter.paused():
+                self.metrics = self.validate(done)
+            self._save(done)
+        return self._report(done, count)
 
     def _action_list(self, minibatches: int) -> ActionList:
         """What this worker does with so many minibatches; built once for each number."""
@@ -248,9 +241,9 @@ class Worker:
         totals = {n: [sum(worker[n][k] for worker in workers if n in worker) for k in (0, 1)] for n in names}
         return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
 
-    def _target_reached(self) -> bool | None:
-        """Whether the last validation reached the target; None without one."""
-        return self._config.target.is_reached(self.metrics) if self._config.target else None
+    def _is_target_reached(self) -> bool:
+        target = self._config.target
+        return bool(target and self.metrics and target.is_reached(self.metrics))
 
     def _resume(self) -> int:
         """Take over the checkpoint to resume from; returns the number of epochs that it was trained for."""
@@ -270,11 +263,12 @@ class Worker:
         facts = {"seed": self._config.seed, "metrics": self.metrics}
         checkpoint.save(self._config.out, epoch, self._context.state(), facts, self._context.groups.world)
 
-    def _report(self, outcome: RunOutcome) -> Report:
+    def _report(self, epochs: int, samples: int) -> Report:
         """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""
         measured = (str(self._assignment), self._measurements(), self._meter.events)
-        workers: Sequence[Any] = all_gather(measured, self._context.groups.world, "measurements")
-        report = assemble_report(self._config, [measurements for _, measurements, _ in workers], outcome)
+        workers = all_gather(measured, self._context.groups.world, "measurements")
+        measurements = [measurements for _, measurements, _ in workers]
+        report = assemble_report(self._config, measurements, self.metrics, epochs=epochs, samples=samples)
         if self._assignment.rank == 0:
             trace = chrome_trace({name: events for name, _, events in workers})
             write_atomically(self._config.out / "trace.json", json.dumps(trace))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor, nn
 
 from pdtool.frontend.graph_check import check_bundle
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.config import RankAssignment, RunConfig, assign_ranks, ranks_of_stage
+from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.data import DatasetSplit, MinibatchLoader
 from pdtool.run.measure.meter import WorkerMeter
-from pdtool.run.messages.open_channels import Channels, ChannelSettings, open_channels
+from pdtool.run.messages.open_channels import Channels, open_channels
 from pdtool.run.messages.routes import describe_targets, dtype_of, list_edges, list_routes
 from pdtool.run.messages.stage_io import StageIO
 from pdtool.run.processes.collectives import broadcast
-from pdtool.run.processes.process_groups import ProcessGroups, make_process_groups
+from pdtool.run.processes.process_groups import make_process_groups
 from pdtool.run.processes.status import Status
 from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.stage_module import load_stage_module
@@ -26,37 +25,58 @@ from pdtool.run.stage_replica import StageReplica
 from pdtool.run.weights.optimizer import NamedOptimizer
 from pdtool.run.weights.replica_averager import ReplicaAverager
 from pdtool.run.weights.tied_parameters import TiedHolders, TiedParameterSync
-from pdtool.schedule import PipelineShape, gradient_delays, is_asynchronous, tied_update_lag, total_in_flight
+from pdtool.schedule import gradient_delays, is_asynchronous, tied_update_lag, total_in_flight
 
 _SPLITS = ("train", "valid")
 _WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@dataclass(kw_only=True)
 class WorkerContext:
-    """What a worker works with.
+    """What a worker works with. All workers build theirs together, after torch.distributed is initialized.
+
+    Args:
+        rank: in torch.distributed; `assign_ranks` says which stages and replica that is.
+        device: where this worker computes.
+        local_workers: number of workers on this machine.
 
     Attributes:
-        device: where it computes.
         shape: what the schedule is built for; stages that share a parameter update together.
-        stages: its replicas of stages, by the stage's number.
         canonical: parameter name -> its first name in the whole model, under which its optimizer state is saved.
-        splits: by name.
         loaders: at the first stage, by the name of the split.
+        splits: by name.
+        stages: its replicas of stages, by the stage's number.
+
+    Raises:
+        PeerError: a worker does not come.
+        StaleError: the model's operators are not those that the stage files were made for.
+        PdtoolError: the model, its dataset or a stage file is not as it should be.
     """
 
-    config: RunConfig
-    assignment: RankAssignment
-    device: torch.device
-    shape: PipelineShape
-    file: ModelFile
-    status: Status
-    meter: WorkerMeter
-    groups: ProcessGroups
-    canonical: dict[str, str]
-    splits: dict[str, DatasetSplit]
-    loaders: dict[str, MinibatchLoader] = field(default_factory=dict)
-    stages: dict[int, StageReplica] = field(default_factory=dict)
+    def __init__(self, config: RunConfig, rank: int, device: torch.device, local_workers: int) -> None:
+        self.config, self.device, bundle = config, device, config.bundle
+        self.assignment = assign_ranks(config.plan)[rank]
+        self.status, self.meter = Status(config.out, self.assignment), WorkerMeter(device)
+        self.groups = make_process_groups(config, device, local_workers)
+        self.file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
+        self.shape = config.plan.shape(tuple(tied.stages for tied in bundle.tied))
+        model = self.file.build(config.seed)
+        if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
+            check_bundle(self.file, model, bundle)
+        first: dict[int, str] = {}
+        names = model.named_parameters(remove_duplicate=False)
+        self.canonical = {name: first.setdefault(id(p), name) for name, p in names}
+        modules = {
+            s: load_stage_module(bundle, config.bundle_dir, s, model).to(device)
+            for s in self.shape.stages_on_same_workers(self.assignment.stage)
+        }
+        inputs = [bundle.by_name[name] for name in bundle.inputs]
+        loaded = _SPLITS if self.assignment.stage == 0 else ()
+        self.loaders = {name: MinibatchLoader(self.file, name, inputs) for name in loaded}
+        described = {name: loader.describe() for name, loader in self.loaders.items()}
+        source = self.groups.replicas[0].ranks[0]
+        self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
+        builder = _StageBuilder(self, model)
+        self.stages = {s: builder.build(s, module) for s, module in modules.items()}
 
     @property
     def is_replica_0(self) -> bool:
@@ -83,76 +103,20 @@ class WorkerContext:
             replica.load(folder, self.canonical)
 
 
-def build_context(config: RunConfig, rank: int, device: torch.device, local_workers: int) -> WorkerContext:
-    """Build what a worker works with; all workers call it together, after torch.distributed is initialized.
-
-    Args:
-        rank: in torch.distributed; `assign_ranks` says which stages and replica that is.
-        device: where this worker computes.
-        local_workers: number of workers on this machine.
-
-    Raises:
-        PeerError: a worker does not come.
-        StaleError: the model's operators are not those that the stage files were made for.
-        PdtoolError: the model, its dataset or a stage file is not as it should be.
-    """
-    assignments = assign_ranks(config.plan)
-    assignment = assignments[rank]
-    status, meter = Status(config.out, assignment), WorkerMeter(device)
-    file = ModelFile.load(config.model, trusted=config.trusted, digests=config.bundle.digests)
-    shape = config.plan.shape(tuple(tied.stages for tied in config.bundle.tied))
-    model = file.build(config.seed)
-    if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
-        check_bundle(file, model, config.bundle)
-    first: dict[int, str] = {}
-    canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    modules = {
-        s: load_stage_module(config.bundle, config.bundle_dir, s, model).to(device)
-        for s in shape.stages_on_same_workers(assignment.stage)
-    }
-    inputs = [config.bundle.by_name[name] for name in config.bundle.inputs]
-    loaders = {name: MinibatchLoader(file, name, inputs) for name in _SPLITS} if assignment.stage == 0 else {}
-    described = {name: loader.describe() for name, loader in loaders.items()}
-    splits = broadcast(described, ranks_of_stage(assignments, 0)[0], "the description of the data")
-    context = WorkerContext(
-        config=config,
-        assignment=assignment,
-        device=device,
-        shape=shape,
-        file=file,
-        status=status,
-        meter=meter,
-        groups=make_process_groups(config, device, local_workers),
-        canonical=canonical,
-        splits=splits,
-        loaders=loaders,
-    )
-    builder = _StageBuilder(context, model, _channels(context))
-    context.stages |= {s: builder.build(s, module) for s, module in modules.items()}
-    return context
-
-
 def _channels(context: WorkerContext) -> Channels:
-    config, shape, assignments = context.config, context.shape, assign_ranks(context.config.plan)
+    config, shape, groups = context.config, context.shape, context.groups
     targets = describe_targets(context.splits["train"].leaves)
     edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
-    ranks = [ranks_of_stage(assignments, s % shape.pipeline_depth) for s in range(len(config.plan.stages))]
-    settings = ChannelSettings(
-        transport=config.transport,
-        batch_size=config.plan.batch_size,
-        in_flight=total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight),
-        device=context.device,
-        timeout_s=config.timeout_s,
-    )
-    rank = context.assignment.rank
-    return open_channels(list_routes(edges, ranks), rank, context.groups, settings, context.meter)
+    routes = list_routes(edges, [replicas.ranks for replicas in groups.replicas])
+    in_flight = total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight)
+    return open_channels(routes, groups, config, in_flight, context.meter)
 
 
 class _StageBuilder:
     """Builds the stage replicas of a worker."""
 
-    def __init__(self, context: WorkerContext, model: nn.Module, channels: Channels) -> None:
-        self._context, self._config, self._channels = context, context.config, channels
+    def __init__(self, context: WorkerContext, model: nn.Module) -> None:
+        self._context, self._config, self._channels = context, context.config, _channels(context)
         self._model_state = model.state_dict(keep_vars=True)
         self._delays = gradient_delays(self._config.plan.schedule, context.shape)
 
@@ -170,7 +134,7 @@ class _StageBuilder:
                 self._config.bundle, s, self._channels, ahead=in_flight + 1, device=context.device, meter=context.meter
             ),
             averager=ReplicaAverager(context.groups.replicas[s], untied.values(), context.meter),
-            optimizer=NamedOptimizer(context.file, untied, self._config.delay_compensation, self._delays[s]),
+            optimizer=self._optimizer(untied, s),
             tied=tied,
             saved_names=saved_names,
             unused_state=self._unused_state(s, stage, saved_names),
@@ -196,18 +160,17 @@ class _StageBuilder:
         tied = []
         for described, group in zip(config.bundle.tied, context.groups.tied, strict=True):
             names = dict(zip(described.stages, described.names, strict=True))
-            if s not in names:
-                continue
-            first = min(names)
-            parameter = stage.weights.by_name[names[s]]
-            optimizer = NamedOptimizer(
-                context.file, {names[first]: parameter}, config.delay_compensation, self._delays[first]
-            )
-            is_late = is_asynchronous(config.plan.schedule)
-            lag = tied_update_lag(context.shape, described.stages, s) if is_late else 0
-            holders = TiedHolders(names[first], group, len(names), lag, is_first=first == s)
-            tied.append(TiedParameterSync(parameter, optimizer, holders, context.meter))
+            if s in names:
+                first = min(names)
+                is_late = is_asynchronous(config.plan.schedule)
+                lag = tied_update_lag(context.shape, described.stages, s) if is_late else 0
+                holders = TiedHolders(group, len(names), lag, is_first=first == s)
+                optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
+                tied.append(TiedParameterSync(optimizer, holders, context.meter))
         return tied
+
+    def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
+        return NamedOptimizer(self._context.file, parameters, self._config.delay_compensation, self._delays[s])
 
     def _unused_state(self, s: int, stage: PipelineStage, saved_names: Sequence[str]) -> dict[str, Tensor]:
         """See StageReplica.unused_state."""

@@ -79,24 +79,19 @@ def divide_backward(outputs: Sequence[Node], inputs: Iterable[Node]) -> Backward
         else:
             immediate |= leaves
     independent = _leaves(below, [output for output in outputs if output not in path])
-    return _move_sharing_to_immediate(BackwardGraph(path, deferred, independent, immediate))
+    _add_sharing(immediate, [independent, *(product.leaves for product in deferred.values())])
+    later = {node: product for node, product in deferred.items() if immediate.keys().isdisjoint(product.leaves)}
+    return BackwardGraph(path, later, independent if immediate.keys().isdisjoint(independent) else {}, immediate)
 
 
-def _move_sharing_to_immediate(graph: BackwardGraph) -> BackwardGraph:
-    """Move to `immediate` what shares a parameter with it, until nothing does."""
-    immediate = graph.immediate
+def _add_sharing(immediate: NodeSet, groups: Sequence[NodeSet]) -> None:
+    """Add to `immediate` every group of parameters that shares one with it, until none does."""
     size = -1
     while size != len(immediate):
         size = len(immediate)
-        for leaves in [graph.independent, *(product.leaves for product in graph.deferred.values())]:
+        for leaves in groups:
             if not immediate.keys().isdisjoint(leaves):
-                immediate |= leaves
-    return BackwardGraph(
-        graph.path,
-        {node: product for node, product in graph.deferred.items() if immediate.keys().isdisjoint(product.leaves)},
-        graph.independent if immediate.keys().isdisjoint(graph.independent) else {},
-        immediate,
-    )
+                immediate.update(leaves)
 
 
 def _nodes_below(outputs: Iterable[Node]) -> dict[Node, list[Node]]:

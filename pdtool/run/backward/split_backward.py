@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +22,24 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from pdtool.run.backward.backward_graph import DeferredProduct, EdgeGradients, NodeSet, divide_backward
 
 
-@dataclass(frozen=True)
-class _GradientSource:
+class _GradientSource(NamedTuple):
     """Computes, in the second part, gradients that lead to `leaves`."""
 
     leaves: NodeSet
     edge_gradients: Callable[[], EdgeGradients]
 
 
+@dataclass
 class WeightBackward:
-    """The second part of a backward, which `backward_input` returns."""
+    """The second part of a backward, which `backward_input` returns.
 
-    def __init__(self) -> None:
-        self._immediate: EdgeGradients = []
-        self._sources: deque[_GradientSource] = deque()
+    Attributes:
+        computed: gradients of parameters that the first part computed, each at its leaf.
+        sources: what computes the others.
+    """
+
+    computed: EdgeGradients = field(default_factory=list)
+    sources: deque[_GradientSource] = field(default_factory=deque)
 
     def run(self) -> None:
         """Add the gradients of the parameters to their leaves' `.grad`, each once, releasing what was kept.
@@ -42,32 +47,24 @@ class WeightBackward:
         The result has the bits of one backward, except that what three or more operators add up may be summed in
         another order.
         """
-        self._add_immediate()
-        last = {leaf: i for i, source in enumerate(self._sources) for leaf in source.leaves}
+        self._add_computed()
+        last = {leaf: i for i, source in enumerate(self.sources) for leaf in source.leaves}
         gradients: EdgeGradients = []
         unfinished: NodeSet = {}
-        for i in range(len(self._sources)):
-            source = self._sources.popleft()
+        for i in range(len(self.sources)):
+            source = self.sources.popleft()
             gradients += source.edge_gradients()
             unfinished = {leaf: None for leaf in unfinished | source.leaves if last[leaf] > i}
             if not unfinished:
                 _accumulate(gradients)
                 gradients.clear()
 
-    def add_immediate(self, leaf: Node, gradient: Tensor) -> None:
-        """Keep the gradient of a parameter, of its shape, that the first part computed."""
-        self._immediate.append((GradientEdge(leaf, 0), gradient))
-
-    def add_source(self, leaves: NodeSet, edge_gradients: Callable[[], EdgeGradients]) -> None:
-        """Keep a function that computes gradients which lead to `leaves`."""
-        self._sources.append(_GradientSource(leaves, edge_gradients))
-
-    def _add_immediate(self) -> None:
+    def _add_computed(self) -> None:
         with ExitStack() as hooks:
-            for leaf, gradient in self._immediate:  # the leaf's own hooks had their say in the first part
+            for leaf, gradient in self.computed:  # the leaf's own hooks had their say in the first part
                 hooks.enter_context(leaf.node.register_prehook(partial(_replace_gradient, gradient)))
-            _accumulate(self._immediate)
-        self._immediate.clear()
+            _accumulate(self.computed)
+        self.computed.clear()
 
 
 def backward_input(
@@ -97,17 +94,18 @@ def backward_input(
         computed = _grad(starts, [end for end in ends if end in graph.path] + list(graph.immediate))
     for leaf in graph.immediate:
         if leaf in computed:
-            second_part.add_immediate(leaf, computed[leaf])
+            second_part.computed.append((GradientEdge(leaf, 0), computed[leaf]))
     if graph.independent:
         independent = [(start, gradient) for start, gradient in starts if start.node not in graph.path]
-        second_part.add_source(graph.independent, lambda: independent)
+        second_part.sources.append(_GradientSource(graph.independent, lambda: independent))
     return [computed.get(end) for end in ends], second_part
 
 
 def _defer_product(second_part: WeightBackward, product: DeferredProduct, gradients: tuple[Tensor | None]) -> None:
     """Hook of the first part at a product: keep the gradient of its output for the second part."""
     if gradients[0] is not None:
-        second_part.add_source(product.leaves, partial(product.edge_gradients, gradients[0]))
+        edge_gradients = partial(product.edge_gradients, gradients[0])
+        second_part.sources.append(_GradientSource(product.leaves, edge_gradients))
 
 
 def _grad(starts: EdgeGradients, ends: Iterable[Node]) -> dict[Node | None, Tensor]:

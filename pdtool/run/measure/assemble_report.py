@@ -31,41 +31,32 @@ class WorkerMeasurements:
     peak_memory_bytes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOutcome:
-    """How a run ended.
+def assemble_report(
+    config: RunConfig, workers: Sequence[WorkerMeasurements], metrics: Mapping[str, float], *, epochs: int, samples: int
+) -> Report:
+    """Return the report of a run.
 
-    Attributes:
-        epochs: epochs trained in all, those before a resume included.
-        minibatches: of an epoch.
+    Args:
         metrics: of the last validation.
-        target_reached: None without a target.
+        epochs: epochs trained in all, those before a resume included.
+        samples: of an epoch.
     """
-
-    epochs: int
-    minibatches: int
-    metrics: Mapping[str, float]
-    target_reached: bool | None
-
-
-def assemble_report(config: RunConfig, workers: Sequence[WorkerMeasurements], outcome: RunOutcome) -> Report:
-    """Return the report of a run."""
     plan = config.plan
-    epochs = workers[0].epochs
+    timed = workers[0].epochs
     train_s = max(worker.epochs.train_s for worker in workers)
     time_per_minibatch_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # those of the last stage know
-    time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, epochs.minibatches)
+    time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, timed.minibatches)
     return Report(
         plan=plan.name,
         config=plan.config,
         schedule=plan.schedule,
         batch_size=plan.batch_size,
-        epochs=outcome.epochs,
-        minibatches=outcome.minibatches,
-        throughput_samples_per_s=epochs.samples / train_s if train_s else 0.0,
+        epochs=epochs,
+        minibatches=-(-samples // plan.batch_size),
+        throughput_samples_per_s=timed.samples / train_s if train_s else 0.0,
         target=str(config.target) if config.target else None,
-        target_reached=outcome.target_reached,
-        metrics=dict(outcome.metrics),
+        target_reached=config.target.is_reached(metrics) if config.target else None,
+        metrics=dict(metrics),
         predicted=plan.predicted,
         measured=Measured(
             bottleneck_s=time_per_minibatch_s,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -42,6 +42,8 @@ class WorkerMeter:
 
     Attributes:
         memory: the most that the worker holds; the worker starts it.
+        waiting: context that times a wait for messages of other stages; one within another is part of it.
+        averaging: context that times a wait for gradients of other replicas, or of tied stages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +52,7 @@ class WorkerMeter:
         self._uses_nvtx = device.type == "cuda" and os.environ.get(_NVTX_VARIABLE, "0") != "0"
         self._unread: list[tuple[Action | None, Timestamp, Timestamp, Sequence[_Wait]]] = []
         self._action_context = _ActionContext(self)
-        self._waiting, self._averaging = _WaitContext(self, False), _WaitContext(self, True)
+        self.waiting, self.averaging = _WaitContext(self, False), _WaitContext(self, True)
         self._action: Action | None = None
         self._waits: list[_Wait] = []
 
@@ -58,14 +60,6 @@ class WorkerMeter:
         """Return the context that times one action."""
         self._action = action
         return self._action_context
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return the context that times a wait for messages of other stages; one within another is part of it."""
-        return self._waiting
-
-    def averaging(self) -> AbstractContextManager[None]:
-        """Return the context that times a wait for gradients of other replicas, or of tied stages."""
-        return self._averaging
 
     def message_sent(self, consumer: str, minibatch: int, start_s: float, sent_bytes: int) -> None:
         """Add a message from when it is handed over, at `start_s` of time.perf_counter, until now.
@@ -100,10 +94,10 @@ class WorkerMeter:
     def paused(self) -> Iterator[None]:
         """Count nothing of what is done meanwhile (validation)."""
         self.synchronize()
-        before = self._timings.snapshot()
+        timings, self._timings = self._timings, Timings()
         yield
         self._unread.clear()
-        self._timings.rollback(before)
+        self._timings = timings
 
     def restart(self) -> None:
         """Forget what was measured (setting up, warming up); the trace keeps it."""
@@ -149,14 +143,6 @@ class WorkerMeter:
         """What a profiler sees of an action."""
         name = f"stage {action.stage} {action.kind.name.lower()} {action.minibatch}"
         return torch.cuda.nvtx.range(name) if self._uses_nvtx else record_function(name)
-
-
-class NullMeter:
-    """Measures nothing: for senders in a thread of their own, whose waits hold nobody up."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
 
 
 class _ActionContext:

@@ -41,11 +41,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def following_metrics(out: Path, on_line: Callable[[dict[str, Any]], None] | None, *, after: int) -> Iterator[None]:
+def following_metrics(out: Path, on_line: Callable[[dict[str, Any]], None], *, after: int) -> Iterator[None]:
     """Call `on_line` in a thread with each line of epochs later than `after`, as it is written."""
-    if on_line is None:
-        yield
-        return
     path, seen, is_over = out / METRICS_FILE, 0, threading.Event()
 
     def follow() -> None:

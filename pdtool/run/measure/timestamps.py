@@ -1,30 +1,14 @@
-"""Timestamps that are recorded while a worker computes, and read as seconds later."""
+"""Timestamps that are recorded while a worker computes, and later read as seconds, in the order of their recording."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-Timestamp = Any  # what `record` of a TimestampSource returns
+Timestamp = Any  # what `record` returns
 _MAX_DISTANCE_S = 10.0
-
-
-class TimestampSource(Protocol):
-    """Records timestamps and reads them in the order in which they were recorded."""
-
-    def record(self) -> Timestamp:
-        """Record a timestamp now."""
-
-    def is_ready(self, timestamp: Timestamp) -> bool:
-        """Whether the timestamp can be read."""
-
-    def seconds(self, timestamp: Timestamp) -> float:
-        """Read a timestamp, in seconds of time.perf_counter."""
-
-    def synchronize(self) -> None:
-        """Wait until all timestamps can be read."""
 
 
 class HostTimestamps:
@@ -33,15 +17,15 @@ class HostTimestamps:
     record = staticmethod(time.perf_counter)
 
     def is_ready(self, timestamp: Timestamp) -> bool:
-        """Always."""
+        """Whether the timestamp can be read: always."""
         return True
 
     def seconds(self, timestamp: float) -> float:
-        """Return the timestamp itself."""
+        """Return the timestamp itself, in seconds of time.perf_counter."""
         return timestamp
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Wait for nothing: no timestamp is pending."""
 
 
 class CudaTimestamps:
@@ -68,7 +52,7 @@ class CudaTimestamps:
         return bool(timestamp.query())  # type: ignore[no-untyped-call]
 
     def seconds(self, timestamp: torch.cuda.Event) -> float:
-        """Read a timestamp.
+        """Read a timestamp, in seconds of time.perf_counter.
 
         The origin moves along with the timestamps: an event says how far it is from another in single precision.
         """
@@ -78,10 +62,10 @@ class CudaTimestamps:
         return self._origin_s + distance_s
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait for the device, so that all timestamps can be read."""
         torch.cuda.synchronize(self.device)
 
 
-def timestamps_of(device: torch.device) -> TimestampSource:
+def timestamps_of(device: torch.device) -> HostTimestamps | CudaTimestamps:
     """Return the source of timestamps for what is computed on `device`."""
     return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()

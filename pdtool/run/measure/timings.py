@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.schedule import Action, ActionKind
@@ -34,15 +34,7 @@ class TimeTotals:
     sent_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class TimingsSnapshot:
-    """The state of Timings at a moment, for `rollback`."""
-
-    totals: TimeTotals
-    actions: int
-    messages: int
-
-
+_Span = tuple[str, str, str, float, float, int]  # track, name, kind, start and end in seconds, bytes
 _FIELD = {
     ActionKind.FORWARD: "forward_s",
     ActionKind.BACKWARD: "backward_s",
@@ -57,8 +49,8 @@ class Timings:
     """Totals and events of one worker; times are in seconds of time.perf_counter."""
 
     totals: TimeTotals = field(default_factory=TimeTotals)
-    _actions: list[tuple[Action | None, float, float]] = field(default_factory=list)  # None: a wait
-    _messages: list[tuple[str, str, float, float, int]] = field(default_factory=list)
+    _actions: list[_Span] = field(default_factory=list)
+    _messages: list[_Span] = field(default_factory=list)
 
     def add_action(
         self, action: Action | None, start_s: float, end_s: float, waits: Sequence[tuple[float, float, bool]]
@@ -90,20 +82,12 @@ class Timings:
     def add_message(self, track: str, name: str, start_s: float, end_s: float, size_bytes: int) -> None:
         """Add a message to one of the trace's tracks: `send`, `receive` or `all-reduce`."""
         if len(self._messages) < MAX_EVENTS:
-            self._messages.append((track, name, start_s, end_s, size_bytes))
+            self._messages.append((track, name, track, start_s, end_s, size_bytes))
 
     def _draw(self, action: Action | None, start_s: float, end_s: float) -> None:
         if len(self._actions) < MAX_EVENTS:
-            self._actions.append((action, start_s, end_s))
-
-    def snapshot(self) -> TimingsSnapshot:
-        """Return the state, for `rollback`."""
-        return TimingsSnapshot(replace(self.totals), len(self._actions), len(self._messages))
-
-    def rollback(self, snapshot: TimingsSnapshot) -> None:
-        """Forget what came after the snapshot."""
-        self.totals = replace(snapshot.totals)
-        del self._actions[snapshot.actions :], self._messages[snapshot.messages :]
+            name, kind = (str(action), action.kind.name.lower()) if action else ("wait", "wait")
+            self._actions.append(("compute", name, kind, start_s, end_s, 0))
 
     def events(self) -> list[TraceEvent]:
         """Return the events in seconds of time.time.
@@ -111,14 +95,7 @@ class Timings:
         So the tracks of several machines are comparable: perf_counter is finer but may start anywhere.
         """
         offset_s = time.time() - time.perf_counter()
-        spans = [
-            ("compute", str(action), action.kind.name.lower(), start_s, end_s, 0)
-            if action
-            else ("compute", "wait", "wait", start_s, end_s, 0)
-            for action, start_s, end_s in self._actions
-        ]
-        spans += [(track, name, track, start_s, end_s, size) for track, name, start_s, end_s, size in self._messages]
         return [  # rounded before they are subtracted: events that touch still do
             TraceEvent(track, name, kind, start_s + offset_s, (end_s + offset_s) - (start_s + offset_s), size)
-            for track, name, kind, start_s, end_s, size in spans
+            for track, name, kind, start_s, end_s, size in (*self._actions, *self._messages)
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pdtool.run.measure.meter import NullMeter, WorkerMeter
 from pdtool.run.messages.routes import Edge, Route
-from pdtool.run.processes.collectives import PeerErrorContext
+from pdtool.run.processes.collectives import PeerErrorContext, short_reason
 
 _TAGS = 2**31
 
@@ -50,13 +50,13 @@ class DistributedSender:
     Args:
         depth: messages that may be under way.
         device: where tensors are that the group can send.
+        waiting: context that times a wait for the receiver.
     """
 
     def __init__(
-        self, route: Route, group: Any, depth: int, device: torch.device, meter: WorkerMeter | NullMeter
+        self, route: Route, group: Any, depth: int, device: torch.device, waiting: AbstractContextManager[None]
     ) -> None:
-        self._route, self._group, self._depth, self._device = route, group, depth, device
-        self._meter = meter
+        self._route, self._group, self._depth, self._device, self._waiting = route, group, depth, device, waiting
         self._under_way: deque[tuple[int, list[tuple[Any, Tensor]]]] = deque()
 
     def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
@@ -70,9 +70,8 @@ class DistributedSender:
                 work = dist.isend(tensor, self._route.receiver, group=self._group, tag=_tag(edge, minibatch))
                 sends.append((work, tensor))
                 size_bytes += tensor.nbytes
-        except RuntimeError:
-            with self._peer_error(minibatch):
-                raise
+        except RuntimeError as error:
+            raise self._route.not_sent(minibatch, short_reason(error)) from error
         self._under_way.append((minibatch, sends))
         return size_bytes
 
@@ -84,15 +83,11 @@ class DistributedSender:
     def _wait_for_oldest(self) -> None:
         minibatch, sends = self._under_way.popleft()
         try:
-            with self._meter.waiting():
+            with self._waiting:
                 for work, _ in sends:
                     work.wait()
-        except RuntimeError:
-            with self._peer_error(minibatch):
-                raise
-
-    def _peer_error(self, minibatch: int) -> PeerErrorContext:
-        return PeerErrorContext(self._route.lost_at_sender(minibatch), self._route.receiver)
+        except RuntimeError as error:
+            raise self._route.not_sent(minibatch, short_reason(error)) from error
 
 
 class DistributedReceiver:
@@ -117,9 +112,8 @@ class DistributedReceiver:
                 )
                 work = dist.irecv(buffer, self._route.sender, group=self._group, tag=_tag(edge, minibatch))
                 posted.append((work, buffer))
-        except RuntimeError:
-            with self._peer_error(minibatch):
-                raise
+        except RuntimeError as error:
+            raise self._route.not_received(minibatch, short_reason(error)) from error
         self._posted.append(posted)
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
@@ -128,13 +122,9 @@ class DistributedReceiver:
         try:
             for work, _ in posted:
                 work.wait()
-        except RuntimeError:
-            with self._peer_error(minibatch):
-                raise
+        except RuntimeError as error:
+            raise self._route.not_received(minibatch, short_reason(error)) from error
         return [buffer for _, buffer in posted]
-
-    def _peer_error(self, minibatch: int) -> PeerErrorContext:
-        return PeerErrorContext(self._route.lost_at_receiver(minibatch), self._route.sender)
 
 
 def _tag(edge: Edge, minibatch: int) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.errors import ModelError
+from pdtool.run.processes.collectives import PeerError
 
 TARGET = "the target"
 Direction = Literal["forward", "backward"]
@@ -83,6 +84,14 @@ class Route:
         """Whether this minibatch takes this route."""
         return minibatch % self.every == self.first
 
+    def depth(self, in_flight: int) -> int:
+        """Return the most messages under way: a minibatch that much older than the one sent now was received.
+
+        Args:
+            in_flight: minibatches that the schedule has in flight at once, over all replicas.
+        """
+        return 1 + -(-in_flight // self.every)
+
     @property
     def is_local(self) -> bool:
         """Whether both stages are on one worker, so that nothing travels."""
@@ -94,16 +103,20 @@ class Route:
         return f"{self.destination}{'F' if self.direction == 'forward' else 'B'}"
 
     def describe(self, minibatch: int) -> str:
-        """`forward 'b' of minibatch 4`."""
+        """Return `forward 'b' of minibatch 4`."""
         return f"{self.direction} {', '.join(repr(edge.name) for edge in self.edges)} of minibatch {minibatch}"
 
-    def lost_at_receiver(self, minibatch: int) -> str:
-        """The receiver's error when a message is lost."""
-        return f"{self.describe(minibatch)} did not get here: from rank {self.sender}"
+    def not_received(self, minibatch: int, reason: str) -> PeerError:
+        """Return the receiver's error when a message does not come."""
+        return PeerError(
+            f"{self.describe(minibatch)} did not get here: from rank {self.sender} ({reason})", peer=self.sender
+        )
 
-    def lost_at_sender(self, minibatch: int) -> str:
-        """The sender's error when a message is lost."""
-        return f"{self.describe(minibatch)} did not get away: to rank {self.receiver}"
+    def not_sent(self, minibatch: int, reason: str) -> PeerError:
+        """Return the sender's error when a message cannot be delivered."""
+        return PeerError(
+            f"{self.describe(minibatch)} did not get away: to rank {self.receiver} ({reason})", peer=self.receiver
+        )
 
 
 def list_edges(bundle: Bundle, targets: Sequence[TensorSpec], float32_as: torch.dtype | None = None) -> list[Edge]:

@@ -18,7 +18,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,9 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdtool.run.measure.meter import NullMeter, WorkerMeter
 from pdtool.run.messages.routes import Route
-from pdtool.run.processes.collectives import PeerError
 
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
 _SLOT = struct.Struct("=H")
@@ -87,10 +85,16 @@ class SlotLayout:
 
 
 class SharedMemorySender:
-    """Sends through shared memory."""
+    """Sends through shared memory.
 
-    def __init__(self, route: Route, layout: SlotLayout, shared: SharedMemory, meter: WorkerMeter | NullMeter) -> None:
-        self._route, self._layout, self._meter = route, layout, meter
+    Args:
+        waiting: context that times a wait for a free slot.
+    """
+
+    def __init__(
+        self, route: Route, layout: SlotLayout, shared: SharedMemory, waiting: AbstractContextManager[None]
+    ) -> None:
+        self._route, self._layout, self._waiting = route, layout, waiting
         self._connection = shared.connection
         self._memory = torch.frombuffer(shared.memory, dtype=torch.uint8)
         self._free = list(range(layout.slots))[::-1]  # the last one freed is used next: it is in the cache
@@ -109,23 +113,18 @@ class SharedMemorySender:
                 size_bytes += view.nbytes
             self._connection.send(_HEADER.pack(minibatch, slot, size_bytes))
         except OSError as error:
-            what = f"{self._route.lost_at_sender(minibatch)} ({_reason(error, self._connection)})"
-            raise PeerError(what, peer=self._route.receiver) from error
+            raise self._route.not_sent(minibatch, _reason(error, self._connection)) from error
         return size_bytes
 
     def flush(self) -> None:
         """Return at once: what was sent is in memory that outlives this worker."""
-
-    def close(self) -> None:
-        """End the connection."""
-        self._connection.close()
 
     def _take_back_slots(self) -> None:
         """Take back the slots that the receiver has freed; at least one is free afterwards."""
         with suppress(BlockingIOError):
             self._add_free(os.read(self._connection.fileno(), 4096))
         if not self._free:
-            with self._meter.waiting():
+            with self._waiting:
                 self._add_free(self._connection.recv(4096))
 
     def _add_free(self, slots: bytes) -> None:
@@ -165,15 +164,13 @@ class SharedMemoryReceiver:
             if len(header) < _HEADER.size:
                 raise ConnectionError(_CLOSED)
         except OSError as error:
-            raise self._lost(minibatch, _reason(error, self._connection)) from error
+            raise self._route.not_received(minibatch, _reason(error, self._connection)) from error
         number, slot, sent_bytes = _HEADER.unpack(header)
         if (number, sent_bytes) != (minibatch, size_bytes):
-            raise self._lost(minibatch, f"{sent_bytes} bytes of minibatch {number} came, not {size_bytes}")
+            raise self._route.not_received(
+                minibatch, f"{sent_bytes} bytes of minibatch {number} came, not {size_bytes}"
+            )
         return self._tensors(slot, views)
-
-    def close(self) -> None:
-        """End the connection; tensors received stay."""
-        self._connection.close()
 
     def _tensors(self, slot: int, views: list[_TensorView]) -> list[Tensor]:
         """Each has a version counter of its own, and refers to one array of the slot, whose end frees it."""
@@ -192,9 +189,6 @@ class SharedMemoryReceiver:
         edges = zip(self._route.edges, self._layout.starts, strict=False)
         views = [_TensorView(start, edge.shape(samples), edge.sent_dtype) for edge, start in edges]
         return sum(view.size_bytes for view in views), views
-
-    def _lost(self, minibatch: int, reason: str) -> PeerError:
-        return PeerError(f"{self._route.lost_at_receiver(minibatch)} ({reason})", peer=self._route.sender)
 
 
 class _TensorView:

@@ -52,34 +52,30 @@ def share_memory(
     Raises:
         PeerError: a worker does not come.
     """
-    own_machine = machine_id()
-    with _listen(own_machine, len(routes)) as listener:
-        address = listener.getsockname() if own_machine else b""
-        workers = all_gather((own_machine, address), world, "the place of each worker")
-        nearby = [
-            route
-            for route in routes
-            if not route.is_local and own_machine and workers[route.sender][0] == workers[route.receiver][0]
-        ]
-        offered = {
-            route.number: shared
-            for route in nearby
-            if route.sender == rank
-            and (shared := offer_memory(workers[route.receiver][1], route.number, sizes_bytes[route.number]))
-        }
+    machine = machine_id()
+    with _listen(machine, len(routes)) as listener:
+        address = listener.getsockname() if machine else b""
+        workers = all_gather((machine, address), world, "the place of each worker")
+        offered: dict[int, SharedMemory] = {}
+        for route in routes:
+            receiver_machine, receiver_address = workers[route.receiver]
+            if route.sender == rank and not route.is_local and machine and machine == receiver_machine:
+                memory = offer_memory(receiver_address, route.number, sizes_bytes[route.number])
+                if memory:
+                    offered[route.number] = memory
         all_offered = set().union(*all_gather(set(offered), world, "the offers to share memory"))
-        incoming = {n: sizes_bytes[n] for n in all_offered if routes[n].receiver == rank}
-        accepted = accept_memory(listener, incoming)
+        expected = {n: sizes_bytes[n] for n in all_offered if routes[n].receiver == rank}
+        accepted = accept_memory(listener, expected)
     agreed = set().union(*all_gather(set(accepted), world, "the memory shared"))
-    own = {n: shared for n, shared in (offered | accepted).items() if n in agreed}
-    for shared in own.values():
-        shared.connection.settimeout(timeout_s)
-    return agreed, own
+    shared = {n: memory for n, memory in (offered | accepted).items() if n in agreed}
+    for memory in shared.values():
+        memory.connection.settimeout(timeout_s)
+    return agreed, shared
 
 
-def _listen(own_machine: str, backlog: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX if own_machine else socket.AF_INET, socket.SOCK_STREAM)
-    if own_machine:
+def _listen(machine: str, backlog: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX if machine else socket.AF_INET, socket.SOCK_STREAM)
+    if machine:
         listener.bind("")  # Linux chooses a free abstract name
         listener.listen(backlog)
         listener.settimeout(HANDSHAKE_TIMEOUT_S)

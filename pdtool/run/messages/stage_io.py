@@ -82,7 +82,7 @@ class StageIO:
         """Wait until everything sent has been received, or lies where its receiver finds it; raises PeerError."""
         for traffic in (self._forward, self._backward):
             assert not traffic.expected, f"minibatches {list(traffic.expected)} were expected and never asked for"
-            with self._meter.waiting():
+            with self._meter.waiting:
                 for _, sender in traffic.senders:
                     sender.flush()
 
@@ -165,7 +165,7 @@ class StageIO:
         oldest, samples = traffic.expected.popleft(), self._data.minibatches.samples(minibatch)
         assert oldest == minibatch, f"minibatch {minibatch} was asked for, {oldest} was expected"
         received = {}
-        with self._meter.waiting():
+        with self._meter.waiting:
             for route, receiver in traffic.receivers:
                 if route.has(minibatch):
                     start_s = perf_counter()

@@ -43,8 +43,12 @@ class PeerErrorContext:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError):
-            reason = re.sub(r"^\[\S*\] ?", "", str(error)).partition(". ")[0][:200]
-            raise PeerError(f"{self._what} ({reason})", peer=self._peer) from error
+            raise PeerError(f"{self._what} ({short_reason(error)})", peer=self._peer) from error
+
+
+def short_reason(error: RuntimeError) -> str:
+    """Return the first sentence of what torch.distributed says, without the place in its sources."""
+    return re.sub(r"^\[\S*\] ?", "", str(error)).partition(". ")[0][:200]
 
 
 def all_gather(value: object, group: Any, what: str) -> list[Any]:

@@ -15,7 +15,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,9 @@ def launch(config: RunConfig, on_metrics: Callable[[dict[str, Any]], None] | Non
     reader, _writer = multiprocessing.Pipe(duplex=False)  # its other end closes with this process
     stop_signal = None
     with (
-        following_metrics(config.out, on_metrics, after=epochs_done),
+        following_metrics(config.out, on_metrics, after=epochs_done) if on_metrics else nullcontext(),
         _killing_stragglers(config, local),
-        _elastic_logs_disabled(),
+        _logging_disabled(),
         _signal_handlers_restored(),
     ):
         try:
@@ -129,10 +129,10 @@ def check_config(config: RunConfig) -> None:
 
 def local_assignments(config: RunConfig) -> list[RankAssignment]:
     """Return the assignments of the workers that this machine starts; raises UsageError when there are none."""
-    own_workers = config.machines.own_workers(config.plan.cluster.cluster().workers)
-    local = [assignment for assignment in assign_ranks(config.plan) if assignment.worker in own_workers]
+    node_workers = config.machines.node_workers(config.plan.cluster.cluster().workers)
+    local = [assignment for assignment in assign_ranks(config.plan) if assignment.worker in node_workers]
     if not local:
-        raise UsageError(f"the plan uses no worker of machine {config.machines.own}", "start fewer machines")
+        raise UsageError(f"the plan uses no worker of machine {config.machines.node_rank}", "start fewer machines")
     return local
 
 
@@ -181,12 +181,12 @@ def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:
         run_id="pdtool" if is_distributed else uuid.uuid4().hex,
         rdzv_backend="static" if is_distributed else "c10d",
         rdzv_endpoint=machines.endpoint if is_distributed else "localhost:0",
-        rdzv_configs={"rank": machines.own} if is_distributed else {},
+        rdzv_configs={"rank": machines.node_rank} if is_distributed else {},
         local_addr=None if is_distributed else "localhost",
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(log_dir=str(config.out / WORKERS_FOLDER / f"node-{machines.own}")),
+        logs_specs=DefaultLogsSpecs(log_dir=str(config.out / WORKERS_FOLDER / f"node-{machines.node_rank}")),
     )
 
 
@@ -238,15 +238,11 @@ def _signal_handlers_restored() -> Iterator[None]:
 
 
 @contextmanager
-def _elastic_logs_disabled() -> Iterator[None]:
-    """Disable the logs of torch elastic, which repeat what `launch` raises."""
-    names = [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiprocessing"))]
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
+def _logging_disabled() -> Iterator[None]:
+    """Disable logging: torch elastic logs what `launch` raises."""
+    before = logging.root.manager.disable
+    logging.disable()
     try:
-        for logger in loggers:
-            logger.disabled = True
         yield
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+        logging.disable(before)

@@ -37,12 +37,14 @@ class ProcessGroups:
         world: all workers, gloo; for facts, metrics and checkpoints.
         replicas: of each stage.
         tied: of each tied parameter of the bundle, all replicas of all stages that hold it; gloo.
+        device: where this worker's tensors are.
         uses_nccl: whether tensors can go from device to device; otherwise they go through CPU memory.
     """
 
     world: Any
     replicas: list[ReplicaGroup]
     tied: list[Any]
+    device: torch.device
     uses_nccl: bool
 
 
@@ -71,4 +73,4 @@ def make_process_groups(config: RunConfig, device: torch.device, local_workers: 
             dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
             for t in config.bundle.tied
         ]
-    return ProcessGroups(world, replicas, tied, uses_nccl)
+    return ProcessGroups(world, replicas, tied, device, uses_nccl)

@@ -25,7 +25,7 @@ from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext
 from pdtool.run.processes.status import OWN_ERROR, WorkerFailure, write_failure
 from pdtool.run.worker import Worker
-from pdtool.run.worker_context import build_context
+from pdtool.run.worker_context import WorkerContext
 
 # what torch elastic gives each worker; everything else comes from the process that was asked to run
 _ELASTIC_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
@@ -81,7 +81,7 @@ def run_worker(config: RunConfig) -> Report:
     with PeerErrorContext("the workers did not come together"):
         timeout = timedelta(seconds=config.timeout_s)
         dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=world_size)
-    report = Worker(build_context(config, rank, device, local_workers)).run()
+    report = Worker(WorkerContext(config, rank, device, local_workers)).run()
     dist.destroy_process_group()
     return report
 

@@ -73,8 +73,7 @@ class CompensatedSteps:
         delay: tau, in updates.
 
     Attributes:
-        parameters: those whose last step is kept; empty unless the method extrapolates weights.
-        last_steps: d of each of them, of the parameter's shape.
+        last_steps: d of each parameter, of its shape; empty unless the method extrapolates weights.
     """
 
     def __init__(self, method: DelayCompensation | None, parameters: Sequence[nn.Parameter], delay: int) -> None:
@@ -82,18 +81,18 @@ class CompensatedSteps:
         self._delay = delay
         self._gain = _NESTEROV_GAIN if self._value is None else self._value
         self._factor = {"weight-prediction": float(delay), "nesterov": self._gain}.get(self._kind, 0.0)
-        self.parameters = [p for p in parameters if p.requires_grad] if self._factor else []
-        self.last_steps = [torch.zeros_like(p) for p in self.parameters]
+        kept = [p for p in parameters if p.requires_grad] if self._factor else []
+        self.last_steps = {p: torch.zeros_like(p) for p in kept}
 
     def step(self, optimizer: Optimizer, update: int) -> None:
         """Take step number `update` (from 0) with the gradients of the parameters."""
         if self._kind == "lr-discount" and self._delay > 1:
             self._discounted_step(optimizer, update)
             return
-        before = [p.detach().clone() for p in self.parameters]
+        before = [p.detach().clone() for p in self.last_steps]
         optimizer.step()
         with torch.no_grad():
-            for p, old, last_step in zip(self.parameters, before, self.last_steps, strict=True):
+            for (p, last_step), old in zip(self.last_steps.items(), before, strict=True):
                 if self._kind == "nesterov":
                     last_step.mul_(self._gain).add_(p - old, alpha=1 - self._gain)
                     torch.add(old, last_step, out=p.data)
@@ -109,9 +108,6 @@ class CompensatedSteps:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def extrapolated_weights(self) -> Mapping[int, Tensor]:
-        """Return what forwards read instead of a parameter, of its shape, by the id of the parameter."""
-        return {
-            id(p): p.detach() + self._factor * last_step
-            for p, last_step in zip(self.parameters, self.last_steps, strict=True)
-        }
+    def extrapolated_weights(self) -> Mapping[nn.Parameter, Tensor]:
+        """Return what forwards read instead of a parameter, of its shape."""
+        return {p: p.detach() + self._factor * last_step for p, last_step in self.last_steps.items()}

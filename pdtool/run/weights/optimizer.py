@@ -64,7 +64,6 @@ class NamedOptimizer:
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter, key, value): momentum and the like, and the number of updates; numbers as tensors."""
-        last_steps = self._last_steps()
         for name, parameter in self.parameters.items():
             yield name, "updates", torch.tensor(self.updates)
             state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
@@ -73,8 +72,8 @@ class NamedOptimizer:
                     yield name, key, value
                 elif isinstance(value, (int, float)):
                     yield name, f"{key}{_NUMBER}", torch.tensor(value)
-            if id(parameter) in last_steps:
-                yield name, _LAST_STEP, last_steps[id(parameter)]
+            if parameter in self.steps.last_steps:
+                yield name, _LAST_STEP, self.steps.last_steps[parameter]
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over what `state` yielded, as {parameter: {key: value}}; the scheduler catches up by `updates` steps."""
@@ -91,17 +90,13 @@ class NamedOptimizer:
         if key == "updates":
             self.updates = int(value)
         elif key == _LAST_STEP:
-            last_step = self._last_steps().get(id(parameter))
-            if last_step is not None:
-                last_step.copy_(value)
+            if parameter in self.steps.last_steps:
+                self.steps.last_steps[parameter].copy_(value)
         elif self.optimizer and key.endswith(_NUMBER):
             self.optimizer.state[parameter][key.removesuffix(_NUMBER)] = value.item()
         elif self.optimizer:
             # Adam and its kind keep their step counts on the CPU
             self.optimizer.state[parameter][key] = value if value.dim() == 0 else value.to(parameter.device)
-
-    def _last_steps(self) -> dict[int, Tensor]:
-        return {id(p): step for p, step in zip(self.steps.parameters, self.steps.last_steps, strict=True)}
 
 
 def _user_optimizer(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> Optimizer | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _take_tensors
 
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.processes.collectives import PeerErrorContext
@@ -31,7 +32,8 @@ class ReplicaAverager:
         self._replicas, self._meter = replicas, meter
         self._group = replicas.group
         self.parameters = [p for p in parameters if p.requires_grad][::-1]  # the last gradient comes first
-        self._buckets = [[self.parameters[i] for i in bucket] for bucket in _bucket_positions(self.parameters)]
+        buckets = _take_tensors(self.parameters, BUCKET_BYTES)  # type: ignore[no-untyped-call]  # each of one dtype
+        self._buckets: list[list[nn.Parameter]] = list(buckets)
         self._bucket_of = {id(p): b for b, bucket in enumerate(self._buckets) for p in bucket}
         self._begin_round()
 
@@ -95,7 +97,7 @@ class ReplicaAverager:
             return
         [total] = self._sum([minibatches])
         for buffer in buffers:
-            with self._meter.averaging(), self._peer_error("buffers"):
+            with self._meter.averaging, self._peer_error("buffers"):
                 if buffer.is_floating_point():
                     self._all_reduce(buffer.mul_(minibatches / total)).wait()
                 else:
@@ -108,7 +110,7 @@ class ReplicaAverager:
         self._started.append((self._all_reduce(flat), flat))
 
     def _take_sums(self) -> None:
-        with self._meter.averaging(), self._peer_error("gradients"):
+        with self._meter.averaging, self._peer_error("gradients"):
             for work, _ in self._started:
                 work.wait()
         if self._started:
@@ -121,7 +123,7 @@ class ReplicaAverager:
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64, device=self._replicas.device)
-        with self._meter.averaging(), self._peer_error("numbers"):
+        with self._meter.averaging, self._peer_error("numbers"):
             self._all_reduce(total).wait()
         return total.tolist()
 
@@ -138,21 +140,3 @@ class ReplicaAverager:
     def _peer_error(self, what: str) -> PeerErrorContext:
         stage, ranks = self._replicas.stage, self._replicas.ranks
         return PeerErrorContext(f"{what} were not averaged with the other replicas of stage {stage} (ranks {ranks})")
-
-
-def _bucket_positions(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
-    """Positions of tensors of one dtype and device, in order, up to BUCKET_BYTES together."""
-    kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-    for kind in dict.fromkeys(kinds):
-        bucket: list[int] = []
-        bucket_bytes = 0
-        for i, tensor in enumerate(tensors):
-            if kinds[i] != kind:
-                continue
-            if bucket and bucket_bytes + tensor.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, bucket_bytes = [], 0
-            bucket.append(i)
-            bucket_bytes += tensor.nbytes
-        if bucket:
-            yield bucket

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.processes.collectives import PeerErrorContext
@@ -40,14 +40,12 @@ class TiedHolders:
     """The stages that hold a tied parameter, as one of them sees it.
 
     Attributes:
-        name: of the parameter at the first holder.
         group: gloo group of all replicas of all holders.
         count: number of holders.
         lag: rounds between a gradient and its step at this holder; 0 in flushing schedules.
         is_first: whether this is the first holder.
     """
 
-    name: str
     group: Any
     count: int
     lag: int
@@ -55,13 +53,15 @@ class TiedHolders:
 
 
 class TiedParameterSync:
-    """One tied parameter at one holder, with its optimizer."""
+    """One tied parameter at one holder.
 
-    def __init__(
-        self, parameter: nn.Parameter, optimizer: NamedOptimizer, holders: TiedHolders, meter: WorkerMeter
-    ) -> None:
-        self.parameter, self.optimizer, self.holders = parameter, optimizer, holders
-        self._meter = meter
+    Args:
+        optimizer: of this parameter alone, under its name at the first holder.
+    """
+
+    def __init__(self, optimizer: NamedOptimizer, holders: TiedHolders, meter: WorkerMeter) -> None:
+        self.optimizer, self.holders, self._meter = optimizer, holders, meter
+        [(self._name, self.parameter)] = optimizer.parameters.items()
         self._due: deque[tuple[Any, Tensor, float]] = deque()
 
     def start_sum(self, weight: float) -> None:
@@ -93,7 +93,7 @@ class TiedParameterSync:
     def step(self) -> None:
         """Step with the oldest gradient: summed over the holders, the mean over the samples of its round."""
         work, message, started_s = self._due.popleft()
-        with self._meter.averaging(), self._peer_error():
+        with self._meter.averaging, self._peer_error():
             work.wait()
         self._meter.all_reduce_ended(started_s, message.nbytes)
         gradient = message[:-1].div_(message[-1] / self.holders.count)
@@ -102,5 +102,5 @@ class TiedParameterSync:
 
     def _peer_error(self) -> PeerErrorContext:
         return PeerErrorContext(
-            f"the gradient of the tied parameter {self.holders.name} was not summed over the stages that hold it"
+            f"the gradient of the tied parameter {self._name} was not summed over the stages that hold it"
         )

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+OnGradient = Callable[[nn.Parameter], None] | None  # called with each parameter whose gradient is complete
 
 
 @dataclass(eq=False)
@@ -95,7 +97,7 @@ class WeightVersions:
         self._alive = {0: self._current}
 
     def acquire(self, minibatch: int) -> WeightVersion:
-        """Bind the version that this minibatch reads to the module and return it; `release` it in the end."""
+        """Bind the version that this minibatch reads to the module and return it; see `accumulate_gradients`."""
         number = self._reads.get(minibatch)
         if number is None:
             version = self._current
@@ -105,47 +107,27 @@ class WeightVersions:
         self.bind(version)
         return version
 
-    def release(self, version: WeightVersion) -> None:
-        """End a minibatch's use of `version`; memory of a version without users is kept for the next one."""
-        version.users -= 1
-        if version is not self._current and not version.users:
-            del self._alive[version.number]
-            self._spare_memory.append([leaf.detach() for leaf in version.leaves])
+    def accumulate_gradients(
+        self, version: WeightVersion, backward: Callable[[], None], weight: float, on_gradient: OnGradient
+    ) -> None:
+        """Run the backward of a minibatch, add its gradients to those of the Parameters, and release its version.
 
-    def lend_gradients(self, version: WeightVersion, weight: float) -> None:
-        """Let the leaves of `version` accumulate into the Parameters' gradients in place, if nothing is to be scaled.
-
-        To be called before a backward, and `collect_gradients` after it.
+        Args:
+            backward: accumulates gradients in the leaves of `version`.
+            weight: factor of these gradients.
+            on_gradient: called with each Parameter whose gradient is complete, while others are still computed.
         """
-        if weight == 1.0:
-            for parameter, leaf in zip(self.parameters.values(), version.leaves, strict=True):
+        leaves = list(zip(self.parameters.values(), version.leaves, strict=True))
+        if weight == 1.0:  # nothing is to be scaled: the leaves accumulate in the Parameters' gradients in place
+            for parameter, leaf in leaves:
                 leaf.grad = parameter.grad
-
-    def collect_gradients(self, version: WeightVersion, weight: float) -> None:
-        """Move the gradients from the version's leaves to the Parameters, times `weight`, added to what is there."""
-        for parameter, leaf in zip(self.parameters.values(), version.leaves, strict=True):
+        hooks = _add_hooks(leaves, weight, on_gradient) if on_gradient else []
+        backward()
+        for hook in hooks:
+            hook.remove()
+        for parameter, leaf in leaves:
             _collect_gradient(parameter, leaf, weight)
-
-    @contextmanager
-    def collecting_gradients(
-        self, version: WeightVersion, weight: float, on_gradient: Callable[[nn.Parameter], None]
-    ) -> Iterator[None]:
-        """Collect each gradient of a backward as soon as it is complete, then call `on_gradient` with its Parameter."""
-
-        def hook(parameter: nn.Parameter, leaf: Tensor) -> None:
-            _collect_gradient(parameter, leaf, weight)
-            on_gradient(parameter)
-
-        handles = [
-            leaf.register_post_accumulate_grad_hook(partial(hook, parameter))  # type: ignore[no-untyped-call]
-            for parameter, leaf in zip(self.parameters.values(), version.leaves, strict=True)
-            if leaf.requires_grad
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._release(version)
 
     def prepare_update(self) -> None:
         """Make the Parameters' memory free to be overwritten by a step: afterwards no minibatch needs what is in it."""
@@ -164,16 +146,16 @@ class WeightVersions:
             self._make_current(number, memory)
         self.peak_versions = max(self.peak_versions, len(self._alive))
 
-    def set_extrapolated(self, values: Mapping[int, Tensor]) -> None:
+    def set_extrapolated(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """After a step, set what forwards read.
 
         Args:
-            values: id of a parameter -> a tensor of its shape; of parameters left out forwards read the exact value.
+            values: a parameter -> a tensor of its shape; of parameters left out forwards read the exact value.
         """
         if self._exact:
             with torch.no_grad():
                 for parameter, leaf in zip(self.parameters.values(), self._current.leaves, strict=True):
-                    leaf.copy_(values.get(id(parameter), parameter.detach()))
+                    leaf.copy_(values.get(parameter, parameter.detach()))
 
     def bind_newest(self) -> None:
         """Let the module compute with what the Parameters hold."""
@@ -190,6 +172,13 @@ class WeightVersions:
             rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
             rnn._flat_weight_refs = [weakref.ref(weight) for weight in rnn._flat_weights]
 
+    def _release(self, version: WeightVersion) -> None:
+        """End a minibatch's use of `version`; memory of a version without users is kept for the next one."""
+        version.users -= 1
+        if version is not self._current and not version.users:
+            del self._alive[version.number]
+            self._spare_memory.append([leaf.detach() for leaf in version.leaves])
+
     def _take_memory(self) -> list[Tensor]:
         if self._spare_memory:
             return self._spare_memory.pop()
@@ -204,6 +193,22 @@ class WeightVersions:
     def _make_current(self, number: int, memory: Sequence[Tensor]) -> None:
         self._current = self._alive[number] = self._new_version(memory, number)
         self.bind(self._current)
+
+
+def _add_hooks(
+    leaves: Iterable[tuple[nn.Parameter, Tensor]], weight: float, on_gradient: Callable[[nn.Parameter], None]
+) -> list[RemovableHandle]:
+    """Collect each gradient as soon as it is complete, then call `on_gradient`."""
+
+    def hook(parameter: nn.Parameter, leaf: Tensor) -> None:
+        _collect_gradient(parameter, leaf, weight)
+        on_gradient(parameter)
+
+    return [
+        leaf.register_post_accumulate_grad_hook(partial(hook, parameter))  # type: ignore[no-untyped-call]
+        for parameter, leaf in leaves
+        if leaf.requires_grad
+    ]
 
 
 def _collect_gradient(parameter: nn.Parameter, leaf: Tensor, weight: float) -> None:
