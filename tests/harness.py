@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from replay import Batch
+from reference.replay import Batch
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
 from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec

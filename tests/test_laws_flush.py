@@ -7,7 +7,6 @@ from typing import Any
 
 import harness
 import pytest
-import replay
 import torch
 from harness import (
     CONV1,
@@ -29,6 +28,7 @@ from harness import (
     weights,
     without_statistics,
 )
+from reference import replay
 
 from pdtool.frontend.modelfile import ModelFile
 

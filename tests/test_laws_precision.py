@@ -17,9 +17,9 @@ from typing import Any
 
 import harness
 import pytest
-import replay
 import torch
 from harness import CONV3, LSTM3, TIED3, Toy, assert_same, batches, stage_of, weights
+from reference import replay
 from test_laws_training import pipeline
 from torch._dynamo.utils import counters
 

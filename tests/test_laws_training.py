@@ -8,9 +8,9 @@ from typing import Any
 
 import harness
 import pytest
-import replay
 import torch
 from harness import CONV2, CONV3, LSTM3, SKIP3, TIED3, Outcome, Toy, assert_same, batches, stage_of, weights
+from reference import replay
 
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import harness
 import pytest
-import replay
 import torch
 from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3, assert_same, batches, weights
+from reference import replay
 
 from pdtool.errors import PdtoolError, UsageError
 from pdtool.frontend.modelfile import ModelFile

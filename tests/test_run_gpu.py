@@ -6,9 +6,9 @@ from pathlib import Path
 
 import harness
 import pytest
-import replay
 import torch
 from harness import CONV2, CONV3, LSTM3, batches, stage_of
+from reference import replay
 
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
