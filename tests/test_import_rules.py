@@ -100,6 +100,25 @@ def test_a_file_imports_only_what_lies_below_it(path):
             assert LAYER[other] < LAYER[part] or same, f"{part} imports {other}"
 
 
+# Inside partition: what each of these may know of the others; the modules that are not named here join them.
+PARTITION_MAY_KNOW = {
+    "placement": set(),
+    "stage_loads": set(),
+    "cost": {"placement", "stage_loads"},
+    "simulator": {"placement", "stage_loads", "cost"},
+    "search": {"placement", "stage_loads", "cost"},
+}
+
+
+@pytest.mark.parametrize("name", PARTITION_MAY_KNOW)
+def test_the_order_inside_partition(name):
+    prefix = "pdtool.partition."
+    for module, path in MODULES.items():
+        if f"{module}.".startswith(f"{prefix}{name}."):
+            known = {other.split(".")[2] for other in imports(path) if other.startswith(prefix)}
+            assert known - {name} <= PARTITION_MAY_KNOW[name], module
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_each_library_has_its_home(path):
     for library in outside(path):
