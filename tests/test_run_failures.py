@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "epoch-1").mkdir()
     (tmp_path / "epoch-1" / "epoch.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"epoch.json: is damaged"):
-        checkpoint.read_facts(tmp_path / "epoch-1")
+        checkpoint.read_metadata(tmp_path / "epoch-1")
     with pytest.raises(ArtifactError, match=r"epoch-1: is damaged"):
         checkpoint.load(tmp_path / "epoch-1", lambda key: True)
     spec = harness.job(tmp_path, CONV1, epochs=1)

@@ -263,7 +263,7 @@ def stages_here(
     made = {}
     for stage in [s for s, replicas in enumerate(ranks) if rank in replicas]:
         meter = WorkerMeter(device)
-        io = StageIO(bundle, stage, channels, ahead=3, device=device, meter=meter)
+        io = StageIO(bundle, stage, channels, prefetch=3, device=device, meter=meter)
         mine = [i for i in range(len(minibatches)) if ranks[stage][i % len(ranks[stage])] == rank]
         io.begin_phase(data, None, mine, [])
         made[stage] = io, meter, mine
@@ -340,8 +340,8 @@ def test_who_is_killed_is_named_at_once_and_leaves_nothing(tmp_path: Path, trans
 
 
 def shared_files() -> set[str]:
-    """What is in /dev/shm, but for semaphores of joblib, which tests that run beside this one may make."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky")}
+    """What is in /dev/shm, but for semaphores, which tests that run beside this one may make; messages have none."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def apart(rank: int, why: str, transport: str) -> None:

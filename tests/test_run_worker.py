@@ -78,7 +78,7 @@ def two_stages() -> list[StageIO]:
     local = [(route, LocalChannel()) for route in list_routes(list_edges(bundle, []), [[0], [0]])]
     channels = Channels(senders=list(local), receivers=list(local))
     data = DataPass("train", DatasetSplit(8, ()), Minibatches(range(8), 2), 0, 1)
-    stages = [StageIO(bundle, s, channels, ahead=2, device=CPU, meter=WorkerMeter(CPU)) for s in (0, 1)]
+    stages = [StageIO(bundle, s, channels, prefetch=2, device=CPU, meter=WorkerMeter(CPU)) for s in (0, 1)]
     for io in stages:
         io.begin_phase(data, None, range(4), range(4))
     return stages
@@ -98,7 +98,7 @@ def test_messages_come_in_the_order_in_which_they_are_expected() -> None:
     """A stage that asks for another one, or leaves one, breaks its list of actions."""
     first, second = two_stages()
     first.send_outputs(0, [torch.ones(2, 3)])
-    with pytest.raises(AssertionError, match="minibatch 1 was asked for, 0 was expected"):
+    with pytest.raises(AssertionError, match="minibatch 1 was asked for, 0 was posted first"):
         second.receive_inputs(1)
-    with pytest.raises(AssertionError, match=r"minibatches \[0, 1\] were expected and never asked for"):
+    with pytest.raises(AssertionError, match=r"minibatches \[0, 1\] were posted and never received"):
         first.end_phase()

@@ -1,1 +1,1 @@
-"""From a profile and a cluster to a plan: space (where to cut), cost (what it takes), search (which is best)."""
+"""From a profile and a cluster to a plan: the fastest by formulas (search, cost), chosen by simulation (simulator)."""

@@ -19,14 +19,19 @@ from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.search.search import PlanSearch
 from pdtool.partition.simulator.steady_state import is_too_large, steady_state_s
 
-IN_FLIGHT_MARGIN = 0.1  # of the time per minibatch: what more minibatches in flight must bring, for they cost delay
-_SLOWER_LINKS = (1.0, 2.0)  # than there are: what is planned for those sends less
-_MAX_SHORTLIST = 8  # plans that are simulated, besides the first ones
+# Additional minibatches in flight must shorten the time by this fraction, since each adds gradient staleness.
+IN_FLIGHT_MARGIN = 0.1
+_LINK_SLOWDOWNS = (1.0, 2.0)  # also search as if links were twice as slow: such plans communicate less
+_MAX_PLANS_PER_SEARCH = 8  # those with the smallest lower bounds, for each slowdown
 
 
 @dataclass(frozen=True)
 class Selected:
-    """A plan, and its simulated seconds per minibatch; None: it is too large to simulate."""
+    """A plan, and its simulated seconds per minibatch; None: it was not simulated.
+
+    That is so where it is too large, where PipeDream's formulas are asked for, and where no plan of the shortlist can
+    be simulated.
+    """
 
     candidate: Candidate
     simulated_s: float | None
@@ -37,26 +42,29 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
 
     Args:
         optima: PlanSearch.fastest_plans, the first of them the optimum by the formulas.
-        baselines: plans that the choice must not be slower than; those that do not fit are left out.
+        baselines: plans that the choice must not be slower than by more than the margin; those that do not fit are
+            left out.
     """
     margin = search.options.simplest
     optimum_s = optima[0].time_per_minibatch_s
-    simplest = optima[0] if search.options.straight else search.simplest_plan(optimum_s * (1 + margin)) or optima[0]
-    if search.evaluator.cost_model != "ours" or is_too_large(simplest.placement):
-        return Selected(wanted_in_flight(search.evaluator, simplest, margin), None)
+    simplest_plan = optima[0]
+    if not search.options.straight:
+        simplest_plan = search.simplest_plan(optimum_s * (1 + margin)) or simplest_plan
+    if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement):
+        return Selected(wanted_in_flight(search.evaluator, simplest_plan, margin), None)
     if search.options.straight or not margin:  # then the optimum by the formulas was asked for
-        selection = _Selection(search, [simplest])
+        selection = _Selection(search, [simplest_plan])
         selection.simulate()
-        return selection.selected() or Selected(simplest, None)
+        return selection.selected() or Selected(simplest_plan, None)
     goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
-    selection = _Selection(search, [simplest, *optima, *baselines])
+    selection = _Selection(search, [simplest_plan, *optima, *baselines])
     if selection.lowest_bound_s > goal_s:
-        selection.add_plans_by_stage_count(simplest.placement.execution, selection.lowest_bound_s)
+        selection.add_plans_by_stage_count(simplest_plan.placement.execution, selection.lowest_bound_s)
     selection.simulate()
     if selection.fastest_s > goal_s:
-        selection.add_plans_by_stage_count(simplest.placement.execution, selection.fastest_s)
+        selection.add_plans_by_stage_count(simplest_plan.placement.execution, selection.fastest_s)
         selection.simulate()
-    return selection.selected() or Selected(simplest, None)
+    return selection.selected() or Selected(simplest_plan, None)
 
 
 @dataclass
@@ -103,9 +111,9 @@ class _Selection:
 
     def add_plans_by_stage_count(self, execution: ExecutionConfig, bound_s: float) -> None:
         """Add the best plans of each layout and number of stages, as far as they may take less than `bound_s`."""
-        for slower in _SLOWER_LINKS:
+        for slower in _LINK_SLOWDOWNS:
             plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
-            self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[:_MAX_SHORTLIST]
+            self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[:_MAX_PLANS_PER_SEARCH]
 
     def simulate(self) -> None:
         """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""
@@ -122,7 +130,7 @@ class _Selection:
             return None
         chosen = min(near, key=lambda plan: (plan.stages, plan.fastest_s))
         limits_s = [self._limit_s(chosen, other) for other in self._plans if other is not chosen]
-        limit_s = max(chosen.fastest_s, min([chosen.fastest_s * self._worth, *limits_s]))
+        limit_s = max(chosen.fastest_s, min([chosen.fastest_s * self._max_slowdown, *limits_s]))
         simulated = zip(chosen.choices, chosen.times_s, strict=False)
         return next(Selected(choice, time_s) for choice, time_s in simulated if time_s <= limit_s)
 
@@ -135,8 +143,8 @@ class _Selection:
         )
 
     @property
-    def _worth(self) -> float:
-        """What fewer minibatches in flight may cost."""
+    def _max_slowdown(self) -> float:
+        """Factor by which a plan may be slower for fewer minibatches in flight."""
         return 1 + IN_FLIGHT_MARGIN if self.margin else 1.0
 
     def _with_lower_bounds(self, candidates: Iterable[Candidate]) -> list[tuple[float, Candidate]]:

@@ -38,12 +38,12 @@ _FACTS_FILE = "epoch.json"
 _REMOVE = "remove this checkpoint, and the one before it is taken"
 
 
-def save(out: Path, epoch: int, state: Mapping[str, Tensor], facts: Mapping[str, Any], group: Any) -> Path:
+def save(out: Path, epoch: int, state: Mapping[str, Tensor], metadata: Mapping[str, Any], group: Any) -> Path:
     """Write the checkpoint of `epoch` together with all workers of `group`; older ones stay as they are.
 
     Args:
         state: this worker's part: key -> tensor of any shape.
-        facts: what epoch.json holds besides the epoch: `seed` and `metrics`.
+        metadata: what epoch.json holds besides the epoch: `seed` and `metrics`.
 
     Returns:
         The folder of the checkpoint.
@@ -58,7 +58,7 @@ def save(out: Path, epoch: int, state: Mapping[str, Tensor], facts: Mapping[str,
         _on_all_workers(group, lambda: _make_empty(partial) if leader else None)
         writer = FileSystemWriter(partial, single_file_per_rank=True)
         _on_all_workers(group, lambda: dcp_save(dict(state), storage_writer=writer, process_group=group))
-        _on_all_workers(group, lambda: _publish(partial, folder, {"epoch": epoch, **facts}) if leader else None)
+        _on_all_workers(group, lambda: _publish(partial, folder, {"epoch": epoch, **metadata}) if leader else None)
     except PdtoolError:
         if leader:
             shutil.rmtree(partial, ignore_errors=True)
@@ -85,7 +85,7 @@ def latest(folder: Path) -> Path:
     return checkpoints[max(checkpoints)]
 
 
-def read_facts(checkpoint: Path) -> dict[str, Any]:
+def read_metadata(checkpoint: Path) -> dict[str, Any]:
     """Return what epoch.json holds: `epoch`, `seed`, `metrics`; raises ArtifactError."""
     try:
         content = json.loads((checkpoint / _FACTS_FILE).read_text(encoding="utf-8"))
@@ -159,9 +159,9 @@ def _make_empty(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _publish(partial: Path, folder: Path, facts: Mapping[str, Any]) -> None:
+def _publish(partial: Path, folder: Path, metadata: Mapping[str, Any]) -> None:
     with (partial / _FACTS_FILE).open("w", encoding="utf-8") as file:
-        json.dump(facts, file, sort_keys=True)
+        json.dump(metadata, file, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
     if folder.exists():

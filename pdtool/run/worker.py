@@ -52,11 +52,11 @@ from pdtool.schedule import Action, ActionKind
 
 @dataclass(frozen=True)
 class ActionList:
-    """What one worker does with so many minibatches.
+    """One worker's actions for a number of minibatches.
 
     Attributes:
         actions: in order, each with whether it is the last before an update of its stage.
-        versions: stage -> minibatch -> how many updates of the phase its forward sees.
+        versions: stage -> minibatch -> number of updates in this epoch that come before its forward.
     """
 
     actions: list[tuple[Action, bool]]
@@ -170,7 +170,7 @@ class Worker:
             self._log = MetricsLog(config.out, epochs_done=done)
         samples = self._context.splits["train"].samples
         count = min(samples, config.steps * size) if config.steps else samples
-        if config.target and not done:  # a metric that the model does not report is better missed now
+        if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             config.target.is_reached(self.validate(0, size))
         self._meter.restart()
         self._meter.memory.start(replica.stage.module for replica in self._stages.values())
@@ -189,14 +189,14 @@ class Worker:
         return self._report(done, count)
 
     def _action_list(self, minibatches: int) -> ActionList:
-        """What this worker does with so many minibatches; built once for each number."""
+        """This worker's actions for a number of minibatches; built once for each number."""
         if minibatches not in self._action_lists:
             shape = self._context.shape
             lists = schedule.build(self._config.plan.schedule, shape, minibatches)
             number = list(shape.stage_replicas()).index((self._assignment.stage, self._assignment.replica))
             following = [*lists[number][1:], None]
             actions = [
-                (action, after is not None and after.kind is ActionKind.UPDATE)
+                (action, after is not None and (after.stage, after.kind) == (action.stage, ActionKind.UPDATE))
                 for action, after in zip(lists[number], following, strict=True)
             ]
             versions: dict[int, dict[int, int]] = {stage: {} for stage in self._stages}
@@ -250,18 +250,18 @@ class Worker:
         if self._config.resume is None:
             return 0
         folder = checkpoint.latest(self._config.resume)
-        facts = checkpoint.read_facts(folder)
+        metadata = checkpoint.read_metadata(folder)
         self._context.load(folder)
-        self.metrics = {name: float(value) for name, value in facts["metrics"].items()}
-        return int(facts["epoch"])
+        self.metrics = {name: float(value) for name, value in metadata["metrics"].items()}
+        return int(metadata["epoch"])
 
     def _save(self, epoch: int) -> None:
         if self._log:  # first: should the run end in between, the epoch is trained again and its lines are dropped
             step = self._context.last_stage.optimizer.updates if self._context.last_stage else 0
             self._log.write({"split": "valid", "epoch": epoch, "step": step} | self.metrics)
         self._status.set(f"the checkpoint of epoch {epoch}")
-        facts = {"seed": self._config.seed, "metrics": self.metrics}
-        checkpoint.save(self._config.out, epoch, self._context.state(), facts, self._context.groups.world)
+        metadata = {"seed": self._config.seed, "metrics": self.metrics}
+        checkpoint.save(self._config.out, epoch, self._context.state(), metadata, self._context.groups.world)
 
     def _report(self, epochs: int, samples: int) -> Report:
         """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""

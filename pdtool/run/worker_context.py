@@ -131,7 +131,12 @@ class _StageBuilder:
         return StageReplica(
             stage=stage,
             io=StageIO(
-                self._config.bundle, s, self._channels, ahead=in_flight + 1, device=context.device, meter=context.meter
+                self._config.bundle,
+                s,
+                self._channels,
+                prefetch=in_flight + 1,
+                device=context.device,
+                meter=context.meter,
             ),
             averager=ReplicaAverager(context.groups.replicas[s], untied.values(), context.meter),
             optimizer=self._optimizer(untied, s),

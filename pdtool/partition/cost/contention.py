@@ -64,7 +64,7 @@ def _rings(
     """(stages, bytes, minibatches in a round) of what is averaged: by the replicas of a stage what it alone holds, by
     those of several what they all hold; then they all update after the same number of minibatches."""
     intervals = [model.update_interval(replicas) for replicas in placement.replicas_per_copy]
-    for stages in tied if model.stashes_weights else ():
+    for stages in tied if model.is_asynchronous else ():
         for s in stages:
             intervals[s] = math.lcm(*(placement.replicas[t] for t in stages))
     own = [((s,), load.parameter_bytes - load.tied_bytes, intervals[s]) for s, load in enumerate(loads)]

@@ -6,7 +6,9 @@ from the paper, the function says so and why; `pipedream.py` has the formulas of
 
     r: replicas of a stage in one copy of the pipeline     d: copies     R = r d: all its replicas
     k: minibatches between two of its updates              w: minibatches in flight at one replica
-    members: of each level, how many a set of workers lies on, outermost level first
+    members: for each level, the number of its members (servers, devices) that hold at least one of some workers,
+        outermost level first
+    border: between two consecutive stages, and the traffic over it
 """
 
 from __future__ import annotations
@@ -46,20 +48,20 @@ class CostModel:
     optimizer_state_ratio: float
     may_recompute: bool = True
 
-    requires_all_workers = False  # of a plan; then the first stage is known by its first worker
+    requires_all_workers = False  # True: plans must use every worker, so the first stage begins at worker 0
 
     @property
-    def stashes_weights(self) -> bool:
-        """Whether each minibatch in flight has a weight version: 1F1B without a flush."""
+    def is_asynchronous(self) -> bool:
+        """Whether there is no flush: each minibatch in flight has a weight version of its own."""
         return self.execution.schedule == "1f1b"
 
     def update_interval(self, replicas: Number) -> Number:
         """k: without a flush a stage updates when each replica has done one minibatch, with one at the flush."""
-        return replicas * self.execution.copies if self.stashes_weights else self.execution.microbatches
+        return replicas * self.execution.copies if self.is_asynchronous else self.execution.microbatches
 
     def flush_factor(self, stages: int) -> float:
         """Time with fill and drain over time without: (M + p - 1) / M when each update flushes (GPipe, section 2.3)."""
-        if self.stashes_weights:
+        if self.is_asynchronous:
             return 1.0
         minibatches = -(-self.execution.microbatches // self.execution.copies)
         return (minibatches + stages - 1) / minibatches
@@ -71,7 +73,7 @@ class CostModel:
         than the microbatches of one update; GPipe has all of them in flight.
         """
         enough = -(-workers_from_here // replicas)
-        if self.stashes_weights:
+        if self.is_asynchronous:
             return enough
         microbatches = -(-self.execution.microbatches // (replicas * self.execution.copies))
         return microbatches if self.execution.schedule == "gpipe" else np.minimum(enough, microbatches)
@@ -108,7 +110,8 @@ class CostModel:
         """Seconds per minibatch of a stage that computes and averages.
 
         Section 3.1 takes the larger of both. But the gradients of a round are there only in its last backward, and its
-        update waits for their averages: they hide behind that one backward (see simulator/network.py).
+        update waits for their averages: they hide behind that one backward (see `_offer_gradients` in the
+        simulator's engine).
         """
         hidden_s = load.backward_s / self.update_interval(replicas)
         return compute_s + np.maximum(allreduce_s - hidden_s, 0.0)
@@ -131,14 +134,22 @@ class CostModel:
         """
         return np.maximum(load.received_bytes, load.returned_bytes) * s_per_byte / self.execution.copies
 
-    def border_s_per_byte(self, before: Members, after: Members, sizes: tuple[Number, Number, Number]) -> Number:
+    def border_s_per_byte(
+        self,
+        before: Fractions,
+        after: Fractions,
+        *,
+        replicas_before: Number,
+        replicas_after: Number,
+        is_before_first: Number,
+    ) -> Number:
         """Seconds per byte between two stages of one copy: the busiest link on the way, at the slowest level.
 
         A member's link is shared by all workers below it and carries what they send to, or take from, other members.
 
         Args:
             before, after: for each level, [..., members] fraction of a stage's workers on each member.
-            sizes: replicas of the stage before, of the stage after, and whether the stage before is the first of all.
+            is_before_first: whether the stage before is the first of all.
         """
         s_per_byte = 0.0
         for level, a, b in zip(self.cluster.levels, before, after, strict=True):
@@ -152,7 +163,7 @@ class CostModel:
 
     def memory_bytes(self, load: StageLoad, in_flight: Number, recompute: Number = False) -> Number:
         """Bytes on one worker: without a flush one weight version for each minibatch in flight (section 3.3)."""
-        versions = in_flight if self.stashes_weights else 1
+        versions = in_flight if self.is_asynchronous else 1
         return self.memory(load, recompute).peak_bytes(versions, in_flight)
 
     def must_recompute(self, load: StageLoad, in_flight: Number) -> Number:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdtool.partition.cost.formulas import CostModel, Members
+from pdtool.partition.cost.formulas import CostModel, Fractions, Members
 from pdtool.partition.stage_loads import Number, StageLoad
 
 
@@ -47,9 +47,19 @@ class PipeDreamCostModel(CostModel):
         """2 a / B for all that crosses the cut, also what only passes by the stage."""
         return 2 * load.entering_bytes * s_per_byte / self.execution.copies * self.charges_activations
 
-    def border_s_per_byte(self, before: Members, after: Members, sizes: tuple[Number, Number, Number]) -> Number:
+    def border_s_per_byte(
+        self,
+        before: Fractions,
+        after: Fractions,
+        *,
+        replicas_before: Number,
+        replicas_after: Number,
+        is_before_first: Number,
+    ) -> Number:
         """1 / (B m') for m' replicas of the stage after, and again for those of the stage before unless it is first."""
-        q, r, is_first = sizes
-        touched = [[np.greater(fraction, 0) for fraction in side] for side in (before, after)]
-        slowest = super().border_s_per_byte(touched[0], touched[1], sizes)
-        return slowest / np.where(is_first, r, np.minimum(q, r))
+        is_touched = [[np.greater(fraction, 0) for fraction in side] for side in (before, after)]
+        slowest = super().border_s_per_byte(
+            *is_touched, replicas_before=replicas_before, replicas_after=replicas_after, is_before_first=is_before_first
+        )
+        fewer = np.minimum(replicas_before, replicas_after)
+        return slowest / np.where(is_before_first, replicas_after, fewer)

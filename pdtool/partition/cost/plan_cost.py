@@ -186,7 +186,7 @@ def _plan_cost(model: CostModel, loads: Sequence[StageLoad], placement: Placemen
         allreduce_s=tuple(allreduce_s),
         transfer_s=tuple(_transfers_s(model, loads, placement)),
         stage_s=tuple(float(model.stage_s(*args)) for args in stages),
-        round_trip_s=round_trip_s if model.stashes_weights else (),
+        round_trip_s=round_trip_s if model.is_asynchronous else (),
         memory_bytes=tuple(int(model.memory_bytes(*args)) for args in memory),
         traffic_bytes=_traffic_bytes(model, loads, replicas),
         flush_factor=model.flush_factor(len(loads)),
@@ -200,9 +200,14 @@ def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placem
     replicas = placement.replicas_per_copy
     transfers_s = []
     for s in range(1, len(loads)):
-        sizes = (replicas[s - 1], replicas[s], s == 1)
-        s_per_byte = model.border_s_per_byte(fractions[s - 1], fractions[s], sizes).max()
-        transfers_s.append(float(model.transfer_s(loads[s], s_per_byte)))
+        s_per_byte = model.border_s_per_byte(
+            fractions[s - 1],
+            fractions[s],
+            replicas_before=replicas[s - 1],
+            replicas_after=replicas[s],
+            is_before_first=s == 1,
+        )
+        transfers_s.append(float(model.transfer_s(loads[s], s_per_byte.max())))
     return transfers_s
 
 

@@ -2,20 +2,21 @@
 
 PipeDream, SOSP'19, section 3.1: A(j, m) = min over i, m' of max(A(i, m - m'), 2 a_i / B, T(i+1..j, m')), on cuts of a
 DAG instead of prefixes of a chain, and from the back: then the workers that follow a stage are known, and with them its
-minibatches in flight and its memory. Stages take contiguous workers in order, so the links they share are known too.
+minibatches in flight and its memory. Stages take contiguous workers in order, so the links that each stage's all-reduce
+and border cross are known; where stages contend for a link, cost/contention.py and the simulator say so.
 
                 cut i                       cut j
       ... stage   |           stage           |   stages after it   |  end
-      q workers   |  r workers  a .. a+r-1    |  a+r .. U-1         |
-              (3) ^ border    (1) own time         (2) V[j, a+r, r]
+      q workers   |  r workers  f .. f+r-1    |  f+r .. U-1         |
+              (3) ^ border    (1) own time         (2) V[j, f+r, r]
 
     (1)  the stage computes and averages its gradients
     (2)  everything after it, found before
     (3)  what crosses the border before it, which depends on the q workers on the other side
-    (4)  V[i, a, q] = min over (j, r) of max((1), (2), (3)); V[end, U, q] = 0
-    (5)  the best whole plan is V[0, a, 0], which leaves the first a workers idle; its stages are traced from there
+    (4)  V[i, f, q] = min over (j, r) of max((1), (2), (3)); V[end, U, q] = 0
+    (5)  the best whole plan is V[0, f, 0], which leaves the first f workers idle; its stages are traced from there
 
-    i, j: cuts before and after a stage    a: its first worker    r: its replicas    q: those of the stage before it
+    i, j: cuts before and after a stage    f: its first worker    r: its replicas    q: those of the stage before it
 
 Complexity: O(c² U²) stages for c cuts and U workers, less what the bound prunes, and U times that where a border may be
 the slowest part; all but the loop over i is numpy.
@@ -44,23 +45,23 @@ class StageSpan:
 
 
 @dataclass(frozen=True)
-class _StageOptions:
-    """The stages that begin at one cut and may be part of a plan, ordered by first worker: one element each.
+class _CandidateStages:
+    """The stages that begin at one cut and may be part of a plan, by first worker: arrays of one element each.
 
     Attributes:
         end: the cut after the stage.
         value: (1), what is minimised: seconds per minibatch, or bytes where memory is minimised.
-        crossing_bytes: over the border before the stage for one minibatch, as far as they take time.
+        border_load: of the border before the stage; times its seconds per byte it gives (3).
     """
 
     end: Array
     first: Array
     replicas: Array
     value: Array
-    crossing_bytes: Array
+    border_load: Array
 
-    def select(self, index: Array) -> _StageOptions:
-        return _StageOptions(*(column[index] for column in vars(self).values()))
+    def select(self, index: Array) -> _CandidateStages:
+        return _CandidateStages(*(column[index] for column in vars(self).values()))
 
 
 @dataclass
@@ -72,8 +73,8 @@ class DynamicProgram:
         straight: one replica per stage.
         bound_s: plans that take longer per minibatch are not looked for.
         minimize_memory: minimise the largest memory of a stage instead, whatever the limit, and no time.
-        options: for each cut but the last, from the last to the first, the stages that may begin there.
-        layers: V for at most 0, 1, ... stages, as far as they were asked for.
+        candidates: for each cut but the last, from the last to the first, the stages that may begin there.
+        values_by_count: V for at most 0, 1, ... stages, as far as they were asked for.
     """
 
     space: SearchSpace
@@ -82,8 +83,8 @@ class DynamicProgram:
     straight: bool = False
     bound_s: float = np.inf
     minimize_memory: bool = False
-    options: dict[int, _StageOptions] = field(default_factory=dict)
-    layers: list[Array] = field(default_factory=list)
+    candidates: dict[int, _CandidateStages] = field(default_factory=dict)
+    values_by_count: list[Array] = field(default_factory=list)
 
     @cached_property
     def any_number_of_stages(self) -> Array:
@@ -92,42 +93,42 @@ class DynamicProgram:
         is_continued = np.zeros(len(values), dtype=bool)  # cuts after which there is something within the bound
         is_continued[-1] = True
         for i in reversed(range(len(values) - 1)):
-            self.options[i] = self._stage_options(i, values, is_continued)
-            self._put_before(i, values, values)
-            is_continued[i] = len(self.options[i].end) > 0
+            self.candidates[i] = self._candidate_stages(i, values, is_continued)
+            self._prepend_at(i, values, values)
+            is_continued[i] = len(self.candidates[i].end) > 0
         self._drop_unreached()
         return values
 
     def _drop_unreached(self) -> None:
-        """Leave out the stages that nothing within the bound comes before; the layers then go faster."""
+        """Leave out the stages that nothing within the bound comes before; then `at_most` and `exactly` go faster."""
         is_reached = np.zeros((self.space.cut_count, self.workers + 1), dtype=bool)
         is_reached[0] = True
-        for i in sorted(self.options):
-            options = self.options[i] = self.options[i].select(is_reached[i, self.options[i].first])
-            is_reached[options.end, options.first + options.replicas] = True
+        for i in sorted(self.candidates):
+            stages = self.candidates[i] = self.candidates[i].select(is_reached[i, self.candidates[i].first])
+            is_reached[stages.end, stages.first + stages.replicas] = True
 
     def at_most(self, stages: int) -> Array:
         """V for at most `stages` stages."""
-        _ = self.any_number_of_stages
-        if not self.layers:
-            self.layers.append(self._no_stage())
-        while len(self.layers) <= stages:
+        _ = self.any_number_of_stages  # fills `candidates`
+        if not self.values_by_count:
+            self.values_by_count.append(self._no_stage())
+        while len(self.values_by_count) <= stages:
             values = self._no_stage()
-            self._put_stage_before(self.layers[-1], values)
-            self.layers.append(values)
-        return self.layers[stages]
+            self._prepend_stages(self.values_by_count[-1], values)
+            self.values_by_count.append(values)
+        return self.values_by_count[stages]
 
     def exactly(self, stages: int) -> list[Array]:
         """V for exactly 0, 1, ... `stages` stages, each cut allowed where it would stand."""
-        _ = self.any_number_of_stages
-        layers = [self._no_stage()]
+        _ = self.any_number_of_stages  # fills `candidates`
+        tables = [self._no_stage()]
         for remaining in range(1, stages + 1):
-            values = np.full_like(layers[0], np.inf)
+            values = np.full_like(tables[0], np.inf)
             stage = stages - remaining
             rows = self.space.cuts.allowed_before(stage, stages) if stage else np.arange(len(values)) == 0
-            self._put_stage_before(layers[-1], values, rows)
-            layers.append(values)
-        return layers
+            self._prepend_stages(tables[-1], values, rows)
+            tables.append(values)
+        return tables
 
     def first_worker(self, values: Array) -> int:
         """(5) The first worker of the best whole plan; ties: the fewest workers."""
@@ -140,23 +141,23 @@ class DynamicProgram:
         """(5) The value of the best whole plan."""
         return float(values[0, self.first_worker(values), 0])
 
-    def trace(self, layers: list[Array]) -> list[StageSpan]:
-        """(5) The stages of the best whole plan of layers[-1], which came from layers[-2], and so on; or, of a single
-        layer, from itself."""
+    def trace(self, tables: list[Array]) -> list[StageSpan]:
+        """(5) The stages of the best whole plan of tables[-1], which came from tables[-2], and so on; or, of a single
+        table, from itself."""
         spans: list[StageSpan] = []
         cut = replicas_before = 0
-        first = self.first_worker(layers[-1])
+        first = self.first_worker(tables[-1])
         while first < self.workers:
-            source = layers[max(0, len(layers) - 2 - len(spans))]
-            options = self.options[cut]
-            values = self._with_following(options, source)
+            stages = self.candidates[cut]
+            values = self._with_following(stages, tables[max(0, len(tables) - 2 - len(spans))])
             if replicas_before:
-                border = self._border[self._place(options.first), options.replicas, replicas_before]
-                values = np.maximum(values, options.crossing_bytes * border)
-            values = np.where(options.first == first, values, np.inf)
+                border = self._border[self._place(stages.first), stages.replicas, replicas_before]
+                values = np.maximum(values, stages.border_load * border)
+            values = np.where(stages.first == first, values, np.inf)
             best = np.flatnonzero(values <= values.min())
-            chosen = max(best, key=lambda e: (options.end[e], options.replicas[e]))  # ties: the fewest stages
-            spans.append(StageSpan(cut, int(options.end[chosen]), first, int(options.replicas[chosen])))
+            # ties: the stage that ends last, then the one with the most replicas
+            chosen = max(best, key=lambda e: (stages.end[e], stages.replicas[e]))
+            spans.append(StageSpan(cut, int(stages.end[chosen]), first, int(stages.replicas[chosen])))
             cut, replicas_before = spans[-1].after, spans[-1].replicas
             first += replicas_before
         return spans
@@ -167,44 +168,44 @@ class DynamicProgram:
         values[-1, self.workers] = 0.0
         return values
 
-    def _put_stage_before(self, source: Array, target: Array, rows: Array | None = None) -> None:
+    def _prepend_stages(self, source: Array, target: Array, rows: Array | None = None) -> None:
         """Put one stage before each of `source`, to begin at the cuts `rows`."""
-        for i in self.options:
-            if len(self.options[i].end) and (rows is None or rows[i]):
-                self._put_before(i, source, target)
+        for i in self.candidates:
+            if len(self.candidates[i].end) and (rows is None or rows[i]):
+                self._prepend_at(i, source, target)
 
-    def _put_before(self, i: int, source: Array, target: Array) -> None:
+    def _prepend_at(self, i: int, source: Array, target: Array) -> None:
         """(4) for the stages that begin at cut i; source and target may be the same array."""
-        options = self.options[i]
-        values = self._with_following(options, source)
+        stages = self.candidates[i]
+        values = self._with_following(stages, source)
         within = np.flatnonzero(values <= self.bound_s)
         if i == 0:
-            np.minimum.at(target[0, :, 0], options.first[within], values[within])
+            np.minimum.at(target[0, :, 0], stages.first[within], values[within])
             return
-        first, replicas, crossing = (x[within] for x in (options.first, options.replicas, options.crossing_bytes))
-        is_slow = crossing > 0
+        first, replicas, load_before = (x[within] for x in (stages.first, stages.replicas, stages.border_load))
+        is_slow = load_before > 0
         if is_slow.any():
-            is_slow = crossing * self._slowest_border[self._place(first), replicas] > values[within]
+            is_slow = load_before * self._slowest_border[self._place(first), replicas] > values[within]
         unaffected = within[~is_slow]  # whatever stands before them, the border is not what holds them up
-        np.minimum.at(target[i, :, 1], options.first[unaffected], values[unaffected])
+        np.minimum.at(target[i, :, 1], stages.first[unaffected], values[unaffected])
         target[i, :, 2:] = target[i, :, 1:2]
         if is_slow.any():
             slots = first * (self.workers + 1) + replicas
-            kept = _undominated(slots, values[within], crossing, np.flatnonzero(is_slow))
-            first, replicas, crossing = first[kept], replicas[kept], crossing[kept, None]
-            borders = crossing * self._border[self._place(first), replicas, 1:]
+            kept = _pareto_front(slots, values[within], load_before, np.flatnonzero(is_slow))
+            first, replicas, load_before = first[kept], replicas[kept], load_before[kept, None]
+            borders = load_before * self._border[self._place(first), replicas, 1:]
             with_border = np.maximum(values[within[kept], None], borders)
             starts = np.flatnonzero(np.diff(first, prepend=-1))
             best = np.minimum.reduceat(with_border, starts, axis=0)
             target[i, first[starts], 1:] = np.minimum(target[i, first[starts], 1:], best)
 
-    def _with_following(self, options: _StageOptions, source: Array) -> Array:
+    def _with_following(self, stages: _CandidateStages, source: Array) -> Array:
         """The larger of (1) and (2)."""
-        following = source[options.end, options.first + options.replicas, options.replicas]
-        values: Array = np.maximum(options.value, following)
+        following = source[stages.end, stages.first + stages.replicas, stages.replicas]
+        values: Array = np.maximum(stages.value, following)
         return values
 
-    def _stage_options(self, i: int, values: Array, is_continued: Array) -> _StageOptions:
+    def _candidate_stages(self, i: int, values: Array, is_continued: Array) -> _CandidateStages:
         """The stages that may begin at cut i.
 
         Leaves out what cannot be part of a plan within the bound: by its own time or memory, because the work before it
@@ -220,7 +221,7 @@ class DynamicProgram:
         in_flight = model.in_flight(replicas, self.workers - first)
         if self.minimize_memory:
             memory = model.memory_bytes(load, in_flight, model.may_recompute)
-            return _StageOptions(ends[end], first, replicas, memory, np.zeros(len(end)))
+            return _CandidateStages(ends[end], first, replicas, memory, np.zeros(len(end)))
         recompute = model.must_recompute(load, in_flight)
         compute_s = model.compute_s(load, replicas, recompute)
         allreduce_s = model.allreduce_s(load, replicas, members_between(model.cluster, first, first + replicas))
@@ -228,8 +229,8 @@ class DynamicProgram:
         is_possible = stage_s <= self.bound_s
         if model.cluster.memory_bytes is not None:
             is_possible &= model.memory_bytes(load, in_flight, recompute) <= model.cluster.memory_bytes
-        crossing_bytes = model.transfer_s(load, 1.0)
-        return _StageOptions(ends[end], first, replicas, stage_s, crossing_bytes).select(is_possible)
+        border_load = model.transfer_s(load, 1.0)
+        return _CandidateStages(ends[end], first, replicas, stage_s, border_load).select(is_possible)
 
     def _possible(self, i: int, candidates: Array) -> tuple[Array, Array, Array, Array]:
         """Slots (first worker, replicas), and the pairs of a slot and one of the `candidates` for the end of the stage
@@ -244,11 +245,11 @@ class DynamicProgram:
             fits = (before_s <= first * per_worker_s) & (after_s <= (self.workers - first) * per_worker_s)
             first, replicas, after, pairs = first[fits], replicas[fits], after[fits], pairs[:, fits]
             pairs &= (work_s[-1] - work_s[ends[candidates]])[:, None] <= after * per_worker_s
-            pairs &= (self._at_best(load.select(candidates[:, None])) <= self.bound_s)[:, replicas - 1]
+            pairs &= (self._stage_lower_bound_s(load.select(candidates[:, None])) <= self.bound_s)[:, replicas - 1]
         slot, end = np.nonzero(pairs.T)
         return first, replicas, slot, candidates[end]
 
-    def _at_best(self, load: StageLoad) -> Array:
+    def _stage_lower_bound_s(self, load: StageLoad) -> Array:
         """[end, replicas - 1] seconds of a stage on the first workers: nowhere does its ring cross fewer links."""
         replicas = np.arange(1, self.workers + 1)
         allreduce_s = self.model.allreduce_s(load, replicas, members_between(self.model.cluster, 0, replicas))
@@ -285,13 +286,20 @@ class DynamicProgram:
             after = fractions_on_members(cluster, (a <= worker) & (worker < a + r))
             # no worker is on both sides: at the level of workers one link of each side says all
             before[-1], after[-1] = np.concatenate([1 / q, 0 * q], axis=2), np.concatenate([0 * r, 1 / r], axis=2)
-            sizes = (q[..., 0], r[..., 0], q[..., 0] == place)
-            s_per_byte[place, 1:, 1:] = self.model.border_s_per_byte(before, after, sizes)
+            s_per_byte[place, 1:, 1:] = self.model.border_s_per_byte(
+                before,
+                after,
+                replicas_before=q[..., 0],
+                replicas_after=r[..., 0],
+                # where that matters, the period is the whole cluster and `place` the worker itself
+                is_before_first=q[..., 0] == place,
+            )
         return s_per_byte
 
     @property
     def _period(self) -> int:
-        """Workers after which borders repeat: those of one outermost member; all, where the first stage is apart."""
+        """Workers after which borders repeat: those of one outermost member; all of them, where the border after the
+        first stage is charged differently (PipeDream's formulas)."""
         cluster = self.model.cluster
         return cluster.workers if self.model.requires_all_workers else cluster.below[0]
 
@@ -302,16 +310,16 @@ class DynamicProgram:
         return slowest
 
     def _place(self, first: Array) -> Array:
-        """Where a worker stands among those that borders differ for."""
+        """The number of a worker modulo `_period`: borders before equal ones are alike."""
         return first % self._period
 
 
-def _undominated(slots: Array, values: Array, crossing: Array, candidates: Array) -> Array:
-    """Those of `candidates`, by slot, than which no other in the same slot has a smaller value and fewer bytes before
-    it."""
-    order = candidates[np.lexsort((crossing[candidates], values[candidates], slots[candidates]))]
+def _pareto_front(slots: Array, values: Array, load_before: Array, candidates: Array) -> Array:
+    """Those of `candidates`, by slot, than which no other in the same slot has both a smaller value and a smaller
+    load."""
+    order = candidates[np.lexsort((load_before[candidates], values[candidates], slots[candidates]))]
     group = np.cumsum(np.diff(slots[order], prepend=-1) != 0)
-    falling = crossing[order] - group * (crossing.max() + 1.0)  # each slot lies below all before it
+    falling = load_before[order] - group * (load_before.max() + 1.0)  # each slot lies below all before it
     smallest = np.minimum.accumulate(falling)
     kept: Array = order[np.concatenate([[True], falling[1:] < smallest[:-1]])]
     return kept

@@ -21,10 +21,10 @@ _COARSE_CUTS = 160  # of a first, rough search: this many over the square root o
 
 @dataclass(frozen=True)
 class Solution:
-    """The best plan of at most some number of stages: its time, fill and drain included, and the layers to trace it."""
+    """The best plan of at most some number of stages: its time, fill and drain included, and the tables to trace it."""
 
     time_per_minibatch_s: float
-    layers: list[Array]
+    tables: list[Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class LayoutSearch:
         """The best of all `solutions`; without looking at each number of stages where nothing depends on it."""
         program = self.program
         unlimited = program.any_number_of_stages
-        if self.model.stashes_weights and not self._counts_stages:
+        if self.model.is_asynchronous and not self._counts_stages:
             return Solution(program.best(unlimited), [unlimited])
         best = Solution(np.inf, [])
         for stages, solution in enumerate(self.solutions(), 1):
@@ -95,8 +95,8 @@ class LayoutSearch:
         """Yield the best plans of at most 1, 2, ... stages; of exactly so many where a pin counts stages."""
         program = self.program
         for stages in self._stage_counts:
-            layers = self._layers(program, stages)
-            yield Solution(program.best(layers[-1]) * self.model.flush_factor(stages), layers)
+            tables = self._tables(program, stages)
+            yield Solution(program.best(tables[-1]) * self.model.flush_factor(stages), tables)
 
     def rough_time_s(self) -> float:
         """Return a time per minibatch that can be had, found in a small part of the space: a bound for the search."""
@@ -110,26 +110,26 @@ class LayoutSearch:
 
     def candidate(self, solution: Solution) -> Candidate:
         """Return the plan behind a solution."""
-        return self._traced(self.program, solution.layers)
+        return self._traced(self.program, solution.tables)
 
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
         program = self._program(minimize_memory=True)
         if self._counts_stages:
-            layers_by_count = (self._layers(program, stages) for stages in self._stage_counts)
-            layers = min(layers_by_count, key=lambda layers: program.best(layers[-1]))
+            tables_by_count = (self._tables(program, stages) for stages in self._stage_counts)
+            tables = min(tables_by_count, key=lambda tables: program.best(tables[-1]))
         else:
-            layers = [program.any_number_of_stages]
-        return self._traced(program, layers) if np.isfinite(program.best(layers[-1])) else None
+            tables = [program.any_number_of_stages]
+        return self._traced(program, tables) if np.isfinite(program.best(tables[-1])) else None
 
-    def _layers(self, program: DynamicProgram, stages: int) -> list[Array]:
+    def _tables(self, program: DynamicProgram, stages: int) -> list[Array]:
         if self.space.cuts.has_counted_pins:
             return program.exactly(stages)
         program.at_most(stages)
-        return program.layers[: stages + 1]
+        return program.values_by_count[: stages + 1]
 
-    def _traced(self, program: DynamicProgram, layers: list[Array]) -> Candidate:
-        layout, spans = self.layout, program.trace(layers)
+    def _traced(self, program: DynamicProgram, tables: list[Array]) -> Candidate:
+        layout, spans = self.layout, program.trace(tables)
         names = self.evaluator.profile.graph.names
         stages = []
         for span in spans:

@@ -2,8 +2,8 @@
 
 As in the runtime, sends never hold up computing. A message goes straight from the stage that makes a tensor to each
 stage that takes it, as soon as that one has asked for it: in the order of its list, and for one minibatch more than it
-has in flight (run/messages). The gradients of a round leave in buckets while its last backward goes on
-(run/weights/replicas.py), all replicas of a stage start a bucket together, and the update waits for all buckets.
+has in flight (run/messages). The gradients of a round leave in buckets while its last backward goes on, all replicas of
+a stage start a bucket together, and the update waits for all buckets (run/weights/replica_averager.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which tensor goes from which stage to which, and from which worker to which: the same lists on every worker.
 
-Edge    one tensor from one stage straight to another, once per minibatch; its gradient comes back the same way
+Edge    one tensor from one stage directly to another, once per minibatch; its gradient comes back the same way
 Route   all edges between two stages in one direction, from one worker to another: one message per minibatch
 
 stage 0, replica 0 ──route: minibatches 0, 2, 4──▶ stage 1, replica 0     edges of both routes: activation "a",
@@ -28,7 +28,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Edge:
-    """One tensor from one stage straight to another, once per minibatch; its gradient comes back the same way.
+    """One tensor from one stage directly to another, once per minibatch; its gradient comes back the same way.
 
     Attributes:
         number: position in the list of all edges, which tells its messages apart.

@@ -4,7 +4,7 @@
     receive_inputs   ◀─── tensors of stages before    receive_gradients ◀─── gradients of stages after
     send_outputs     ───▶ tensors to stages after     send_gradients    ───▶ gradients to stages before
 
-Messages of a few minibatches are expected ahead of their use, so that they travel while the stage computes.
+Receives are posted a few minibatches before they are needed, so that messages travel while the stage computes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class _Traffic:
     """The messages of one stage in one direction.
 
     Attributes:
-        to_expect: minibatches to be received in this phase that are not expected yet, in order.
-        expected: those that are.
+        unposted: minibatches to be received in this phase whose receives are not posted yet, in order.
+        posted: those whose receives are posted.
     """
 
     receivers: list[tuple[Route, Receiver]]
     senders: list[tuple[Route, Sender]]
-    to_expect: deque[int] = field(default_factory=deque)
-    expected: deque[int] = field(default_factory=deque)
+    unposted: deque[int] = field(default_factory=deque)
+    posted: deque[int] = field(default_factory=deque)
 
 
 class StageIO:
@@ -46,15 +46,15 @@ class StageIO:
 
     Args:
         channels: of this worker.
-        ahead: minibatches to expect before they are needed.
+        prefetch: receives posted before they are needed, in minibatches.
     """
 
     def __init__(
-        self, bundle: Bundle, stage: int, channels: Channels, *, ahead: int, device: torch.device, meter: WorkerMeter
+        self, bundle: Bundle, stage: int, channels: Channels, *, prefetch: int, device: torch.device, meter: WorkerMeter
     ) -> None:
         self._module, self._model_inputs = bundle.stages[stage], bundle.inputs
         self._is_last = stage == len(bundle.stages) - 1
-        self._ahead, self._device, self._meter = ahead, device, meter
+        self._prefetch, self._device, self._meter = prefetch, device, meter
         self._forward = _traffic(stage, "forward", channels)
         self._backward = _traffic(stage, "backward", channels)
         self._incoming = _edges([route for route, _ in self._forward.receivers])
@@ -74,24 +74,24 @@ class StageIO:
         self._data, self._loader = data, loader
         for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
             if traffic.receivers:
-                traffic.to_expect.extend(minibatches)
-                for _ in range(self._ahead):
-                    self._expect_next(traffic)
+                traffic.unposted.extend(minibatches)
+                for _ in range(self._prefetch):
+                    self._post_next_receive(traffic)
 
     def end_phase(self) -> None:
-        """Wait until everything sent has been received, or lies where its receiver finds it; raises PeerError."""
+        """Wait until every send has completed: received, or stored in shared memory; raises PeerError."""
         for traffic in (self._forward, self._backward):
-            assert not traffic.expected, f"minibatches {list(traffic.expected)} were expected and never asked for"
+            assert not traffic.posted, f"minibatches {list(traffic.posted)} were posted and never received"
             with self._meter.waiting:
                 for _, sender in traffic.senders:
                     sender.flush()
 
     def receive_inputs(self, minibatch: int) -> tuple[list[Tensor], Any]:
-        """Wait for what the stage takes.
+        """Receive the inputs of the stage's module, or load them at the first stage; at the last one the target, too.
 
         Returns:
-            The module's inputs, [samples, ...] each, leaves that collect a gradient where one goes back; and at the
-            last stage the target as the user's loss takes it, else None.
+            The module's inputs, [samples, ...] each, with requires_grad where the stage before needs a gradient; and at
+            the last stage the target as the user's loss takes it, else None.
 
         Raises:
             PeerError: the worker of another stage is lost.
@@ -109,7 +109,7 @@ class StageIO:
         return [by_name[name].to(self._device) for name in self._module.inputs], target
 
     def send_outputs(self, minibatch: int, outputs: Sequence[Tensor]) -> None:
-        """Send each output, and at the first stage what later stages need of the data, straight to its consumers.
+        """Send each output, and at the first stage what later stages need of the data, directly to its consumers.
 
         Args:
             outputs: of the stage, [samples, ...] each; of the last stage nothing is sent.
@@ -137,7 +137,7 @@ class StageIO:
         return [total.get(name) for name in self._module.outputs]
 
     def send_gradients(self, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
-        """Send each input's gradient to the stage it came from; zeros where the backward did not lead to one.
+        """Send each input's gradient to the stage it came from; zeros for one that the outputs do not depend on.
 
         Args:
             gradients: of the stage's inputs, of their shapes.
@@ -162,8 +162,8 @@ class StageIO:
         """The tensor of each incoming edge, by its number."""
         if not traffic.receivers:
             return {}
-        oldest, samples = traffic.expected.popleft(), self._data.minibatches.samples(minibatch)
-        assert oldest == minibatch, f"minibatch {minibatch} was asked for, {oldest} was expected"
+        oldest, samples = traffic.posted.popleft(), self._data.minibatches.samples(minibatch)
+        assert oldest == minibatch, f"minibatch {minibatch} was asked for, {oldest} was posted first"
         received = {}
         with self._meter.waiting:
             for route, receiver in traffic.receivers:
@@ -174,11 +174,11 @@ class StageIO:
                         self._meter.message_received(route.consumer, minibatch, start_s, tensors)
                     for edge, tensor in zip(route.edges, tensors, strict=True):
                         received[edge.number] = tensor.to(edge.dtype)
-        self._expect_next(traffic)
+        self._post_next_receive(traffic)
         return received
 
     def _send(self, traffic: _Traffic, minibatch: int, tensors: Mapping[int, Tensor]) -> None:
-        """Start sending the tensor of each outgoing edge; they must not change until they have gone."""
+        """Start sending the tensor of each outgoing edge; they must not be modified until the send completes."""
         for route, sender in traffic.senders:
             if route.has(minibatch):
                 start_s = perf_counter()
@@ -186,13 +186,13 @@ class StageIO:
                 if not route.is_local:
                     self._meter.message_sent(route.consumer, minibatch, start_s, sent_bytes)
 
-    def _expect_next(self, traffic: _Traffic) -> None:
-        if traffic.to_expect:
-            minibatch = traffic.to_expect.popleft()
+    def _post_next_receive(self, traffic: _Traffic) -> None:
+        if traffic.unposted:
+            minibatch = traffic.unposted.popleft()
             for route, receiver in traffic.receivers:
                 if route.has(minibatch):
                     receiver.expect(minibatch, self._data.minibatches.samples(minibatch))
-            traffic.expected.append(minibatch)
+            traffic.posted.append(minibatch)
 
 
 def _traffic(stage: int, direction: Direction, channels: Channels) -> _Traffic:

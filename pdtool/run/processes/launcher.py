@@ -55,7 +55,7 @@ def launch(config: RunConfig, on_metrics: Callable[[dict[str, Any]], None] | Non
         KeyboardInterrupt: Ctrl-C; all workers are gone.
     """
     check_config(config)
-    epochs_done = checkpoint.read_facts(checkpoint.latest(config.resume))["epoch"] if config.resume else 0
+    epochs_done = checkpoint.read_metadata(checkpoint.latest(config.resume))["epoch"] if config.resume else 0
     if config.resume and epochs_done >= config.epochs:
         raise UsageError(f"{config.resume} has its {epochs_done} epoch(s) already", "give more --epochs than that")
     environment = worker_environment(os.environ, config.machines.endpoint)

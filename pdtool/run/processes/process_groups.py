@@ -34,7 +34,7 @@ class ProcessGroups:
     """Handles of torch.distributed process groups.
 
     Attributes:
-        world: all workers, gloo; for facts, metrics and checkpoints.
+        world: all workers, gloo; for metadata, metrics and checkpoints.
         replicas: of each stage.
         tied: of each tied parameter of the bundle, all replicas of all stages that hold it; gloo.
         device: where this worker's tensors are.
