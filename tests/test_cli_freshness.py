@@ -40,7 +40,7 @@ def importing(folder, monkeypatch):
 
 def marks(result):
     """Claim -> mark of each line that `check --fresh` printed."""
-    return {line[2:].split(":")[0]: line[0] for line in result.stdout.splitlines()}
+    return {line[2:].split(":")[0]: line[0] for line in result.stdout.splitlines() if line[0] in "✓✗–"}
 
 
 def test_an_operator_changed_in_an_imported_module_stops_every_command(importing):
@@ -48,15 +48,27 @@ def test_an_operator_changed_in_an_imported_module_stops_every_command(importing
     importing.write("layers.py", TANH)
     stderr = importing.pdtool("run", "--steps", "2", code=3).stderr
     assert "model.py: the model's operators are not those that the plan and its stage files were made for" in stderr
-    assert "`pdtool check --fresh` says what changed" in stderr
+    assert "`pdtool check --fresh` says where they differ" in stderr
     difference = "model.py: operator relu is ReLU in the profile and Tanh in the model"
-    assert f"error: {difference}; profile and partition it again" in importing.pdtool("codegen", code=3).stderr
+    stderr = importing.pdtool("codegen", code=3).stderr
+    assert f"error: {difference}; model.py itself is as it was, so a module that it imports" in stderr
+    assert "profile and partition it again" in stderr
     result = importing.pdtool("check", "--fresh", code=3)
     assert marks(result) == {"profile": "✗", "plan": "✓", "bundle": "✗", "stage files": "✓"}
     assert difference in result.stdout
     importing.write("layers.py", LAYERS)
     importing.pdtool("check", "--fresh")
     importing.pdtool("run", "--steps", "2")
+
+
+def test_what_a_plan_was_made_from_and_is_not_there(importing):
+    """Exit code 3, not 2: the plan names the model and the profile, and the command line is right."""
+    (importing.path / "model.py").rename(importing.path / "moved.py")
+    for command in (["run", "--steps", "2"], ["codegen"], ["check", "--fresh"]):
+        assert "it was made from model.py, which is not there" in importing.pdtool(*command, code=3).stderr
+    importing.pdtool("codegen", "--model", "moved.py")
+    next((importing.path / "profiles").glob("*.json")).unlink()
+    assert "is not there (it is sought from" in importing.pdtool("run", "--steps", "2", code=3).stderr
 
 
 def test_a_worker_of_torchrun_refuses_an_operator_that_changed(importing, monkeypatch):

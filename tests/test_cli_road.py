@@ -58,12 +58,12 @@ def test_profile_on_stdout(folder):
 
 
 def test_run_generates_a_missing_or_stale_bundle(road):
-    assert "is missing or was made from something else" in road.pdtool("run", "--steps", "2").stderr
+    assert "is missing, was edited, or was made from something else" in road.pdtool("run", "--steps", "2").stderr
     assert "is missing" not in road.pdtool("run", "--steps", "2").stderr
     assert (road.path / "runs/model-2.2/report.json").is_file(), "a second run has a folder of its own"
     stage = road.path / "plans/model-2/stage_0.py"
     stage.write_text(stage.read_text() + "# edited\n")
-    assert "is missing or was made from something else" in road.pdtool("run", "--steps", "2").stderr
+    assert "is missing, was edited, or was made from something else" in road.pdtool("run", "--steps", "2").stderr
     assert "# edited" not in stage.read_text()
 
 
@@ -94,7 +94,7 @@ def test_a_changed_profile_is_stale_by_name(road):
 def test_a_model_that_moved_is_named_and_must_be_the_same(road):
     road.write("elsewhere/net.py", NET)
     (road.path / "model.py").unlink()
-    assert "there is no file model.py" in road.pdtool("codegen", code=2).stderr
+    assert "it was made from model.py, which is not there" in road.pdtool("codegen", code=3).stderr
     road.pdtool("codegen", "--model", "elsewhere/net.py")
     road.write("elsewhere/net.py", NET.replace("nn.ReLU()", "nn.Tanh()"))
     stderr = road.pdtool("codegen", "--model", "elsewhere/net.py", code=3).stderr

@@ -226,3 +226,24 @@ def test_faulty_metrics_are_explained(returned, what, tmp_path):
     text = f"def model(): pass\ndef metrics(o, t): return {returned}\n"
     with pytest.raises(ModelError, match=what):
         write(tmp_path, text).metrics(None, None)
+
+
+def test_replicas_begin_alike_however_the_weights_are_drawn(tmp_path):
+    """Each worker builds the model for itself."""
+    text = """
+import random
+import numpy
+import torch
+from torch import nn
+
+def model():
+    net = nn.Linear(3, 1)
+    net.bias.data.fill_(random.random())
+    net.register_buffer("k", torch.from_numpy(numpy.random.rand(3)))
+    return net
+"""
+    file = write(tmp_path, text)
+    first, second, other = file.build(7), file.build(7), file.build(8)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name])
+        assert not torch.equal(tensor, other.state_dict()[name])

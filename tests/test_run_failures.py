@@ -301,9 +301,11 @@ def test_the_target_must_be_a_metric_of_the_model(tmp_path: Path) -> None:
         launch(harness.job(tmp_path, CONV3, target=Target.parse("bleu=20.0")))
 
 
-@pytest.mark.parametrize("text", ["accuracy", "accuracy==0.9", "accuracy=>1", "=1", "<=1", "loss=low", "loss<nan"])
+@pytest.mark.parametrize(
+    "text", ["accuracy", "accuracy==0.9", "accuracy=>1", "=1", "<=1", "loss=low", "loss<nan", "loss<inf", ""]
+)
 def test_a_target_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is not METRIC=NUMBER"):
+    with pytest.raises(UsageError, match=r"is not METRIC=NUMBER;"):
         Target.parse(text)
 
 

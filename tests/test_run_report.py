@@ -185,7 +185,11 @@ def test_targets(text: str, reached: list[float], missed: list[float]) -> None:
     """With = at least; loss and perplexity at most; otherwise as it is written."""
     target = Target.parse(text)
     assert str(target) == text
-    assert Target.parse(str(target)) == target
+    assert (
+        Target.parse(str(target))
+        == Target.parse(f" {text} ".replace(target.relation, f" {target.relation} "))
+        == target
+    )
     assert all(target.is_reached({target.metric: value}) for value in reached)
     assert not any(target.is_reached({target.metric: value}) for value in missed)
 

@@ -11,7 +11,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.envelope import ModelRef, file_sha256
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.inputs import bundle_folder, was_made_from
+from pdtool.cli.inputs import bundle_folder, find_model, was_made_from
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.frontend.graph_check import first_difference
 from pdtool.frontend.graph_digest import graph_sha256
@@ -64,6 +64,7 @@ class FreshnessCheck:
         """The model as it is now; None when the profile is of no model that can be read."""
         if self._model is None:
             return None
+        find_model(self.path, self._model.source)
         file = ModelFile.load(self._model)
         return trace(file.build(), file.example_inputs, self.plan.batch_size, file.path)
 
@@ -82,11 +83,11 @@ class FreshnessCheck:
         elif self.profile.graph_sha256 == graph_sha256(self._traced):
             is_fresh, words = True, f"the operators of {source} are those of {path}"
         else:
-            is_fresh, words = False, f"{source}: {first_difference(self.profile, self._traced)}"
+            is_fresh, words = False, f"{source}: {first_difference(self.profile, self._traced, source)}"
         yield FreshnessFinding("profile", is_fresh, words, "" if is_fresh else "profile and partition it again")
         if changed and is_fresh:
             words = f"{source} has changed since it was profiled: its loss and its optimizer may cost something else"
-            yield FreshnessFinding("source", None, f"{words}, and HINTS are as they were")
+            yield FreshnessFinding("source", None, f"{words}, and the plan keeps the HINTS that it was made with")
 
     def _plan(self) -> FreshnessFinding:
         if was_made_from(self.plan, self.profile):

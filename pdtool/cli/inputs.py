@@ -85,15 +85,28 @@ class Inputs:
         from pdtool.frontend.modelfile import find_source
 
         expected = self.plan.digests.get(recorded.source)
-        if not expected or file_sha256(find_source(self.model.source)) == expected:
+        source = find_source(self.model.source) if self.trusted else find_model(self.path, self.model.source)
+        if not expected or file_sha256(source) == expected:
             return
         changed = f"{self.model.source} has changed since it was profiled"
         if not self.plan.graph_sha256:
             raise StaleError(self.path, changed, "profile and partition it again")
         note(
             f"{changed}: the plan holds as long as the operators are the same, which is checked; "
-            "the loss and the optimizer may cost something else, and HINTS are as they were"
+            "the loss and the optimizer may cost something else, and the plan keeps the HINTS that it was made with"
         )
+
+
+def find_model(path: str, source: str) -> Path:
+    """Find the model's file that the plan in `path` names; raises StaleError when it is not there."""
+    from pdtool.frontend.modelfile import find_source
+
+    try:
+        return find_source(source)
+    except UsageError as error:
+        what = f"it was made from {source}, which is not there (it is sought from {Path.cwd()})"
+        remedy = "go to the folder that it was made in, put the file back, or name it with --model to codegen and run"
+        raise StaleError(path, what, remedy) from error
 
 
 def bundle_folder(path: str, plan: Plan) -> Path:
@@ -136,11 +149,16 @@ def read_profile(plan: Plan, path: str) -> Profile:
     """Read the profile that a plan names, whether it has changed or not.
 
     Raises:
-        ArtifactError: the plan, which stands in `path`, does not say where it is, because it came through a pipe.
+        ArtifactError: it is not there; or the plan, which stands in `path`, does not say where it is, because it came
+            through a pipe.
     """
     if plan.profile == "-":
         what = "the profile was read from stdin, and the plan does not say where it is"
         remedy = "write the profile to a file and put its path there, as `profile: profiles/net.json`"
+        raise ArtifactError(path, what, remedy, field="profile")
+    if not Path(plan.profile).exists():
+        what = f"its profile {plan.profile} is not there (it is sought from {Path.cwd()})"
+        remedy = "go to the folder that the plan was made in, or write it with `pdtool profile`"
         raise ArtifactError(path, what, remedy, field="profile")
     return Profile.load(plan.profile)
 

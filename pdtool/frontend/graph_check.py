@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.envelope import file_sha256
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import StaleError
 from pdtool.frontend.graph_digest import graph_sha256
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.modelfile import ModelFile, find_source
 from pdtool.frontend.operators import Operator, Traced
 from pdtool.frontend.tracing import trace
 from pdtool.units import format_bytes
@@ -31,7 +32,7 @@ def check_profile(traced: Traced, profile: Profile, source: str) -> None:
         StaleError: the graphs differ; it says where, as far as the profile tells.
     """
     if profile.graph_sha256 not in (None, graph_sha256(traced)):
-        raise StaleError(source, first_difference(profile, traced), "profile and partition it again")
+        raise StaleError(source, first_difference(profile, traced, source), "profile and partition it again")
 
 
 def check_bundle(model_file: ModelFile, model: nn.Module, bundle: Bundle) -> None:
@@ -52,12 +53,23 @@ def check_bundle(model_file: ModelFile, model: nn.Module, bundle: Bundle) -> Non
         raise StaleError(
             model_file.ref.source,
             "the model's operators are not those that the plan and its stage files were made for",
-            "`pdtool check --fresh` says what changed; undo it, or profile and partition the model again",
+            "`pdtool check --fresh` says where they differ; undo it, or profile and partition the model again",
         )
 
 
-def first_difference(profile: Profile, traced: Traced) -> str:
-    """Say in words where the model differs from its profile: the first operator that is another one, or what is left.
+def first_difference(profile: Profile, traced: Traced, source: str) -> str:
+    """Say in words where the model differs from its profile, and whether its file, `source`, is as it was."""
+    difference = _first_difference(profile, traced)
+    if profile.digests.get(source) != file_sha256(find_source(source)):
+        return difference
+    return (
+        f"{difference}; {source} itself is as it was, so a module that it imports, a setting or a library has changed, "
+        "or the model is not built alike each time"
+    )
+
+
+def _first_difference(profile: Profile, traced: Traced) -> str:
+    """The first operator that is another one, or what is left.
 
     A profile knows names, kinds, connections and sizes; of arguments and constants it holds the digest only.
     """

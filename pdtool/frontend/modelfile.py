@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -82,8 +83,14 @@ class ModelFile:
         return file_sha256(self.path)
 
     def build(self, seed: int = 0) -> nn.Module:
-        """Build the model in training mode, its random initial weights fixed by `seed`; raises ModelError."""
+        """Build the model in training mode, its random initial weights fixed by `seed`; raises ModelError.
+
+        Torch, Python and numpy (where something has loaded it) draw from `seed`: all replicas must begin alike.
+        """
         torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(seed % 2**32)
         function = self._function(self.ref.function)
         try:
             inspect.signature(function).bind(**self.ref.settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import re
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from pdtool.run.weights.delay_compensation import DelayCompensation
 _LOWER_IS_BETTER = ("loss", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
 _RELATIONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-_TARGET = re.compile(r"(?P<metric>[^<>=]*)(?P<relation><=|>=|<|>|=)(?P<value>.*)", re.DOTALL)
+_TARGET = re.compile(r"\s*(?P<metric>[^<>=]*?)\s*(?P<relation><=|>=|<|>|=)(?P<value>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Target:
             value = float(match["value"]) if match else float("nan")
         except ValueError:
             value = float("nan")
-        if match is None or not match["metric"].isidentifier() or value != value:
+        if match is None or not match["metric"].isidentifier() or not math.isfinite(value):
             raise UsageError(
-                f"target {text!r} is not METRIC=NUMBER, METRIC<=NUMBER or METRIC>=NUMBER",
+                f"target {text!r} is not METRIC=NUMBER; <, <=, > and >= may stand for =",
                 "write accuracy=0.98, loss=0.5 or nll<=4",
             )
         return cls(match["metric"], match["relation"], value)

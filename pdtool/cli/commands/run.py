@@ -81,10 +81,12 @@ def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **set
     """Train PLAN's stages, each on its workers."""
     from pdtool.cli.console.plan_view import worker_table
     from pdtool.cli.inputs import Inputs, rescheduled
+    from pdtool.run.config import Target
 
     inputs = Inputs.load(options.candidate("plan", plan), model)
     changes = {name: settings.pop(name) for name in ("schedule", "microbatches", "weights", "update_every")}
     asked = rescheduled(inputs.plan, inputs.profile, **changes)
+    settings["target"] = Target.parse(settings["target"]) if settings["target"] is not None else None
     if settings["compiled"] and asked.schedule == "zb-h1":
         note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
     if dry_run:
@@ -100,7 +102,7 @@ def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **set
 
 
 def _bundle(inputs: Inputs) -> Bundle:
-    """Return the plan's bundle; generate it when it is missing or was made from something else.
+    """Return the plan's bundle; generate it when it is missing, edited, or made from something else.
 
     Raises:
         StaleError: it is, and this process is one worker of several, started by torchrun or srun.
@@ -110,19 +112,18 @@ def _bundle(inputs: Inputs) -> Bundle:
         return bundle
     if is_worker(os.environ):
         raise StaleError(inputs.folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
-    note(f"{inputs.folder}/ is missing or was made from something else: generating it")
+    note(f"{inputs.folder}/ is missing, was edited, or was made from something else: generating it")
     return generated(inputs, inputs.folder)
 
 
 def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConfig:
-    from pdtool.run.config import RunConfig, Target
+    from pdtool.run.config import RunConfig
     from pdtool.run.weights.delay_compensation import DelayCompensation
     from pdtool.units import parse_seconds
 
     out, resume = _folders(inputs, settings["output"], settings["resume"], settings["nnodes"])
-    target = Target.parse(settings["target"]) if settings["target"] else None
     correction = settings["correction"]
-    names = ("epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype")
+    names = ("epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype", "target")
     return RunConfig(
         plan=inputs.plan,
         bundle=bundle,
@@ -132,7 +133,6 @@ def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConf
         out=out,
         resume=resume,
         timeout_s=parse_seconds(settings["timeout"]),
-        target=target,
         delay_compensation=DelayCompensation.parse(correction) if correction else None,
         threads=inputs.profile.threads,
         machines=Machines(settings["nnodes"], settings["node_rank"], settings["rdzv_endpoint"]),
