@@ -80,7 +80,12 @@ def test_files_keep_it_too(artifact, tmp_path):
 
 @each
 def test_one_changed_field_is_another_digest(artifact):
-    assert artifact.model_copy(update={"tool_version": "9"}).content_sha256 != artifact.content_sha256
+    assert artifact.model_copy(update={"digests": {"x": "0" * 64}}).content_sha256 != artifact.content_sha256
+
+
+@each
+def test_another_version_of_pdtool_makes_nothing_stale(artifact):
+    assert artifact.model_copy(update={"tool_version": "9"}).content_sha256 == artifact.content_sha256
 
 
 @each

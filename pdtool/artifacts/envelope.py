@@ -137,8 +137,11 @@ class Artifact(FrozenModel):
 
     @property
     def content_sha256(self) -> str:
-        """Digest of the content, as other artifacts record it; fields with their default value do not change it."""
-        return _seal(self.model_dump(mode="json", exclude={"sha256"}, exclude_defaults=True))
+        """Digest of the content, as other artifacts record it.
+
+        Neither fields with their default value nor the version of pdtool change it: what an earlier one wrote holds.
+        """
+        return _seal(self.model_dump(mode="json", exclude={"sha256", "tool_version"}, exclude_defaults=True))
 
     @property
     def graph_sha256(self) -> str | None:
