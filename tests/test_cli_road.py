@@ -101,6 +101,11 @@ def test_a_model_that_moved_is_named_and_must_be_the_same(road):
     assert "elsewhere/net.py: operator relu is ReLU in the profile and Tanh in the model" in stderr
 
 
+def test_a_dry_run_refuses_the_target_that_a_run_would_refuse(road):
+    assert "target 'acc<' is not METRIC=NUMBER" in road.pdtool("run", "--dry-run", "--target", "acc<", code=2).stderr
+    road.pdtool("run", "--dry-run", "--target", "accuracy >= 0.9")
+
+
 def edited(folder, *stages, code=0):
     """codegen after the nodes of the two stages were replaced by hand."""
     plan = Plan.load(PLAN)
