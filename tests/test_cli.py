@@ -331,7 +331,7 @@ def test_show_finds_what_a_folder_holds(folder):
     samples.bundle().save("plans/a/bundle.yaml")
     assert "measured" in folder.pdtool("show", "runs/a").stdout
     assert "stage_0.py" in folder.pdtool("show", "plans/a").stdout
-    assert "holds neither report.json nor bundle.yaml" in folder.pdtool("show", ".", code=3).stderr
+    assert "holds none of report.json, bundle.yaml, checkpoint.json" in folder.pdtool("show", ".", code=3).stderr
 
 
 def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(folder):

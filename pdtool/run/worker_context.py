@@ -88,10 +88,9 @@ class WorkerContext:
         """The last stage of all, if it is on this worker."""
         return self.stages.get(len(self.shape.replicas) - 1)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return this worker's part of a checkpoint; that of a stage is written by its replica 0."""
-        replicas = self.stages.values() if self.is_replica_0 else ()
-        return {key: value for replica in replicas for key, value in replica.state(self.canonical).items()}
+    def states(self) -> dict[int, dict[str, Tensor]]:
+        """Return what this worker writes of a checkpoint: the state of each of its stages, if it is replica 0."""
+        return {s: replica.state(self.canonical) for s, replica in self.stages.items() if self.is_replica_0}
 
     def load(self, folder: Path) -> None:
         """Take over parameters, buffers and optimizer state from a checkpoint of any plan of the same model.

@@ -6,7 +6,7 @@ import json
 
 import click
 
-KINDS = ("profile", "device", "cluster", "plan", "bundle", "report")
+KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "checkpoint")
 
 
 @click.command(epilog="\b\nExamples:\n  pdtool schema plan\n  pdtool schema profile > profile.schema.json")

@@ -41,12 +41,14 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
 
 def _view(artifact: Artifact) -> Lines:
     from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
     from pdtool.artifacts.cluster_file import ClusterFile
     from pdtool.artifacts.device import Devices
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Report
     from pdtool.cli.console.bundle_view import bundle_view
+    from pdtool.cli.console.checkpoint_view import checkpoint_view
     from pdtool.cli.console.cluster_view import cluster_view
     from pdtool.cli.console.plan_view import plan_view, timeline
     from pdtool.cli.console.profile_view import devices_view, profile_table
@@ -65,6 +67,8 @@ def _view(artifact: Artifact) -> Lines:
             return bundle_view(artifact)
         case Report():
             return report_view(artifact)
+        case CheckpointManifest():
+            return checkpoint_view(artifact)
         case _:
             raise AssertionError(artifact.KIND)
 

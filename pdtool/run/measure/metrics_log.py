@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pdtool.errors import PdtoolError
 
 METRICS_FILE = "metrics.jsonl"
 _POLL_S = 0.1
@@ -17,14 +20,20 @@ class MetricsLog:
     """Appends lines to metrics.jsonl; of a resumed run, lines of epochs that it trains again are dropped first."""
 
     def __init__(self, out: Path, *, epochs_done: int) -> None:
-        path = out / METRICS_FILE
+        self._path = path = out / METRICS_FILE
         kept = [line for line in read_metrics(path) if line["epoch"] <= epochs_done] if epochs_done else []
         self._file = path.open("w", encoding="utf-8", buffering=1)
         for line in kept:
             self.write(line)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, which readers see at once."""
+        """Write one line, which readers see at once.
+
+        Raises:
+            PdtoolError: the file was removed.
+        """
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise PdtoolError(f"{self._path} was removed while the run wrote it", "leave it, and start the run again")
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.measure.metrics_log import following_metrics
 from pdtool.run.processes.status import OWN_ERROR, WORKERS_FOLDER, prepare_folder, read_failure, read_pid, read_status
 from pdtool.run.processes.worker_main import run_worker, worker_main
+from pdtool.run.run_folder import locked
 from pdtool.schedule import build, is_asynchronous, validate
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -55,14 +56,21 @@ def launch(config: RunConfig, on_metrics: Callable[[dict[str, Any]], None] | Non
         KeyboardInterrupt: Ctrl-C; all workers are gone.
     """
     check_config(config)
-    epochs_done = checkpoint.read_metadata(checkpoint.latest(config.resume))["epoch"] if config.resume else 0
+    epochs_done = checkpoint.read_manifest(checkpoint.latest(config.resume)).epoch if config.resume else 0
     if config.resume and epochs_done >= config.epochs:
         raise UsageError(f"{config.resume} has its {epochs_done} epoch(s) already", "give more --epochs than that")
     environment = worker_environment(os.environ, config.machines.endpoint)
     if environment:
         _forget_threads_of_torchrun()
         os.environ.update(environment)
-        return run_worker(config)
+        with locked(config.out) if os.environ["RANK"] == "0" else nullcontext():
+            return run_worker(config)
+    with locked(config.out) if config.machines.node_rank == 0 else nullcontext():
+        return _launch_workers(config, epochs_done, on_metrics)
+
+
+def _launch_workers(config: RunConfig, epochs_done: int, on_metrics: Callable[[dict[str, Any]], None] | None) -> Report:
+    """Start the workers of this machine and wait for their end."""
     local = local_assignments(config)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
     multiprocessing.set_forkserver_preload(_PRELOADED)
@@ -84,6 +92,9 @@ def launch(config: RunConfig, on_metrics: Callable[[dict[str, Any]], None] | Non
                 f"a worker died, and could not write why into {config.out}", "see whether the disk is full"
             ) from error
         except ChildFailedError as error:
+            if not (config.out / WORKERS_FOLDER).is_dir():
+                remedy = "start it again, and leave the folder"
+                raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy) from None
             exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
             if -signal.SIGINT not in exit_codes.values():
                 raise diagnose(config, exit_codes) from None

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class WorkerFailure:
 def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
     """Write a failure where `read_failure` reads it, into the bytes that were reserved for it."""
     path = _path(out, rank, "failure")
-    with path.open("r+b" if path.exists() else "wb") as file:
+    with suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:  # the folder may be gone
         file.write(json.dumps(asdict(failure)).encode().ljust(_FAILURE_BYTES))
 
 

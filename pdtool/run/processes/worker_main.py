@@ -21,9 +21,11 @@ from pdtool import process_memory
 from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import use_loopback
+from pdtool.run.agreement import check_agreement
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext
 from pdtool.run.processes.status import OWN_ERROR, WorkerFailure, write_failure
+from pdtool.run.run_folder import check_shared
 from pdtool.run.worker import Worker
 from pdtool.run.worker_context import WorkerContext
 
@@ -68,9 +70,6 @@ def _take_environment(environment: Mapping[str, str]) -> None:
 def run_worker(config: RunConfig) -> Report:
     """Be the worker that RANK names, in this process; raises PdtoolError."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    workers = len(assign_ranks(config.plan))
-    if world_size != workers:
-        raise UsageError(f"{world_size} processes were started, the plan needs {workers}", "start one per worker")
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
     torch.set_num_threads(choose_threads(os.environ, config.threads, os.cpu_count() or 1, local_workers))
@@ -81,6 +80,12 @@ def run_worker(config: RunConfig) -> Report:
     with PeerErrorContext("the workers did not come together"):
         timeout = timedelta(seconds=config.timeout_s)
         dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=world_size)
+    check_agreement(config, dist.group.WORLD)
+    workers = len(assign_ranks(config.plan))
+    if world_size != workers:
+        raise UsageError(f"{world_size} processes were started, the plan needs {workers}", "start one per worker")
+    if local_workers < world_size:
+        check_shared(config.out, dist.group.WORLD)
     report = Worker(WorkerContext(config, rank, device, local_workers)).run()
     dist.destroy_process_group()
     return report

@@ -1,0 +1,42 @@
+"""The artifact Checkpoint: what was trained, and which files hold it; its presence makes a checkpoint complete."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from pdtool.artifacts.envelope import Artifact, Bytes, Count, Digest, FrozenModel, Label
+
+StageFile = Annotated[str, StringConstraints(pattern=r"^stage-[0-9]{1,6}\.safetensors$")]
+
+
+class StoredFile(FrozenModel):
+    """A file as it was written.
+
+    Attributes:
+        bytes: its size.
+    """
+
+    bytes: Bytes
+    sha256: Digest
+
+
+class CheckpointManifest(Artifact):
+    """`checkpoints/epoch-N/checkpoint.json`.
+
+    Attributes:
+        epoch: epochs that were trained.
+        seed: of the run.
+        metrics: of the validation after that epoch; finite.
+        files: the safetensors files in the same folder, each with the state of one stage.
+    """
+
+    KIND: ClassVar[str] = "checkpoint"
+    MAKER: ClassVar[str] = "pdtool run"
+
+    format: Literal["pdtool/checkpoint/1"] = "pdtool/checkpoint/1"
+    epoch: Count
+    seed: Annotated[int, Field(ge=0)]
+    metrics: dict[Label, Annotated[float, Field(allow_inf_nan=False)]]
+    files: dict[StageFile, StoredFile]

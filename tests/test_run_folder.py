@@ -1,0 +1,144 @@
+"""The folder of a run: one run at a time, the same folder on all machines, and the same job on all of them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import harness
+import pytest
+from harness import CONV2, faulty
+from test_run_nodes import end, free_port, machines, script, start  # noqa: F401
+
+from pdtool.errors import PdtoolError, UsageError
+from pdtool.machines import Machines
+from pdtool.run import checkpoint
+from pdtool.run.agreement import describe_differences
+from pdtool.run.config import RunConfig
+from pdtool.run.processes.launcher import launch
+from pdtool.run.run_folder import locked
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from pdtool.run.run_folder import locked
+with locked(Path(sys.argv[1])):
+    if os.fork():
+        print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a run's folder, with a child that was forked from it and outlives it."""
+    process = start([sys.executable, "-c", HOLDER, str(folder)])
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        subprocess.run(["pkill", "-9", "-f", str(folder)], check=False)
+        process.communicate(timeout=20)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    """The second is refused before it touches anything; a run that was killed keeps nothing."""
+    spec = harness.job(tmp_path, CONV2)
+    spec.out.mkdir()
+    (spec.out / "metrics.jsonl").write_text("of the first run")
+    with holder(spec.out) as process:
+        with pytest.raises(
+            UsageError, match=rf"run is in use by a run \(process {process.pid} on .*\); wait for it, or"
+        ):
+            launch(spec)
+        assert (spec.out / "metrics.jsonl").read_text() == "of the first run"
+        process.kill()
+        process.wait(timeout=20)
+        launch(spec)
+    assert checkpoint.complete_checkpoints(spec.out)
+
+
+def test_a_lock_ends_with_its_context(tmp_path: Path) -> None:
+    for _ in range(2):
+        with locked(tmp_path / "run"):
+            pass
+
+
+def test_differences_are_told_with_the_machine() -> None:
+    workers = [
+        ("machine 0 (a)", {"--seed": "0", "--epochs": "2"}),
+        ("machine 0 (a)", {"--seed": "0", "--epochs": "2"}),
+        ("machine 1 (b)", {"--seed": "1", "--epochs": "2", "--resume": "abc"}),
+    ]
+    assert describe_differences(workers[:2]) == []
+    assert describe_differences(workers) == [
+        "--seed is 0 on machine 0 (a), 1 on machine 1 (b)",
+        "--resume is none on machine 0 (a), abc on machine 1 (b)",
+    ]
+
+
+def changed_model(spec: RunConfig, folder: Path) -> RunConfig:
+    path = folder / "other.py"
+    path.write_text(Path(spec.model.source).read_text() + "\n# another learning rate\n")
+    return replace(spec, model=spec.model.model_copy(update={"source": str(path)}))
+
+
+CHANGES: dict[str, tuple[Callable[[RunConfig, Path], RunConfig], str]] = {
+    "seed": (lambda spec, _: replace(spec, seed=1), "--seed is 0 on machine 0 .*, 1 on machine 1 "),
+    "epochs": (lambda spec, _: replace(spec, epochs=2), "--epochs is 1 on machine 0 .*, 2 on machine 1 "),
+    "dtype": (lambda spec, _: replace(spec, wire_dtype="bf16"), "--wire-dtype is fp32 on machine 0 .*, bf16 on"),
+    "weights": (
+        lambda spec, _: replace(spec, plan=spec.plan.model_copy(update={"weights": "none"})),
+        "--weights is stash on machine 0 .*, none on machine 1 .*; the plan is ",
+    ),
+    "model": (changed_model, "the model's file is [0-9a-f]* on machine 0 "),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_machines_that_run_different_things_are_refused(tmp_path: Path, script: Path, what: str) -> None:  # noqa: F811
+    """When they meet, on both, with exit code 2; neither leaves a checkpoint."""
+    spec = harness.job(tmp_path, CONV2, (1, 1))
+    change, message = CHANGES[what]
+    endpoint, processes = f"127.0.0.1:{free_port()}", []
+    for k, config in enumerate((spec, change(spec, tmp_path))):
+        path = tmp_path / f"spec-{k}"
+        path.write_bytes(pickle.dumps(replace(config, machines=Machines(2, k, endpoint))))
+        processes.append(start([sys.executable, str(script), str(path)]))
+    for code, _, errors in end(processes):
+        assert code == 2, errors
+        assert re.search(message, errors), errors
+        assert "start all with the same command, on the same files" in errors
+    assert not checkpoint.complete_checkpoints(spec.out)
+
+
+def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, script: Path) -> None:  # noqa: F811
+    spec = harness.job(tmp_path, CONV2, (1, 1))
+    endpoint, processes = f"127.0.0.1:{free_port()}", []
+    for k in (0, 1):
+        path = tmp_path / f"spec-{k}"
+        path.write_bytes(pickle.dumps(replace(spec, out=tmp_path / f"run-{k}", machines=Machines(2, k, endpoint))))
+        processes.append(start([sys.executable, str(script), str(path)]))
+    for code, _, errors in end(processes):
+        assert code == 2, errors
+        assert "is not one folder for all workers: what rank 0 on" in errors
+        assert "is not seen by rank 1 on" in errors
+
+
+@pytest.mark.parametrize("what", ["", "metrics.jsonl"])
+def test_what_is_removed_during_a_run_is_an_error(tmp_path: Path, what: str) -> None:
+    """When it is next written; not a new folder that holds half of the run."""
+    removed = tmp_path / "run" / what
+    remove = f"__import__('subprocess').run(['rm', '-r', {str(removed)!r}]) if self.n == 13 else 0"
+    spec = harness.job(tmp_path, faulty(remove), epochs=3)
+    with pytest.raises(PdtoolError, match=rf"{removed} was removed (while|during)") as raised:
+        launch(spec)
+    assert raised.value.exit_code == 1
+    assert not removed.exists()
