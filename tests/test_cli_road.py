@@ -48,6 +48,15 @@ def test_profile_to_export(road):
     assert not (road.path / "runs/model-2.2").exists(), "a resumed run goes on in its own folder"
 
 
+def test_another_seed_on_resuming_is_told(road):
+    road.pdtool("run", "--steps", "2", "--seed", "3", "-o", "runs/x")
+    resumed = ["run", "--steps", "2", "--resume", "-o", "runs/x"]
+    assert "goes on with --seed" not in road.pdtool(*resumed, "--seed", "3", "--epochs", "2").stderr
+    assert "was trained with --seed 3, and goes on with --seed 0" in road.pdtool(*resumed, "--epochs", "3").stderr
+    assert "epoch 3, seed 0: loss" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
+    assert "stage-1.safetensors" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
+
+
 def test_profile_on_stdout(folder):
     folder.write("model.py", NET)
     result = folder.pdtool("profile", "model.py", "--batch-size", "4", "--set", "width=6", "-o", "-")
@@ -58,13 +67,38 @@ def test_profile_on_stdout(folder):
 
 
 def test_run_generates_a_missing_or_stale_bundle(road):
-    assert "is missing, was edited, or was made from something else" in road.pdtool("run", "--steps", "2").stderr
+    assert "is missing, or was made from something else" in road.pdtool("run", "--steps", "2").stderr
     assert "is missing" not in road.pdtool("run", "--steps", "2").stderr
     assert (road.path / "runs/model-2.2/report.json").is_file(), "a second run has a folder of its own"
-    stage = road.path / "plans/model-2/stage_0.py"
-    stage.write_text(stage.read_text() + "# edited\n")
-    assert "is missing, was edited, or was made from something else" in road.pdtool("run", "--steps", "2").stderr
-    assert "# edited" not in stage.read_text()
+
+
+def test_an_edited_stage_file_is_run_with_trust_only_and_never_overwritten_unasked(road):
+    """Neither as it is, nor with a digest and a seal to match, as a stranger would write them."""
+    road.pdtool("codegen")
+    folder = road.path / "plans/model-2"
+    stage, edited = folder / "stage_1.py", "import pathlib\npathlib.Path('executed').touch()\n"
+    stage.write_text(stage.read_text() + edited)
+    errors = road.pdtool("run", "--steps", "2", code=3).stderr
+    assert "stage_1.py: was changed since codegen wrote it; run with --trust to train it as it is, or" in errors
+    Bundle.load(folder / "bundle.yaml").trusting(folder).save(folder / "bundle.yaml")
+    errors = road.pdtool("run", "--steps", "2", code=3).stderr
+    assert "stage_1.py: is not what codegen writes here for this plan and model; run `pdtool codegen` again" in errors
+    assert not (road.path / "executed").exists()
+    assert stage.read_text().endswith(edited)
+    road.pdtool("run", "--steps", "2", "--trust")
+    assert (road.path / "executed").exists()
+    stage.unlink()
+    assert "stage_1.py: is missing; run `pdtool codegen` again" in road.pdtool("run", "--trust", code=3).stderr
+
+
+def test_tensors_of_a_resealed_bundle_are_compared_too(road):
+    road.pdtool("codegen")
+    path = road.path / "plans/model-2/bundle.yaml"
+    bundle = Bundle.load(path)
+    tensors = [tensor.model_copy(update={"gradient": False}) for tensor in bundle.tensors]
+    bundle.model_copy(update={"tensors": tuple(tensors)}).save(path)
+    errors = road.pdtool("run", "--steps", "2", code=3).stderr
+    assert "bundle.yaml: is not what codegen writes here for this plan and model" in errors
 
 
 def test_another_schedule_for_the_same_stages(road):

@@ -61,6 +61,10 @@ class StageModule(FrozenModel):
     parameters: tuple[Name, ...]
     buffers: tuple[Name, ...] = ()
 
+    def is_in(self, path: Path) -> bool:
+        """Whether the file is as codegen wrote it."""
+        return file_sha256(path) == self.sha256
+
 
 class TiedParameter(FrozenModel):
     """One parameter held by several stages; `names[i]` is what stage `stages[i]` calls it."""
@@ -105,9 +109,19 @@ class Bundle(YamlArtifact):
         """Raises StaleError when a stage file is missing or not as codegen wrote it."""
         for stage in self.stages:
             path = folder / stage.file
-            if not path.is_file() or file_sha256(path) != stage.sha256:
+            if not path.is_file() or not stage.is_in(path):
                 state = "was changed since codegen wrote it" if path.is_file() else "is missing"
                 raise StaleError(path, state, "run `pdtool codegen` again (it overwrites the folder)")
+
+    def trusting(self, folder: Path) -> Bundle:
+        """Return the same bundle with the stage files as they are now; raises StaleError when one is missing."""
+        stages = []
+        for stage in self.stages:
+            path = folder / stage.file
+            if not path.is_file():
+                raise StaleError(path, "is missing", "run `pdtool codegen` again")
+            stages.append(stage.model_copy(update={"sha256": file_sha256(path)}))
+        return self.model_copy(update={"stages": tuple(stages)})
 
     @property
     def by_name(self) -> dict[str, TensorSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.verify import verify_shapes, verify_values
 from pdtool.codegen.wiring import Wiring
-from pdtool.errors import PdtoolError
+from pdtool.errors import PdtoolError, StaleError
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
@@ -51,18 +51,47 @@ def generate(
     progress("tracing the model")
     traced = trace(model_file.build(), model_file.example_inputs, plan.batch_size, model_file.path)
     check_profile(traced, profile, model_file.ref.source)
-    wiring = Wiring.of(traced, stages)
     progress("writing the stages")
-    writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
-    texts = {f"stage_{writer.stage}.py": writer.text() for writer in writers}
     fits = _fits_in_memory(traced)
-    bundle = _bundle(plan, wiring, writers, texts, "values" if fits else "shapes")
+    texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
     progress(
         "proving the stages equal to the model" if fits else "checking shapes (the model is too large to run here)"
     )
     _verify(traced, model_file, texts, bundle)
     _write(folder, texts | {"bundle.yaml": bundle.dump()})
     return bundle
+
+
+def check_stage_files(
+    plan: Plan, stages: Sequence[Sequence[str]], bundle: Bundle, folder: Path, traced: Traced
+) -> None:
+    """Check that `bundle` is what `generate` writes here for this plan and model: only then it is ours to execute.
+
+    Args:
+        stages: names of the operators of each stage.
+        folder: of the bundle, for the error.
+        traced: the model.
+
+    Raises:
+        StaleError: it is not.
+    """
+    _, expected = _written(plan, stages, traced, bundle.proof)
+    if expected.content_sha256 == bundle.content_sha256:
+        return
+    pairs = zip(bundle.stages, expected.stages, strict=False)
+    files = [ours.file for ours, theirs in pairs if ours != theirs] or ["bundle.yaml"]
+    what = "is not what codegen writes here for this plan and model"
+    raise StaleError(folder / files[0], what, "run `pdtool codegen` again; or, if you trust it, run with --trust")
+
+
+def _written(
+    plan: Plan, stages: Sequence[Sequence[str]], traced: Traced, proof: Literal["values", "shapes"]
+) -> tuple[dict[str, str], Bundle]:
+    """The stage files, file name -> text, and the bundle that describes them."""
+    wiring = Wiring.of(traced, stages)
+    writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
+    texts = {f"stage_{writer.stage}.py": writer.text() for writer in writers}
+    return texts, _bundle(plan, wiring, writers, texts, proof)
 
 
 def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> None:

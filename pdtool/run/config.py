@@ -6,10 +6,10 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.envelope import ModelRef
@@ -104,6 +104,9 @@ class RunConfig:
             has precedence.
         resume: folder of a run, or one of its checkpoints, to go on from; any plan of the same model may have made it.
         machines: the machines of the launch.
+        check_stage_files: called on each machine with the traced model before a stage file is imported; raises
+            StaleError when they are not what codegen writes. It comes from outside, since codegen is no part of `run`.
+            None: they are trusted as they are.
     """
 
     plan: Plan
@@ -126,6 +129,7 @@ class RunConfig:
     threads: int | None = None
     resume: Path | None = None
     machines: Machines = field(default_factory=Machines)
+    check_stage_files: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)

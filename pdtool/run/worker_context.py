@@ -16,7 +16,7 @@ from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.open_channels import Channels, open_channels
 from pdtool.run.messages.routes import describe_targets, dtype_of, list_edges, list_routes
 from pdtool.run.messages.stage_io import StageIO
-from pdtool.run.processes.collectives import broadcast
+from pdtool.run.processes.collectives import all_gather, broadcast
 from pdtool.run.processes.process_groups import make_process_groups
 from pdtool.run.processes.status import Status
 from pdtool.run.stage import Autocast, PipelineStage
@@ -61,7 +61,9 @@ class WorkerContext:
         self.shape = config.plan.shape(tuple(tied.stages for tied in bundle.tied))
         model = self.file.build(config.seed)
         if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
-            check_bundle(self.file, model, bundle)
+            check_bundle(self.file, model, bundle, config.check_stage_files)
+        if config.check_stage_files:
+            all_gather(None, self.groups.world, "the check of the stage files")
         first: dict[int, str] = {}
         names = model.named_parameters(remove_duplicate=False)
         self.canonical = {name: first.setdefault(id(p), name) for name, p in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from pdtool.cli import options
 from pdtool.cli.commands.codegen import generated
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show, training_progress
-from pdtool.errors import StaleError, TargetMissedError, UsageError
+from pdtool.errors import ArtifactError, StaleError, TargetMissedError, UsageError
 from pdtool.machines import Machines, is_first_worker, is_worker
 from pdtool.schedule import SCHEDULES
 
@@ -75,6 +76,7 @@ _SAME_FOLDER = "the folder of -o"
     "--wire-dtype", choices=("fp32", "fp16", "bf16"), help="What fp32 tensors are on their way between workers."
 )
 @click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
+@click.option("--trust", is_flag=True, help="Run the stage files as they are, edited by hand or from elsewhere.")
 @options.machines
 @options.as_json
 def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **settings: Any) -> None:
@@ -92,7 +94,7 @@ def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **set
     if dry_run:
         show(worker_table(asked, settings["nnodes"]), err=False)
         return
-    config = replace(_config(inputs, _bundle(inputs), settings), plan=asked)
+    config = replace(_config(inputs, _bundle(inputs, trust=settings["trust"]), settings), plan=asked)
     report = _launched(config)
     if is_first_worker(os.environ):
         _print_report(config, report, as_json)
@@ -101,26 +103,53 @@ def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **set
         raise TargetMissedError(what, "give more --epochs, with --resume")
 
 
-def _bundle(inputs: Inputs) -> Bundle:
-    """Return the plan's bundle; generate it when it is missing, edited, or made from something else.
+def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
+    """Return the plan's bundle; generate it when it is missing, or made from something else.
+
+    Args:
+        trust: take the stage files as they are.
 
     Raises:
-        StaleError: it is, and this process is one worker of several, started by torchrun or srun.
+        StaleError: a stage file was edited, and is not trusted; or the bundle is to be generated, and this process is
+            one worker of several, started by torchrun or srun.
     """
-    bundle = inputs.bundle(inputs.folder)
+    from pdtool.artifacts.bundle import Bundle
+
+    folder = inputs.folder
+    if trust:
+        return Bundle.load(folder / "bundle.yaml").trusting(folder)
+    bundle = inputs.bundle(folder)
     if bundle:
         return bundle
+    _refuse_edited_files(folder)
     if is_worker(os.environ):
-        raise StaleError(inputs.folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
-    note(f"{inputs.folder}/ is missing, was edited, or was made from something else: generating it")
-    return generated(inputs, inputs.folder)
+        raise StaleError(folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
+    note(f"{folder}/ is missing, or was made from something else: generating it")
+    return generated(inputs, folder)
+
+
+def _refuse_edited_files(folder: Path) -> None:
+    """Raise StaleError when a stage file was edited: what someone wrote is not overwritten unasked."""
+    from pdtool.artifacts.bundle import Bundle
+
+    try:
+        bundle = Bundle.load(folder / "bundle.yaml")
+    except ArtifactError:
+        return
+    edited = [path for stage in bundle.stages if (path := folder / stage.file).is_file() and not stage.is_in(path)]
+    if edited:
+        remedy = "run with --trust to train it as it is, or `pdtool codegen` to write it again"
+        raise StaleError(edited[0], "was changed since codegen wrote it", remedy)
 
 
 def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConfig:
+    from pdtool.codegen.generate import check_stage_files
     from pdtool.run.config import RunConfig
     from pdtool.run.weights.delay_compensation import DelayCompensation
     from pdtool.units import parse_seconds
 
+    stages = inputs.plan.stage_nodes(inputs.profile)
+    check = partial(check_stage_files, inputs.plan, stages, bundle, inputs.folder)
     out, resume = _folders(inputs, settings["output"], settings["resume"], settings["nnodes"])
     correction = settings["correction"]
     names = ("epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype", "target")
@@ -136,6 +165,7 @@ def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConf
         delay_compensation=DelayCompensation.parse(correction) if correction else None,
         threads=inputs.profile.threads,
         machines=Machines(settings["nnodes"], settings["node_rank"], settings["rdzv_endpoint"]),
+        check_stage_files=None if settings["trust"] else check,
         **{name: settings[name] for name in names},
     )
 
@@ -176,6 +206,7 @@ def _launched(config: RunConfig) -> Report:
             note(config.target.interpretation)
         note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
         _note_crowding(config)
+        _note_another_seed(config)
     with training_progress(config.epochs) as on_metrics:
         return launch(config, on_metrics)
 
@@ -193,6 +224,19 @@ def _note_crowding(config: RunConfig) -> None:
             f"{workers} worker(s) with {config.threads} threads each, as in the profile, share the {cores} cores of "
             f"this machine; profile with --threads {fair_share}, or set OMP_NUM_THREADS"
         )
+
+
+def _note_another_seed(config: RunConfig) -> None:
+    """Say it when a resumed run draws other random numbers than the one that it goes on from."""
+    from pdtool.run.checkpoint import latest, read_manifest
+
+    if config.resume:
+        seed = read_manifest(latest(config.resume)).seed
+        if seed != config.seed:
+            note(
+                f"{config.resume} was trained with --seed {seed}, and goes on with --seed {config.seed}: the order of the "
+                f"samples and dropout are not those that --seed {seed} would give"
+            )
 
 
 def _print_report(config: RunConfig, report: Report, as_json: bool) -> None:
