@@ -19,7 +19,7 @@ DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 .DELETE_ON_ERROR:
 .SECONDARY:
 .SECONDEXPANSION:
-.PHONY: help venv test check demo bench-road bench-planner bench-runtime bench-transport soak gpu-check examples clean
+.PHONY: help venv test check demo bench-road bench-planner bench-runtime bench-transport soak chaos gpu-check examples clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ bench-transport: $(STAMP) ## measure the cost of a message between two workers
 
 soak: $(STAMP) ## train for 2,000 updates on four workers, twice, and compare memory and results
 	$(BIN)/python tests/soak.py
+
+chaos: $(STAMP) ## kill, damage and misconfigure runs at random, and say what happened (about ten minutes)
+	PYTHONPATH=. $(BIN)/python tests/chaos
 
 gpu-check: $(STAMP) ## run the tests that need a CUDA device; without one they are skipped
 	$(BIN)/python -m pytest -m gpu -rs

@@ -234,8 +234,8 @@ def _note_another_seed(config: RunConfig) -> None:
         seed = read_manifest(latest(config.resume)).seed
         if seed != config.seed:
             note(
-                f"{config.resume} was trained with --seed {seed}, and goes on with --seed {config.seed}: the order of the "
-                f"samples and dropout are not those that --seed {seed} would give"
+                f"{config.resume} was trained with --seed {seed}, and goes on with --seed {config.seed}: the order of "
+                f"the samples and dropout are not those that --seed {seed} would give"
             )
 
 

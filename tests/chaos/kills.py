@@ -1,0 +1,93 @@
+"""Kill, stop and interrupt processes of a run at random moments."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from chaos.bench import Bench, Command, Outcome, kill
+from pdtool.run import checkpoint
+
+_RESUME_EACH = 5  # trials; the others are compared with the undisturbed run only
+_STARTS_WITHIN_S = 20.0
+_SIGNALS = {
+    "worker": (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP, signal.SIGSEGV),
+    "command": (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    "fork server": (signal.SIGKILL,),
+}
+
+
+def kills(bench: Bench, trials: int, seed: int) -> Iterator[Outcome]:
+    """Yield the outcome of each trial: most hit a worker, some the command itself or its fork server."""
+    draw = random.Random(seed)
+    for trial in range(trials):
+        target = draw.choice(["worker"] * 5 + ["command"] * 3 + ["fork server"])
+        number = draw.choice(_SIGNALS[target])
+        delay_s = draw.choice((draw.uniform(0, 2.5), draw.uniform(0, 0.3)))
+        is_training = draw.random() < 0.8  # the others are hit while they start
+        rank = draw.randrange(3)
+        yield _kill(bench, trial, target, rank, number, delay_s, is_training)
+
+
+def _kill(
+    bench: Bench, trial: int, target: str, rank: int, number: signal.Signals, delay_s: float, is_training: bool
+) -> Outcome:
+    who = f"rank {rank}" if target == "worker" else f"the {target}"
+    moment = "while it trains" if is_training else "as it starts"
+    outcome, out = Outcome(f"{number.name} to {who} {moment}"), f"runs/kill-{trial}"
+    folder = bench.folder / out
+    command = bench.start(*bench.run(out, 1000))
+    deadline = time.monotonic() + _STARTS_WITHIN_S
+    while not _is_there(command, folder, target, rank, is_training) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(delay_s)
+    pid = _pid(command, folder, target, rank)
+    before = checkpoint.complete_checkpoints(folder)
+    if pid is None:
+        outcome.wrong_causes.append(f"{outcome.name}: there was no such process")
+        kill(command.process.pid, signal.SIGKILL)
+        command.ended()
+        return outcome
+    kill(pid, number)
+    outcome.add(command.ended(), *_expected(target, rank, number))
+    outcome.losses += bench.losses(out, outcome.name, before)
+    if trial % _RESUME_EACH == 0 and checkpoint.complete_checkpoints(folder):
+        epochs = max(checkpoint.complete_checkpoints(folder)) + 2
+        outcome.add(bench.start(*bench.run(out, epochs, "--resume")).ended(), [0])
+        outcome.losses += bench.losses(out, f"{outcome.name}, resumed", before)
+    return outcome
+
+
+def _expected(target: str, rank: int, number: signal.Signals) -> tuple[list[int], str]:
+    """Exit codes and words."""
+    if target == "worker":
+        words = "did not answer" if number == signal.SIGSTOP else f"was killed by {number.name}"
+        return [5], rf"rank {rank} \(stage {rank}, replica 0\) {words}"
+    if target == "fork server":
+        return [5], "fork server"
+    if number == signal.SIGKILL:
+        return [-signal.SIGKILL], ""
+    return [-number, 128 + number], "" if number == signal.SIGQUIT else "--resume|start it again|interrupted|stopped"
+
+
+def _is_there(command: Command, folder: Path, target: str, rank: int, is_training: bool) -> bool:
+    if is_training:
+        metrics = folder / "metrics.jsonl"
+        return metrics.is_file() and metrics.stat().st_size > 0
+    return _pid(command, folder, target, rank) is not None
+
+
+def _pid(command: Command, folder: Path, target: str, rank: int) -> int | None:
+    if target == "command":
+        return command.process.pid
+    if target == "fork server":
+        servers = [pid for pid, text in command.processes().items() if "forkserver" in text]
+        return min(servers, default=None)
+    try:
+        text = (folder / ".workers" / f"{rank}.status").read_bytes().split(b" ")[0].decode()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
