@@ -19,7 +19,7 @@ DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 .DELETE_ON_ERROR:
 .SECONDARY:
 .SECONDEXPANSION:
-.PHONY: help venv test check demo bench-road bench-planner bench-runtime bench-transport soak chaos gpu-check examples clean
+.PHONY: help venv test check demo bench-road bench-planner bench-runtime bench-transport bench-long-run soak chaos gpu-check examples clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ bench-runtime: $(STAMP) ## compare training speed with the machine's limit and w
 
 bench-transport: $(STAMP) ## measure the cost of a message between two workers
 	PYTHONPATH=. $(BIN)/python tests/bench_transport.py
+
+bench-long-run: $(STAMP) ## measure whether a run of 20,000 updates slows down (two minutes)
+	$(BIN)/python tests/bench_long_run.py
 
 soak: $(STAMP) ## train for 2,000 updates on four workers, twice, and compare memory and results
 	$(BIN)/python tests/soak.py
