@@ -22,7 +22,7 @@ from pdtool.run import checkpoint
 ROOT = Path(__file__).parents[2]
 PDTOOL = [sys.executable, "-m", "pdtool"]
 TIMEOUT_S = 5.0  # that runs are given
-LIMIT_S = 40.0  # for any of them to end, start-up included; what takes longer hangs
+LIMIT_S = 60.0  # for any of them to end, start-up included; what takes longer hangs
 ORPHANS_WITHIN_S = 3.0  # for processes to be gone after their command
 REFERENCE_EPOCHS = 40
 
@@ -88,10 +88,10 @@ class Outcome:
         self.seconds = max(self.seconds, ended.seconds)
         self.orphans += ended.orphans
         if ended.code is None:
-            self.hangs.append(f"{self.name}: it did not end within {LIMIT_S:g} s: {ended.errors[-300:]}")
+            self.hangs.append(f"{self.name}: it did not end within {LIMIT_S:g} s: {_last_words(ended.errors)}")
         elif ended.code not in codes or not re.search(message, ended.errors) or "Traceback" in ended.errors:
             expected = f"expected exit code {' or '.join(map(str, codes))} and {message!r}"
-            self.wrong_causes.append(f"{self.name}: {expected}; exit code {ended.code}: {ended.errors[-600:]}")
+            self.wrong_causes.append(f"{self.name}: {expected}; exit code {ended.code}: {_last_words(ended.errors)}")
 
 
 class Command:
@@ -185,6 +185,12 @@ class Bench:
             if expected and not _is_equal(state, expected):
                 losses.append(f"{name}: epoch {epoch} is not that of the undisturbed run")
         return losses
+
+
+def _last_words(errors: str) -> str:
+    """What a command said was wrong, or else the end of what it said."""
+    told = [line for line in errors.splitlines() if line.startswith("error")]
+    return " ".join(told)[:800] or errors[-800:]
 
 
 def _is_equal(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
