@@ -24,7 +24,7 @@ from pdtool.run.processes.status import (
     write_traceback,
 )
 
-_THREADS_GRACE_S = 5.0  # for threads of the user's code, when the work is done
+_THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 end_process = os._exit  # kept, for `explain_exits` replaces it
 
 
