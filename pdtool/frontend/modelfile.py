@@ -68,7 +68,7 @@ class ModelFile:
         expected = digests.get(ref.source)
         if expected and OPERATOR_GRAPH not in digests and file_sha256(path) != expected:
             raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
-        file = cls(ref, path, _import(ref.source, path))
+        file = cls(ref, path.absolute(), _import(ref.source, path.absolute()))  # the module may change the folder
         file._function(ref.function)
         return file
 
@@ -143,9 +143,16 @@ class ModelFile:
         data = self._call(self._function("dataset"), split)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise self.error(f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset")
-        if len(data) == 0:
+        if self.samples(data, f"dataset({split!r})") == 0:
             raise self.error(f"dataset({split!r}) is empty")
         return data  # type: ignore[no-any-return]
+
+    def samples(self, data: Any, name: str) -> int:
+        """Return the length of a split of the dataset, which `name` names in an error."""
+        try:
+            return len(data)
+        except Exception as error:
+            raise self.error_at(error, f"the length of {name}") from error
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the user's loss: a tensor of one element, the mean over the minibatch."""
@@ -173,7 +180,7 @@ class ModelFile:
         returned = self._call(self.module.metrics, output, target)
         try:
             metrics = {str(name): (float(total), float(number)) for name, (total, number) in returned.items()}
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise self.error(f"metrics() returned {returned!r}", "return {name: (sum, count)}") from error
         taken = sorted(metrics.keys() & RESERVED_METRICS)
         if taken:
@@ -197,6 +204,10 @@ class ModelFile:
         """Make an error whose text begins with the file's name."""
         return ModelError(f"{self.path.name}: {what}", remedy)
 
+    def error_at(self, error: Exception, what: str) -> ModelError:
+        """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
+        return ModelError(f"{user_line(error, self.path)}{what} raised {type(error).__name__}: {error}")
+
     def _function(self, name: str) -> Callable[..., Any]:
         if not self.has(name):
             functions = (value for value in vars(self.module).values() if inspect.isfunction(value))
@@ -208,8 +219,7 @@ class ModelFile:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            where = user_line(error, self.path)
-            raise ModelError(f"{where}{function.__name__}() raised {type(error).__name__}: {error}") from error
+            raise self.error_at(error, f"{function.__name__}()") from error
 
 
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
@@ -262,7 +272,7 @@ def _import(source: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
         return module
     except SyntaxError as error:
-        raise ModelError(f"{path}:{error.lineno}: {error.msg}") from error
+        raise ModelError(f"{source}:{error.lineno}: {error.msg}") from error
     except Exception as error:
         raise ModelError(f"{user_line(error, path)}importing it raised {type(error).__name__}: {error}") from error
     finally:

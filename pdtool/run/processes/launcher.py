@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pdtool.artifacts.report import Report
-from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
+from pdtool.errors import PdtoolError, StaleError, UsageError
 from pdtool.machines import worker_environment
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.measure.metrics_log import following_metrics
-from pdtool.run.processes.status import OWN_ERROR, WORKERS_FOLDER, prepare_folder, read_failure, read_pid, read_status
+from pdtool.run.processes.diagnosis import diagnose
+from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
 from pdtool.run.processes.worker_main import run_worker, worker_main
 from pdtool.run.run_folder import locked
 from pdtool.schedule import build, is_asynchronous, validate
@@ -38,8 +39,6 @@ from pdtool.schedule import build, is_asynchronous, validate
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _GRACE_S = 2.0  # for workers to end after one has failed
 _POLL_S = 0.2
-# An error crosses the process border as its text and exit code.
-_ERRORS = {1: PdtoolError, 2: UsageError, 3: ScheduleError}
 # What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
 _PRELOADED = ["torch", "torch._dynamo", "pdtool.run.processes.worker_main"]
 
@@ -97,7 +96,7 @@ def _launch_workers(config: RunConfig, epochs_done: int, on_metrics: Callable[[d
                 raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy) from None
             exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
             if -signal.SIGINT not in exit_codes.values():
-                raise diagnose(config, exit_codes) from None
+                raise diagnose(config, local, exit_codes) from None
             stop_signal = signal.SIGINT  # Ctrl-C reaches the whole process group
     if stop_signal:
         signal.raise_signal(stop_signal)  # as if torch elastic had not caught it
@@ -145,41 +144,6 @@ def local_assignments(config: RunConfig) -> list[RankAssignment]:
     if not local:
         raise UsageError(f"the plan uses no worker of machine {config.machines.node_rank}", "start fewer machines")
     return local
-
-
-def diagnose(config: RunConfig, exit_codes: Mapping[int, int]) -> PdtoolError:
-    """Return the error to raise: the failure that the others follow from.
-
-    A worker that loses its peer says whom it lost; following these leads to one that failed by itself, or that said
-    nothing because it was killed.
-
-    Args:
-        exit_codes: of the ranks that torch elastic saw fail, negative for a signal.
-    """
-    assignments = {assignment.rank: assignment for assignment in assign_ranks(config.plan)}
-    failures = {rank: failure for rank in assignments if (failure := read_failure(config.out, rank))}
-    for rank, failure in failures.items():
-        if failure.peer == OWN_ERROR:
-            kind = _ERRORS.get(failure.exit_code, WorkerDiedError)
-            return kind(f"{assignments[rank]}, at {read_status(config.out, rank)}: {failure.what}", failure.remedy)
-    silent = [rank for rank in exit_codes if rank not in failures]
-    pointing = [rank for rank, failure in failures.items() if failure.peer in assignments]
-    unheard = [assignment.rank for assignment in local_assignments(config) if assignment.rank not in failures]
-    rank = [*silent, *pointing, *unheard, *exit_codes][0]
-    followed = {rank}
-    while rank in failures and (peer := failures[rank].peer) in assignments and peer not in followed:
-        followed.add(rank := peer)
-    messages = "; ".join(f"{assignments[r]}: {failure.what}" for r, failure in failures.items())
-    code = exit_codes.get(rank, 0)
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "died"
-    if rank not in exit_codes and "Timed out" in messages:
-        how = "did not answer"
-    has_checkpoint = bool(checkpoint.complete_checkpoints(config.out))
-    return WorkerDiedError(
-        f"{assignments[rank]} {how}; it was last at {read_status(config.out, rank)}"
-        + (f". {messages}" if messages else ""),
-        "go on from the last checkpoint with --resume" if has_checkpoint else "start it again",
-    )
 
 
 def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:
