@@ -177,7 +177,7 @@ def _launched(config: RunConfig) -> Report:
         note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
         _note_crowding(config)
     with training_progress(config.epochs) as on_metrics:
-        return launch(config, on_metrics)
+        return launch(config, on_metrics, note)
 
 
 def _note_crowding(config: RunConfig) -> None:

@@ -6,12 +6,10 @@ import gc
 import os
 import random
 import signal
-import threading
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -23,6 +21,7 @@ from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import use_loopback
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext
+from pdtool.run.processes.reaper import join_group
 from pdtool.run.processes.status import OWN_ERROR, WorkerFailure, write_failure
 from pdtool.run.worker import Worker
 from pdtool.run.worker_context import WorkerContext
@@ -31,15 +30,15 @@ from pdtool.run.worker_context import WorkerContext
 _ELASTIC_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
 
 
-def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, launcher: Connection) -> str:
+def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, reaper_pid: int) -> str:
     """Run a worker that torch elastic started; return the report as text, or exit with an error's code.
 
     Args:
         environment, folder: of the process that launched the workers.
-        launcher: pipe whose other end closes when that process ends.
+        reaper_pid: of the process that ends this one when that one is gone.
     """
+    join_group(reaper_pid)
     gc.freeze()  # what the fork server imported is no garbage: collecting need not look through it
-    _end_with(launcher)
     os.dup2(2, 1)  # what the user's code prints; stdout is for artifacts
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _take_environment(environment)
@@ -112,21 +111,6 @@ def _device(config: RunConfig, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _end_with(launcher: Connection) -> None:
-    """End this process when the one that launched it ends, however that happens: then the pipe's end is reached.
-
-    The parent to watch is not this process's own, which is the fork server.
-    """
-
-    def watch() -> None:
-        try:
-            launcher.recv()
-        except (EOFError, OSError):
-            os._exit(WorkerDiedError.exit_code)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _unexpected_failure(out: Path, rank: int, error: Exception) -> WorkerFailure:
