@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from pdtool.errors import UsageError
+from pdtool.machines import parse_endpoint
 from pdtool.schedule import POLICIES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -113,6 +114,12 @@ def weights(command: Callable[..., Any]) -> Callable[..., Any]:
     return choice("--weights", choices=POLICIES["1f1b"], help=help, unset=PLANNED)(command)
 
 
+def _checked_endpoint(context: click.Context, parameter: click.Parameter, endpoint: str) -> str:
+    if endpoint:
+        parse_endpoint(endpoint)
+    return endpoint
+
+
 def machines(command: Callable[..., Any]) -> Callable[..., Any]:
     """Define `--nnodes`, `--node-rank` and `--rdzv-endpoint`, for a launch over several machines."""
     for option in (
@@ -121,6 +128,7 @@ def machines(command: Callable[..., Any]) -> Callable[..., Any]:
             default="",
             show_default=False,
             metavar="HOST:PORT",
+            callback=_checked_endpoint,
             help="Where the machines meet, on machine 0.",
         ),
         click.option("--node-rank", type=click.IntRange(min=0), default=0, metavar="K", help="This machine."),

@@ -6,22 +6,21 @@ import gc
 import os
 import random
 import signal
-import threading
 from collections.abc import Mapping
 from datetime import timedelta
-from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 from pdtool import process_memory
 from pdtool.artifacts.report import Report
-from pdtool.errors import UsageError, WorkerDiedError
+from pdtool.errors import UsageError
 from pdtool.machines import use_loopback
 from pdtool.run.agreement import check_agreement
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes.collectives import PeerErrorContext
 from pdtool.run.processes.out_of_memory import is_out_of_memory, out_of_memory_error
+from pdtool.run.processes.reaper import join_group
 from pdtool.run.processes.status import Status
 from pdtool.run.processes.worker_end import (
     end_process,
@@ -38,15 +37,15 @@ from pdtool.run.worker_context import WorkerContext
 _ELASTIC_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
 
 
-def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, launcher: Connection) -> str:
+def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, reaper_pid: int) -> str:
     """Run a worker that torch elastic started; return the report as text, or exit with an error's code.
 
     Args:
         environment, folder: of the process that launched the workers.
-        launcher: pipe whose other end closes when that process ends.
+        reaper_pid: of the process that ends this one when that one is gone.
     """
+    join_group(reaper_pid)
     gc.freeze()  # what the fork server imported is no garbage: collecting need not look through it
-    _end_with(launcher)
     os.dup2(2, 1)  # what the user's code prints; stdout is for artifacts
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _take_environment(environment)
@@ -57,10 +56,8 @@ def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, 
     explain_exits(config.out, rank)
     try:
         report = run_worker(config)
-    except BaseException as error:
-        end_process(
-            record_failure(config.out, rank, error)
-        )  # at once: destructors of process groups may wait for peers
+    except BaseException as error:  # end at once: destructors of process groups may wait for peers
+        end_process(record_failure(config.out, rank, error))
     return report.dump()
 
 
@@ -133,18 +130,3 @@ def _device(config: RunConfig, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _end_with(launcher: Connection) -> None:
-    """End this process when the one that launched it ends, however that happens: then the pipe's end is reached.
-
-    The parent to watch is not this process's own, which is the fork server.
-    """
-
-    def watch() -> None:
-        try:
-            launcher.recv()
-        except (EOFError, OSError):
-            end_process(WorkerDiedError.exit_code)
-
-    threading.Thread(target=watch, daemon=True).start()
