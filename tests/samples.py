@@ -206,7 +206,7 @@ def sealed(content: dict[str, Any]) -> str:
 
 _words = st.text(string.ascii_letters + string.digits + "_", min_size=1, max_size=8)
 _names = st.lists(_words, min_size=1, max_size=3).map(".".join)
-_seconds = st.floats(min_value=0, max_value=1e6, allow_nan=False)
+_seconds = st.just(0.0) | st.floats(min_value=1e-30, max_value=1e6)
 _bytes = st.integers(min_value=0, max_value=2**50)
 _labels = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=20)
 

@@ -116,7 +116,7 @@ def test_version(folder):
     ],
 )
 def test_every_error_has_its_exit_code_and_one_line(planned, monkeypatch, error, code):
-    def fail(path):
+    def fail(path, **options):
         raise error
 
     monkeypatch.setattr(Profile, "load", fail)
@@ -143,7 +143,7 @@ def test_a_cluster_file_is_the_same_as_its_figures(planned):
 
 
 def test_an_unexpected_error_keeps_its_traceback(planned, monkeypatch):
-    monkeypatch.setattr(Profile, "load", lambda path: 1 / 0)
+    monkeypatch.setattr(Profile, "load", lambda path, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         planned.pdtool("partition", "--topology", "2")
 

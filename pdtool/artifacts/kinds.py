@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -34,12 +35,13 @@ def load_any(file: str) -> Artifact:
         ArtifactError: there is none, or it is damaged.
     """
     path = Path(file)
-    if path.is_dir():
+    is_folder = os.path.isdir(path)  # unlike Path.is_dir(), it takes any text
+    if is_folder:
         candidates = [path / name for name in ("report.json", "bundle.yaml") if (path / name).is_file()]
         if not candidates:
             raise ArtifactError(path, "holds neither report.json nor bundle.yaml", "name a file, or a finished run")
         path = candidates[0]
-    text = read_text(path)
+    text = read_text(path, may_be_pipe=not is_folder)
     kind = _FORMAT.search(text)
     if not kind:
         raise ArtifactError(

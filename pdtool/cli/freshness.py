@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.artifacts.envelope import MAX_FILE_BYTES, ModelRef, file_sha256
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.inputs import bundle_folder, find_model, was_made_from
@@ -76,7 +76,7 @@ class FreshnessCheck:
             return
         source = self._model.source
         recorded = self.profile.digests.get(source)
-        changed = recorded is not None and file_sha256(find_source(source)) != recorded
+        changed = recorded is not None and file_sha256(find_source(source), max_bytes=MAX_FILE_BYTES) != recorded
         if self.profile.graph_sha256 is None:
             has = "has changed since" if changed else "is as it was when"
             is_fresh, words = not changed, f"{path} records no operator graph, and {source} {has} it was profiled"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import file_sha256
+from pdtool.artifacts.envelope import MAX_FILE_BYTES, file_sha256
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import StaleError
 from pdtool.frontend.graph_digest import graph_sha256
@@ -60,7 +60,7 @@ def check_bundle(model_file: ModelFile, model: nn.Module, bundle: Bundle) -> Non
 def first_difference(profile: Profile, traced: Traced, source: str) -> str:
     """Say in words where the model differs from its profile, and whether its file, `source`, is as it was."""
     difference = _first_difference(profile, traced)
-    if profile.digests.get(source) != file_sha256(find_source(source)):
+    if profile.digests.get(source) != file_sha256(find_source(source), max_bytes=MAX_FILE_BYTES):
         return difference
     return (
         f"{difference}; {source} itself is as it was, so a module that it imports, a setting or a library has changed, "

@@ -79,7 +79,7 @@ def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
         raise UsageError(f"{file} is a {artifact.KIND}, and --graph draws plans", "name a plan")
     profile = profile_of(artifact, file)
     if output is None or output == "-":
-        click.echo(dot(artifact, profile), nl=False)
+        terminal.write_stdout(dot(artifact, profile))
         return
     write_graph(artifact, profile, Path(output))
     terminal.note(f"wrote {output}")
