@@ -267,6 +267,11 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def write_remedy(error: OSError) -> str:
+    """Say what helps when a file could not be written."""
+    return "free some space or name another place" if error.errno in _FULL else "name another place"
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file beside the target that is synced and renamed over it at the end: a full disk keeps the old file.
@@ -295,8 +300,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
         temporary = None
     except OSError as error:
-        remedy = "free some space or name another place"
-        raise PdtoolError(f"{path} could not be written ({error.strerror})", remedy) from error
+        raise PdtoolError(f"{path} could not be written ({error.strerror})", write_remedy(error)) from error
     finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)

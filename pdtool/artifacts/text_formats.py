@@ -17,7 +17,7 @@ from pdtool.errors import FieldError
 _EXPONENTIAL = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"
 _MAX_DEPTH = 30  # artifacts have a depth of about six
 _MAX_INTEGER = 10**30
-_MAX_NUMBER_CHARACTERS = 100
+_MAX_NUMBER_CHARACTERS = 1000
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -49,7 +49,7 @@ def read_yaml(text: str) -> Any:
         content = yaml.load(text, Loader=_StrictLoader)
     except RecursionError:
         raise FormatError("it is nested too deeply") from None
-    except (yaml.YAMLError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+    except (yaml.YAMLError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
         # What PyYAML's parser lets through its constructors stumble over, as over a date of month 13.
         where = re.sub(r'in "<(unicode|byte) string>", ', "at ", str(error))
         raise FormatError(" ".join(where.split())) from error
