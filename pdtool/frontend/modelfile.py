@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
 from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
-from pdtool.errors import ModelError, StaleError, UsageError
+from pdtool.artifacts.text_formats import check_plain
+from pdtool.errors import FieldError, ModelError, StaleError, UsageError
+from pdtool.frontend.hints import Hints
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -188,13 +191,12 @@ class ModelFile:
         return metrics
 
     @cached_property
-    def hints(self) -> dict[str, Any]:
-        """`HINTS`: `no_split` (list of module paths) and `pin` (module path -> stage)."""
-        hints = getattr(self.module, "HINTS", {})
-        unknown = set(hints) - {"no_split", "pin"}
-        if unknown:
-            raise self.error(f"HINTS has unknown keys {sorted(unknown)}", "use no_split and pin")
-        return dict(hints)
+    def hints(self) -> Hints:
+        """`HINTS`, checked."""
+        try:
+            return Hints.of(getattr(self.module, "HINTS", {}))
+        except FieldError as fault:
+            raise self.error(f"{fault.field}: {fault}") from fault
 
     def has(self, function: str) -> bool:
         """Whether the file defines `function`."""
@@ -233,19 +235,23 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
         if not equals or not key.isidentifier():
             raise UsageError(f"setting {setting!r} is not NAME=VALUE", "write --set layers=12")
         values[key] = _literal(value)
+        try:
+            check_plain(values[key])
+        except FieldError as fault:
+            raise UsageError(f"--set {key}: {fault}", "give a number that a float holds, or a text") from None
     return ModelRef(source=source, function=function, settings=values)
 
 
 def find_source(source: str) -> Path:
     """Find the file of `model.py` or `package.module`, without importing it; raises UsageError."""
-    if source.endswith(".py") or "/" in source:
+    names = source.split(".")
+    if source.endswith(".py") or "/" in source or not all(name.isidentifier() for name in names):
         path = Path(source)
     else:
-        names = source.split(".")
         roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
         candidates = (root.joinpath(*names).with_suffix(".py") for root in roots)
-        path = next((file for file in candidates if file.is_file()), Path(*names).with_suffix(".py"))
-    if not path.is_file():
+        path = next((file for file in candidates if os.path.isfile(file)), Path(*names).with_suffix(".py"))
+    if not os.path.isfile(path):  # unlike Path.is_file(), it takes any text
         remedy = "name a Python file, or a module as package.module"
         raise UsageError(f"model {source!r}: there is no file {path}", remedy)
     return path
@@ -296,6 +302,6 @@ def user_line(error: BaseException, path: Path) -> str:
 def _literal(text: str) -> str | int | float | bool:
     try:
         value = ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
     return value if isinstance(value, (int, float, str)) else text

@@ -98,7 +98,7 @@ def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> Dev
     from pdtool.artifacts.profile import Profile
     from pdtool.profile.estimate import calibrate_device
 
-    spec = calibrate_device(spec, Profile.load(path), path, tf32=precision == "tf32")
+    spec = calibrate_device(spec, Profile.load(path, may_be_pipe=True), path, tf32=precision == "tf32")
     factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
     note(f"measured over estimated in {path}: {factors}")
     return spec
