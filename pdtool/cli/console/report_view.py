@@ -1,4 +1,4 @@
-"""Reports of runs: where each stage's time went, and predicted beside measured. Checkpoints: the files that hold them."""
+"""Reports of runs: where each stage's time went, and predicted beside measured. And checkpoints: their files."""
 
 from __future__ import annotations
 
