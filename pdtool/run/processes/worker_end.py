@@ -25,6 +25,7 @@ from pdtool.run.processes.status import (
 )
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
+_ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
 end_process = os._exit  # kept, for `explain_exits` replaces it
 
 
@@ -33,7 +34,7 @@ def record_failure(out: Path, rank: int, error: BaseException) -> int:
     if not isinstance(error, PeerError):  # whose traceback ends in our own waiting
         with suppress(OSError):  # of a full disk, which `error` may be of, too
             write_traceback(out, rank, "".join(traceback.format_exception(error)))
-    failure = _failure(out, rank, error)
+    failure = _failure(out, rank, error, time.time())
     write_failure(out, rank, failure)
     return failure.exit_code
 
@@ -80,14 +81,17 @@ def _end_despite_threads() -> None:
     end_process(0)
 
 
-def _failure(out: Path, rank: int, error: BaseException) -> WorkerFailure:
+def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerFailure:
     if isinstance(error, PeerError):
         stopped, gone = _silent_neighbours(out, rank)
-        return WorkerFailure(error.what, error.remedy, error.exit_code, error.peer, time.time(), stopped, gone)
+        while not stopped and not gone and time.time() < at_s + _ENDING_S:
+            time.sleep(0.01)
+            stopped, gone = _silent_neighbours(out, rank)
+        return WorkerFailure(error.what, error.remedy, error.exit_code, error.peer, at_s, stopped, gone)
     if not isinstance(error, PdtoolError):
         text = f": {error}" if str(error) else ""
         error = WorkerDiedError(f"{type(error).__name__}{text}{_place(error)}")
-    return WorkerFailure(error.what, error.remedy, error.exit_code, OWN_ERROR, time.time())
+    return WorkerFailure(error.what, error.remedy, error.exit_code, OWN_ERROR, at_s)
 
 
 def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:
