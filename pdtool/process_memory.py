@@ -100,7 +100,7 @@ def oom_kills() -> int | None:
 
 def _cgroup_limits() -> Iterator[MemoryLimit]:
     """The limits of this process's control group and of those that contain it."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for line in (_PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):

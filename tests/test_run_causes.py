@@ -80,6 +80,13 @@ def test_the_only_worker_too(tmp_path: Path) -> None:
     assert "rank 0 (stage 0, replica 0), at the building of the stages: os._exit(0) was called (model.py:" in str(error)
 
 
+def test_a_loss_without_a_gradient_ends_the_run_at_the_first_minibatch(tmp_path: Path) -> None:
+    toy = with_code(CONV2, "def loss(output, target, of=loss):\n    return of(output, target).detach()")
+    error = failure_of(harness.job(tmp_path, toy))
+    assert error.exit_code == 1
+    assert str(error).startswith("rank 1 (stage 1, replica 0), at 1F0 of epoch 1: loss() returned a tensor without a")
+
+
 def test_threads_and_processes_of_the_users_module_do_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
     code = """
 import multiprocessing
@@ -195,6 +202,12 @@ def test_where_all_wait_for_each_other_the_first_to_give_up_is_believed(left: Le
 def test_a_worker_whose_end_only_its_neighbour_saw(left: Left) -> None:
     left.failure(0, "numbers were not averaged (Connection closed by peer)", peer=ANY_PEER, gone=[2])
     assert str(left.diagnosis({0: 5})).startswith("rank 2 (stage 1, replica 1) died; it left no word here")
+
+
+@pytest.mark.parametrize(("code", "how"), [(-11, "was killed by SIGSEGV"), (-50, "was killed by signal 50")])
+def test_a_signal_is_named(left: Left, code: int, how: str) -> None:
+    left.status(2, "1F3")
+    assert str(left.diagnosis({2: code})).startswith(f"rank 2 (stage 1, replica 1) {how}; it was last at 1F3;")
 
 
 def test_one_that_closed_its_connections_has_not_been_waited_for(left: Left) -> None:

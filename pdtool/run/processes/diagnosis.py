@@ -197,8 +197,12 @@ def _end(exit_code: int | None) -> str:
     if exit_code is None:
         return "died"
     if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
+        return f"was killed by {_signal_name(-exit_code)}"
     return f"ended with exit status {exit_code} and without a word"
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _state(status: LastStatus, now_s: float) -> str:
@@ -227,4 +231,4 @@ def _fork_server_end() -> str:
         return ""
     if ended.si_code == os.CLD_EXITED:
         return f"ended with exit status {ended.si_status}"
-    return f"was killed by {signal.Signals(ended.si_status).name}"
+    return f"was killed by {_signal_name(ended.si_status)}"

@@ -68,5 +68,8 @@ def _prediction(plan: Plan, assignment: RankAssignment) -> str:
 def _gpu_limits(device: torch.device) -> list[MemoryLimit]:
     if device.type != "cuda":
         return []
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the device itself has failed
+        return []
     return [MemoryLimit(str(device), total_bytes, free_bytes)]

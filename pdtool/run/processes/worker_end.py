@@ -32,7 +32,7 @@ end_process = os._exit  # kept, for `explain_exits` replaces it
 def record_failure(out: Path, rank: int, error: BaseException) -> int:
     """Write what ended this worker where the launcher reads it; return the exit code of the process."""
     if not isinstance(error, PeerError):  # whose traceback ends in our own waiting
-        with suppress(OSError):  # of a full disk, which `error` may be of, too
+        with suppress(OSError, MemoryError):  # of a full disk or memory, which `error` may be of, too
             write_traceback(out, rank, "".join(traceback.format_exception(error)))
     failure = _failure(out, rank, error, time.time())
     write_failure(out, rank, failure)
@@ -76,9 +76,10 @@ def _end_despite_threads() -> None:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    end_process(0)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    end_process(1 if sys.exc_info()[0] else 0)  # an error on the way out of this process is still one
 
 
 def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerFailure:
