@@ -47,12 +47,13 @@ def exit_error(error: SystemExit) -> WorkerDiedError:
 
 def explain_exits(out: Path, rank: int) -> None:
     """Let os._exit, when the user's code calls it in this process, say so first; the status is never 0."""
-    own_pid = os.getpid()
+    own_pid, own_code = os.getpid(), Path(__file__).parents[1]
 
     def exit_with_a_word(status: int) -> NoReturn:
-        if os.getpid() == own_pid:  # and not in a process that was forked from this one
-            caller = sys._getframe(1)
-            what = f"os._exit({status}) was called ({Path(caller.f_code.co_filename).name}:{caller.f_lineno})"
+        caller = sys._getframe(1)
+        file = Path(caller.f_code.co_filename)
+        if os.getpid() == own_pid and not file.is_relative_to(own_code):  # nor in a process forked from this one
+            what = f"os._exit({status}) was called ({file.name}:{caller.f_lineno})"
             error = WorkerDiedError(what, "raise an error in model.py instead")
             status = record_failure(out, rank, error)
         end_process(status)
