@@ -64,7 +64,7 @@ def explain_exits(out: Path, rank: int) -> None:
 def keep_threads_from_lingering() -> None:
     """Let this process end when its work is done, even if the user's code has left threads and processes running."""
     multiprocessing.util.Finalize(None, _terminate_children, exitpriority=0)
-    multiprocessing.util.Finalize(None, _end_despite_threads, exitpriority=-1000)  # after all others
+    multiprocessing.util.Finalize(None, _end_worker, exitpriority=-1000)  # after all others
 
 
 def _terminate_children() -> None:
@@ -72,7 +72,12 @@ def _terminate_children() -> None:
         child.terminate()
 
 
-def _end_despite_threads() -> None:
+def _end_worker() -> None:
+    end_despite_threads(1 if sys.exc_info()[0] else 0)  # an error on the way out of this process is still one
+
+
+def end_despite_threads(exit_code: int) -> NoReturn:
+    """End this process; threads that are not daemons get a moment to end by themselves."""
     deadline_s = time.monotonic() + _THREADS_GRACE_S
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
@@ -80,7 +85,7 @@ def _end_despite_threads() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    end_process(1 if sys.exc_info()[0] else 0)  # an error on the way out of this process is still one
+    end_process(exit_code)
 
 
 def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerFailure:
