@@ -21,6 +21,7 @@ from pdtool.artifacts.plan import Predicted
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.process_memory import MemoryLimit, memory_limits, oom_kills
 from pdtool.run.config import RunConfig, assign_ranks
+from pdtool.run.processes import worker_main
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext
 from pdtool.run.processes.diagnosis import diagnose
 from pdtool.run.processes.launcher import launch
@@ -78,6 +79,27 @@ def test_the_only_worker_too(tmp_path: Path) -> None:
     """Nobody waits for it, so nobody else would notice."""
     error = failure_of(harness.job(tmp_path, with_code(CONV1, "def optimizer(named):\n    os._exit(0)")))
     assert "rank 0 (stage 0, replica 0), at the building of the stages: os._exit(0) was called (model.py:" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("raised", "what"),
+    [(SystemExit("no data"), r"sys\.exit\('no data'\) was called \("), (MemoryError(), "out of memory")],
+)
+def test_a_worker_of_torchrun_says_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException, what: str
+) -> None:
+    """There the command itself is the worker, and would end with status 0."""
+
+    def context(*_: object) -> None:
+        raise raised
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worker_main.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(process_memory, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(worker_main, "WorkerContext", context)
+    with pytest.raises(WorkerDiedError, match=what):
+        worker_main.run_worker(harness.job(tmp_path, CONV1))
 
 
 def test_a_loss_without_a_gradient_ends_the_run_at_the_first_minibatch(tmp_path: Path) -> None:
