@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import re
+import subprocess
+import sys
 
 import click
 import pytest
@@ -425,3 +427,13 @@ def test_the_schema_is_that_of_the_class(folder, artifact):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script(folder, shell):
     assert "_PDTOOL_COMPLETE" in folder.pdtool("completion", shell).stdout
+
+
+def test_a_thread_of_the_users_module_does_not_keep_the_command_from_its_end():
+    code = (
+        "import threading, time\nfrom pdtool.cli.app import main\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\nmain(['show', 'nowhere.yaml'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "nowhere.yaml" in done.stderr
