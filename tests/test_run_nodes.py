@@ -17,6 +17,7 @@ import pytest
 import torch
 from harness import CONV1, CONV2, CONV3
 
+from pdtool.machine_rendezvous import gather_machines
 from pdtool.machines import Machines
 from pdtool.run import checkpoint
 from pdtool.run.config import RunConfig
@@ -134,6 +135,16 @@ def test_a_machine_that_fails_while_the_other_waits_for_it(tmp_path: Path, scrip
     (_, _, waited), (code, _, errors) = end([machine(script, spec), machine(script, stale)])
     assert (code, "it has 3 stages, the plan 2" in errors) == (3, True)
     assert "machine 1 of 2 did not come" in waited
+
+
+def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path, script: Path) -> None:
+    spec = harness.job(tmp_path, CONV2, timeout_s=3.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
+    first = machine(script, spec)
+    gather_machines(replace(spec.machines, node_rank=1), {}, 60.0)
+    begin = time.monotonic()
+    [(code, _, errors)] = end([first])
+    assert (code, time.monotonic() - begin < 60) == (1, True)
+    assert "the machines have met, but their workers were not started (" in errors
 
 
 def test_a_worker_of_torchrun_ends_with_it(tmp_path: Path, script: Path) -> None:

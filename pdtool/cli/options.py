@@ -82,8 +82,10 @@ def device(help: str) -> Decorator:
 
 
 def timeout(default: str) -> Decorator:
-    """Define `--timeout` of workers that wait for each other."""
-    return click.option("--timeout", default=default, metavar="TIME", help="How long a worker waits for another.")
+    """Define `--timeout` of workers, and of machines, that wait for each other."""
+    return click.option(
+        "--timeout", default=default, metavar="TIME", help="How long a worker or machine waits for another."
+    )
 
 
 model = click.option("--model", metavar="FILE", show_default=PLANNED, help="Model file, when it has moved since.")

@@ -108,7 +108,8 @@ def launch(
             exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
             raise diagnose(config, exit_codes) from None
     if stop_signal:
-        notify(stop_message(stop_signal, config.out))
+        with suppress(OSError):  # of a terminal that has hung up
+            notify(stop_message(stop_signal, config.out))
         end_by_signal(stop_signal)
         raise KeyboardInterrupt
     shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)
