@@ -144,7 +144,7 @@ def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path, script: Path) 
     begin = time.monotonic()
     [(code, _, errors)] = end([first])
     assert (code, time.monotonic() - begin < 60) == (1, True)
-    assert "the machines have met, but their workers were not started (" in errors
+    assert "torch elastic could not start the workers (" in errors
 
 
 def test_a_worker_of_torchrun_ends_with_it(tmp_path: Path, script: Path) -> None:

@@ -97,8 +97,7 @@ def launch(
             stop_signal = error.sigval
         except dist.DistError as error:
             raise PdtoolError(
-                f"the machines have met, but their workers were not started ({short_reason(error)})",
-                "start all of them again",
+                f"torch elastic could not start the workers ({short_reason(error)})", "start it again on every machine"
             ) from error
         except json.JSONDecodeError as error:  # what torch elastic reads when a worker could not write how it ended
             raise PdtoolError(
