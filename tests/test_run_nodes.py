@@ -51,8 +51,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])} | variables
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -145,6 +145,16 @@ def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path, script: Path) 
     [(code, _, errors)] = end([first])
     assert (code, time.monotonic() - begin < 60) == (1, True)
     assert "torch elastic could not start the workers (" in errors
+
+
+def test_workers_of_several_machines_that_gloo_does_not_let_meet(tmp_path: Path, script: Path) -> None:
+    """As torchrun starts them; nobody else is there, and the interface that is set is loopback."""
+    (tmp_path / "spec").write_bytes(pickle.dumps(harness.job(tmp_path, CONV2, timeout_s=1.0)))
+    worker = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    [(code, _, errors)] = end([start([sys.executable, str(script), str(tmp_path / "spec")], **worker, **address)])
+    assert code == 5
+    assert "the workers did not come together; gloo listens at 127.0.0.1: set GLOO_SOCKET_IFNAME to" in errors
 
 
 def test_a_worker_of_torchrun_ends_with_it(tmp_path: Path, script: Path) -> None:

@@ -19,6 +19,7 @@ from pdtool import process_memory
 from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import use_loopback
+from pdtool.network_interfaces import loopback_hint
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext
 from pdtool.run.processes.reaper import join_group
@@ -77,7 +78,8 @@ def run_worker(config: RunConfig) -> Report:
     random.seed(config.seed)
     if local_workers == world_size:
         use_loopback(os.environ)
-    with PeerErrorContext("the workers did not come together"):
+    hint = loopback_hint() if local_workers < world_size else ""  # torchrun or srun have started the others
+    with PeerErrorContext(f"the workers did not come together{hint and '; '}{hint}"):
         timeout = timedelta(seconds=config.timeout_s)
         dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=world_size)
     report = Worker(WorkerContext(config, rank, device, local_workers)).run()
