@@ -309,7 +309,7 @@ def test_module_paths_that_hold_code_are_refused(name):
         Profile.parse(altered(samples.profile(), nodes=node(1, module=name)))
 
 
-@pytest.mark.parametrize("name", ['"""; import os', "a\nb", "'", "\\", "../../etc/passwd"])
+@pytest.mark.parametrize("name", ['"""; import os', "a\nb", "'", "\\", "../../etc/passwd", "\x9b2J", "a\u202eb"])
 @pytest.mark.parametrize("artifact", [samples.profile(), samples.plan(), samples.bundle()], ids=lambda a: a.KIND)
 def test_titles_that_could_end_a_string_or_leave_a_folder_are_refused(artifact, name):
     with pytest.raises(ArtifactError, match="name"):

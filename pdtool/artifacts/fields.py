@@ -46,6 +46,8 @@ Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*(@[0-9]+)?$", max_length=500)]
 ModulePath = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?$", max_length=500)]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=500)]
-# What an artifact calls itself: it stands in the docstring of generated files, so nothing in it may end a string.
-Title = Annotated[str, StringConstraints(pattern=r"""^[^\x00-\x1f"'\\/]*$""", max_length=500)]
+# What an artifact calls itself: it stands in the docstring of generated files, so nothing in it may end a string or
+# reverse the direction of writing.
+_TITLE = r"""^[^\x00-\x1f"'\\/\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$"""
+Title = Annotated[str, StringConstraints(pattern=_TITLE, max_length=500)]
 Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]

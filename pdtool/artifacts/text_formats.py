@@ -18,6 +18,7 @@ _EXPONENTIAL = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"
 _MAX_DEPTH = 30  # artifacts have a depth of about six
 _MAX_INTEGER = 10**30
 _MAX_NUMBER_CHARACTERS = 1000
+_MAX_YAML_CHARACTERS = 20_000_000  # PyYAML takes minutes for them; a large artifact has a million
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -45,6 +46,8 @@ def read_json(text: str) -> Any:
 
 def read_yaml(text: str) -> Any:
     """Read YAML as the safe loader does, without aliases and repeated keys; raises as `read_json` does."""
+    if len(text) > _MAX_YAML_CHARACTERS:
+        raise FormatError(f"it has {len(text)} characters, more than {_MAX_YAML_CHARACTERS}")
     try:
         content = yaml.load(text, Loader=_StrictLoader)
     except RecursionError:
