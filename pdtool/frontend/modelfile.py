@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
+from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, fields_checked, file_sha256
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
@@ -233,7 +233,7 @@ class ModelFile:
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
     """Read `model.py`, `model.py:vgg16` or `package.module:vgg16` and settings `layers=12`; raises UsageError."""
     source, _, function = text.rpartition(":") if ":" in text else (text, "", "model")
-    if not function.isidentifier():
+    if not function.isidentifier() or not function.isascii():
         raise UsageError(f"{function!r} in {text!r} is not the name of a function", "write model.py:function")
     values: dict[str, str | int | float | bool] = {}
     for setting in settings:
@@ -245,7 +245,8 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
             check_plain(values[key])
         except FieldError as fault:
             raise UsageError(f"--set {key}: {fault}", "give a number that a float holds, or a text") from None
-    return ModelRef(source=source, function=function, settings=values)
+    with fields_checked(lambda fault: UsageError(f"model {text!r:.80}: {fault}", "give it another path or name")):
+        return ModelRef(source=source, function=function, settings=values)
 
 
 def find_source(source: str) -> Path:
