@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from pdtool.cli.app import main
 
 # Before anything imports torch, and for the processes that tests start: others hold the cores, and more threads spin.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell ignores it for what a script starts with `&`, and so would all processes that tests send it to.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NET = """
 from collections import OrderedDict

@@ -140,7 +140,7 @@ def test_a_machine_that_fails_while_the_other_waits_for_it(tmp_path: Path, scrip
 def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path, script: Path) -> None:
     spec = harness.job(tmp_path, CONV2, timeout_s=3.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
     first = machine(script, spec)
-    gather_machines(replace(spec.machines, node_rank=1), {}, 60.0)
+    gather_machines(replace(spec.machines, node_rank=1), 60.0)
     begin = time.monotonic()
     [(code, _, errors)] = end([first])
     assert (code, time.monotonic() - begin < 60) == (1, True)

@@ -9,6 +9,7 @@ pairs      two runs in one folder
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what a script starts with `&`
     with tempfile.TemporaryDirectory(prefix="pdtool-chaos-") as name:
         bench = Bench(Path(name))
         kinds = {

@@ -89,7 +89,7 @@ def _launch_workers(
 ) -> Report:
     """Start the workers of this machine and wait for their end."""
     local = local_assignments(config)
-    gather_machines(config.machines, {}, config.timeout_s, notify)
+    gather_machines(config.machines, config.timeout_s, notify)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
     remove_stale_semaphores()
     name_semaphores_after_this_process()
