@@ -436,3 +436,9 @@ def test_the_schema_is_that_of_the_class(folder, artifact):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script(folder, shell):
     assert "_PDTOOL_COMPLETE" in folder.pdtool("completion", shell).stdout
+
+
+def test_one_worker_is_not_several(planned):
+    result = planned.pdtool("partition", "--topology", "1", "--bandwidth", "1GB/s", "-o", "one.yaml")
+    assert "every plan on 1 worker was searched" in result.stderr
+    planned.pdtool("check", "one.yaml")
