@@ -15,8 +15,9 @@ from pdtool.cli.app import main
 # Before anything imports torch, and for the processes that tests start: others hold the cores, and more threads spin.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# A shell ignores it for what a script starts with `&`, and so would all processes that tests send it to.
+# What starts the tests with `&` or nohup ignores these, and so would all processes that tests send them to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 NET = """
 from collections import OrderedDict

@@ -35,7 +35,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what a script starts with `&`
+    for number in (signal.SIGINT, signal.SIGHUP):  # what starts this with `&` or nohup ignores them
+        signal.signal(number, signal.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="pdtool-chaos-") as name:
         bench = Bench(Path(name))
         kinds = {
