@@ -17,6 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # What starts the tests with `&` or nohup ignores these, and so would all processes that tests send them to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 NET = """

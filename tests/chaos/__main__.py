@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGHUP):  # what starts this with `&` or nohup ignores them
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # what starts this with `&` or nohup ignores them
         signal.signal(number, signal.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="pdtool-chaos-") as name:
         bench = Bench(Path(name))

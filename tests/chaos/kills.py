@@ -65,7 +65,7 @@ def _kill(
 def _expected(target: str, rank: int, number: signal.Signals) -> tuple[list[int], str]:
     """Exit codes and words."""
     if target == "worker":
-        words = "did not answer" if number == signal.SIGSTOP else f"was killed by {number.name}"
+        words = r"is stopped \(SIGSTOP\)" if number == signal.SIGSTOP else f"(was killed by {number.name}|died)"
         return [5], rf"rank {rank} \(stage {rank}, replica 0\) {words}"
     if target == "fork server":
         return [5], "fork server"

@@ -71,8 +71,8 @@ def _lead_group(launcher: Connection, temporary_folder: str) -> None:
     os.setpgrp()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    launcher.send(os.getpid())
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError):  # that is how the launcher's end is seen
+        launcher.send(os.getpid())
         launcher.recv()
     shutil.rmtree(temporary_folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
