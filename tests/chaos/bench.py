@@ -131,7 +131,7 @@ class Command:
         orphans = self.processes()
         for pid in orphans:
             kill(pid, signal.SIGKILL)
-        return Ended(code, errors, seconds, [f"{pid} {text}" for pid, text in orphans.items()])
+        return Ended(code, errors, seconds, [f"{pid} {text[-200:]}" for pid, text in orphans.items()])
 
     def processes(self) -> dict[int, str]:
         """Its processes, and theirs: pid -> command line; zombies are not among them."""
@@ -139,7 +139,7 @@ class Command:
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if f"PDTOOL_CHAOS={self.mark}".encode() in (path / "environ").read_bytes():
-                    text = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[-200:]
+                    text = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                     if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                         found[int(path.name)] = text
         return found
