@@ -53,7 +53,8 @@ def _kill(
         command.ended()
         return outcome
     kill(pid, number)
-    outcome.add(command.ended(), *_expected(target, rank, number))
+    codes, words = _expected(target, rank, number)
+    outcome.add(command.ended(), codes, words if is_training or target != "command" else "")
     outcome.losses += bench.losses(out, outcome.name, before)
     if trial % _RESUME_EACH == 0 and checkpoint.complete_checkpoints(folder):
         epochs = max(checkpoint.complete_checkpoints(folder)) + 2
