@@ -120,8 +120,9 @@ def test_machines_that_run_different_things_are_refused(tmp_path: Path, script: 
     assert not checkpoint.complete_checkpoints(spec.out)
 
 
-def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, script: Path) -> None:  # noqa: F811
-    spec = harness.job(tmp_path, CONV2, (1, 1))
+@pytest.mark.parametrize("timeout_s", [5.0, 60.0])
+def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, script: Path, timeout_s: float) -> None:  # noqa: F811
+    spec = harness.job(tmp_path, CONV2, (1, 1), timeout_s=timeout_s)
     endpoint, processes = f"127.0.0.1:{free_port()}", []
     for k in (0, 1):
         path = tmp_path / f"spec-{k}"

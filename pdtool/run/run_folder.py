@@ -59,8 +59,11 @@ def _lock(descriptor: int, out: Path) -> None:
             raise PdtoolError(f"{out} cannot be locked ({error.strerror})", "name another folder with -o") from error
 
 
-def check_shared(out: Path, group: Any) -> None:
+def check_shared(out: Path, group: Any, timeout_s: float) -> None:
     """Check that all workers of `group` have the same folder before them: each must see what the first one writes.
+
+    Args:
+        timeout_s: how long workers wait for each other.
 
     Raises:
         UsageError: on every worker, when one does not; ranks and machines are named.
@@ -71,7 +74,8 @@ def check_shared(out: Path, group: Any) -> None:
         token = secrets.token_hex(16)
         path.write_text(token, encoding="ascii")
     token = broadcast(token, 0, "the token of the run's folder")
-    seen = all_gather((_comes_to_hold(path, token), socket.gethostname()), group, "word of the run's folder")
+    limit_s = min(_VISIBLE_WITHIN_S, timeout_s / 2)
+    seen = all_gather((_comes_to_hold(path, token, limit_s), socket.gethostname()), group, "word of the run's folder")
     blind = {f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees}
     if blind:
         raise UsageError(
@@ -81,9 +85,9 @@ def check_shared(out: Path, group: Any) -> None:
         )
 
 
-def _comes_to_hold(path: Path, text: str) -> bool:
-    """Whether a file holds a text, or comes to hold it soon."""
-    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+def _comes_to_hold(path: Path, text: str, limit_s: float) -> bool:
+    """Whether a file holds a text, or comes to hold it within the limit."""
+    deadline = time.monotonic() + limit_s
     while True:
         try:
             if path.read_text(encoding="ascii") == text:

@@ -50,8 +50,8 @@ MISTAKES = (
         ((), ("--rdzv-endpoint", "no-such-host.invalid:29400")),
         (((1,), "machine 1"), ((1, 2), r"no-such-host\.invalid")),
     ),
-    Mistake("two machines 0", ((), ("--node-rank", "0")), (((1,), "machine 1"), ((1,), "machine|in use"))),
-    Mistake("another --nnodes", ((), ("--nnodes", "3")), (((1, 2), "nnodes"), ((1, 2), "nnodes"))),
+    Mistake("two machines 0", ((), ("--node-rank", "0")), (((1, 2), "machine 1|in use"), ((1, 2), "machine 1|in use"))),
+    Mistake("another --nnodes", ((), ("--nnodes", "3")), (((1,), "machine 1"), ((2,), "nnodes"))),
     Mistake("another seed", ((), ("--seed", "1")), ((_DIFFER, "--seed is 0 on machine 0"), (_DIFFER, "--seed"))),
     Mistake(
         "another schedule",

@@ -94,7 +94,7 @@ def run_worker(config: RunConfig) -> Report:
             remedy = "start one per worker"
             raise UsageError(f"{world_size} processes were started, the plan needs {len(assignments)}", remedy)
         if local_workers < world_size:
-            check_shared(config.out, dist.group.WORLD)
+            check_shared(config.out, dist.group.WORLD, config.timeout_s)
         report = Worker(WorkerContext(config, rank, device, local_workers)).run()
     except SystemExit as error:
         raise exit_error(error) from error
