@@ -19,7 +19,7 @@ DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 .DELETE_ON_ERROR:
 .SECONDARY:
 .SECONDEXPANSION:
-.PHONY: help venv test check demo bench-road bench-planner bench-runtime bench-transport bench-long-run soak chaos gpu-check examples clean
+.PHONY: help venv test check fuzz demo bench-road bench-planner bench-runtime bench-transport bench-long-run soak chaos gpu-check examples clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ check: $(STAMP) ## run ruff, mypy --strict and all tests
 	$(BIN)/ruff format --check pdtool tests
 	$(BIN)/mypy
 	$(PYTEST)
+
+fuzz: $(STAMP) ## try 10,000 damaged and forged artifacts, and 300 through the commands (about five minutes)
+	PDTOOL_FUZZ_INPUTS=$(or $(INPUTS),10000) PDTOOL_FUZZ_COMMANDS=300 \
+		$(BIN)/python -m pytest -n 2 --timeout 3600 tests/test_fuzz.py
 
 demo: $(STAMP) ## profile, partition, generate and train a small model on real digits to 98 % (under five minutes)
 	rm -rf $(DEMO)

@@ -68,8 +68,8 @@ class Cluster:
 
 def parse_topology(text: str) -> tuple[int, ...]:
     """Read `4x4` (outermost level first); raises UsageError."""
-    if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}){0,9}", text):
-        raise UsageError(f"topology {text!r} is not sizes joined by x", "write 4 or 2x8, the outermost level first")
+    if not re.fullmatch(r"[0-9]{1,30}(x[0-9]{1,30}){0,9}", text):
+        raise UsageError(f"topology {text!r:.80} is not sizes joined by x", "write 4 or 2x8, the outermost level first")
     sizes = tuple(int(part) for part in text.split("x"))
     if 0 in sizes or math.prod(sizes) > MAX_WORKERS:
         raise UsageError(f"topology {text!r} has {math.prod(sizes)} workers", f"give between 1 and {MAX_WORKERS}")

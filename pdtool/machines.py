@@ -6,13 +6,22 @@ Inside torchrun or srun nothing is launched: the process is one of the workers a
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
+import signal
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdtool.errors import UsageError
+from pdtool.errors import UsageError, WorkerDiedError
 
+_PARENT_PID = os.getppid()  # at the start, to see whether it has changed
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 _SLURM_PORT = "29511"
+_ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
+_MAX_PORT = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -36,25 +45,40 @@ class Machines:
             workers: number of workers in the cluster.
 
         Raises:
-            UsageError: the workers cannot be divided evenly, this machine is none of them, or no endpoint is given.
+            UsageError: the workers cannot be divided evenly, this machine is none of them, or the endpoint is
+                missing or malformed.
         """
         if workers % self.count or not 0 <= self.node_rank < self.count:
             raise UsageError(
                 f"machine {self.node_rank} of {self.count} cannot have its share of the {workers} workers",
                 "give --nnodes that divides them and --node-rank from 0",
             )
-        if self.count > 1 and not all(self.rendezvous_address):
-            raise UsageError(
-                f"{self.count} machines need a place to meet", "give --rdzv-endpoint HOST:PORT of machine 0"
-            )
+        if self.count > 1:
+            self._check_endpoint()
         share = workers // self.count
         return range(self.node_rank * share, (self.node_rank + 1) * share)
+
+    def _check_endpoint(self) -> None:
+        if not self.endpoint:
+            what = f"{self.count} machines need a place to meet"
+            raise UsageError(what, "give --rdzv-endpoint HOST:PORT of machine 0")
+        parse_endpoint(self.endpoint)
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:
         """(host, port) of the store on machine 0; port 0 means that a free one is to be chosen."""
-        host, _, port = self.endpoint.rpartition(":") if self.count > 1 else ("127.0.0.1", "", "0")
-        return host, int(port) if port.isdigit() else 0
+        return parse_endpoint(self.endpoint) if self.count > 1 else ("127.0.0.1", 0)
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Read `node0:29500` or `[fd00::1]:29500` as host and port; raises UsageError."""
+    match = _ENDPOINT.fullmatch(text)
+    if match is None or not 0 < int(match["port"]) <= _MAX_PORT:
+        raise UsageError(
+            f"endpoint {text!r} is not HOST:PORT with a port from 1 to {_MAX_PORT}",
+            "give the host name or address of machine 0 and a free port there, as node0:29500",
+        )
+    return match["host"] or match["ipv6"], int(match["port"])
 
 
 def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> dict[str, str]:
@@ -79,6 +103,19 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
             "MASTER_PORT": port or _SLURM_PORT,
         }
     return {}
+
+
+def is_started_by_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun, the parent of this process, started it as one of several workers."""
+    return "RANK" in environment and "TORCHELASTIC_RUN_ID" in environment
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends; where it cannot (not Linux), nothing happens."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != _PARENT_PID:  # it has ended before that
+        os._exit(WorkerDiedError.exit_code)
 
 
 def is_worker(environment: Mapping[str, str]) -> bool:

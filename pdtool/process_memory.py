@@ -1,4 +1,4 @@
-"""Resident memory of this process as Linux reports it; on other systems it is unknown.
+"""Resident memory of this process, and what bounds it, as Linux reports them; on other systems they are unknown.
 
 Pages of files are not counted: the code of libraries becomes resident when it is first used.
 """
@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _STATUS_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of v2, of v1
+_UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this where there is no limit
 _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"}
 _KEEP_OPTIONS = {-1: 2**31 - 1, -2: 2**24, -4: 0}  # never trim, grow in steps of 16 MB, allocate nothing by mmap
 
@@ -54,12 +60,74 @@ def keep_freed_memory() -> None:
                 libc.mallopt(option, value)
 
 
-def _status_bytes() -> dict[str, int]:
-    """The fields of /proc/self/status in bytes; empty when one of them is missing."""
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What bounds the memory of this process.
+
+    Attributes:
+        name: `this machine`, `the control group` or `ulimit -v`.
+        free_bytes: what of `total_bytes` can still be had.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+def memory_limits() -> list[MemoryLimit]:
+    """Return what bounds the memory of this process, as far as the system says; unlimited ones are left out."""
+    limits = []
+    with suppress(OSError, KeyError):
+        machine = _kilobyte_fields(_PROC / "meminfo")
+        limits.append(MemoryLimit("this machine", machine["MemTotal"], machine["MemAvailable"]))
+    limits += sorted(_cgroup_limits(), key=lambda limit: limit.free_bytes)[:1]
+    address_space_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space_bytes != resource.RLIM_INFINITY:
+        with suppress(OSError, KeyError):
+            used_bytes = _kilobyte_fields(_STATUS)["VmSize"]
+            limits.append(MemoryLimit("ulimit -v", address_space_bytes, max(0, address_space_bytes - used_bytes)))
+    return limits
+
+
+def oom_kills() -> int | None:
+    """Return how many processes the kernel has killed for lack of memory since it started; None: unknown."""
+    with suppress(OSError, ValueError, KeyError):
+        counters = dict(line.split() for line in (_PROC / "vmstat").read_text(encoding="ascii").splitlines())
+        return int(counters["oom_kill"])
+    return None
+
+
+def _cgroup_limits() -> Iterator[MemoryLimit]:
+    """The limits of this process's control group and of those that contain it."""
     with suppress(OSError):
-        lines = (line.split() for line in _STATUS.read_text(encoding="ascii").splitlines())
-        fields = {
-            words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words and words[0][:-1] in _STATUS_FIELDS
-        }
-        return fields if len(fields) == len(_STATUS_FIELDS) else {}
+        for line in (_PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                root = _CGROUPS / controllers
+                folder = root / path.lstrip("/")
+                for group in (folder, *folder.parents):
+                    if group.is_relative_to(root):
+                        yield from _cgroup_limit(group)
+
+
+def _cgroup_limit(folder: Path) -> Iterator[MemoryLimit]:
+    for limit_file, usage_file in _CGROUP_FILES:
+        with suppress(OSError, ValueError):  # `max`, where there is none
+            total_bytes = int((folder / limit_file).read_text(encoding="ascii"))
+            used_bytes = int((folder / usage_file).read_text(encoding="ascii"))
+            if total_bytes < _UNLIMITED_BYTES:
+                yield MemoryLimit("the control group", total_bytes, max(0, total_bytes - used_bytes))
+
+
+def _kilobyte_fields(path: Path) -> dict[str, int]:
+    """The fields `VmSize: 1234 kB` of a file of /proc, in bytes."""
+    lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
+
+
+def _status_bytes() -> dict[str, int]:
+    """The fields of /proc/self/status in bytes; empty when one that is needed is missing."""
+    with suppress(OSError):
+        fields = _kilobyte_fields(_STATUS)
+        return fields if fields.keys() >= set(_STATUS_FIELDS) else {}
     return {}

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
+from pdtool.artifacts.checkpoint_manifest import CheckpointManifest, StoredFile
 from pdtool.artifacts.cluster_file import ClusterFile, ClusterSpec, LevelMeasured, LevelSpec, NetworkMeasured
 from pdtool.artifacts.envelope import Artifact, ModelRef
 from pdtool.artifacts.plan import Plan, Predicted, Rival, Stage, Why
@@ -195,7 +196,13 @@ def cluster() -> ClusterFile:
     )
 
 
-ALL: tuple[Artifact, ...] = (profile(), cluster(), plan(), bundle(), report())
+def checkpoint_manifest() -> CheckpointManifest:
+    """Of two stages, after three epochs."""
+    files = {f"stage-{s}.safetensors": StoredFile(bytes=1000 + s, sha256=f"{s:064x}") for s in range(2)}
+    return CheckpointManifest(epoch=3, seed=7, metrics={"loss": 0.5, "accuracy": 0.75}, files=files)
+
+
+ALL: tuple[Artifact, ...] = (profile(), cluster(), plan(), bundle(), report(), checkpoint_manifest())
 
 
 def sealed(content: dict[str, Any]) -> str:
@@ -206,7 +213,7 @@ def sealed(content: dict[str, Any]) -> str:
 
 _words = st.text(string.ascii_letters + string.digits + "_", min_size=1, max_size=8)
 _names = st.lists(_words, min_size=1, max_size=3).map(".".join)
-_seconds = st.floats(min_value=0, max_value=1e6, allow_nan=False)
+_seconds = st.just(0.0) | st.floats(min_value=1e-30, max_value=1e6)
 _bytes = st.integers(min_value=0, max_value=2**50)
 _labels = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=20)
 

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from pdtool.artifacts.plan import Plan
-from pdtool.run.processes.status import WORKERS_FOLDER
+from pdtool.run.processes.status import read_pid
 
 ROOT = Path(__file__).parent.parent
 PDTOOL = [sys.executable, "-m", "pdtool"]
@@ -65,7 +65,7 @@ def _train(plan: Path, out: Path, epochs: int) -> float:
     sizes: list[int] = []
     while process.poll() is None:
         time.sleep(0.5)
-        size = sum(_bytes(path) for path in (out / WORKERS_FOLDER).glob("*.status"))
+        size = sum(_bytes(out, rank) for rank in range(4))
         if (out / "metrics.jsonl").exists() and size:
             sizes.append(size)
     if process.returncode:
@@ -82,13 +82,12 @@ def _train(plan: Path, out: Path, epochs: int) -> float:
     return late / early - 1
 
 
-def _bytes(status: Path) -> int:
+def _bytes(out: Path, rank: int) -> int:
     """Resident memory of a worker. Not its share of what workers have in common (PSS): that grows as pages of the fork
     server, which all begin with, are written to and become the worker's own."""
     try:
-        pid = int(status.read_bytes().split(b" ")[0])
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (OSError, ValueError):
+        lines = Path(f"/proc/{read_pid(out, rank)}/status").read_text().splitlines()
+    except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
 

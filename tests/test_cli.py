@@ -116,7 +116,7 @@ def test_version(folder):
     ],
 )
 def test_every_error_has_its_exit_code_and_one_line(planned, monkeypatch, error, code):
-    def fail(path):
+    def fail(path, **options):
         raise error
 
     monkeypatch.setattr(Profile, "load", fail)
@@ -143,7 +143,7 @@ def test_a_cluster_file_is_the_same_as_its_figures(planned):
 
 
 def test_an_unexpected_error_keeps_its_traceback(planned, monkeypatch):
-    monkeypatch.setattr(Profile, "load", lambda path: 1 / 0)
+    monkeypatch.setattr(Profile, "load", lambda path, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         planned.pdtool("partition", "--topology", "2")
 
@@ -174,6 +174,30 @@ def test_usage_errors_exit_with_2(folder, arguments):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "limits"),
+    [
+        (["partition", "--topology", "2", "--workers", f"{10**400}"], "1<=x<=1000000000"),
+        (["partition", "--topology", "2", "--cuts", f"{10**15}"], "100<=x<=100000"),
+        (["partition", "--topology", "2", "--microbatches", f"{10**15}"], "1<=x<=10000"),
+        (["probe", "--topology", "2", "--nnodes", f"{10**15}"], "1<=x<=1000000000"),
+        (["probe", "--topology", "2", "--node-rank", f"{10**20}"], "0<=x<=1000000000"),
+        (["profile", "model.py", "--batch-size", f"{10**15}"], "1<=x<=1000000000"),
+        (["run", "--epochs", f"{10**15}"], "1<=x<=1000000000"),
+        (["simulate", "--minibatches", f"{10**15}"], "1<=x<=1000000000"),
+    ],
+)
+def test_numbers_that_nobody_means_are_refused_with_their_limits(folder, arguments, limits):
+    stderr = folder.pdtool(*arguments, code=2).stderr
+    assert f"{arguments[-1]} is not in the range {limits}" in stderr
+
+
+@pytest.mark.parametrize("timeout", ["0s", "1e-324s", "1e18s", "1e400s"])
+@pytest.mark.parametrize("command", [["run"], ["probe", "--topology", "2"]])
+def test_timeouts_have_limits(folder, command, timeout):
+    assert timeout in folder.pdtool(*command, "--timeout", timeout, code=2).stderr
+
+
+@pytest.mark.parametrize(
     ("options", "match"),
     [
         ([], "no cluster is given; give --topology 4x4, or --cluster cluster.yaml"),
@@ -189,6 +213,15 @@ def test_usage_errors_exit_with_2(folder, arguments):
         (["--topology", "2", "--memory", "16G"], "size '16G' is not a positive number of bytes"),
         (["--topology", "2", "--latency", "5"], "time '5' is not a number with a unit"),
         (["--topology", "2x2", "--latency", "5us"], "1 latencies for the 2 level(s)"),
+        (["--topology", f"{10**15}"], "has 1000000000000000 workers; give between 1 and 100000"),
+        (["--topology", "9" * 500], "is not sizes joined by x"),
+        (
+            ["--topology", "2", "--bandwidth", "1e308B/s"],
+            "bandwidth '1e308B/s' is too large; give one from 0.001 to 1e+18",
+        ),
+        (["--topology", "2", "--latency", "1e18s"], "time '1e18s' is too large; give one from 0 to 2.592e+06 seconds"),
+        (["--topology", "2", "--memory", "1e308GB"], "size '1e308GB' is too large; give one from 1 to 1e+18 bytes"),
+        (["--topology", "2", "--simplest", "nan%"], "--simplest 'nan%' is not a share"),
         (["--topology", "2", "--simplest", "many"], "--simplest 'many' is not a share"),
         (["--topology", "2", "--simplest", "200%"], "--simplest '200%' is not a share"),
         (["--topology", "2", "--workers", "3"], "--workers 3: the cluster has 2"),

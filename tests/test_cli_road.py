@@ -258,3 +258,12 @@ def test_a_stage_of_frozen_layers_and_groups_picked_by_name(folder):
     before, after = scope["model"]().state_dict(), torch.load("model.pt")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"middle.weight", "middle.bias", "last.weight", "last.bias"}
+
+
+def test_a_module_that_goes_to_another_folder_changes_no_path(folder):
+    folder.write("model.py", f"{NET}\nimport os, tempfile\nos.chdir(tempfile.gettempdir())\n")
+    folder.pdtool("profile", "model.py", "--batch-size", "8")
+    folder.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    folder.pdtool("run", "-o", "runs/first")
+    assert (folder.path / "plans" / "model-2" / "stage_1.py").is_file()
+    assert (folder.path / "runs" / "first" / "report.json").is_file()

@@ -133,7 +133,7 @@ def test_crossings_are_interpolated_on_logarithmic_scales():
         ("bandwidth=5..1Gbit/s", "goes from 6.25e+08 down to 1.25e+08 bytes/s; give the lower one first"),
         ("latency=1..2ms", "--sweep 'latency=1..2ms' is not a range of bandwidths; write bandwidth=0.1..25Gbit/s"),
         ("bandwidth=1..2", "is not a range of bandwidths"),
-        ("bandwidth=0..2Gbit/s", "bandwidth '0Gbit/s' is not a positive rate"),
+        ("bandwidth=0..2Gbit/s", "bandwidth '0Gbit/s' is too small"),
         ("bandwidth=1..2Gb/s", "bandwidth '1Gb/s' is not a positive rate in bits or bytes"),
     ],
 )

@@ -21,10 +21,10 @@ ROOT = Path(__file__).parent.parent / "pdtool"
 FILES = sorted(ROOT.rglob("*.py"))
 PARTS = ("profile", "partition", "codegen", "run")
 
-# errors, units, machines, process_memory <
+# errors, units, what is known of machines and processes <
 # graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < cli
 LAYERS = (
-    ("errors", "units", "machines", "process_memory"),
+    ("errors", "units", "machines", "machine_facts", "machine_rendezvous", "network_interfaces", "process_memory"),
     ("graph", "cluster", "schedule"),
     ("artifacts",),
     ("frontend",),

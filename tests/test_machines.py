@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdtool.errors import UsageError
-from pdtool.machines import Machines, is_first_worker, is_worker, use_loopback, worker_environment
+from pdtool.machines import Machines, is_first_worker, is_worker, parse_endpoint, use_loopback, worker_environment
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
@@ -23,13 +23,33 @@ def test_each_worker_is_started_by_one_machine() -> None:
         (Machines(3, 0, "h:1"), 4, "machine 0 of 3 cannot have its share of the 4 workers; give --nnodes"),
         (Machines(2, 2, "h:1"), 4, "machine 2 of 2 cannot have its share"),
         (Machines(2, 0, ""), 4, "2 machines need a place to meet; give --rdzv-endpoint HOST:PORT"),
-        (Machines(2, 0, "node0"), 4, "2 machines need a place to meet"),
-        (Machines(2, 0, "node0:x"), 4, "2 machines need a place to meet"),
+        (Machines(2, 0, "node0"), 4, "endpoint 'node0' is not HOST:PORT"),
+        (Machines(2, 0, "node0:x"), 4, "endpoint 'node0:x' is not HOST:PORT"),
     ],
 )
 def test_machines_that_cannot_share_the_workers(machines: Machines, workers: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         machines.node_workers(workers)
+
+
+MALFORMED = ["node0", "node0:", "node0:0", "node0:99999", "node0:-1", ":29500", " :29500", "a b:29500", "fd00::1:29500"]
+
+
+@pytest.mark.parametrize("endpoint", MALFORMED)
+@pytest.mark.parametrize("command", [["probe", "--topology", "2"], ["run", "no-such-plan.yaml"]])
+def test_a_malformed_endpoint_is_refused_before_anything_is_read(folder, command: list[str], endpoint: str) -> None:
+    result = folder.pdtool(*command, "--nnodes", "2", "--rdzv-endpoint", endpoint, code=2)
+    assert f"endpoint {endpoint!r} is not HOST:PORT with a port from 1 to 65535" in result.stderr
+    assert "no-such-plan" not in result.stderr
+
+
+def test_an_endpoint_is_a_name_or_an_address_and_a_port() -> None:
+    for text, address in {
+        "node-0.rack_1:29500": ("node-0.rack_1", 29500),
+        "10.0.0.1:1": ("10.0.0.1", 1),
+        "[fd00::1]:65535": ("fd00::1", 65535),
+    }.items():
+        assert parse_endpoint(text) == address
 
 
 def test_machines_meet_at_the_endpoint_and_one_machine_at_a_port_of_its_own() -> None:

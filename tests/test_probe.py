@@ -173,6 +173,11 @@ def test_a_first_machine_that_does_not_come_is_named():
         (["--topology", "4x1"], "topology 4x1: there is nothing to measure in a level of 1"),
         (["--topology", "two"], "topology 'two' is not sizes joined by x"),
         (["--topology", "2", "--timeout", "0s"], "--timeout 0s leaves no time to answer"),
+        (
+            ["--topology", "2", "--timeout", "1e-324s"],
+            "--timeout 1e-324s leaves no time to answer; give 0.001s or more",
+        ),
+        (["--topology", "2", "--timeout", "1e18s"], "time '1e18s' is too large; give one from 0 to 2.592e+06 seconds"),
         (["--topology", "2", "--timeout", "5"], "time '5' is not a number with a unit"),
         (["--topology", "2", "--name", "my/lab"], "name 'my/lab' holds a quote, a slash"),
         (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot have its share of the 3 workers"),

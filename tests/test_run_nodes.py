@@ -7,13 +7,15 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import harness
 import pytest
 import torch
-from harness import CONV2
+from harness import CONV1, CONV2, CONV3
 
 from pdtool.machines import Machines
 from pdtool.run import checkpoint
@@ -24,9 +26,12 @@ import pickle, sys
 from pathlib import Path
 from pdtool.errors import PdtoolError
 from pdtool.run.processes.launcher import launch
+def tell(line):
+    print(line, file=sys.stderr, flush=True)
+
 if __name__ == "__main__":
     try:
-        print(launch(pickle.loads(Path(sys.argv[1]).read_bytes())).config)
+        print(launch(pickle.loads(Path(sys.argv[1]).read_bytes()), notify=tell).config)
     except PdtoolError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -59,12 +64,13 @@ def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 def machines(script: Path, spec: RunConfig) -> list[subprocess.Popen[str]]:
     """The spec on two machines."""
     endpoint = f"127.0.0.1:{free_port()}"
-    processes = []
-    for k in (0, 1):
-        path = script.with_name(f"spec-{k}")
-        path.write_bytes(pickle.dumps(replace(spec, machines=Machines(2, k, endpoint))))
-        processes.append(start([sys.executable, str(script), str(path)]))
-    return processes
+    return [machine(script, replace(spec, machines=Machines(2, k, endpoint))) for k in (0, 1)]
+
+
+def machine(script: Path, spec: RunConfig) -> subprocess.Popen[str]:
+    path = script.with_name(f"spec-{spec.machines.node_rank}")
+    path.write_bytes(pickle.dumps(spec))
+    return start([sys.executable, str(script), str(path)])
 
 
 def exported(spec: RunConfig) -> dict[str, torch.Tensor]:
@@ -106,3 +112,60 @@ def test_a_worker_that_dies_ends_the_run_on_all_machines(tmp_path: Path, script:
     for code, _, errors in end(machines(script, spec)):
         assert code == 5, errors
         assert "rank 1 (stage 1, replica 0)" in errors
+
+
+def test_a_machine_that_does_not_come_is_named_within_the_timeout(tmp_path: Path, script: Path) -> None:
+    spec = harness.job(tmp_path, CONV2, timeout_s=4.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
+    begin = time.monotonic()
+    [(code, _, errors)] = end([machine(script, spec)])
+    assert code == 1
+    assert f"waiting for machine 1 of 2 at {spec.machines.endpoint}, for 4 s at most" in errors
+    assert f"machine 1 of 2 did not come to {spec.machines.endpoint} within 4 s; start what is missing" in errors
+    assert time.monotonic() - begin < 30
+    assert not spec.out.exists()
+
+
+def test_a_machine_that_fails_while_the_other_waits_for_it(tmp_path: Path, script: Path) -> None:
+    """Machine 1 finds its bundle stale before it meets anybody."""
+    spec = harness.job(tmp_path / "a", CONV2, timeout_s=4.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
+    stale = replace(
+        spec, bundle=harness.job(tmp_path / "b", CONV3).bundle, machines=replace(spec.machines, node_rank=1)
+    )
+    (_, _, waited), (code, _, errors) = end([machine(script, spec), machine(script, stale)])
+    assert (code, "it has 3 stages, the plan 2" in errors) == (3, True)
+    assert "machine 1 of 2 did not come" in waited
+
+
+def test_a_worker_of_torchrun_ends_with_it(tmp_path: Path, script: Path) -> None:
+    spec = harness.job(tmp_path, replace(CONV1, model=CONV1.model + ENDLESS))
+    (tmp_path / "spec").write_bytes(pickle.dumps(spec))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    agent = start([*torchrun, str(script), str(tmp_path / "spec")])
+    pid_file = tmp_path / "worker.pid"
+    wait_until(lambda: pid_file.exists() and pid_file.read_text() != "")
+    agent.kill()
+    agent.communicate(timeout=60)
+    wait_until(lambda: has_ended(int(pid_file.read_text())))
+
+
+ENDLESS = """
+import os, pathlib, time
+_dataset = dataset
+def dataset(split):
+    pathlib.Path(__file__).with_name("worker.pid").write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

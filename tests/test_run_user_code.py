@@ -8,6 +8,7 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.data import MinibatchLoader
+from pdtool.run.stage import PipelineStage
 from pdtool.run.weights.optimizer import NamedOptimizer
 
 TEXT = """
@@ -30,8 +31,37 @@ def load(tmp_path, item="pass", pick="True", more=""):
 
 
 def test_a_sample_that_cannot_be_read_names_its_line(tmp_path):
-    with pytest.raises(ModelError, match=r"user.py:7: user.py: dataset\('train'\) raised FileNotFoundError"):
+    with pytest.raises(ModelError, match=r"^user.py:7: dataset\('train'\), sample 0, raised FileNotFoundError"):
         MinibatchLoader(load(tmp_path, "open('nowhere')"), "train", INPUTS).load([0], 1)
+
+
+def test_a_length_that_cannot_be_told_names_its_line(tmp_path):
+    file = load(tmp_path, more="class Broken(Data):\n    def __len__(self): return 1 // 0\nData = Broken\n")
+    with pytest.raises(ModelError, match=r"^user.py:11: the length of dataset\('train'\) raised ZeroDivisionError"):
+        MinibatchLoader(file, "train", INPUTS)
+
+
+@pytest.mark.parametrize(
+    ("item", "described"),
+    [
+        ("return torch.ones(2 + (i == 3)), 1", r"sample 1: float32\[2\], int; sample 3: float32\[3\], int"),
+        ("return torch.ones(2), numpy.ones(1 + (i > 1))", r"sample 1: .* float64\[1\]; sample 2: .* float64\[2\]"),
+    ],
+)
+def test_samples_that_do_not_go_together_are_named(tmp_path, item, described):
+    loader = MinibatchLoader(load(tmp_path, item), "train", INPUTS)
+    with pytest.raises(ModelError, match=r"^user.py: the samples of dataset\('train'\), .*" + described):
+        loader.load([1, 2, 3], 1)
+
+
+def test_samples_that_cannot_be_collated_are_described(tmp_path):
+    with pytest.raises(ModelError, match=r"of dataset\('train'\), each float32\[2\], object, raised TypeError"):
+        MinibatchLoader(load(tmp_path, "return torch.ones(2), object()"), "train", INPUTS).load([0, 1], 1)
+
+
+def test_a_sample_that_is_not_a_pair_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"^user.py: dataset\('train'\), sample 2, is not a pair"):
+        MinibatchLoader(load(tmp_path, "return [1]"), "train", INPUTS).load([2], 1)
 
 
 def test_inputs_by_name_are_refused(tmp_path):
@@ -66,3 +96,51 @@ def test_a_schedule_that_wants_a_metric_is_refused(tmp_path):
     updater = NamedOptimizer(load(tmp_path, more=plateau), parameter())
     with pytest.raises(ModelError, match="ReduceLROnPlateau cannot be stepped"):
         updater.step()
+
+
+def test_a_schedule_that_fails_names_its_line(tmp_path):
+    more = "def scheduler(o): return torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 - step))\n"
+    with pytest.raises(ModelError, match=r"^user.py:10: the learning-rate schedule LambdaLR raised ZeroDivisionError"):
+        NamedOptimizer(load(tmp_path, more=more), parameter()).step()
+
+
+def test_an_optimizer_whose_step_fails_names_its_line(tmp_path):
+    more = """
+class Broken(torch.optim.SGD):
+    def step(self):
+        raise KeyError("momentum")
+def optimizer(named): return Broken([p for n, p in named], lr=0.1)
+"""
+    with pytest.raises(ModelError, match=r"^user.py:13: step 0 of Broken raised KeyError: 'momentum'"):
+        NamedOptimizer(load(tmp_path, more=more), parameter()).step()
+
+
+def test_a_metric_of_several_elements_is_refused(tmp_path):
+    file = load(tmp_path, more="def metrics(output, target): return {'a': (output, 1)}\n")
+    with pytest.raises(ModelError, match=r"metrics\(\) returned .*; return {name: \(sum, count\)}"):
+        file.metrics(torch.ones(2), None)
+
+
+def detached_loss(output, target):
+    return output.detach().mean()
+
+
+def test_a_loss_without_a_gradient_is_refused_at_the_first_minibatch():
+    stage = PipelineStage(torch.nn.Linear(2, 2), detached_loss)
+    stage.weights.begin_phase({0: 0})
+    with pytest.raises(ModelError, match=r"loss\(\) returned a tensor without a gradient, .*; compute it from"):
+        stage.forward(0, [torch.ones(1, 2)])
+
+
+def test_with_recomputation_it_is_refused_in_the_backward():
+    stage = PipelineStage(torch.nn.Linear(2, 2), detached_loss, recompute=True)
+    stage.weights.begin_phase({0: 0})
+    stage.forward(0, [torch.ones(1, 2)])
+    with pytest.raises(ModelError, match=r"loss\(\) returned a tensor without a gradient"):
+        stage.backward(0, [None])
+
+
+def test_a_loss_of_a_model_that_is_frozen_needs_no_gradient():
+    stage = PipelineStage(torch.nn.Linear(2, 2).requires_grad_(False), lambda output, target: output.mean())
+    stage.weights.begin_phase({0: 0})
+    stage.forward(0, [torch.ones(1, 2)])

@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Count, Digest, FrozenModel, Name, Title, YamlArtifact, file_sha256
+from pdtool.artifacts.envelope import FrozenModel, YamlArtifact, file_sha256
+from pdtool.artifacts.fields import Count, Digest, Identifier, Name, Number, Title
 from pdtool.errors import FieldError, StaleError
 
-Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 # A dimension: a number, or one that grows with the minibatch: `batch`, `49*batch`, `batch+1`.
-Dim = int | Annotated[str, StringConstraints(pattern=r"^([0-9]+\*)?batch([+-][0-9]+)?$")]
+Dim = Number | Annotated[str, StringConstraints(pattern=r"^([0-9]{1,9}\*)?batch([+-][0-9]{1,9})?$")]
 DType = Annotated[str, StringConstraints(pattern=r"^(b?float(16|32|64)|complex(64|128)|u?int(8|16|32|64)|bool)$")]
 
 
@@ -31,7 +31,7 @@ class TensorSpec(FrozenModel):
 
     name: Identifier
     producer: Annotated[int, Field(ge=-1)]
-    consumers: tuple[Annotated[int, Field(ge=0)], ...]
+    consumers: tuple[Number, ...]
     shape: tuple[Dim, ...]
     dtype: DType
     gradient: bool
@@ -53,7 +53,7 @@ class StageModule(FrozenModel):
         parameters, buffers: names of its state, as in the original model.
     """
 
-    file: Annotated[str, StringConstraints(pattern=r"^stage_[0-9]+\.py$")]
+    file: Annotated[str, StringConstraints(pattern=r"^stage_[0-9]{1,6}\.py$")]
     class_name: Identifier
     sha256: Digest
     inputs: tuple[Identifier, ...]
@@ -69,7 +69,7 @@ class StageModule(FrozenModel):
 class TiedParameter(FrozenModel):
     """One parameter held by several stages; `names[i]` is what stage `stages[i]` calls it."""
 
-    stages: tuple[int, ...]
+    stages: tuple[Number, ...]
     names: tuple[Name, ...]
 
 
@@ -95,8 +95,13 @@ class Bundle(YamlArtifact):
     tied: tuple[TiedParameter, ...] = ()
 
     def check(self) -> None:
-        described = {tensor.name for tensor in self.tensors}
+        described: set[str] = set()
         for i, tensor in enumerate(self.tensors):
+            if tensor.name in described:
+                raise FieldError(f"tensors[{i}].name", f"{tensor.name!r} stands twice")
+            described.add(tensor.name)
+            if tensor.producer >= len(self.stages):
+                raise FieldError(f"tensors[{i}].producer", f"stage {tensor.producer} of {len(self.stages)} stages")
             if any(s <= tensor.producer or s >= len(self.stages) for s in tensor.consumers):
                 to = f"{list(tensor.consumers)} of {len(self.stages)} stages"
                 raise FieldError(f"tensors[{i}].consumers", f"{tensor.name} goes from stage {tensor.producer} to {to}")
@@ -104,6 +109,11 @@ class Bundle(YamlArtifact):
             for name in (*self.inputs, *stage.inputs, *stage.outputs):
                 if name not in described:
                     raise FieldError(f"stages[{s}]", f"tensor {name!r} is not described in tensors")
+        for i, tied in enumerate(self.tied):
+            if len(tied.names) != len(tied.stages):
+                raise FieldError(f"tied[{i}].names", f"{len(tied.names)} names for {len(tied.stages)} stages")
+            if any(s >= len(self.stages) for s in tied.stages):
+                raise FieldError(f"tied[{i}].stages", f"{list(tied.stages)} of {len(self.stages)} stages")
 
     def check_files(self, folder: Path) -> None:
         """Raises StaleError when a stage file is missing or not as codegen wrote it."""

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Artifact, Bytes, Count, Digest, FrozenModel, Label
+from pdtool.artifacts.envelope import Artifact, FrozenModel
+from pdtool.artifacts.fields import Bytes, Count, Digest, Label
 
 StageFile = Annotated[str, StringConstraints(pattern=r"^stage-[0-9]{1,6}\.safetensors$")]
 
@@ -37,6 +38,6 @@ class CheckpointManifest(Artifact):
 
     format: Literal["pdtool/checkpoint/1"] = "pdtool/checkpoint/1"
     epoch: Count
-    seed: Annotated[int, Field(ge=0)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
     metrics: dict[Label, Annotated[float, Field(allow_inf_nan=False)]]
     files: dict[StageFile, StoredFile]

@@ -8,11 +8,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.envelope import Count, FrozenModel, Label, Seconds, Title, YamlArtifact
+from pdtool.artifacts.envelope import FrozenModel, YamlArtifact
+from pdtool.artifacts.fields import Count, Label, PositiveBytes, Rate, Seconds, Title
 from pdtool.cluster import MAX_WORKERS, Cluster, Level
 from pdtool.errors import FieldError
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_MAX_LEVELS = 10
 
 
 class LevelSpec(FrozenModel):
@@ -23,11 +24,22 @@ class LevelSpec(FrozenModel):
     latency_s: Seconds = 0.0
 
 
+Levels = Annotated[tuple[LevelSpec, ...], Field(min_length=1, max_length=_MAX_LEVELS)]
+
+
+def check_levels(field: str, levels: Levels) -> int:
+    """Return the number of workers; raises FieldError, which names `field`, when these are too many to plan for."""
+    workers = math.prod(level.size for level in levels)
+    if workers > MAX_WORKERS:
+        raise FieldError(field, f"{workers} workers: at most {MAX_WORKERS}")
+    return workers
+
+
 class ClusterSpec(FrozenModel):
     """The cluster that a plan is made for; levels outermost first."""
 
-    levels: Annotated[tuple[LevelSpec, ...], Field(min_length=1)]
-    memory_bytes: Count | None = None
+    levels: Levels
+    memory_bytes: PositiveBytes | None = None
 
     def cluster(self) -> Cluster:
         """Return the value that planning computes with."""
@@ -79,14 +91,12 @@ class ClusterFile(YamlArtifact):
 
     format: Literal["pdtool/cluster/1"] = "pdtool/cluster/1"
     name: Title
-    levels: Annotated[tuple[LevelSpec, ...], Field(min_length=1)]
-    memory_bytes: Count | None = None
+    levels: Levels
+    memory_bytes: PositiveBytes | None = None
     measured: NetworkMeasured | None = None
 
     def check(self) -> None:
-        workers = math.prod(level.size for level in self.levels)
-        if workers > MAX_WORKERS:
-            raise FieldError("levels", f"{workers} workers: at most {MAX_WORKERS}")
+        workers = check_levels("levels", self.levels)
         if self.measured and self.measured.workers != workers:
             raise FieldError("measured.workers", f"{self.measured.workers}, but the levels have {workers}")
         if self.measured and len(self.measured.levels) != len(self.levels):

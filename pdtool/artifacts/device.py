@@ -6,10 +6,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import Count, FrozenModel, Label, Seconds, YamlArtifact
+from pdtool.artifacts.envelope import FrozenModel, YamlArtifact
+from pdtool.artifacts.fields import Label, PositiveBytes, Rate, Seconds
 from pdtool.errors import FieldError
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Factor = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 OperatorKind = Literal["conv", "matmul", "rnn", "norm", "embedding", "elementwise", "update"]
 
@@ -31,9 +32,9 @@ class DeviceSpec(FrozenModel):
     name: Label
     peak_flops_per_s: dict[Precision, Rate]
     bandwidth_bytes_per_s: Rate
-    memory_bytes: Count
+    memory_bytes: PositiveBytes
     launch_s: Seconds
-    factors: dict[OperatorKind, Rate] = Field(default_factory=dict)
+    factors: dict[OperatorKind, Factor] = Field(default_factory=dict)
     source: Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]+$", max_length=500)]
 
 

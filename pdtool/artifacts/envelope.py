@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
 import hashlib
 import json
 import os
-import re
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, Self
+from typing import Annotated, Any, AnyStr, BinaryIO, ClassVar, Self
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from pdtool import __version__
+from pdtool.artifacts.fields import Digest, Label, Title
+from pdtool.artifacts.text_formats import FormatError, read_json, read_yaml, write_json, write_yaml
 from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError
+from pdtool.units import format_bytes
 
-
-def _as_integer(value: object) -> object:
-    """Read 1.6e10, as people write bytes, as the integer that it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=0)]
-Count = Annotated[int, BeforeValidator(_as_integer), Field(ge=1)]
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-# Node, module and parameter names: dotted words, so that none can carry code into a generated file.
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*(@[0-9]+)?$", max_length=500)]
-ModulePath = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?$", max_length=500)]
-# What an artifact calls itself: it stands in the docstring of generated files, so nothing in it may end a string.
-Title = Annotated[str, StringConstraints(pattern=r"""^[^\x00-\x1f"'\\/]*$""", max_length=500)]
-_EXPONENTIAL = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"
-Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
+MAX_FILE_BYTES = 256 * 10**6  # of an artifact, or of a source file that one names; a large artifact has a few MB
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space
 OPERATOR_GRAPH = "operator graph"  # in Artifact.digests, among paths: the model as it was traced
 
 
@@ -93,13 +83,16 @@ class Artifact(FrozenModel):
         return self._encode(content)
 
     @classmethod
-    def load(cls, path: Path | str) -> Self:
+    def load(cls, path: Path | str, *, may_be_pipe: bool = False) -> Self:
         """Read and check a file (`-` is stdin).
+
+        Args:
+            may_be_pipe: the user named it, not an artifact.
 
         Raises:
             ArtifactError: missing, truncated, altered, of another format, or with fields out of range.
         """
-        text = read_text(path, f"write it with `{cls.MAKER}`")
+        text = read_text(path, f"write it with `{cls.MAKER}`", may_be_pipe=may_be_pipe)
         return cls.parse(text, "stdin" if str(path) == "-" else path)
 
     @classmethod
@@ -118,9 +111,8 @@ class Artifact(FrozenModel):
             artifact = cls.model_validate_json(json.dumps(content))
             artifact.check()
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise ArtifactError(path, f"{first['msg']} (got {repr(first.get('input'))[:80]})", field=field) from error
+            field, what = _first_fault(error)
+            raise ArtifactError(path, what, field=field) from error
         except FieldError as fault:
             raise ArtifactError(path, str(fault), field=fault.field) from fault
         return artifact
@@ -156,14 +148,16 @@ class Artifact(FrozenModel):
 
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
-        return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return write_json(content)
 
     @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:
         try:
-            return _json_compatible(json.loads(text, parse_constant=_refuse_constant))
-        except (ValueError, RecursionError) as error:
+            return read_json(text)
+        except FormatError as error:
             raise cls._rewritable(path, f"is not whole JSON ({error})") from error
+        except FieldError as fault:
+            raise ArtifactError(path, str(fault), field=fault.field) from fault
 
     @classmethod
     def _rewritable(cls, path: Path | str, what: str, *, or_else: str = "", field: str = "") -> ArtifactError:
@@ -176,75 +170,39 @@ class YamlArtifact(Artifact):
 
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
-        return yaml.dump(
-            content,
-            None,
-            _Dumper,
-            sort_keys=False,
-            allow_unicode=True,
-            width=120,
-            default_flow_style=None,
-            explicit_end=True,
-        )
+        return write_yaml(content)
 
     @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:
         if text.startswith("{"):  # what --json printed
             return super()._decode(text, path)
         try:
-            content = _json_compatible(yaml.load(text, Loader=_StrictLoader))
-        except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-            raise cls._rewritable(path, f"is not whole YAML ({' '.join(str(error).split())})") from error
+            content = read_yaml(text)
+        except FormatError as error:
+            raise cls._rewritable(path, f"is not whole YAML ({error})") from error
+        except FieldError as fault:
+            raise ArtifactError(path, str(fault), field=fault.field) from fault
         if isinstance(content, dict) and not text.rstrip().endswith("\n..."):  # cut off at a line, YAML is whole again
             raise cls._rewritable(path, "is cut off: its last line is not `...`", or_else=", or add that line")
         return content
 
 
-class _Dumper(yaml.SafeDumper):
-    """A SafeDumper that quotes texts which `_StrictLoader` would read as a number."""
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses aliases (no billion laughs) and repeated keys, and reads 1e9 as a number.
-
-    So does YAML 1.2; to PyYAML, which reads YAML 1.1, only 1.0e+9 is a number.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not used in artifacts")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"key {key!r} stands twice (line {node.start_mark.line + 1})")
-        return super().construct_mapping(node, deep)
-
-
-def _exponential(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
-    return float(node.value)
-
-
-for _class in (_Dumper, _StrictLoader):
-    _class.add_implicit_resolver("!exponential", re.compile(_EXPONENTIAL), list("+-.0123456789"))
-_StrictLoader.add_constructor("!exponential", _exponential)
-
-
-def _json_compatible(content: Any) -> Any:
-    """Refuse values that JSON cannot hold (dates, sets, NaN, 1e999, half a character): pdtool never writes them."""
-    json.dumps(content, sort_keys=True, allow_nan=False, ensure_ascii=False).encode()
-    return content
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")
-
-
 def _seal(content: Any) -> str:
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _first_fault(error: ValidationError) -> tuple[str, str]:
+    """Return (field, what is wrong) of the first fault; of an unknown field before that of one that it stands for."""
+    faults = error.errors()
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    *parents, name = first["loc"] or ("",)
+    value = "" if first["type"] == "missing" else f" (got {repr(first.get('input'))[:80]})"
+    if first["type"] == "extra_forbidden":
+        missing = [str(f["loc"][-1]) for f in faults if f["type"] == "missing" and f["loc"][:-1] == first["loc"][:-1]]
+        close = difflib.get_close_matches(str(name), missing, n=1, cutoff=0.7)
+        value += f"; did you mean {close[0]}?" if close else ""
+    return ".".join(str(part)[:80] for part in (*parents, name)), f"{first['msg']}{value}"
 
 
 def title(text: str) -> str:
@@ -256,24 +214,62 @@ def title(text: str) -> str:
         raise UsageError(what, "give another with --name") from None
 
 
-def read_text(path: Path | str, remedy: str = "") -> str:
-    """Read a UTF-8 file (`-` is stdin); raises ArtifactError with the remedy when it cannot be read."""
+def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) -> str:
+    """Read a UTF-8 file of at most MAX_FILE_BYTES (`-` is stdin).
+
+    Args:
+        may_be_pipe: the user named it, as `<(...)` or /dev/stdin. What an artifact names must be a regular file:
+            reading another could last for ever.
+
+    Raises:
+        ArtifactError: it cannot be read; with the remedy.
+    """
     try:
-        return sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if str(path) == "-":
+            return _checked_size(path, sys.stdin.read(MAX_FILE_BYTES + 1))
+        with _opened(Path(path), may_be_pipe, MAX_FILE_BYTES) as file:
+            return _checked_size(path, file.read(MAX_FILE_BYTES + 1)).decode()
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ArtifactError(path, f"cannot be read ({reason})", remedy) from error
 
 
 def file_sha256(path: Path | str) -> str:
-    """Return the SHA-256 of a file's bytes, in hex."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    """Return the SHA-256 of a regular file's bytes, in hex; raises ArtifactError for another or larger one."""
+    with _opened(Path(path), False, MAX_FILE_BYTES) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _opened(path: Path, may_be_pipe: bool, max_bytes: int | None) -> BufferedReader:
+    """Open a file to read; raises ArtifactError for what has no end, or is larger than `max_bytes`."""
+    status = path.stat()
+    is_file = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)  # open() says that it is a folder
+    if not is_file and not (may_be_pipe and stat.S_ISFIFO(status.st_mode)):
+        raise ArtifactError(path, "cannot be read (it is not a regular file)")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise _too_large(path, max_bytes)
+    return path.open("rb")
+
+
+def _checked_size(path: Path | str, content: AnyStr) -> AnyStr:
+    if len(content) > MAX_FILE_BYTES:
+        raise _too_large(path, MAX_FILE_BYTES)
+    return content
+
+
+def _too_large(path: Path | str, max_bytes: int) -> ArtifactError:
+    return ArtifactError(path, f"cannot be read (it is larger than {format_bytes(max_bytes)})")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a text to a file in the way of `replacing`."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def write_remedy(error: OSError) -> str:
+    """Say what helps when a file could not be written."""
+    return "free some space or name another place" if error.errno in _FULL else "name another place"
 
 
 @contextmanager
@@ -304,8 +300,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
         temporary = None
     except OSError as error:
-        remedy = "free some space or name another place"
-        raise PdtoolError(f"{path} could not be written ({error.strerror})", remedy) from error
+        raise PdtoolError(f"{path} could not be written ({error.strerror})", write_remedy(error)) from error
     finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)

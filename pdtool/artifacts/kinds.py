@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -38,12 +39,13 @@ def load_any(file: str) -> Artifact:
         ArtifactError: there is none, or it is damaged.
     """
     path = Path(file)
-    if path.is_dir():
+    is_folder = os.path.isdir(path)  # unlike Path.is_dir(), it takes any text
+    if is_folder:
         candidates = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
         if not candidates:
             raise ArtifactError(path, f"holds none of {', '.join(_IN_FOLDERS)}", "name a file, or a finished run")
         path = candidates[0]
-    text = read_text(path)
+    text = read_text(path, may_be_pipe=not is_folder)
     kind = _FORMAT.search(text)
     if not kind:
         raise ArtifactError(

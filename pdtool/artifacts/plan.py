@@ -8,8 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.cluster_file import ClusterSpec
-from pdtool.artifacts.envelope import Bytes, Count, Digest, FrozenModel, Label, ModelRef, Seconds, Title, YamlArtifact
+from pdtool.artifacts.cluster_file import ClusterSpec, check_levels
+from pdtool.artifacts.envelope import FrozenModel, ModelRef, YamlArtifact
+from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, Label, Number, Title
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, FieldError
 from pdtool.schedule import POLICIES, PipelineShape, check_executable, is_asynchronous, pipeline_shape
@@ -33,7 +34,7 @@ class Stage(FrozenModel):
 
     nodes: Annotated[tuple[Label, ...], Field(min_length=1)]
     replicas: Count
-    workers: tuple[Annotated[int, Field(ge=0)], ...]
+    workers: tuple[Number, ...]
     in_flight: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)]
     recompute: bool = False
 
@@ -56,16 +57,16 @@ class Predicted(FrozenModel):
         plan_sha256: of the part of the plan that these figures are for; when it differs the plan was edited since.
     """
 
-    bottleneck_s: Seconds
-    simulated_s: Seconds | None = None
-    data_parallel_s: Seconds | None = None
-    throughput_samples_per_s: Seconds
-    gain_over_data_parallel: Seconds
-    compute_s: tuple[Seconds, ...]
-    allreduce_s: tuple[Seconds, ...]
-    transfer_s: tuple[Seconds, ...]
-    memory_bytes: tuple[Bytes, ...]
-    traffic_bytes: Bytes
+    bottleneck_s: Figure
+    simulated_s: Figure | None = None
+    data_parallel_s: Figure | None = None
+    throughput_samples_per_s: Figure
+    gain_over_data_parallel: Figure
+    compute_s: tuple[Figure, ...]
+    allreduce_s: tuple[Figure, ...]
+    transfer_s: tuple[Figure, ...]
+    memory_bytes: tuple[FigureBytes, ...]
+    traffic_bytes: FigureBytes
     cost: Literal["ours", "pipedream", "pipedream-free"] = "ours"
     plan_sha256: Digest
 
@@ -74,7 +75,7 @@ class Rival(FrozenModel):
     """A plan that was considered and rejected."""
 
     plan: Label
-    bottleneck_s: Seconds
+    bottleneck_s: Figure
     why: Label
 
 
@@ -89,8 +90,8 @@ class Why(FrozenModel):
     """
 
     bottleneck: Label
-    lower_bound_s: Seconds | None = None
-    gap: Seconds | None = None
+    lower_bound_s: Figure | None = None
+    gap: Figure | None = None
     proof: Label = ""
     rivals: tuple[Rival, ...] = ()
 
@@ -134,6 +135,7 @@ class Plan(YamlArtifact):
     why: Why | None = None
 
     def check(self) -> None:
+        check_levels("cluster.levels", self.cluster.levels)
         policies = POLICIES[self.schedule]
         if self.weights not in policies:
             raise FieldError("weights", f"{self.weights!r}: schedule {self.schedule} goes with {' or '.join(policies)}")
@@ -147,6 +149,14 @@ class Plan(YamlArtifact):
         if (self.schedule == "interleaved") != (self.chunks > 1):
             raise FieldError("chunks", f"{self.chunks}: interleaved has 2 or more on each worker, others have one")
         self._check_workers()
+        self._check_predicted()
+
+    def _check_predicted(self) -> None:
+        """Figures of another number of stages are those of a plan before an edit."""
+        for name in ("compute_s", "allreduce_s", "memory_bytes") if self.predicted and not self.edited else ():
+            if len(getattr(self.predicted, name)) != len(self.stages):
+                what = f"{len(getattr(self.predicted, name))} of them for {len(self.stages)} stages"
+                raise FieldError(f"predicted.{name}", what)
 
     def _check_workers(self) -> None:
         workers = self.cluster.cluster().workers
@@ -164,10 +174,11 @@ class Plan(YamlArtifact):
                 raise FieldError(f"{where}.workers", f"with {self.chunks} chunks they are those of stage {s % depth}")
             if stage.in_flight != self.stages[s % depth].in_flight:
                 raise FieldError(f"{where}.in_flight", f"with {self.chunks} chunks it is that of stage {s % depth}")
+            repeated = len(set(stage.workers)) < len(stage.workers)
             for worker in stage.workers:
                 if worker >= workers:
                     raise FieldError(f"{where}.workers", f"worker {worker}: the cluster has 0..{workers - 1}")
-                if taken.setdefault(worker, s % depth) != s % depth or stage.workers.count(worker) > 1:
+                if taken.setdefault(worker, s % depth) != s % depth or (repeated and stage.workers.count(worker) > 1):
                     raise FieldError(f"{where}.workers", f"worker {worker} is already used by stage {taken[worker]}")
 
     def stage_nodes(self, profile: Profile) -> list[list[str]]:

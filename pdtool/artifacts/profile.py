@@ -10,18 +10,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.envelope import (
-    Artifact,
-    Bytes,
-    Count,
-    FrozenModel,
-    Label,
-    ModelRef,
-    ModulePath,
-    Name,
-    Seconds,
-    Title,
-)
+from pdtool.artifacts.envelope import Artifact, FrozenModel, ModelRef
+from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, Seconds, StageIndex, Title
 from pdtool.errors import FieldError
 from pdtool.graph import Graph
 
@@ -102,7 +92,7 @@ class Profile(Artifact):
     nodes: tuple[Node, ...]
     shared: tuple[SharedParameter, ...] = ()
     together: tuple[tuple[Name, ...], ...] = ()
-    pin: dict[Name, int] = Field(default_factory=dict)
+    pin: dict[Name, StageIndex] = Field(default_factory=dict)
 
     def check(self) -> None:
         names = [node.name for node in self.nodes]

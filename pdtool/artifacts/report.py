@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from pdtool.artifacts.envelope import Artifact, Bytes, Count, FrozenModel, Label, Seconds
+from pdtool.artifacts.envelope import Artifact, FrozenModel
+from pdtool.artifacts.fields import Bytes, Count, Figure, Label, Number, Seconds
 from pdtool.artifacts.plan import Predicted
 
 
@@ -41,8 +40,8 @@ class StageReport(FrozenModel):
     rest_s: Seconds = 0.0
     send_s: Seconds = 0.0
     sent_bytes: Bytes
-    peak_versions: int = Field(ge=0)
-    peak_stashed: int = Field(ge=0)
+    peak_versions: Number
+    peak_stashed: Number
     peak_memory_bytes: Bytes | None = None
 
     @property
@@ -59,7 +58,7 @@ class Measured(FrozenModel):
     """
 
     bottleneck_s: Seconds
-    throughput_samples_per_s: Seconds
+    throughput_samples_per_s: Figure
 
 
 class Report(Artifact):
@@ -73,9 +72,9 @@ class Report(Artifact):
     config: Label
     schedule: Label
     batch_size: Count
-    epochs: int
-    minibatches: int
-    throughput_samples_per_s: Seconds
+    epochs: Number
+    minibatches: Number
+    throughput_samples_per_s: Figure
     target: Label | None = None
     target_reached: bool | None = None
     metrics: dict[str, float]

@@ -6,6 +6,8 @@ loads torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -23,6 +25,8 @@ from pdtool.cli.commands.run import run
 from pdtool.cli.commands.schema import schema
 from pdtool.cli.commands.show import show
 from pdtool.cli.commands.simulate import simulate
+from pdtool.cli.console.printable import printable
+from pdtool.cli.console.terminal import note
 from pdtool.errors import PdtoolError
 
 _EPILOG = """\b
@@ -42,23 +46,38 @@ Examples:
 class CommandGroup(click.Group):
     """A group that prints errors and exits with their codes; click itself handles usage errors and closed pipes."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _printable_usage_errors():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _printable_usage_errors():
+                return super().invoke(ctx)
         except PdtoolError as error:
-            click.echo(f"error: {error}", err=True)
+            note(f"error: {error}")
             ctx.exit(error.exit_code)
         except BrokenPipeError:
             raise
         except OSError as error:
-            click.echo(f"error: {error.filename or 'the output'} failed: {error.strerror}", err=True)
+            note(f"error: {error.filename or 'the output'} failed: {error.strerror}")
             ctx.exit(1)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
+            note("interrupted")
             ctx.exit(130)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order in which they are used, not of the alphabet
+
+
+@contextmanager
+def _printable_usage_errors() -> Iterator[None]:
+    """Make click show what was typed, not obey it."""
+    try:
+        yield
+    except click.ClickException as error:
+        vars(error)["message"] = printable(error.message)  # final to the type checker
+        raise
 
 
 @click.group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,7 +123,7 @@ def planned(path: str) -> tuple[Plan, Profile]:
 
 def read(path: str) -> tuple[Plan, Profile]:
     """Read a plan and its profile; raises StaleError when the profile has changed since."""
-    plan = Plan.load(path)
+    plan = Plan.load(path, may_be_pipe=True)
     return plan, profile_of(plan, path)
 
 
@@ -156,7 +157,7 @@ def read_profile(plan: Plan, path: str) -> Profile:
         what = "the profile was read from stdin, and the plan does not say where it is"
         remedy = "write the profile to a file and put its path there, as `profile: profiles/net.json`"
         raise ArtifactError(path, what, remedy, field="profile")
-    if not Path(plan.profile).exists():
+    if not os.path.exists(plan.profile):
         what = f"its profile {plan.profile} is not there (it is sought from {Path.cwd()})"
         remedy = "go to the folder that the plan was made in, or write it with `pdtool profile`"
         raise ArtifactError(path, what, remedy, field="profile")

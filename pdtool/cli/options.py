@@ -10,12 +10,16 @@ from typing import Any
 import click
 
 from pdtool.errors import UsageError
+from pdtool.machines import parse_endpoint
 from pdtool.schedule import POLICIES
+from pdtool.units import parse_seconds
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 PLANNED = "what the plan says"  # what an option that is not given stands for
+_MAX_COUNT = 10**9
 _MAX_MINIBATCHES = 10_000  # in an update; more is a slip
+_MIN_TIMEOUT_S = 0.001
 _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
 
 
@@ -48,9 +52,9 @@ def count(
 
     Args:
         unset: what a command takes without a default, in words.
-        within: the numbers allowed; from 1 on if not given.
+        within: the numbers allowed; from 1 to a billion if not given.
     """
-    kind = within or click.IntRange(min=1)
+    kind = within or click.IntRange(1, _MAX_COUNT)
     return click.option(*names, type=kind, default=default, show_default=unset or True, metavar="N", help=help)
 
 
@@ -82,7 +86,15 @@ def device(help: str) -> Decorator:
 
 def timeout(default: str) -> Decorator:
     """Define `--timeout` of workers that wait for each other."""
-    return click.option("--timeout", default=default, metavar="TIME", help="How long a worker waits for another.")
+    help = "How long a worker waits for another."
+    return click.option("--timeout", default=default, callback=_timeout, metavar="TIME", help=help)
+
+
+def _timeout(ctx: click.Context, parameter: click.Parameter, text: str) -> str:
+    """Check a `--timeout`, and return it as it is; raises UsageError."""
+    if parse_seconds(text) < _MIN_TIMEOUT_S:
+        raise UsageError(f"--timeout {text} leaves no time to answer", f"give {_MIN_TIMEOUT_S:g}s or more, as 60s")
+    return text
 
 
 model = click.option("--model", metavar="FILE", show_default=PLANNED, help="Model file, when it has moved since.")
@@ -113,6 +125,12 @@ def weights(command: Callable[..., Any]) -> Callable[..., Any]:
     return choice("--weights", choices=POLICIES["1f1b"], help=help, unset=PLANNED)(command)
 
 
+def _checked_endpoint(context: click.Context, parameter: click.Parameter, endpoint: str) -> str:
+    if endpoint:
+        parse_endpoint(endpoint)
+    return endpoint
+
+
 def machines(command: Callable[..., Any]) -> Callable[..., Any]:
     """Define `--nnodes`, `--node-rank` and `--rdzv-endpoint`, for a launch over several machines."""
     for option in (
@@ -121,9 +139,10 @@ def machines(command: Callable[..., Any]) -> Callable[..., Any]:
             default="",
             show_default=False,
             metavar="HOST:PORT",
+            callback=_checked_endpoint,
             help="Where the machines meet, on machine 0.",
         ),
-        click.option("--node-rank", type=click.IntRange(min=0), default=0, metavar="K", help="This machine."),
+        click.option("--node-rank", type=click.IntRange(0, _MAX_COUNT), default=0, metavar="K", help="This machine."),
         count("--nnodes", help="Machines.", default=1),
     ):
         command = option(command)

@@ -12,7 +12,7 @@ from typing import Literal
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle, StageModule
-from pdtool.artifacts.envelope import write_atomically
+from pdtool.artifacts.envelope import write_atomically, write_remedy
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.codegen.emit import StageWriter
@@ -156,4 +156,4 @@ def _write(folder: Path, files: dict[str, str]) -> None:
             for name in sorted(files):  # bundle.yaml, with the digests of the others, tells a half-replaced folder
                 os.replace(Path(draft) / name, folder / name)
     except OSError as error:
-        raise PdtoolError(f"{folder} could not be written ({error.strerror})", "free some space") from error
+        raise PdtoolError(f"{folder} could not be written ({error.strerror})", write_remedy(error)) from error

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
 from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
-from pdtool.errors import ModelError, StaleError, UsageError
+from pdtool.artifacts.text_formats import check_plain
+from pdtool.errors import FieldError, ModelError, StaleError, UsageError
+from pdtool.frontend.hints import Hints
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -68,7 +71,7 @@ class ModelFile:
         expected = digests.get(ref.source)
         if expected and OPERATOR_GRAPH not in digests and file_sha256(path) != expected:
             raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
-        file = cls(ref, path, _import(ref.source, path))
+        file = cls(ref, path.absolute(), _import(ref.source, path.absolute()))  # the module may change the folder
         file._function(ref.function)
         return file
 
@@ -143,9 +146,16 @@ class ModelFile:
         data = self._call(self._function("dataset"), split)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise self.error(f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset")
-        if len(data) == 0:
+        if self.samples(data, f"dataset({split!r})") == 0:
             raise self.error(f"dataset({split!r}) is empty")
         return data  # type: ignore[no-any-return]
+
+    def samples(self, data: Any, name: str) -> int:
+        """Return the length of a split of the dataset, which `name` names in an error."""
+        try:
+            return len(data)
+        except Exception as error:
+            raise self.error_at(error, f"the length of {name}") from error
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the user's loss: a tensor of one element, the mean over the minibatch."""
@@ -173,7 +183,7 @@ class ModelFile:
         returned = self._call(self.module.metrics, output, target)
         try:
             metrics = {str(name): (float(total), float(number)) for name, (total, number) in returned.items()}
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise self.error(f"metrics() returned {returned!r}", "return {name: (sum, count)}") from error
         taken = sorted(metrics.keys() & RESERVED_METRICS)
         if taken:
@@ -181,13 +191,12 @@ class ModelFile:
         return metrics
 
     @cached_property
-    def hints(self) -> dict[str, Any]:
-        """`HINTS`: `no_split` (list of module paths) and `pin` (module path -> stage)."""
-        hints = getattr(self.module, "HINTS", {})
-        unknown = set(hints) - {"no_split", "pin"}
-        if unknown:
-            raise self.error(f"HINTS has unknown keys {sorted(unknown)}", "use no_split and pin")
-        return dict(hints)
+    def hints(self) -> Hints:
+        """`HINTS`, checked."""
+        try:
+            return Hints.of(getattr(self.module, "HINTS", {}))
+        except FieldError as fault:
+            raise self.error(f"{fault.field}: {fault}") from fault
 
     def has(self, function: str) -> bool:
         """Whether the file defines `function`."""
@@ -196,6 +205,10 @@ class ModelFile:
     def error(self, what: str, remedy: str = "") -> ModelError:
         """Make an error whose text begins with the file's name."""
         return ModelError(f"{self.path.name}: {what}", remedy)
+
+    def error_at(self, error: Exception, what: str) -> ModelError:
+        """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
+        return ModelError(f"{user_line(error, self.path)}{what} raised {type(error).__name__}: {error}")
 
     def _function(self, name: str) -> Callable[..., Any]:
         if not self.has(name):
@@ -208,8 +221,7 @@ class ModelFile:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            where = user_line(error, self.path)
-            raise ModelError(f"{where}{function.__name__}() raised {type(error).__name__}: {error}") from error
+            raise self.error_at(error, f"{function.__name__}()") from error
 
 
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
@@ -223,19 +235,23 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
         if not equals or not key.isidentifier():
             raise UsageError(f"setting {setting!r} is not NAME=VALUE", "write --set layers=12")
         values[key] = _literal(value)
+        try:
+            check_plain(values[key])
+        except FieldError as fault:
+            raise UsageError(f"--set {key}: {fault}", "give a number that a float holds, or a text") from None
     return ModelRef(source=source, function=function, settings=values)
 
 
 def find_source(source: str) -> Path:
     """Find the file of `model.py` or `package.module`, without importing it; raises UsageError."""
-    if source.endswith(".py") or "/" in source:
+    names = source.split(".")
+    if source.endswith(".py") or "/" in source or not all(name.isidentifier() for name in names):
         path = Path(source)
     else:
-        names = source.split(".")
         roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
         candidates = (root.joinpath(*names).with_suffix(".py") for root in roots)
-        path = next((file for file in candidates if file.is_file()), Path(*names).with_suffix(".py"))
-    if not path.is_file():
+        path = next((file for file in candidates if os.path.isfile(file)), Path(*names).with_suffix(".py"))
+    if not os.path.isfile(path):  # unlike Path.is_file(), it takes any text
         remedy = "name a Python file, or a module as package.module"
         raise UsageError(f"model {source!r}: there is no file {path}", remedy)
     return path
@@ -262,7 +278,7 @@ def _import(source: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
         return module
     except SyntaxError as error:
-        raise ModelError(f"{path}:{error.lineno}: {error.msg}") from error
+        raise ModelError(f"{source}:{error.lineno}: {error.msg}") from error
     except Exception as error:
         raise ModelError(f"{user_line(error, path)}importing it raised {type(error).__name__}: {error}") from error
     finally:
@@ -286,6 +302,6 @@ def user_line(error: BaseException, path: Path) -> str:
 def _literal(text: str) -> str | int | float | bool:
     try:
         value = ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
     return value if isinstance(value, (int, float, str)) else text

@@ -176,7 +176,7 @@ def _searched_again(plan: Plan, profile: Profile) -> PlanSearch:
     """The search that the certificate is about, as far as the plan says; whether stages may recompute it does not say,
     so that is searched only where a stage of the plan does."""
     proof = plan.why.proof if plan.why else ""
-    workers = [int(number) for number in re.findall(r"(\d+) workers", proof)][-1:]
+    workers = [int(number) for number in re.findall(r"(\d+) workers?", proof)][-1:]
     max_stages = [int(number) for number in re.findall(r"at most (\d+) stages", proof)]
     evaluator = Evaluator(profile, plan.cluster.cluster(), plan.predicted.cost if plan.predicted else "ours")
     options = SearchOptions(

@@ -74,13 +74,14 @@ def _finished(
 def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
     """(seconds per minibatch that no plan can beat, why that is so)."""
     options, workers = search.options, search.workers
+    on = "1 worker" if workers == 1 else f"{workers} workers"
     if search.limits:
         work_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
-        return work_s / workers, f"{search.limits}; even so no plan beats {workers} workers that never wait"
+        return work_s / workers, f"{search.limits}; even so no plan beats {on} without a pause"
     kind = "straight pipeline" if options.straight else "plan"
     stages = f" of at most {options.max_stages} stages" if options.max_stages else ""
     return optimum.time_per_minibatch_s, (
-        f"every {kind}{stages} on {workers} workers was searched, over {search.whole_space.cut_count} cuts, with the "
+        f"every {kind}{stages} on {on} was searched, over {search.whole_space.cut_count} cuts, with the "
         "minibatches in flight that its schedule wants"
     )
 

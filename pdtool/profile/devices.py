@@ -23,7 +23,7 @@ def find_device(name: str) -> DeviceSpec:
             remedy = f"measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own"
             raise UsageError(f"device {name!r} is not known", remedy)
         return known[name]
-    devices = Devices.load(name).devices
+    devices = Devices.load(name, may_be_pipe=True).devices
     if len(devices) > 1:
         raise UsageError(f"{name} holds {len(devices)} devices ({', '.join(devices)})", "keep one device in a file")
     return next(iter(devices.values()))

@@ -158,8 +158,8 @@ def _shared_parameters(model: ProfiledModel) -> Iterator[SharedParameter]:
 def _constraints(model: ProfiledModel, profile: Profile) -> dict[str, Any]:
     """Return `together` and `pin`: what the trace demands and what HINTS asks for."""
     hints = model.model_file.hints
-    together = [*model.traced.together, *(_nodes_of(model, profile, path) for path in hints.get("no_split", ()))]
-    pin = {name: int(stage) for path, stage in hints.get("pin", {}).items() for name in _nodes_of(model, profile, path)}
+    together = [*model.traced.together, *(_nodes_of(model, profile, path) for path in hints.no_split)]
+    pin = {name: stage for path, stage in hints.pin.items() for name in _nodes_of(model, profile, path)}
     return {"together": tuple(group for group in together if len(group) > 1), "pin": pin}
 
 

@@ -7,7 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,6 +130,11 @@ class RunConfig:
     resume: Path | None = None
     machines: Machines = field(default_factory=Machines)
     check_stage_files: Callable[[Any], None] | None = None
+
+    def with_absolute_paths(self) -> RunConfig:
+        """Return the same with paths that hold when the current folder changes."""
+        resume = self.resume.absolute() if self.resume else None
+        return replace(self, bundle_dir=self.bundle_dir.absolute(), out=self.out.absolute(), resume=resume)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 from torch.utils.data import default_collate
 
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.errors import ModelError
-from pdtool.frontend.modelfile import ModelFile, user_line
+from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import derive_seed
 from pdtool.run.messages.routes import dtype_of
 
@@ -100,15 +99,14 @@ class MinibatchLoader:
     """Loads minibatches of one split of the user's dataset, at a worker of the first stage."""
 
     def __init__(self, file: ModelFile, split: str, inputs: Sequence[TensorSpec]) -> None:
-        self.file = file
-        self.where = f"{file.path.name}: dataset({split!r})"
+        self.file, self.where = file, f"dataset({split!r})"
         self.data: Any = file.dataset(split)
         self.inputs = inputs
 
     def describe(self) -> DatasetSplit:
         """Return what the other workers must know."""
         _, target = self._collate([0])
-        return DatasetSplit(len(self.data), target)
+        return DatasetSplit(self.file.samples(self.data, self.where), target)
 
     def load(self, indices: Sequence[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
         """Load one minibatch.
@@ -121,7 +119,8 @@ class MinibatchLoader:
             The input tensors and the tensors of the target, [samples, ...] each.
 
         Raises:
-            ModelError: the inputs are not what the stages were generated for.
+            ModelError: a sample cannot be read or does not go with the others, or the inputs are not what the stages
+                were generated for.
         """
         seed_torch(seed)
         random.seed(seed)
@@ -131,23 +130,46 @@ class MinibatchLoader:
         loaded = [(tuple(value.shape), value.dtype) for value in inputs]
         expected = [(tensor.sizes(len(indices)), dtype_of(tensor)) for tensor in self.inputs]
         if loaded != expected:
-            raise ModelError(
+            raise self.file.error(
                 f"{self.where} gives inputs {_shapes(loaded)}; the stages take {_shapes(expected)}",
                 "generate the stages from inputs of the shape of the dataset's",
             )
         return inputs, tree_leaves(target)
 
     def _collate(self, indices: Sequence[int]) -> tuple[Any, Any]:
+        samples = [self._sample(i) for i in indices]
         try:
-            samples = [self.data[i] for i in indices]
+            inputs, target = default_collate(samples)
         except Exception as error:
-            line = user_line(error, self.file.path)
-            raise ModelError(f"{line}{self.where} raised {type(error).__name__}: {error}") from error
-        if not all(isinstance(sample, (tuple, list)) and len(sample) == 2 for sample in samples):
-            raise ModelError(f"{self.where}: a sample is not a pair (inputs, target)")
-        inputs, target = default_collate(samples)
+            raise self.file.error_at(error, f"the samples of {self.where}, {_difference(indices, samples)}") from error
         return inputs, target
 
+    def _sample(self, index: int) -> Any:
+        try:
+            sample = self.data[index]
+        except Exception as error:
+            raise self.file.error_at(error, f"{self.where}, sample {index},") from error
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise self.file.error(f"{self.where}, sample {index}, is not a pair (inputs, target)")
+        return sample
 
-def _shapes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+
+def _difference(indices: Sequence[int], samples: Sequence[Any]) -> str:
+    """`which must be alike (sample 7: float32[3], int64[]; sample 2: float32[4], int64[]),`."""
+    described = [_description(sample) for sample in samples]
+    other = next((k for k, description in enumerate(described) if description != described[0]), None)
+    if other is None:
+        return f"each {described[0]},"
+    return f"which must be alike (sample {indices[0]}: {described[0]}; sample {indices[other]}: {described[other]}),"
+
+
+def _description(sample: Any) -> str:
+    """The arrays and other values of a sample: `float32[3, 6], int`."""
+    return ", ".join(
+        _shapes([(leaf.shape, leaf.dtype)]) if isinstance(leaf, (Tensor, np.ndarray)) else type(leaf).__name__
+        for leaf in tree_leaves(sample)
+    )
+
+
+def _shapes(shapes: Sequence[tuple[tuple[int, ...], object]]) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in shapes)

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from pdtool.errors import ModelError
 from pdtool.run.backward.recompute import ForwardState, Recomputation
 from pdtool.run.backward.split_backward import WeightBackward, backward_input
 from pdtool.run.weights.weight_versions import OnGradient, WeightVersion, WeightVersions
@@ -156,8 +158,23 @@ class PipelineStage:
         with self._autocast.region() if self._autocast else nullcontext():
             output = self._call(*inputs)
             if self._loss is not None:
-                return as_tuple(self._loss(output, target)) if with_loss else (output,)
+                return as_tuple(self._differentiable_loss(output, target)) if with_loss else (output,)
         return self._autocast.cast_outputs(as_tuple(output)) if self._autocast else as_tuple(output)
+
+    def _differentiable_loss(self, output: Any, target: Any) -> Tensor:
+        """The user's loss of a training step, which must lead back to an output that can be trained.
+
+        Raises:
+            ModelError: it does not.
+        """
+        assert self._loss
+        loss = self._loss(output, target)
+        if not loss.requires_grad and torch.is_grad_enabled() and _requires_grad(output):
+            raise ModelError(
+                "loss() returned a tensor without a gradient, so that nothing can be trained",
+                "compute it from the model's output without detach(), item(), argmax() or torch.no_grad()",
+            )
+        return loss
 
     def _outputs(self, stashed: StashedMinibatch) -> tuple[Tensor, ...]:
         """The outputs with their graph, computed again where it was not kept."""
@@ -177,6 +194,10 @@ class PipelineStage:
             if output.requires_grad and (self._loss is not None or gradient is not None)
         ]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _requires_grad(output: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from chaos.bench import Bench, Command, Outcome, kill
 from pdtool.run import checkpoint
+from pdtool.run.processes.status import read_status
 
 _RESUME_EACH = 5  # trials; the others are compared with the undisturbed run only
 _STARTS_WITHIN_S = 20.0
@@ -86,8 +87,4 @@ def _pid(command: Command, folder: Path, target: str, rank: int) -> int | None:
     if target == "fork server":
         servers = [pid for pid, text in command.processes().items() if "forkserver" in text]
         return min(servers, default=None)
-    try:
-        text = (folder / ".workers" / f"{rank}.status").read_bytes().split(b" ")[0].decode()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+    return read_status(folder, rank).pid or None

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console.terminal import show
+from pdtool.cli.console.printable import printable
+from pdtool.cli.console.terminal import show, write_stdout
 from pdtool.errors import ArtifactError, StaleError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from pdtool.artifacts.plan import Plan
     from pdtool.cli.freshness import FreshnessFinding
     from pdtool.partition.plan_check import Finding
 
 FindingT = TypeVar("FindingT", "Finding", "FreshnessFinding")
-_MARKS = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "–"}
+_MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
 
 @click.command(epilog="\b\nExamples:\n  pdtool check plans/digits-3.yaml\n  pdtool check plans/digits-3.yaml --fresh")
@@ -64,7 +67,7 @@ def _check_freshness(path: str, as_json: bool) -> None:
     from pdtool.cli.freshness import FreshnessCheck
     from pdtool.cli.inputs import read_profile
 
-    plan = Plan.load(path)
+    plan = Plan.load(path, may_be_pipe=True)
     stale = _print(plan, list(FreshnessCheck(path, plan, read_profile(plan, path)).findings()), as_json)
     if stale:
         raise StaleError(path, f"{stale[0].claim}: {stale[0].words}{_and_more(stale)}", stale[0].remedy)
@@ -77,11 +80,15 @@ def _and_more(findings: Sequence[FindingT]) -> str:
 def _print(plan: Plan, findings: Sequence[FindingT], as_json: bool) -> list[FindingT]:
     """Print the findings, and return those that do not hold."""
     if as_json:
-        click.echo(json.dumps({"plan": plan.name, "findings": [asdict(finding) for finding in findings]}, indent=1))
+        data = {"plan": plan.name, "findings": [asdict(finding) for finding in findings]}
+        write_stdout(json.dumps(data, indent=1) + "\n")
     else:
-        from rich.markup import escape
-        from rich.text import Text
-
-        lines = (f"{_MARKS[f.holds]} [bold]{f.claim}[/bold]: {escape(f.words)}" for f in findings)
-        show(*(Text.from_markup(line) for line in lines), err=False)
+        show(*map(_line, findings), err=False)
     return [finding for finding in findings if finding.holds is False]
+
+
+def _line(finding: FindingT) -> Text:
+    from rich.text import Text
+
+    mark, claim = _MARKS[finding.holds], (printable(f" {finding.claim}"), "bold")
+    return Text.assemble(mark, claim, printable(f": {finding.words}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,9 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
     """Generate the bundle, and say on stderr what was proved."""
     from pdtool.codegen.generate import generate
 
-    with status("generating") as step:
-        bundle = generate(inputs.plan, inputs.profile, inputs.model_file(), folder, step)
+    target = folder.absolute()  # the user's module may go to another folder
+    with chdir("."), status("generating") as step:
+        bundle = generate(inputs.plan, inputs.profile, inputs.model_file(), target, step)
     proof = {
         "values": "proved: outputs, gradients and buffers equal the model's, in training and evaluation",
         "shapes": "the model is too large to run here: shapes and wiring are checked, values are not",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from pdtool.cli.console.terminal import write_stdout
+
 
 @click.command(
     epilog="\b\nExamples:\n  pdtool completion bash >> ~/.bashrc\n"
@@ -16,4 +18,4 @@ def completion(ctx: click.Context, shell: str) -> None:
     """Print the script that completes pdtool's commands in SHELL."""
     completion_class = get_completion_class(shell)
     assert completion_class  # the choices are click's own
-    click.echo(completion_class(ctx.find_root().command, {}, "pdtool", "_PDTOOL_COMPLETE").source())
+    write_stdout(completion_class(ctx.find_root().command, {}, "pdtool", "_PDTOOL_COMPLETE").source() + "\n")

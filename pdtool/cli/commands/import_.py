@@ -34,7 +34,7 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
     from pdtool.cli.console.profile_view import profile_table
     from pdtool.profile.pipedream_import import read_pipedream_profile
 
-    text = read_text(graph, "name a graph.txt of PipeDream's profiler")
+    text = read_text(graph, "name a graph.txt of PipeDream's profiler", may_be_pipe=True)
     path = "stdin" if graph == "-" else graph
     profile, batch_source = read_pipedream_profile(text, path, name=name or _name(graph), batch_size=batch_size)
     show(profile_table(profile, largest=12))

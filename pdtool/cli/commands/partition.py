@@ -60,7 +60,7 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
     "max_cuts",
     help="Places to cut a branchy graph that are searched at most; more take longer (the square) and miss less.",
     default=1200,
-    within=click.IntRange(min=100),
+    within=click.IntRange(100, 100_000),
 )
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
@@ -77,7 +77,7 @@ def partition(
     cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency", "memory")))
     flushes = settings["schedule"] != "auto" and not is_asynchronous(settings["schedule"])
     search_options = SearchOptions(microbatches=microbatches or (4 if flushes else 1), **settings)
-    plan = make_plan(Profile.load(path), path, cluster, search_options)
+    plan = make_plan(Profile.load(path, may_be_pipe=True), path, cluster, search_options)
     show(*plan_view(plan))
     write_artifact(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
 
@@ -93,7 +93,7 @@ def _cluster(
     if file:
         if figures := topology or bandwidth or latency:
             raise UsageError(f"--cluster {file} together with {figures!r}", "give the file or the figures, not both")
-        cluster = ClusterFile.load(file).cluster()
+        cluster = ClusterFile.load(file, may_be_pipe=True).cluster()
         return replace(cluster, memory_bytes=parse_bytes(memory)) if memory else cluster
     if topology is None:
         raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")

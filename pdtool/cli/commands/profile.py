@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,8 @@ def profile(
     from pdtool.profile.estimate import estimate
     from pdtool.profile.measure import measure
 
-    file = ModelFile.load(parse_ref(model, settings), trusted=True)
-    with progress(f"{'measuring' if measures else 'estimating'} operators") as on_progress:
+    with chdir("."), progress(f"{'measuring' if measures else 'estimating'} operators") as on_progress:
+        file = ModelFile.load(parse_ref(model, settings), trusted=True)  # which may go to another folder
         if spec is None:
             result = measure(file, batch_size=batch_size, device=device, threads=threads, progress=on_progress)
         else:
@@ -97,7 +98,7 @@ def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> Dev
     from pdtool.artifacts.profile import Profile
     from pdtool.profile.estimate import calibrate_device
 
-    spec = calibrate_device(spec, Profile.load(path), path, tf32=precision == "tf32")
+    spec = calibrate_device(spec, Profile.load(path, may_be_pipe=True), path, tf32=precision == "tf32")
     factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
     note(f"measured over estimated in {path}: {factors}")
     return spec

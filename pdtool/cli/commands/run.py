@@ -208,7 +208,7 @@ def _launched(config: RunConfig) -> Report:
         _note_crowding(config)
         _note_another_seed(config)
     with training_progress(config.epochs) as on_metrics:
-        return launch(config, on_metrics)
+        return launch(config, on_metrics, note)
 
 
 def _note_crowding(config: RunConfig) -> None:

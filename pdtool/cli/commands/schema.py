@@ -6,6 +6,8 @@ import json
 
 import click
 
+from pdtool.cli.console.terminal import write_stdout
+
 KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "checkpoint")
 
 
@@ -16,4 +18,4 @@ def schema(kind: str) -> None:
     from pdtool.artifacts.kinds import artifact_class
 
     content = {"$schema": "https://json-schema.org/draft/2020-12/schema", **artifact_class(kind).model_json_schema()}
-    click.echo(json.dumps(content, indent=2))
+    write_stdout(json.dumps(content, indent=2) + "\n")

@@ -48,11 +48,10 @@ def _view(artifact: Artifact) -> Lines:
     from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Report
     from pdtool.cli.console.bundle_view import bundle_view
-    from pdtool.cli.console.checkpoint_view import checkpoint_view
     from pdtool.cli.console.cluster_view import cluster_view
     from pdtool.cli.console.plan_view import plan_view, timeline
     from pdtool.cli.console.profile_view import devices_view, profile_table
-    from pdtool.cli.console.report_view import report_view
+    from pdtool.cli.console.report_view import checkpoint_view, report_view
 
     match artifact:
         case Profile():
@@ -83,7 +82,7 @@ def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
         raise UsageError(f"{file} is a {artifact.KIND}, and --graph draws plans", "name a plan")
     profile = profile_of(artifact, file)
     if output is None or output == "-":
-        click.echo(dot(artifact, profile), nl=False)
+        terminal.write_stdout(dot(artifact, profile))
         return
     write_graph(artifact, profile, Path(output))
     terminal.note(f"wrote {output}")

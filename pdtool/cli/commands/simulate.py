@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console.terminal import show, status
+from pdtool.cli.console.terminal import show, status, write_stdout
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES
 
@@ -81,7 +81,7 @@ def simulate(
         compared = compare(profile, cluster, placement, steady)
         points = over_bandwidths(profile, cluster, as_planned, rates) if rates else []
     if as_json:
-        click.echo(json.dumps(views.as_data(chosen, name, result, compared, points), indent=1))
+        write_stdout(json.dumps(views.as_data(chosen, name, result, compared, points), indent=1) + "\n")
     else:
         show(*views.simulation_view(chosen, name, result), "", *views.comparison_view(compared), err=piped)
         show(*(["", *views.sweep_view(points)] if points else []), err=piped)

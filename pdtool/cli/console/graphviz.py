@@ -10,6 +10,7 @@ from pathlib import Path
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
+from pdtool.cli.console.printable import printable
 from pdtool.errors import PdtoolError
 from pdtool.units import format_bytes, format_seconds
 
@@ -66,5 +67,5 @@ def _lines(plan: Plan, profile: Profile) -> Iterator[str]:
 
 def _quoted(text: str) -> str:
     """Quote a text as a string of DOT, so that what stands in an artifact never becomes syntax."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    escaped = printable(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("&", "&amp;")
     return f'"{escaped}"'

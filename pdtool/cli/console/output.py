@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from pdtool.cli.console.terminal import note
+from pdtool.cli.console.terminal import note, write_stdout
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import Artifact
@@ -25,7 +23,7 @@ def write_artifact(artifact: Artifact, path: str, *, as_json: bool) -> None:
     if as_json:
         print_json(artifact)
     elif path == "-":
-        click.echo(artifact.dump(), nl=False)
+        write_stdout(artifact.dump())
 
 
 def write_text(text: str, path: Path, hint: str = "") -> None:
@@ -33,7 +31,7 @@ def write_text(text: str, path: Path, hint: str = "") -> None:
     from pdtool.artifacts.envelope import write_atomically
 
     if str(path) == "-":
-        click.echo(text, nl=False)
+        write_stdout(text)
         return
     write_atomically(path, text)
     note(f"wrote {path}{hint}")
@@ -41,7 +39,7 @@ def write_text(text: str, path: Path, hint: str = "") -> None:
 
 def print_json(artifact: Artifact) -> None:
     """Print an artifact's JSON on stdout; a kind whose file has a digest is printed with it."""
+    from pdtool.artifacts.text_formats import write_json
+
     text = artifact.dump()
-    click.echo(
-        text if text.startswith("{") else artifact.model_dump_json(indent=1, exclude={"sha256"}) + "\n", nl=False
-    )
+    write_stdout(text if text.startswith("{") else write_json(artifact.model_dump(mode="json", exclude={"sha256"})))

@@ -1,9 +1,10 @@
-"""Reports of runs: where each stage's time went, and predicted beside measured."""
+"""Reports of runs: where each stage's time went, and predicted beside measured. And checkpoints: their files."""
 
 from __future__ import annotations
 
 from rich.table import Table
 
+from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.plan import Predicted
 from pdtool.artifacts.report import Report
 from pdtool.cli.console.table import Lines, table
@@ -68,3 +69,11 @@ def _compared(predicted: Predicted, measured_s: float) -> str:
         source, predicted_s = "predicted", predicted.bottleneck_s
     ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s else ""
     return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
+
+
+def checkpoint_view(manifest: CheckpointManifest) -> Lines:
+    """List the metrics of the epoch, and the files."""
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items())
+    title = f"epoch {manifest.epoch}, seed {manifest.seed}: {metrics}"
+    rows = [[name, format_bytes(file.bytes), file.sha256] for name, file in manifest.files.items()]
+    yield table(("file", "bytes", "sha256"), rows, title=title)

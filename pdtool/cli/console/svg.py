@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections.abc import Iterable, Sequence
-from html import escape
 from statistics import median
 
 from pdtool.artifacts.chrome_trace import TraceEvent
+from pdtool.cli.console.printable import printable
 from pdtool.partition.comparison import SweepPoint, crossings
 from pdtool.partition.simulator.result import SimulationResult
 from pdtool.units import format_bits_rate, format_seconds
@@ -45,12 +46,17 @@ def timeline_svg(result: SimulationResult, title: str) -> str:
     end = min(result.makespan_s, _MAX_WIDTH / scale)
     shortened = f", the first {format_seconds(end)} of them" if end < result.makespan_s else ""
     caption = f"{title}: {result.minibatches} minibatches in {format_seconds(result.makespan_s)}{shortened}"
-    parts = [f'<text x="8" y="16">{escape(caption)}</text>', *_legend({e.kind for e in events})]
+    parts = [f'<text x="8" y="16">{_escaped(caption)}</text>', *_legend({e.kind for e in events})]
     for row, (usage, worker_events) in enumerate(zip(result.workers, result.events, strict=True)):
         top = _TOP + row * _ROW
         parts.append(f'<text x="8" y="{top + _BOX * 0.7:.0f}">worker {usage.worker}, stage {usage.stage}</text>')
         parts += [_box(event, top, scale) for event in worker_events if event.start_s < end and event.kind in COLOURS]
     return _svg(_LEFT + end * scale + 40, _TOP + len(result.workers) * _ROW + 10, parts)
+
+
+def _escaped(text: str) -> str:
+    """Escape what XML reads as syntax, and what it does not allow."""
+    return html.escape(printable(text))
 
 
 def _legend(kinds: set[str]) -> list[str]:
@@ -65,7 +71,7 @@ def _legend(kinds: set[str]) -> list[str]:
 def _box(event: TraceEvent, y: float, scale: float) -> str:
     x, width = _LEFT + event.start_s * scale, event.length_s * scale
     ends = f"{format_seconds(event.start_s)} to {format_seconds(event.start_s + event.length_s)}"
-    tooltip = f"<title>{escape(event.name)} {event.kind}, {ends}</title>"
+    tooltip = f"<title>{_escaped(event.name)} {event.kind}, {ends}</title>"
     fill = f'fill="{COLOURS[event.kind]}"'
     if event.track != "compute":
         y += _BOX + 1 + (_THIN if event.track == "all-reduce" else 0)
@@ -93,7 +99,7 @@ def gain_svg(points: Sequence[SweepPoint], title: str) -> str:
 
     line = " ".join(f"{x(p.bandwidth_bytes_per_s):.1f},{y(p.gain):.1f}" for p in points)
     parts = [
-        f'<text x="8" y="16">{escape(title)}</text>',
+        f'<text x="8" y="16">{_escaped(title)}</text>',
         f'<line x1="{left}" y1="{y(1):.1f}" x2="{width - 30}" y2="{y(1):.1f}" stroke="#555" stroke-dasharray="4"/>',
         f'<polyline points="{line}" fill="none" stroke="#1d6fa5" stroke-width="2"/>',
         f'<text class="r" x="{width - 30}" y="{height - 8}">bandwidth of the outermost level</text>',

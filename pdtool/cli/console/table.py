@@ -1,12 +1,25 @@
-"""Tables of words and figures."""
+"""Tables of words and figures, and the console that prints them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from pdtool.cli.console.printable import printable
 
 Lines = Iterable[Table | str]  # what a view of an artifact yields: tables, and lines of text between them
+
+
+class PlainConsole(Console):
+    """A console to which each text is only text: no markup, no emoji, no control characters."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make the text that is printed of any string, also of those in tables."""
+        return super().render_str(printable(text), **{**options, "markup": False, "emoji": False})
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, names: int = 1, title: str = "") -> Table:

@@ -1,4 +1,7 @@
-"""Notes and progress on stderr, tables on stdout or stderr."""
+"""Notes and progress on stderr, tables on stdout or stderr, data on stdout.
+
+All that pdtool prints goes through here, and nothing of it is obeyed by the terminal or read as markup.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from pdtool.cli.console.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -19,15 +24,20 @@ _FILE_COLUMNS = 160  # width of a table that goes to a file: names are not broke
 
 def note(text: str) -> None:
     """Print a line on stderr."""
-    click.echo(text, err=True)
+    click.echo(printable(text), err=True)
+
+
+def write_stdout(text: str) -> None:
+    """Print data on stdout; into a pipe or a file exactly as it is."""
+    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
 
 
 def console(*, err: bool) -> Console:
     """Return a rich console on stderr or stdout; wide and without colours when that is no terminal."""
-    from rich.console import Console
+    from pdtool.cli.console.table import PlainConsole
 
     stream = sys.stderr if err else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else _FILE_COLUMNS, highlight=False)
+    return PlainConsole(file=stream, width=None if stream.isatty() else _FILE_COLUMNS, highlight=False)
 
 
 def show(*parts: RenderableType, err: bool = True) -> None:
@@ -35,7 +45,7 @@ def show(*parts: RenderableType, err: bool = True) -> None:
     target = console(err=err)
     with target.capture() as capture:
         for part in parts:
-            target.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else target.print(part)
+            target.print(part, soft_wrap=isinstance(part, str))
     text = capture.get()
     if not target.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
@@ -51,7 +61,7 @@ def progress(label: str) -> Iterator[OnProgress]:
     from rich.progress import Progress
 
     with Progress(console=console(err=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
+        task = bar.add_task(_description(label), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -61,8 +71,10 @@ def status(label: str) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda step: None
         return
-    with console(err=True).status(label) as line:
-        yield line.update
+    from rich.text import Text
+
+    with console(err=True).status(Text(printable(label))) as line:
+        yield lambda step: line.update(Text(printable(step)))
 
 
 @contextmanager
@@ -78,13 +90,20 @@ def training_progress(epochs: int) -> Iterator[OnEvent]:
 
         def on_event(event: dict[str, Any]) -> None:
             if event["split"] == "valid":
-                bar.console.print(_validation_line(event), markup=False)
+                bar.console.print(_validation_line(event))
                 bar.update(task, total=event["step"] / event["epoch"] * epochs)
             else:
                 label = f"epoch {event['epoch']}/{epochs}  loss {event['loss']:.4f}"
                 bar.update(task, description=label, completed=event["step"])
 
         yield on_event
+
+
+def _description(text: str) -> str:
+    """Write a text for a progress bar, which reads markup."""
+    from rich.markup import escape
+
+    return escape(printable(text))
 
 
 def _validation_line(event: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.run.measure.peak_memory import PeakMemory
 from pdtool.run.measure.timestamps import Timestamp, timestamps_of
 from pdtool.run.measure.timings import TimeTotals, Timings
+from pdtool.run.processes.status import wait_begins, wait_ends
 from pdtool.schedule import Action
 
 MAX_UNREAD = 1_000  # actions and waits whose timestamps are kept before they are read
@@ -172,7 +173,7 @@ class _ActionContext:
 
 
 class _WaitContext:
-    """Around a wait; one within another is part of it."""
+    """Around a wait, which the worker's status shows; one within another is part of it."""
 
     def __init__(self, meter: WorkerMeter, is_averaging: bool) -> None:
         self._meter, self._record, self._is_averaging = meter, meter._timestamps.record, is_averaging
@@ -181,11 +182,14 @@ class _WaitContext:
     def __enter__(self) -> None:
         if not self._depth:
             self._start = self._record()
+            wait_begins()
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if not self._depth:
+            if error[0] is None:
+                wait_ends()
             wait = (self._start, self._record(), self._is_averaging)
             if self._meter._action:
                 self._meter._waits.append(wait)

@@ -6,35 +6,39 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pdtool.errors import PdtoolError
+from pdtool.artifacts.envelope import replacing
+from pdtool.errors import ArtifactError, PdtoolError
 
 METRICS_FILE = "metrics.jsonl"
 _POLL_S = 0.1
 
 
 class MetricsLog:
-    """Appends lines to metrics.jsonl; of a resumed run, lines of epochs that it trains again are dropped first."""
+    """Appends lines to metrics.jsonl; of a resumed run, lines of epochs that it trains again are dropped first.
+
+    Raises:
+        ArtifactError: the file of the run that is resumed holds something else than metrics.
+    """
 
     def __init__(self, out: Path, *, epochs_done: int) -> None:
-        self._path = path = out / METRICS_FILE
-        kept = [line for line in read_metrics(path) if line["epoch"] <= epochs_done] if epochs_done else []
-        self._file = path.open("w", encoding="utf-8", buffering=1)
-        for line in kept:
-            self.write(line)
+        self._path = out / METRICS_FILE
+        kept = [line for line in read_metrics(self._path) if line["epoch"] <= epochs_done] if epochs_done else []
+        with replacing(self._path) as file:  # another file, so that a reader sees where the new lines begin
+            file.write("".join(map(_as_line, kept)).encode())
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, which readers see at once.
-
-        Raises:
-            PdtoolError: the file was removed.
-        """
-        if os.fstat(self._file.fileno()).st_nlink == 0:
-            raise PdtoolError(f"{self._path} was removed while the run wrote it", "leave it, and start the run again")
-        self._file.write(json.dumps(line) + "\n")
+        """Write one line, which readers see at once; raises PdtoolError when the file is gone or cannot be written."""
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise PdtoolError(f"{self._path} was removed while the run wrote to it", "leave the run's folder alone")
+        try:
+            self._file.write(_as_line(line))
+        except OSError as error:
+            raise PdtoolError(f"{self._path} cannot be written ({error.strerror})", "free some space") from error
 
     def close(self) -> None:
         """Close the file."""
@@ -42,28 +46,60 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines; [] when there is no file."""
+    """Return all complete lines; [] when there is no file.
+
+    Raises:
+        ArtifactError: a line is not what a run writes.
+    """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [_parse(line, path, number) for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1)]
+
+
+class GrowingFile:
+    """Reads what is appended to a file, which may not exist yet; what it holds already is left out.
+
+    When another file has taken its place, that is read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode, self._offset_bytes = 0, 0
+        with suppress(OSError):
+            status = path.stat()
+            self._inode, self._offset_bytes = status.st_ino, status.st_size
+
+    def new_lines(self) -> list[bytes]:
+        """Return the complete lines that were appended since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self._offset_bytes = inode, 0
+                file.seek(self._offset_bytes)
+                appended = file.read()
+        except OSError:
+            return []
+        complete = appended[: appended.rfind(b"\n") + 1]
+        self._offset_bytes += len(complete)
+        return complete.splitlines()
 
 
 @contextmanager
 def following_metrics(out: Path, on_line: Callable[[dict[str, Any]], None], *, after: int) -> Iterator[None]:
     """Call `on_line` in a thread with each line of epochs later than `after`, as it is written."""
-    path, seen, is_over = out / METRICS_FILE, 0, threading.Event()
+    path, is_over = out / METRICS_FILE, threading.Event()
+    file = GrowingFile(path)
 
     def follow() -> None:
-        nonlocal seen
-        while True:
+        is_last = False
+        while not is_last:
             is_last = is_over.wait(_POLL_S)
-            lines = [line for line in read_metrics(path) if line["epoch"] > after]
-            for line in lines[seen:]:
-                on_line(line)
-            seen = max(seen, len(lines))
-            if is_last:
-                return
+            for line in file.new_lines():
+                with suppress(ArtifactError):  # not written by this run
+                    metrics = _parse(line, path)
+                    if metrics["epoch"] > after:
+                        on_line(metrics)
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
@@ -72,3 +108,19 @@ def following_metrics(out: Path, on_line: Callable[[dict[str, Any]], None], *, a
     finally:
         is_over.set()
         thread.join()
+
+
+def _as_line(content: dict[str, Any]) -> str:
+    return json.dumps(content) + "\n"
+
+
+def _parse(line: bytes, path: Path, number: int = 0) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+        if isinstance(content, dict) and isinstance(content.get("epoch"), int):
+            return content
+        reason = "no object with an epoch"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)[:200]
+    remedy = "remove this line, or the file: a run needs none to go on"
+    raise ArtifactError(path, f"is not a line of metrics ({reason})", remedy, field=f"line {number}")

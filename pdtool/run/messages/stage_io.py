@@ -24,6 +24,7 @@ from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import Receiver, Sender
 from pdtool.run.messages.open_channels import Channels
 from pdtool.run.messages.routes import Direction, Edge, Route, target_name
+from pdtool.run.processes.status import waits_for
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,8 @@ class StageIO:
             for route, receiver in traffic.receivers:
                 if route.has(minibatch):
                     start_s = perf_counter()
+                    if not route.is_local:
+                        waits_for(route.sender)
                     tensors = receiver.receive(minibatch, samples)
                     if not route.is_local:
                         self._meter.message_received(route.consumer, minibatch, start_s, tensors)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pdtool.errors import WorkerDiedError
-
-ANY_PEER = -1
+from pdtool.run.processes.out_of_memory import is_out_of_memory
+from pdtool.run.processes.status import ANY_PEER, wait_begins, wait_ends
 
 
 class PeerError(WorkerDiedError):
@@ -26,7 +26,7 @@ class PeerError(WorkerDiedError):
 
 
 class PeerErrorContext:
-    """Context that turns what torch.distributed raises into a PeerError.
+    """Context of a wait for other workers, which turns what torch.distributed raises into a PeerError.
 
     It is a class, not a generator, because it is entered for every all-reduce.
 
@@ -39,15 +39,23 @@ class PeerErrorContext:
         self._what, self._peer = what, peer
 
     def __enter__(self) -> None:
-        pass
+        wait_begins(self._peer)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            wait_ends()
         if isinstance(error, RuntimeError):
             raise PeerError(f"{self._what} ({short_reason(error)})", peer=self._peer) from error
 
 
 def short_reason(error: RuntimeError) -> str:
-    """Return the first sentence of what torch.distributed says, without the place in its sources."""
+    """Return the first sentence of what torch.distributed says, without the place in its sources.
+
+    Raises:
+        RuntimeError: `error` itself, when this worker ran out of memory: no other one is to blame.
+    """
+    if is_out_of_memory(error):
+        raise error
     return re.sub(r"^\[\S*\] ?", "", str(error)).partition(". ")[0][:200]
 
 

@@ -1,54 +1,64 @@
 """Start the workers, watch them, and say which one failed and why.
 
 On one machine or several, torch elastic starts the workers; inside torchrun or srun this process is one of them
-already. Workers come from a fork server that imports torch once; they end when this process does.
+already. Workers come from a fork server that imports torch once; a reaper ends them when this process does.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pdtool.artifacts.report import Report
-from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
-from pdtool.machines import worker_environment
+from pdtool.errors import PdtoolError, StaleError, UsageError
+from pdtool.machine_rendezvous import gather_machines
+from pdtool.machines import end_with_parent, is_started_by_torchrun, worker_environment
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.measure.metrics_log import following_metrics
-from pdtool.run.processes.status import OWN_ERROR, WORKERS_FOLDER, prepare_folder, read_failure, read_pid, read_status
+from pdtool.run.processes.collectives import short_reason
+from pdtool.run.processes.diagnosis import diagnose
+from pdtool.run.processes.reaper import Reaper
+from pdtool.run.processes.semaphores import name_semaphores_after_this_process, remove_stale_semaphores
+from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
+from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, stop_message
 from pdtool.run.processes.worker_main import run_worker, worker_main
 from pdtool.run.run_folder import locked
 from pdtool.schedule import build, is_asynchronous, validate
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _GRACE_S = 2.0  # for workers to end after one has failed
 _POLL_S = 0.2
-# An error crosses the process border as its text and exit code.
-_ERRORS = {1: PdtoolError, 2: UsageError, 3: ScheduleError}
 # What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
 _PRELOADED = ["torch", "torch._dynamo", "pdtool.run.processes.worker_main"]
 
 
-def launch(config: RunConfig, on_metrics: Callable[[dict[str, Any]], None] | None = None) -> Report:
+def launch(
+    config: RunConfig,
+    on_metrics: Callable[[dict[str, Any]], None] | None = None,
+    notify: Callable[[str], None] = lambda line: None,
+) -> Report:
     """Run to the end.
 
     Args:
         on_metrics: called in a thread with each line of metrics.jsonl as it is written.
+        notify: called with a line for the user: for which machine this one waits, how to go on after a signal.
 
     Raises:
         WorkerDiedError: a worker ended or did not answer; rank, stage and minibatch are named, all others are gone.
@@ -61,32 +71,47 @@ def launch(config: RunConfig, on_metrics: Callable[[dict[str, Any]], None] | Non
         raise UsageError(f"{config.resume} has its {epochs_done} epoch(s) already", "give more --epochs than that")
     environment = worker_environment(os.environ, config.machines.endpoint)
     if environment:
-        _forget_threads_of_torchrun()
+        if is_started_by_torchrun(os.environ):
+            end_with_parent()
+            _forget_threads_of_torchrun()
         os.environ.update(environment)
         with locked(config.out) if os.environ["RANK"] == "0" else nullcontext():
             return run_worker(config)
     with locked(config.out) if config.machines.node_rank == 0 else nullcontext():
-        return _launch_workers(config, epochs_done, on_metrics)
+        return _launch_workers(config, epochs_done, on_metrics, notify)
 
 
-def _launch_workers(config: RunConfig, epochs_done: int, on_metrics: Callable[[dict[str, Any]], None] | None) -> Report:
+def _launch_workers(
+    config: RunConfig,
+    epochs_done: int,
+    on_metrics: Callable[[dict[str, Any]], None] | None,
+    notify: Callable[[str], None],
+) -> Report:
     """Start the workers of this machine and wait for their end."""
     local = local_assignments(config)
+    gather_machines(config.machines, {}, config.timeout_s, notify)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
+    remove_stale_semaphores()
+    name_semaphores_after_this_process()
     multiprocessing.set_forkserver_preload(_PRELOADED)
     elastic = elastic_launch(_elastic_config(config, len(local)), worker_main)
-    reader, _writer = multiprocessing.Pipe(duplex=False)  # its other end closes with this process
     stop_signal = None
     with (
         following_metrics(config.out, on_metrics, after=epochs_done) if on_metrics else nullcontext(),
-        _killing_stragglers(config, local),
+        closing(Reaper()) as reaper,
+        _killing_stragglers(config, local, reaper),
         _logging_disabled(),
-        _signal_handlers_restored(),
     ):
         try:
-            reports = elastic(config, dict(os.environ), os.getcwd(), reader)
+            with handling_signals(reaper):
+                reports = elastic(config, dict(os.environ), os.getcwd(), reaper.pid)
         except SignalException as error:
             stop_signal = error.sigval
+        except dist.DistError as error:
+            raise PdtoolError(
+                f"the machines have met, but their workers were not started ({short_reason(error)})",
+                "start all of them again",
+            ) from error
         except json.JSONDecodeError as error:  # what torch elastic reads when a worker could not write how it ended
             raise PdtoolError(
                 f"a worker died, and could not write why into {config.out}", "see whether the disk is full"
@@ -96,11 +121,10 @@ def _launch_workers(config: RunConfig, epochs_done: int, on_metrics: Callable[[d
                 remedy = "start it again, and leave the folder"
                 raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy) from None
             exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
-            if -signal.SIGINT not in exit_codes.values():
-                raise diagnose(config, exit_codes) from None
-            stop_signal = signal.SIGINT  # Ctrl-C reaches the whole process group
+            raise diagnose(config, local, exit_codes) from None
     if stop_signal:
-        signal.raise_signal(stop_signal)  # as if torch elastic had not caught it
+        notify(stop_message(stop_signal, config.out))
+        end_by_signal(stop_signal)
         raise KeyboardInterrupt
     shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)
     return Report.parse(next(iter(reports.values())))
@@ -147,41 +171,6 @@ def local_assignments(config: RunConfig) -> list[RankAssignment]:
     return local
 
 
-def diagnose(config: RunConfig, exit_codes: Mapping[int, int]) -> PdtoolError:
-    """Return the error to raise: the failure that the others follow from.
-
-    A worker that loses its peer says whom it lost; following these leads to one that failed by itself, or that said
-    nothing because it was killed.
-
-    Args:
-        exit_codes: of the ranks that torch elastic saw fail, negative for a signal.
-    """
-    assignments = {assignment.rank: assignment for assignment in assign_ranks(config.plan)}
-    failures = {rank: failure for rank in assignments if (failure := read_failure(config.out, rank))}
-    for rank, failure in failures.items():
-        if failure.peer == OWN_ERROR:
-            kind = _ERRORS.get(failure.exit_code, WorkerDiedError)
-            return kind(f"{assignments[rank]}, at {read_status(config.out, rank)}: {failure.what}", failure.remedy)
-    silent = [rank for rank in exit_codes if rank not in failures]
-    pointing = [rank for rank, failure in failures.items() if failure.peer in assignments]
-    unheard = [assignment.rank for assignment in local_assignments(config) if assignment.rank not in failures]
-    rank = [*silent, *pointing, *unheard, *exit_codes][0]
-    followed = {rank}
-    while rank in failures and (peer := failures[rank].peer) in assignments and peer not in followed:
-        followed.add(rank := peer)
-    messages = "; ".join(f"{assignments[r]}: {failure.what}" for r, failure in failures.items())
-    code = exit_codes.get(rank, 0)
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "died"
-    if rank not in exit_codes and "Timed out" in messages:
-        how = "did not answer"
-    has_checkpoint = bool(checkpoint.complete_checkpoints(config.out))
-    return WorkerDiedError(
-        f"{assignments[rank]} {how}; it was last at {read_status(config.out, rank)}"
-        + (f". {messages}" if messages else ""),
-        "go on from the last checkpoint with --resume" if has_checkpoint else "start it again",
-    )
-
-
 def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:
     machines = config.machines
     is_distributed = machines.count > 1
@@ -192,11 +181,12 @@ def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:
         run_id="pdtool" if is_distributed else uuid.uuid4().hex,
         rdzv_backend="static" if is_distributed else "c10d",
         rdzv_endpoint=machines.endpoint if is_distributed else "localhost:0",
-        rdzv_configs={"rank": machines.node_rank} if is_distributed else {},
+        rdzv_configs={"rank": machines.node_rank, "timeout": math.ceil(config.timeout_s)} if is_distributed else {},
         local_addr=None if is_distributed else "localhost",
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
+        signals_to_handle="",  # but ours
         logs_specs=DefaultLogsSpecs(log_dir=str(config.out / WORKERS_FOLDER / f"node-{machines.node_rank}")),
     )
 
@@ -209,22 +199,22 @@ def _forget_threads_of_torchrun() -> None:
     with suppress(OSError):
         inherited = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
         is_own_choice = any(entry.startswith(b"OMP_NUM_THREADS=") for entry in inherited)
-        if "TORCHELASTIC_RUN_ID" in os.environ and not is_own_choice:
+        if not is_own_choice:
             os.environ.pop("OMP_NUM_THREADS", None)
 
 
 @contextmanager
-def _killing_stragglers(config: RunConfig, local: Sequence[RankAssignment]) -> Iterator[None]:
-    """When a worker has failed, kill those of this machine that do not end: a stopped process ignores SIGTERM."""
+def _killing_stragglers(config: RunConfig, local: Sequence[RankAssignment], reaper: Reaper) -> Iterator[None]:
+    """When a worker of this machine has failed, kill those that do not end: a stopped process ignores SIGTERM."""
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(_POLL_S):
+            if any(_has_ended(config.out, assignment.rank) for assignment in local):
+                reaper.send(signal.SIGCONT)  # so that those who are stopped receive torch elastic's SIGTERM
             if any(read_failure(config.out, assignment.rank) for assignment in local):
                 if not is_over.wait(_GRACE_S):
-                    for assignment in local:
-                        with suppress(ProcessLookupError):
-                            os.kill(read_pid(config.out, assignment.rank), signal.SIGKILL)
+                    reaper.kill()
                 return
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -236,16 +226,15 @@ def _killing_stragglers(config: RunConfig, local: Sequence[RankAssignment]) -> I
         thread.join()
 
 
-@contextmanager
-def _signal_handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers afterwards: torch elastic sets its own and leaves them."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+def _has_ended(out: Path, rank: int) -> bool:
+    """Whether a worker's process is gone; False when it has not started."""
+    with suppress(ProcessLookupError):
+        pid = read_pid(out, rank)
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+    return False
 
 
 @contextmanager

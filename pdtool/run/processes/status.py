@@ -5,23 +5,37 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
+from pdtool import process_memory
 from pdtool.errors import PdtoolError
 from pdtool.run.config import RankAssignment
 from pdtool.run.measure.metrics_log import METRICS_FILE
 
 WORKERS_FOLDER = ".workers"
-OWN_ERROR = -2
-_STATUS_BYTES = 128
+FAILURE_FILE = "failure.txt"
+ANY_PEER, OWN_ERROR, NOBODY = -1, -2, -3  # where the rank of a peer may stand
+_HEADER = struct.Struct("<iqdi")  # fields of LastStatus: pid, oom_kills, since_s, waits_for
+_STATE = struct.Struct("<di")  # since_s, waits_for
+_STATE_AT = _HEADER.size - _STATE.size
+_STATUS_BYTES = 160
 _FAILURE_BYTES = 4096
 
 
 class Status:
-    """The status of one worker; setting it takes about a microsecond."""
+    """The status of one worker; setting it takes about a microsecond.
+
+    Attributes:
+        of_this_process: that of the worker that this process is; None in a process that is none.
+    """
+
+    of_this_process: ClassVar[Status | None] = None
 
     def __init__(self, out: Path, assignment: RankAssignment) -> None:
         path = _path(out, assignment.rank, "status")
@@ -29,12 +43,78 @@ class Status:
         path.write_bytes(bytes(_STATUS_BYTES))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
-        _path(out, assignment.rank, "failure").write_bytes(b" " * _FAILURE_BYTES)  # for when the disk is full
+        _path(out, assignment.rank, "failure").write_bytes(b" " * _FAILURE_BYTES)
+        _HEADER.pack_into(self._memory, 0, os.getpid(), process_memory.oom_kills() or 0, time.time(), NOBODY)
         self.set("starting")
+        Status.of_this_process = self
 
     def set(self, text: str) -> None:
         """Say what begins now: `1F7 of epoch 2`."""
-        self._memory[:] = f"{os.getpid()} {text}".encode()[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0")
+        self._waits = 0
+        self.waits_for(NOBODY)
+        self._memory[_HEADER.size :] = text.encode()[: _STATUS_BYTES - _HEADER.size].ljust(
+            _STATUS_BYTES - _HEADER.size, b"\0"
+        )
+
+    def waits_for(self, peer: int) -> None:
+        """Say whom it waits for from now on: a rank, ANY_PEER or NOBODY."""
+        _STATE.pack_into(self._memory, _STATE_AT, time.time(), peer)
+
+    def wait_begins(self, peer: int) -> None:
+        """Say that a wait begins; one within another is part of it."""
+        self._waits += 1
+        if self._waits == 1 or peer != ANY_PEER:
+            self.waits_for(peer)
+
+    def wait_ends(self) -> None:
+        """Say that a wait is over."""
+        self._waits -= 1
+        if self._waits <= 0:
+            self.waits_for(NOBODY)
+
+
+def wait_begins(peer: int = ANY_PEER) -> None:
+    """Write into this worker's status that it waits for `peer`, a rank, or for one of several."""
+    if Status.of_this_process:
+        Status.of_this_process.wait_begins(peer)
+
+
+def waits_for(peer: int) -> None:
+    """Write into this worker's status which rank it waits for, now that this is known."""
+    if Status.of_this_process:
+        Status.of_this_process.waits_for(peer)
+
+
+def wait_ends() -> None:
+    """Write into this worker's status that it goes on to compute. After an error it is not called."""
+    if Status.of_this_process:
+        Status.of_this_process.wait_ends()
+
+
+@dataclass(frozen=True)
+class LastStatus:
+    """What a worker was last doing.
+
+    Attributes:
+        pid: of its process; 0 when it has not started.
+        since_s: when it began that, or began or ended to wait in it; of time.time, which machines nearly share.
+        waits_for: the rank that it waited for, ANY_PEER or NOBODY.
+        oom_kills: how many processes of its machine the kernel had killed for lack of memory when it started.
+    """
+
+    text: str = "starting"
+    pid: int = 0
+    since_s: float = 0.0
+    waits_for: int = NOBODY
+    oom_kills: int = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it was waiting for another worker."""
+        return self.waits_for != NOBODY
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -44,12 +124,18 @@ class WorkerFailure:
     Attributes:
         exit_code: of the error that it raised.
         peer: OWN_ERROR, or the rank that it waited for in vain (ANY_PEER: one of several).
+        at_s: when, in seconds of time.time.
+        stopped: ranks of its machine whose processes were stopped then (SIGSTOP).
+        gone: ranks of its machine whose processes had ended then.
     """
 
     what: str
     remedy: str
     exit_code: int
     peer: int = OWN_ERROR
+    at_s: float = 0.0
+    stopped: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
 
 
 def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
@@ -63,41 +149,64 @@ def read_failure(out: Path, rank: int) -> WorkerFailure | None:
     """Return what the worker wrote when it failed; None when it wrote nothing."""
     try:
         return WorkerFailure(**json.loads(_path(out, rank, "failure").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return None
 
 
-def read_status(out: Path, rank: int) -> str:
+def write_traceback(out: Path, rank: int, text: str) -> None:
+    """Keep the traceback of a worker's failure, for FAILURE_FILE."""
+    _path(out, rank, "traceback").write_text(text, encoding="utf-8")
+
+
+def read_traceback(out: Path, rank: int) -> str:
+    """Return the traceback of a worker's failure; "" when it left none."""
+    try:
+        return _path(out, rank, "traceback").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def read_status(out: Path, rank: int) -> LastStatus:
     """Return what the worker was last doing."""
-    return _read_status_file(out, rank).partition(" ")[2]
+    try:
+        content = _path(out, rank, "status").read_bytes()
+        pid, oom_kills, since_s, waits_for = _HEADER.unpack_from(content)
+    except (OSError, struct.error):
+        return LastStatus()
+    text = content[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
+    return LastStatus(text or "starting", pid, since_s, waits_for, oom_kills)
 
 
 def read_pid(out: Path, rank: int) -> int:
     """Return the worker's process id; raises ProcessLookupError when it has not started."""
-    pid = _read_status_file(out, rank).partition(" ")[0]
-    if not pid.isdigit():
+    pid = read_status(out, rank).pid
+    if not pid:
         raise ProcessLookupError(f"rank {rank} has not started")
-    return int(pid)
+    return pid
 
 
-def _read_status_file(out: Path, rank: int) -> str:
+def process_state(pid: int) -> str:
+    """Return the letter that Linux has for the state of a process of this machine: T is stopped, Z or "" has ended."""
     try:
-        return _path(out, rank, "status").read_bytes().rstrip(b"\0").decode(errors="replace") or "? starting"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
-        return "? starting"
+        return ""
 
 
 def prepare_folder(out: Path, ranks: Sequence[int], *, keep_metrics: bool) -> None:
-    """Make the run's folder, and remove what an earlier run left there of these ranks, and of metrics.
+    """Make the run's folder with the files of these ranks, so that their workers need no room on the disk to say how
+    they ended; what an earlier run left there of them, and of metrics, is removed.
 
     Raises:
         PdtoolError: the folder cannot be written.
     """
     try:
         (out / WORKERS_FOLDER).mkdir(parents=True, exist_ok=True)
+        (out / FAILURE_FILE).unlink(missing_ok=True)
         for rank in ranks:
-            for kind in ("status", "failure"):
-                _path(out, rank, kind).unlink(missing_ok=True)
+            _path(out, rank, "status").write_bytes(bytes(_STATUS_BYTES))
+            _path(out, rank, "failure").write_bytes(b" " * _FAILURE_BYTES)
+            _path(out, rank, "traceback").unlink(missing_ok=True)
         if not keep_metrics:
             (out / METRICS_FILE).unlink(missing_ok=True)
     except OSError as error:

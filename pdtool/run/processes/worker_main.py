@@ -6,25 +6,29 @@ import gc
 import os
 import random
 import signal
-import threading
-import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pdtool import process_memory
 from pdtool.artifacts.report import Report
-from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
+from pdtool.errors import UsageError
 from pdtool.machines import use_loopback
 from pdtool.run.agreement import check_agreement
 from pdtool.run.config import RunConfig, assign_ranks
-from pdtool.run.processes.collectives import PeerError, PeerErrorContext
-from pdtool.run.processes.status import OWN_ERROR, WorkerFailure, write_failure
+from pdtool.run.processes.collectives import PeerErrorContext
+from pdtool.run.processes.out_of_memory import is_out_of_memory, out_of_memory_error
+from pdtool.run.processes.reaper import join_group
+from pdtool.run.processes.status import Status
+from pdtool.run.processes.worker_end import (
+    end_process,
+    exit_error,
+    explain_exits,
+    keep_threads_from_lingering,
+    record_failure,
+)
 from pdtool.run.run_folder import check_shared
 from pdtool.run.worker import Worker
 from pdtool.run.worker_context import WorkerContext
@@ -33,30 +37,28 @@ from pdtool.run.worker_context import WorkerContext
 _ELASTIC_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
 
 
-def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, launcher: Connection) -> str:
+def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, reaper_pid: int) -> str:
     """Run a worker that torch elastic started; return the report as text, or exit with an error's code.
 
     Args:
         environment, folder: of the process that launched the workers.
-        launcher: pipe whose other end closes when that process ends.
+        reaper_pid: of the process that ends this one when that one is gone.
     """
+    join_group(reaper_pid)
     gc.freeze()  # what the fork server imported is no garbage: collecting need not look through it
-    _end_with(launcher)
     os.dup2(2, 1)  # what the user's code prints; stdout is for artifacts
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _take_environment(environment)
     os.chdir(folder)
+    config = config.with_absolute_paths()
     rank = int(os.environ["RANK"])
+    keep_threads_from_lingering()
+    explain_exits(config.out, rank)
     try:
-        return run_worker(config).dump()
-    except PeerError as error:
-        failure = WorkerFailure(error.what, error.remedy, error.exit_code, error.peer)
-    except PdtoolError as error:
-        failure = WorkerFailure(error.what, error.remedy, error.exit_code)
-    except Exception as error:
-        failure = _unexpected_failure(config.out, rank, error)
-    write_failure(config.out, rank, failure)
-    os._exit(failure.exit_code)  # at once: the destructors of process groups may wait for peers
+        report = run_worker(config)
+    except BaseException as error:  # end at once: destructors of process groups may wait for peers
+        end_process(record_failure(config.out, rank, error))
+    return report.dump()
 
 
 def _take_environment(environment: Mapping[str, str]) -> None:
@@ -70,6 +72,8 @@ def _take_environment(environment: Mapping[str, str]) -> None:
 def run_worker(config: RunConfig) -> Report:
     """Be the worker that RANK names, in this process; raises PdtoolError."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    assignments = assign_ranks(config.plan)
+    config = config.with_absolute_paths()  # the user's module may go to another folder
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
     torch.set_num_threads(choose_threads(os.environ, config.threads, os.cpu_count() or 1, local_workers))
@@ -77,16 +81,25 @@ def run_worker(config: RunConfig) -> Report:
     random.seed(config.seed)
     if local_workers == world_size:
         use_loopback(os.environ)
-    with PeerErrorContext("the workers did not come together"):
-        timeout = timedelta(seconds=config.timeout_s)
-        dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=world_size)
-    check_agreement(config, dist.group.WORLD)
-    workers = len(assign_ranks(config.plan))
-    if world_size != workers:
-        raise UsageError(f"{world_size} processes were started, the plan needs {workers}", "start one per worker")
-    if local_workers < world_size:
-        check_shared(config.out, dist.group.WORLD)
-    report = Worker(WorkerContext(config, rank, device, local_workers)).run()
+    if rank < len(assignments):
+        Status(config.out, assignments[rank])
+    try:
+        with PeerErrorContext("the workers did not come together"):
+            timeout = timedelta(seconds=config.timeout_s)
+            dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=world_size)
+        check_agreement(config, dist.group.WORLD)
+        if world_size != len(assignments):
+            remedy = "start one per worker"
+            raise UsageError(f"{world_size} processes were started, the plan needs {len(assignments)}", remedy)
+        if local_workers < world_size:
+            check_shared(config.out, dist.group.WORLD)
+        report = Worker(WorkerContext(config, rank, device, local_workers)).run()
+    except SystemExit as error:
+        raise exit_error(error) from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory_error(error, config.plan, assignments[rank], device) from error
+        raise
     dist.destroy_process_group()
     return report
 
@@ -117,28 +130,3 @@ def _device(config: RunConfig, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _end_with(launcher: Connection) -> None:
-    """End this process when the one that launched it ends, however that happens: then the pipe's end is reached.
-
-    The parent to watch is not this process's own, which is the fork server.
-    """
-
-    def watch() -> None:
-        try:
-            launcher.recv()
-        except (EOFError, OSError):
-            os._exit(WorkerDiedError.exit_code)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _unexpected_failure(out: Path, rank: int, error: Exception) -> WorkerFailure:
-    """An error of the user's code, or ours: its kind, text and place; the whole traceback goes to a file."""
-    path = out / f"worker-{rank}.traceback"
-    with suppress(OSError):  # of a full disk, which `error` may be of, too
-        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    what = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
-    return WorkerFailure(what, f"the traceback is in {path}", WorkerDiedError.exit_code, OWN_ERROR)

@@ -36,7 +36,7 @@ class NamedOptimizer:
         compensation: DelayCompensation | None = None,
         delay: int = 0,
     ) -> None:
-        self.parameters = dict(parameters)
+        self._file, self.parameters = file, dict(parameters)
         self.updates = 0
         self.optimizer = _user_optimizer(file, self.parameters)
         stepped = list(self.parameters.values()) if self.optimizer else []
@@ -47,20 +47,29 @@ class NamedOptimizer:
         """Take one step with the gradients of the parameters, and clear them.
 
         Raises:
-            ModelError: the learning-rate scheduler cannot be stepped after each update.
+            ModelError: the optimizer or the learning-rate scheduler cannot be stepped after each update.
         """
         if self.optimizer:
-            self.steps.step(self.optimizer, self.updates)
+            try:
+                self.steps.step(self.optimizer, self.updates)
+            except Exception as error:
+                raise self._file.error_at(error, f"step {self.updates} of {type(self.optimizer).__name__}") from error
             self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
+        self._step_scheduler()
+
+    def _step_scheduler(self) -> None:
         if self._scheduler:
+            name = type(self._scheduler).__name__
             try:
                 self._scheduler.step()
             except TypeError as error:
-                raise ModelError(
-                    f"the learning-rate schedule {type(self._scheduler).__name__} cannot be stepped ({error})",
+                raise self._file.error(
+                    f"the learning-rate schedule {name} cannot be stepped ({error})",
                     "use one that is stepped after each update, without a metric",
                 ) from error
+            except Exception as error:
+                raise self._file.error_at(error, f"the learning-rate schedule {name}") from error
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter, key, value): momentum and the like, and the number of updates; numbers as tensors."""
@@ -84,7 +93,7 @@ class NamedOptimizer:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
                 for _ in range(self.updates):
-                    self._scheduler.step()
+                    self._step_scheduler()
 
     def _load_value(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         if key == "updates":

@@ -1,0 +1,236 @@
+"""The machines of a launch meet before their workers start, so that whoever is missing is named.
+
+Machine 0 listens at the endpoint until every other machine has said what it is; then it tells all of them what each has
+said, and frees the port for what is started next. Messages are lines of JSON:
+
+    machine 1 ──▶ machine 0   {"node_rank": 1, "count": 3, "host": "b", ...}      what I am
+    machine 0 ──▶ machine 1   {"missing": [2]}                                    as often as it changes
+    machine 0 ──▶ machine 1   {"machines": [{...}, {...}, {...}]}                 all are there, or
+                              {"what": "two machines were ...", "remedy": "..."}  they do not belong together
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
+
+from pdtool.errors import PdtoolError
+from pdtool.machine_facts import MachineFacts, check_reachable
+from pdtool.machines import Machines
+from pdtool.network_interfaces import interface_with, is_own_name
+
+_NOTICE_S = 3.0  # of waiting, before a line says for whom
+_CONNECT_S = 5.0
+_RETRY_S = 0.2
+_MAX_LINE_BYTES = 2**20
+_NO_MACHINE = (ValueError, TypeError, KeyError, RecursionError)  # what reading raises when something else is connected
+
+Notify = Callable[[str], None]  # called with a line for the user
+
+
+def gather_machines(
+    machines: Machines, facts: Mapping[str, str], timeout_s: float, notify: Notify | None = None
+) -> list[MachineFacts]:
+    """Wait until all machines of the launch are there; return what each says of itself, in order of node rank.
+
+    Args:
+        facts: of this machine, for all to compare: name -> value.
+        notify: called with a line that says for whom this machine waits, when that takes more than a few seconds.
+
+    Raises:
+        PdtoolError: a machine does not come in time, two have one rank, their counts differ, the port is taken, or
+            gloo would listen where other machines cannot reach it.
+    """
+    own = MachineFacts.of_this_machine(machines, facts)
+    if machines.count == 1:
+        return [own]
+    meeting = (_MeetingServer if machines.node_rank == 0 else _MeetingClient)(own, machines)
+    return asyncio.run(meeting.gather(timeout_s, notify or (lambda line: None)))
+
+
+class _Meeting:
+    """One machine's part in it.
+
+    Attributes:
+        missing: node ranks of the machines that this one waits for, as far as it knows.
+        hint: why they may not have come; "" when nothing is known.
+    """
+
+    def __init__(self, own: MachineFacts, machines: Machines) -> None:
+        self.own, self.endpoint = own, machines.endpoint
+        self.host, self.port = machines.rendezvous_address
+        self.missing: Sequence[int] = [0] if own.node_rank else range(1, own.count)
+        self.hint = ""
+
+    async def gather(self, timeout_s: float, notify: Notify) -> list[MachineFacts]:
+        notices = asyncio.create_task(self._say_for_whom(timeout_s, notify))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._meet()
+        except TimeoutError:
+            raise self._timeout_error(timeout_s) from None
+        finally:
+            notices.cancel()
+
+    async def _meet(self) -> list[MachineFacts]:
+        raise NotImplementedError
+
+    async def _say_for_whom(self, timeout_s: float, notify: Notify) -> None:
+        said = ""
+        await asyncio.sleep(_NOTICE_S)
+        while True:
+            line = f"waiting for {self._whom()} at {self.endpoint}, for {timeout_s:g} s at most{self._because()}"
+            if line != said:
+                notify(line)
+            said = line
+            await asyncio.sleep(_NOTICE_S)
+
+    def _timeout_error(self, timeout_s: float) -> PdtoolError:
+        return PdtoolError(
+            f"{self._whom()} did not come to {self.endpoint} within {timeout_s:g} s{self._because()}",
+            f"start what is missing, with --node-rank {_list(self.missing, 'or')}, and see that {self.endpoint} can be "
+            "reached from every machine",
+        )
+
+    def _because(self) -> str:
+        return f" ({self.hint})" if self.hint else ""
+
+    def _whom(self) -> str:
+        return f"machine{'s' * (len(self.missing) > 1)} {_list(self.missing, 'and')} of {self.own.count}"
+
+
+class _MeetingServer(_Meeting):
+    """Machine 0's part: it hears from all others, and answers all at once."""
+
+    def __init__(self, own: MachineFacts, machines: Machines) -> None:
+        super().__init__(own, machines)
+        self._present = {0: own}
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._result: asyncio.Future[list[MachineFacts]]
+
+    async def gather(self, timeout_s: float, notify: Notify) -> list[MachineFacts]:
+        try:
+            machines = await super().gather(timeout_s, notify)
+        except PdtoolError as error:
+            await self._tell({"what": error.what, "remedy": error.remedy})
+            raise
+        await self._tell({"machines": [asdict(machine) for machine in machines]})
+        return machines
+
+    async def _meet(self) -> list[MachineFacts]:
+        self._result = asyncio.get_running_loop().create_future()
+        if not await asyncio.to_thread(self._is_own_endpoint):
+            self.hint = f"{self.host} is not this machine, and only the one there is to have --node-rank 0"
+        server = await self._listen()
+        try:
+            machines = await self._result
+            check_reachable(machines)
+            return machines
+        finally:
+            server.close()
+
+    def _is_own_endpoint(self) -> bool:
+        try:
+            return is_own_name(self.host)
+        except OSError as error:
+            what = f"machine 0 cannot resolve {self.host} of the endpoint {self.endpoint} ({error.strerror})"
+            raise PdtoolError(what, "give a name or address of machine 0 that every machine knows") from error
+
+    async def _listen(self) -> asyncio.Server:
+        try:
+            return await asyncio.start_server(self._hear, port=self.port, limit=_MAX_LINE_BYTES)
+        except OSError as error:
+            reason = "another program has it" if error.errno == errno.EADDRINUSE else error.strerror
+            what = f"machine 0 cannot listen on port {self.port} ({reason})"
+            raise PdtoolError(what, "give --rdzv-endpoint with another port, the same on all machines") from error
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hear what a machine says of itself; it is present until it hangs up."""
+        with suppress(OSError, asyncio.CancelledError, *_NO_MACHINE), closing(writer):  # cancelled: the meeting is over
+            machine = MachineFacts.parse(await reader.readline())
+            if self._result.done():
+                return
+            self._writers.add(writer)
+            self._admit(machine, str(writer.get_extra_info("sockname")[0]))
+            await self._tell({"missing": list(self.missing)})
+            await reader.read()
+            self._writers.discard(writer)
+            self._dismiss(machine)
+            await self._tell({"missing": list(self.missing)})
+
+    def _admit(self, machine: MachineFacts, own_address: str) -> None:
+        if problem := self._problem_with(machine):
+            self._result.set_exception(problem)
+            return
+        self._present[machine.node_rank] = machine
+        if machine.is_remote:
+            self._present[0] = replace(self.own, interface=interface_with(own_address))
+        self.missing = [rank for rank in self.missing if rank != machine.node_rank]
+        if not self.missing:
+            self._result.set_result([self._present[rank] for rank in range(self.own.count)])
+
+    def _dismiss(self, machine: MachineFacts) -> None:
+        if self._present.get(machine.node_rank) is machine and not self._result.done():
+            del self._present[machine.node_rank]
+            self.missing = sorted([*self.missing, machine.node_rank])
+
+    def _problem_with(self, machine: MachineFacts) -> PdtoolError | None:
+        if machine.count != self.own.count:
+            what = f"{machine} was started with --nnodes {machine.count}, {self.own} with --nnodes {self.own.count}"
+            return PdtoolError(what, "give all machines the same --nnodes")
+        other = self._present.get(machine.node_rank)
+        if other and (other.host, other.pid) != (machine.host, machine.pid):
+            what = (
+                f"two machines were started with --node-rank {machine.node_rank}: {other.host} (process {other.pid}) "
+                f"and {machine.host} (process {machine.pid})"
+            )
+            return PdtoolError(what, f"give each machine its own --node-rank, from 0 to {self.own.count - 1}")
+        return None
+
+    async def _tell(self, message: Mapping[str, object]) -> None:
+        for writer in list(self._writers):
+            with suppress(OSError):  # it has hung up
+                writer.write(json.dumps(message).encode() + b"\n")
+                await writer.drain()
+
+
+class _MeetingClient(_Meeting):
+    """The part of every other machine: it reports to machine 0, again whenever that is lost."""
+
+    async def _meet(self) -> list[MachineFacts]:
+        while True:
+            try:
+                connection = await asyncio.to_thread(socket.create_connection, (self.host, self.port), _CONNECT_S)
+                connection.setblocking(False)
+                reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE_BYTES)
+                with closing(writer):
+                    return await self._converse(reader, writer)
+            except OSError as error:
+                self.hint = str(error.strerror or error)
+            except _NO_MACHINE:
+                self.hint = "what answers there is no machine that waits for others"
+            self.missing = [0]
+            await asyncio.sleep(_RETRY_S)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> list[MachineFacts]:
+        """Say what this machine is, and hear who is missing until nobody is."""
+        here, there = (str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername"))
+        own = replace(self.own, interface=interface_with(here), is_remote=here != there)
+        writer.write(json.dumps(asdict(own)).encode() + b"\n")
+        while True:
+            answer = json.loads(await reader.readline())
+            if "what" in answer:
+                raise PdtoolError(answer["what"], answer["remedy"])
+            if "machines" in answer:
+                return [MachineFacts(**machine) for machine in answer["machines"]]
+            self.missing, self.hint = answer["missing"], ""
+
+
+def _list(numbers: Sequence[int], conjunction: str) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} {conjunction} {last}" if first else last

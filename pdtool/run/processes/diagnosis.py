@@ -1,0 +1,224 @@
+"""Say which worker failed first, and why, from what the workers left behind.
+
+A worker that loses its peer says whom it lost; a worker that was killed, or that hangs, says nothing. So the failure
+that the others follow from is, in this order:
+
+1. an error that a worker met with by itself,
+2. the end of the fork server, from which all workers come,
+3. a worker that a signal killed, or that ended without a word;
+   that includes one whose connections were closed: on another machine, or before its end was seen here,
+4. a worker that others waited for until their timeout: one that was stopped; else the one that has computed longest
+   without waiting for anybody; else, where all wait for each other, the one that the first to give up waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
+
+from pdtool import process_memory
+from pdtool.artifacts.envelope import write_atomically
+from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
+from pdtool.run import checkpoint
+from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.run.processes.out_of_memory import killed_for_memory_error
+from pdtool.run.processes.status import (
+    ANY_PEER,
+    FAILURE_FILE,
+    NOBODY,
+    OWN_ERROR,
+    LastStatus,
+    WorkerFailure,
+    read_failure,
+    read_status,
+    read_traceback,
+)
+from pdtool.units import format_seconds
+
+# An error crosses the process border as its text and exit code.
+_ERRORS = {1: PdtoolError, 2: UsageError, 3: ScheduleError}
+_LOST_FORK_SERVER = 255  # what multiprocessing takes for the exit code of a process when its fork server has ended
+_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo, torch's store and our sockets say so
+
+
+def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> PdtoolError:
+    """Return the error to raise: the failure that the others follow from; write all of them to FAILURE_FILE.
+
+    Args:
+        local: the workers that this machine started.
+        exit_codes: of the ranks that torch elastic saw fail, negative for a signal.
+    """
+    workers = WorkersLeft(config, local, exit_codes)
+    error = workers.own_error() or workers.lost_fork_server() or workers.silent_death() or workers.no_answer()
+    remedies = [error.remedy] if error.remedy else []
+    if isinstance(error, WorkerDiedError):
+        remedies += _how_to_go_on(config, is_needed=not remedies)
+    if workers.write_story(error):
+        remedies.append(f"see {config.out / FAILURE_FILE} for what each worker did")
+    error.remedy = "; ".join(remedies)
+    return error
+
+
+class WorkersLeft:
+    """What the workers of a run that failed left behind; arguments as of `diagnose`."""
+
+    def __init__(self, config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> None:
+        self._config, self._exit_codes = config, exit_codes
+        self._local = {assignment.rank for assignment in local}
+        self._assignments = {assignment.rank: assignment for assignment in assign_ranks(config.plan)}
+        failures = {rank: read_failure(config.out, rank) for rank in self._assignments}
+        self._failures: dict[int, WorkerFailure] = {rank: failure for rank, failure in failures.items() if failure}
+        self._statuses = {rank: read_status(config.out, rank) for rank in self._assignments}
+
+    def own_error(self) -> PdtoolError | None:
+        """Return the first error that a worker met with by itself."""
+        own = [rank for rank, failure in self._failures.items() if failure.peer == OWN_ERROR]
+        if not own:
+            return None
+        rank = min(own, key=lambda rank: self._failures[rank].at_s)
+        failure = self._failures[rank]
+        kind = _ERRORS.get(failure.exit_code, WorkerDiedError)
+        return kind(f"{self._assignments[rank]}, at {self._statuses[rank]}: {failure.what}", failure.remedy)
+
+    def lost_fork_server(self) -> PdtoolError | None:
+        """Return the error of a fork server that has ended, for which no worker is to blame."""
+        if _LOST_FORK_SERVER not in self._exit_codes.values():
+            return None
+        ended = _fork_server_end()
+        if not ended:
+            return None
+        return WorkerDiedError(f"the fork server, the process that all workers come from, {ended}")
+
+    def silent_death(self) -> PdtoolError | None:
+        """Return the error of a worker that ended and left no failure."""
+        silent = [rank for rank in (*self._exit_codes, *self._lost()) if rank not in self._failures]
+        if not silent:
+            return None
+        rank, place = silent[0], self._assignments[silent[0]]
+        code = self._exit_codes.get(rank)
+        what = f"{place} {_end(code)}; {self._last_seen(rank)}"
+        guess = self._memory_guess(rank) if code in (None, -signal.SIGKILL) and rank in self._local else ""
+        if guess:
+            return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
+        return WorkerDiedError(what)
+
+    def no_answer(self) -> PdtoolError:
+        """Return the error of a worker that others waited for in vain."""
+        rank = self._hung_rank()
+        how = "is stopped (SIGSTOP)" if rank in self._stopped() else "did not answer"
+        waited = f"; others waited {format_seconds(self._config.timeout_s)} for it" if self._failures else ""
+        return WorkerDiedError(
+            f"{self._assignments[rank]} {how}; {self._last_seen(rank)}{waited}",
+            "see what it does there, or give more --timeout if it is only slow",
+        )
+
+    def write_story(self, error: PdtoolError) -> bool:
+        """Write what became of every worker to FAILURE_FILE; returns whether that could be written."""
+        now_s = time.time()
+        stories = [self._story(rank, now_s) for rank in self._assignments]
+        try:
+            write_atomically(self._config.out / FAILURE_FILE, "\n\n".join([str(error), *stories]) + "\n")
+        except (OSError, PdtoolError):
+            return False
+        return True
+
+    @property
+    def _first_failure(self) -> WorkerFailure | None:
+        return min(self._failures.values(), key=lambda failure: failure.at_s, default=None)
+
+    def _lost(self) -> list[int]:
+        """The ranks that had ended when the first worker failed: it saw so, or its connection to them was closed."""
+        first = self._first_failure
+        if first is None or _is_timeout(first):
+            return []
+        return [rank for rank in (*first.gone, first.peer) if rank in self._assignments]
+
+    def _stopped(self) -> Sequence[int]:
+        """The ranks that were stopped when the first worker gave up waiting."""
+        first = self._first_failure
+        return first.stopped if first else ()
+
+    def _hung_rank(self) -> int:
+        """See point 4 above."""
+        unheard = [rank for rank in self._assignments if rank not in self._failures]
+        computing = [rank for rank in unheard if not self._statuses[rank].is_waiting]
+        by_silence = sorted(computing, key=lambda rank: self._statuses[rank].since_s)
+        by_time = sorted(self._failures.values(), key=lambda failure: failure.at_s)
+        waited_for = [failure.peer for failure in by_time if failure.peer in self._assignments]
+        return [*self._stopped(), *by_silence, *waited_for, *unheard, *self._assignments][0]
+
+    def _last_seen(self, rank: int) -> str:
+        status = self._statuses[rank]
+        if not status.pid:
+            return "it left no word here of what it did"
+        waiting = f", where it waited for {_peer(status.waits_for)}" if status.is_waiting else ""
+        return f"it was last at {status}{waiting}"
+
+    def _memory_guess(self, rank: int) -> str:
+        """That the kernel may have killed a worker of this machine; "" when its count of such kills says otherwise."""
+        kills, before = process_memory.oom_kills(), self._statuses[rank].oom_kills
+        if kills is None:
+            return "the kernel kills so when memory runs out" if rank in self._exit_codes else ""
+        if kills <= before:
+            return ""
+        return f"most likely memory ran out: the kernel has killed {kills - before} process(es) for that since it began"
+
+    def _story(self, rank: int, now_s: float) -> str:
+        status, failure = self._statuses[rank], self._failures.get(rank)
+        lines = [f"{self._assignments[rank]}: last at {status}{_state(status, now_s)}"]
+        if rank in self._exit_codes:
+            lines.append(f"  torch elastic saw it end with {self._exit_codes[rank]}")
+        if failure:
+            lines.append(f"  it said: {failure.what}")
+        lines += [f"  {line}" for line in read_traceback(self._config.out, rank).splitlines()]
+        return "\n".join(lines)
+
+
+def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
+    """The remedy of a run whose worker has died; [] where it would only say to start again and `is_needed` is not."""
+    if checkpoint.complete_checkpoints(config.out):
+        return ["go on from the last checkpoint with --resume"]
+    return ["start it again"] if is_needed else []
+
+
+def _end(exit_code: int | None) -> str:
+    """How a worker ended; None where only its silence tells of it."""
+    if exit_code is None:
+        return "died"
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit status {exit_code} and without a word"
+
+
+def _state(status: LastStatus, now_s: float) -> str:
+    if not status.pid:
+        return ", it has not begun"
+    doing = f"waiting for {_peer(status.waits_for)}" if status.is_waiting else "computing"
+    return f", process {status.pid}, {doing} for the last {format_seconds(max(0.0, now_s - status.since_s))}"
+
+
+def _peer(rank: int) -> str:
+    return {ANY_PEER: "other workers", NOBODY: "nobody"}.get(rank, f"rank {rank}")
+
+
+def _is_timeout(failure: WorkerFailure) -> bool:
+    return _TIMED_OUT.search(failure.what) is not None
+
+
+def _fork_server_end() -> str:
+    """How the fork server of this process ended; "" when it runs. It stays for multiprocessing to be waited for."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    ended = None
+    if pid is not None:
+        with suppress(ChildProcessError):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return ""
+    if ended.si_code == os.CLD_EXITED:
+        return f"ended with exit status {ended.si_status}"
+    return f"was killed by {signal.Signals(ended.si_status).name}"

@@ -1,0 +1,72 @@
+"""Recognise that a worker ran out of memory, and say what it needed beside what there was."""
+
+from __future__ import annotations
+
+import errno
+
+import torch
+
+from pdtool.artifacts.plan import Plan
+from pdtool.errors import WorkerDiedError
+from pdtool.process_memory import MemoryLimit, memory_limits
+from pdtool.run.config import RankAssignment
+from pdtool.units import format_bytes
+
+# What allocators say: CUDA's and that of CPU tensors in torch, C++ and cuBLAS.
+_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+_REMEDY = (
+    "partition with a smaller --memory, which plans more stages or recomputation, take a smaller --batch-size when you "
+    "profile, or put fewer workers on this machine"
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or an error that it was raised from, is an allocation that failed."""
+    while error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _TEXTS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def out_of_memory_error(
+    error: BaseException, plan: Plan, assignment: RankAssignment, device: torch.device
+) -> WorkerDiedError:
+    """Return the error of a worker in which an allocation has failed with `error`."""
+    cause = error
+    while cause.__cause__ and is_out_of_memory(cause.__cause__):
+        cause = cause.__cause__
+    reason = (str(cause) or type(cause).__name__).partition("\n")[0][:300]
+    return WorkerDiedError(f"out of memory ({reason}){memory_sentence(plan, assignment, device)}", _REMEDY)
+
+
+def killed_for_memory_error(what: str, plan: Plan, assignment: RankAssignment) -> WorkerDiedError:
+    """Return the error of a worker that the kernel killed, or seems to have killed, for lack of memory."""
+    return WorkerDiedError(f"{what}{memory_sentence(plan, assignment, torch.device('cpu'))}", _REMEDY)
+
+
+def memory_sentence(plan: Plan, assignment: RankAssignment, device: torch.device) -> str:
+    """Return `; the plan predicts 1.2 GB for stage 1, and this machine has 16 GB, of which 3 GB are free`."""
+    limits = [*_gpu_limits(device), *memory_limits()]
+    there_is = ", ".join(
+        f"{limit.name} has {format_bytes(limit.total_bytes)}, of which {format_bytes(limit.free_bytes)} are free now"
+        for limit in limits
+    )
+    return f"; {_prediction(plan, assignment)}" + (f", and {there_is}" if there_is else "")
+
+
+def _prediction(plan: Plan, assignment: RankAssignment) -> str:
+    if plan.predicted is None:
+        return f"the plan predicts nothing for stage {assignment.stage}"
+    return (
+        f"the plan predicts {format_bytes(plan.predicted.memory_bytes[assignment.stage])} for stage {assignment.stage}"
+    )
+
+
+def _gpu_limits(device: torch.device) -> list[MemoryLimit]:
+    if device.type != "cuda":
+        return []
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return [MemoryLimit(str(device), total_bytes, free_bytes)]

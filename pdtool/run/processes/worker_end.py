@@ -1,0 +1,110 @@
+"""How the process of a worker ends: never without a word, and not later than its work does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from pdtool.errors import PdtoolError, WorkerDiedError
+from pdtool.run.processes.collectives import PeerError
+from pdtool.run.processes.status import (
+    OWN_ERROR,
+    WorkerFailure,
+    process_state,
+    read_status,
+    write_failure,
+    write_traceback,
+)
+
+_THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
+end_process = os._exit  # kept, for `explain_exits` replaces it
+
+
+def record_failure(out: Path, rank: int, error: BaseException) -> int:
+    """Write what ended this worker where the launcher reads it; return the exit code of the process."""
+    if not isinstance(error, PeerError):  # whose traceback ends in our own waiting
+        with suppress(OSError):  # of a full disk, which `error` may be of, too
+            write_traceback(out, rank, "".join(traceback.format_exception(error)))
+    failure = _failure(out, rank, error)
+    write_failure(out, rank, failure)
+    return failure.exit_code
+
+
+def exit_error(error: SystemExit) -> WorkerDiedError:
+    """Return the error of a worker whose user's code called sys.exit()."""
+    text = "" if error.code is None else repr(error.code)
+    return WorkerDiedError(f"sys.exit({text}) was called{_place(error)}", "raise an error in model.py instead")
+
+
+def explain_exits(out: Path, rank: int) -> None:
+    """Let os._exit, when the user's code calls it in this process, say so first; the status is never 0."""
+    own_pid = os.getpid()
+
+    def exit_with_a_word(status: int) -> NoReturn:
+        if os.getpid() == own_pid:  # and not in a process that was forked from this one
+            caller = sys._getframe(1)
+            what = f"os._exit({status}) was called ({Path(caller.f_code.co_filename).name}:{caller.f_lineno})"
+            error = WorkerDiedError(what, "raise an error in model.py instead")
+            status = record_failure(out, rank, error)
+        end_process(status)
+
+    os._exit = exit_with_a_word
+
+
+def keep_threads_from_lingering() -> None:
+    """Let this process end when its work is done, even if the user's code has left threads and processes running."""
+    multiprocessing.util.Finalize(None, _terminate_children, exitpriority=0)
+    multiprocessing.util.Finalize(None, _end_despite_threads, exitpriority=-1000)  # after all others
+
+
+def _terminate_children() -> None:
+    for child in multiprocessing.active_children():
+        child.terminate()
+
+
+def _end_despite_threads() -> None:
+    deadline_s = time.monotonic() + _THREADS_GRACE_S
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end_process(0)
+
+
+def _failure(out: Path, rank: int, error: BaseException) -> WorkerFailure:
+    if isinstance(error, PeerError):
+        stopped, gone = _silent_neighbours(out, rank)
+        return WorkerFailure(error.what, error.remedy, error.exit_code, error.peer, time.time(), stopped, gone)
+    if not isinstance(error, PdtoolError):
+        text = f": {error}" if str(error) else ""
+        error = WorkerDiedError(f"{type(error).__name__}{text}{_place(error)}")
+    return WorkerFailure(error.what, error.remedy, error.exit_code, OWN_ERROR, time.time())
+
+
+def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:
+    """The ranks of this machine whose processes are stopped, and those whose processes have ended."""
+    first = rank - int(os.environ["LOCAL_RANK"])
+    stopped, gone = [], []
+    for other in range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])):
+        pid = read_status(out, other).pid
+        state = process_state(pid) if pid else "?"
+        if state in ("T", "t"):
+            stopped.append(other)
+        elif state in ("", "Z", "X"):
+            gone.append(other)
+    return stopped, gone
+
+
+def _place(error: BaseException) -> str:
+    """` (model.py:12)`, the last line that an error came through; "" when it came through none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -1,0 +1,368 @@
+"""The cause of a failure is named: the rank, what it did, and why; whoever waited for it is not blamed."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+
+import harness
+import pytest
+import torch
+from harness import CONV1, CONV2, CONV3, Toy, faulty
+
+from pdtool import process_memory
+from pdtool.artifacts.plan import Predicted
+from pdtool.errors import PdtoolError, WorkerDiedError
+from pdtool.process_memory import MemoryLimit, memory_limits, oom_kills
+from pdtool.run.config import RunConfig, assign_ranks
+from pdtool.run.processes.collectives import PeerError, PeerErrorContext
+from pdtool.run.processes.diagnosis import diagnose
+from pdtool.run.processes.launcher import launch
+from pdtool.run.processes.out_of_memory import is_out_of_memory, out_of_memory_error
+from pdtool.run.processes.status import (
+    ANY_PEER,
+    FAILURE_FILE,
+    NOBODY,
+    OWN_ERROR,
+    WORKERS_FOLDER,
+    Status,
+    WorkerFailure,
+    prepare_folder,
+    process_state,
+    read_status,
+    wait_begins,
+    wait_ends,
+    waits_for,
+    write_failure,
+)
+
+
+def with_code(toy: Toy, code: str) -> Toy:
+    """The toy, with more in its model.py."""
+    return replace(toy, model=f"{toy.model}\nimport os, sys, threading, time\n{code}\n")
+
+
+def failure_of(config: RunConfig) -> PdtoolError:
+    with pytest.raises(PdtoolError) as caught:
+        launch(config)
+    return caught.value
+
+
+# --- workers that end without a word ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statement", "what"),
+    [
+        ("os._exit(0)", r"os\._exit\(0\) was called \(model.py:\d+\)"),
+        ("raise KeyboardInterrupt", r"KeyboardInterrupt \(model.py:\d+\)"),
+        ("sys.exit()", r"sys\.exit\(\) was called \(model.py:\d+\)"),
+        ("sys.exit('no data here')", r"sys\.exit\('no data here'\) was called \(model.py:\d+\)"),
+    ],
+)
+def test_a_worker_that_would_end_with_status_0_says_why(tmp_path: Path, statement: str, what: str) -> None:
+    toy = with_code(CONV2, f"def loss(output, target):\n    {statement}")
+    error = failure_of(harness.job(tmp_path, toy))
+    assert isinstance(error, WorkerDiedError)
+    assert error.exit_code == 5
+    assert re.search(rf"^rank 1 \(stage 1, replica 0\), at 1F0 of epoch 1: {what}", error.what)
+
+
+def test_the_only_worker_too(tmp_path: Path) -> None:
+    """Nobody waits for it, so nobody else would notice."""
+    error = failure_of(harness.job(tmp_path, with_code(CONV1, "def optimizer(named):\n    os._exit(0)")))
+    assert "rank 0 (stage 0, replica 0), at starting: os._exit(0) was called (model.py:" in str(error)
+
+
+def test_threads_and_processes_of_the_users_module_do_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
+    code = """
+import multiprocessing
+threading.Thread(target=time.sleep, args=(600,)).start()
+def dataset(split, of=dataset):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    return of(split)
+"""
+    start = time.monotonic()
+    launch(harness.job(tmp_path, with_code(CONV2, code)))
+    assert time.monotonic() - start < 30
+
+
+def test_a_module_that_goes_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = harness.job(Path("job"), with_code(CONV2, "os.chdir('/')"))
+    assert not config.out.is_absolute()
+    launch(config)
+    assert (tmp_path / "job" / "run" / "report.json").is_file()
+
+
+# --- hung workers -----------------------------------------------------------------------------------------------------
+
+SLEEP_IN_LOSS = """
+calls = []
+def loss(output, target, of=loss):
+    calls.append(1)
+    if len(calls) == 3 and os.environ["RANK"] == "3":
+        STATEMENT
+    return of(output, target)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "how"),
+    [("time.sleep(600)", "did not answer"), ("os.kill(os.getpid(), 19)", r"is stopped \(SIGSTOP\)")],
+)
+def test_a_hung_replica_is_named_and_not_those_that_wait_for_it(tmp_path: Path, statement: str, how: str) -> None:
+    toy = with_code(CONV2, SLEEP_IN_LOSS.replace("STATEMENT", statement))
+    error = failure_of(harness.job(tmp_path, toy, (2, 2), timeout_s=2.0))
+    assert error.exit_code == WorkerDiedError.exit_code
+    assert str(error).startswith("rank 3 (stage 1, replica 1)")
+    assert re.search(how, str(error))
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Left:
+    return Left(harness.job(tmp_path, CONV3, (1, 2, 1), timeout_s=5.0))
+
+
+class Left:
+    """What four workers leave behind, without running any: rank 0, ranks 1 and 2 of one stage, rank 3."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.ranks = assign_ranks(config.plan)
+        prepare_folder(config.out, range(4), keep_metrics=False)
+
+    def status(self, rank: int, text: str, waits_for: int = NOBODY) -> None:
+        status = Status(self.config.out, self.ranks[rank])
+        status.set(text)
+        if waits_for != NOBODY:
+            status.wait_begins(waits_for)
+
+    def failure(self, rank: int, what: str, peer: int, **more: object) -> None:
+        failure = WorkerFailure(what, "", 5, peer, **more)  # type: ignore[arg-type]
+        write_failure(self.config.out, rank, failure)
+
+    def diagnosis(self, exit_codes: dict[int, int]) -> PdtoolError:
+        return diagnose(self.config, self.ranks, exit_codes)
+
+
+def test_the_one_that_waits_for_nobody_is_named(left: Left) -> None:
+    left.status(0, "0B3", waits_for=1)
+    left.status(1, "1U2", waits_for=ANY_PEER)
+    left.status(2, "1F3")
+    left.status(3, "2F3", waits_for=2)
+    left.failure(0, "backward 'a' did not get here (Timed out waiting 5 s)", peer=1)
+    assert str(left.diagnosis({0: 5})).startswith(
+        "rank 2 (stage 1, replica 1) did not answer; it was last at 1F3; others"
+    )
+
+
+def test_of_two_that_compute_the_one_that_has_been_silent_longest_is_named(left: Left) -> None:
+    left.status(2, "1F3")
+    time.sleep(0.002)
+    left.status(1, "1F4")
+    left.status(0, "0B3", waits_for=1)
+    left.status(3, "2F3", waits_for=2)
+    left.failure(3, "forward 'b' did not get here (Timed out waiting 5 s)", peer=2)
+    assert "rank 2 (stage 1, replica 1) did not answer" in str(left.diagnosis({3: 5}))
+
+
+def test_one_that_was_stopped_while_it_waited_is_named(left: Left) -> None:
+    for rank in range(4):
+        left.status(rank, "1F3", waits_for=ANY_PEER)
+    left.failure(0, "the validation metrics did not come (Timed out waiting 5000ms)", peer=ANY_PEER, stopped=[2])
+    error = left.diagnosis({0: 5})
+    assert str(error).startswith(
+        "rank 2 (stage 1, replica 1) is stopped (SIGSTOP); it was last at 1F3, where it waited"
+    )
+
+
+def test_where_all_wait_for_each_other_the_first_to_give_up_is_believed(left: Left) -> None:
+    for rank in range(4):
+        left.status(rank, "1F3", waits_for=ANY_PEER)
+    left.failure(3, "forward 'b' did not get here (Timed out waiting 5 s)", peer=2, at_s=1.0)
+    left.failure(0, "backward 'a' did not get here (Timed out waiting 5 s)", peer=1, at_s=2.0)
+    assert "rank 2 (stage 1, replica 1) did not answer" in str(left.diagnosis({0: 5}))
+
+
+def test_a_worker_whose_end_only_its_neighbour_saw(left: Left) -> None:
+    left.failure(0, "numbers were not averaged (Connection closed by peer)", peer=ANY_PEER, gone=[2])
+    assert str(left.diagnosis({0: 5})).startswith("rank 2 (stage 1, replica 1) died; it left no word here")
+
+
+def test_the_first_error_is_the_cause(left: Left) -> None:
+    left.failure(0, "later", peer=OWN_ERROR, at_s=2.0)
+    left.failure(3, "earlier", peer=OWN_ERROR, at_s=1.0)
+    left.failure(1, "no activation (Connection closed by peer)", peer=0, at_s=0.5)
+    assert str(left.diagnosis({0: 5})).startswith("rank 3 (stage 2, replica 0), at starting: earlier;")
+
+
+def test_a_fork_server_that_was_killed_is_named(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers then look as if they had ended with 255."""
+    with subprocess.Popen(["sleep", "600"]) as server:
+        monkeypatch.setattr(forkserver, "_forkserver", SimpleNamespace(_forkserver_pid=server.pid))
+        assert str(left.diagnosis({0: 255})).startswith("rank 0 (stage 0, replica 0) ended with exit status 255")
+        server.kill()
+        while process_state(server.pid) != "Z":
+            time.sleep(0.001)
+        error = left.diagnosis({0: 255})
+    assert str(error).startswith("the fork server, the process that all workers come from, was killed by SIGKILL;")
+    assert error.exit_code == WorkerDiedError.exit_code
+
+
+def test_every_workers_story_is_in_a_file(left: Left) -> None:
+    left.status(0, "0B3", waits_for=1)
+    left.status(1, "1F3")
+    left.failure(0, "backward 'a' did not get here (Timed out waiting 5 s)", peer=1)
+    (left.config.out / WORKERS_FOLDER / "0.traceback").write_text("Traceback of rank 0")
+    error = left.diagnosis({0: 5})
+    assert f"see {left.config.out / FAILURE_FILE} for what each worker did" in error.remedy
+    assert "did not get here" not in str(error)
+    story = (left.config.out / FAILURE_FILE).read_text()
+    assert "rank 0 (stage 0, replica 0): last at 0B3" in story
+    assert "waiting for rank 1 for the last" in story
+    assert "it said: backward 'a' did not get here" in story
+    assert "Traceback of rank 0" in story
+    assert "rank 3 (stage 2, replica 0): last at starting, it has not begun" in story
+    prepare_folder(left.config.out, range(4), keep_metrics=False)
+    assert not (left.config.out / FAILURE_FILE).exists()
+
+
+def test_a_status_says_for_whom_a_worker_waits(left: Left) -> None:
+    out = left.config.out
+    left.status(0, "0F0")
+    assert not read_status(out, 0).is_waiting
+    begin_s = read_status(out, 0).since_s
+    assert begin_s <= time.time()
+    wait_begins()
+    assert read_status(out, 0).waits_for == ANY_PEER
+    waits_for(2)
+    wait_begins()  # one within another
+    wait_ends()
+    assert (read_status(out, 0).waits_for, read_status(out, 0).text) == (2, "0F0")
+    wait_ends()
+    assert read_status(out, 0).waits_for == NOBODY
+    assert read_status(out, 0).since_s >= begin_s
+    with pytest.raises(PeerError), PeerErrorContext("nothing came", 1):
+        raise RuntimeError("Timed out")
+    assert read_status(out, 0).waits_for == 1
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("toy", "where"),
+    [
+        (faulty("torch.empty(2**45) if self.n == 4 else 0"), "rank 1 (stage 1, replica 0), at 1F4 of epoch 1"),
+        (with_code(CONV2, "def dataset(split):\n    raise MemoryError"), "rank 0 (stage 0, replica 0), at starting"),
+    ],
+    ids=["stage", "loader"],
+)
+def test_a_failed_allocation_is_told_as_lack_of_memory(tmp_path: Path, toy: Toy, where: str) -> None:
+    error = failure_of(harness.job(tmp_path, toy))
+    assert str(error).startswith(f"{where}: out of memory (")
+    assert "the plan predicts nothing for stage" in error.what
+    assert "this machine has" in error.what
+    assert "--memory" in error.remedy
+    assert error.exit_code == WorkerDiedError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("Connection closed by peer"), False),
+        (OSError(28, "No space left on device"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_lack_of_memory_looks_like(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+    outer = PdtoolError("step 3 of Adam raised")
+    outer.__cause__ = error
+    assert is_out_of_memory(outer) == expected
+
+
+def test_no_peer_is_blamed_for_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError, match=r"^can't allocate"), PeerErrorContext("gradients were not averaged", 1):
+        raise RuntimeError("can't allocate memory")
+
+
+def test_the_prediction_stands_beside_what_there_is(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = dict.fromkeys(("bottleneck_s", "throughput_samples_per_s", "gain_over_data_parallel"), 0.0)
+    times = dict.fromkeys(("compute_s", "allreduce_s"), (0.0,) * 3)
+    predicted = Predicted(
+        **zeros,
+        **times,
+        transfer_s=(0.0, 0.0),
+        memory_bytes=(1, 2_500_000_000, 3),
+        traffic_bytes=0,
+        plan_sha256="0" * 64,
+    )
+    plan = left.config.plan.model_copy(update={"predicted": predicted})
+    limits = [MemoryLimit("this machine", 16 * 10**9, 10**9), MemoryLimit("ulimit -v", 3 * 10**9, 10**8)]
+    monkeypatch.setattr("pdtool.run.processes.out_of_memory.memory_limits", lambda: limits)
+    error = out_of_memory_error(MemoryError(), plan, left.ranks[1], torch.device("cpu"))
+    assert error.what == (
+        "out of memory (MemoryError); the plan predicts 2.5 GB for stage 1, and this machine has 16 GB, of which 1 GB "
+        "are free now, ulimit -v has 3 GB, of which 100 MB are free now"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kills", "says"), [(8, "killed 1 process(es) for that"), (7, None), (None, "kernel kills so")]
+)
+def test_a_kill_is_explained_by_the_kernels_count(
+    left: Left, monkeypatch: pytest.MonkeyPatch, kills: int | None, says: str | None
+) -> None:
+    """The count stood at 7 when the worker began."""
+    monkeypatch.setattr(process_memory, "oom_kills", lambda: 7)
+    left.status(1, "1F3")
+    monkeypatch.setattr(process_memory, "oom_kills", lambda: kills)
+    error = left.diagnosis({1: -signal.SIGKILL})
+    assert str(error).startswith("rank 1 (stage 1, replica 0) was killed by SIGKILL; it was last at 1F3")
+    assert ("memory" in str(error)) == (says is not None)
+    assert says is None or says in str(error)
+    assert "memory" not in str(left.diagnosis({1: -signal.SIGTERM}))
+
+
+def test_the_limits_of_this_process_as_linux_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable:  400 kB\nHugePages_Total: 0\n")
+    (proc / "self" / "cgroup").write_text("4:memory:/a/b\n0::/c/d\n")
+    (proc / "vmstat").write_text("pgfault 5\noom_kill 3\n")
+    for folder, files in {
+        "memory/a/b": {"memory.limit_in_bytes": 2**63 - 4096, "memory.usage_in_bytes": 1},
+        "memory/a": {"memory.limit_in_bytes": 700, "memory.usage_in_bytes": 300},
+        "c/d": {"memory.max": "max", "memory.current": 5},
+        "c": {"memory.max": 600, "memory.current": 500},
+    }.items():
+        (groups / folder).mkdir(parents=True, exist_ok=True)
+        for name, value in files.items():
+            (groups / folder / name).write_text(f"{value}\n")
+    monkeypatch.setattr(process_memory, "_PROC", proc)
+    monkeypatch.setattr(process_memory, "_CGROUPS", groups)
+    assert memory_limits()[:2] == [
+        MemoryLimit("this machine", 1024_000, 409_600),
+        MemoryLimit("the control group", 600, 100),
+    ]
+    assert oom_kills() == 3
+    for path in ("meminfo", "vmstat", "self/cgroup"):
+        (proc / path).unlink()
+    assert [limit.name for limit in memory_limits() if limit.name != "ulimit -v"] == []
+    assert oom_kills() is None
