@@ -90,10 +90,7 @@ class ModelFile:
 
         Torch, Python and numpy (where something has loaded it) draw from `seed`: all replicas must begin alike.
         """
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(seed % 2**32)
+        _seed_generators(seed)
         function = self._function(self.ref.function)
         try:
             inspect.signature(function).bind(**self.ref.settings)
@@ -142,7 +139,12 @@ class ModelFile:
         return inputs, target
 
     def dataset(self, split: str) -> Dataset[Any]:
-        """Return the samples (inputs, target) of `split`, which is "train" or "valid"."""
+        """Return the samples (inputs, target) of `split`, which is "train" or "valid".
+
+        Both are made from the same random numbers, whatever the seed of the run: `random_split` in `dataset()` divides
+        the samples alike each time, so that those of one split are never in the other.
+        """
+        _seed_generators(0)
         data = self._call(self._function("dataset"), split)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise self.error(f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset")
@@ -222,6 +224,14 @@ class ModelFile:
             return function(*args, **kwargs)
         except Exception as error:
             raise self.error_at(error, f"{function.__name__}()") from error
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed torch, Python and, where something has loaded it, numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
