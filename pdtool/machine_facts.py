@@ -46,7 +46,7 @@ class MachineFacts:
             count=machines.count,
             host=socket.gethostname(),
             pid=os.getpid(),
-            gloo_address=gloo_address(),
+            gloo_address=gloo_address() if machines.count > 1 else "",  # it may ask a name server
             facts=dict(facts),
         )
 

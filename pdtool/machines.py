@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pdtool.errors import UsageError, WorkerDiedError
 
-_PARENT_PID = os.getppid()  # at the start, to see whether it has changed
+_PROCESS_AT_START = (os.getpid(), os.getppid())
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _SLURM_PORT = "29511"
 _ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
@@ -114,7 +114,8 @@ def end_with_parent() -> None:
     """Let the kernel kill this process when its parent ends; where it cannot (not Linux), nothing happens."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != _PARENT_PID:  # it has ended before that
+    pid, parent = _PROCESS_AT_START
+    if os.getpid() == pid and os.getppid() != parent:  # it ended before that
         os._exit(WorkerDiedError.exit_code)
 
 

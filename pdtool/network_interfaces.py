@@ -29,6 +29,14 @@ def gloo_address() -> str:
     return "127.0.0.1"
 
 
+def loopback_hint() -> str:
+    """Return what to do where gloo listens at an address that no other machine reaches; "" where it does not."""
+    address = gloo_address()
+    if not is_loopback(address):
+        return ""
+    return f"gloo listens at {address}: set {GLOO_VARIABLE} to this machine's interface towards the others"
+
+
 def interface_with(address: str) -> str:
     """Return the name of the interface that has an IPv4 address; "" when none is known to have it."""
     return next((name for name, its in interface_addresses().items() if its == address), "")

@@ -17,6 +17,7 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _STATUS_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of v2, of v1
+ULIMIT = "ulimit -v"
 _UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this where there is no limit
 _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"}
 _KEEP_OPTIONS = {-1: 2**31 - 1, -2: 2**24, -4: 0}  # never trim, grow in steps of 16 MB, allocate nothing by mmap
@@ -85,7 +86,7 @@ def memory_limits() -> list[MemoryLimit]:
     if address_space_bytes != resource.RLIM_INFINITY:
         with suppress(OSError, KeyError):
             used_bytes = _kilobyte_fields(_STATUS)["VmSize"]
-            limits.append(MemoryLimit("ulimit -v", address_space_bytes, max(0, address_space_bytes - used_bytes)))
+            limits.append(MemoryLimit(ULIMIT, address_space_bytes, max(0, address_space_bytes - used_bytes)))
     return limits
 
 
@@ -99,7 +100,7 @@ def oom_kills() -> int | None:
 
 def _cgroup_limits() -> Iterator[MemoryLimit]:
     """The limits of this process's control group and of those that contain it."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for line in (_PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):

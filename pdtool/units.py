@@ -8,7 +8,7 @@ from pdtool.errors import UsageError
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 _MIN_RATE, _MAX_RATE, _MAX_BYTES = 1e-3, 1e18, 1e18  # values outside are slips, and those of artifacts have limits too
-_MAX_SECONDS = 30 * 86400.0
+_MIN_SECONDS, _MAX_SECONDS = 1e-12, 30 * 86400.0
 _RATE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?i?)(bit|B)/s")
 _SIZE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?i?)B")
 _TIME = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*(s|ms|us|ns)")
@@ -43,7 +43,8 @@ def parse_seconds(text: str) -> float:
     match = _TIME.fullmatch(text.strip())
     if not match:
         raise UsageError(f"time {_short(text)} is not a number with a unit", "write 50us, 1ms or 1.5s")
-    return _within("time", text, _number(match, text) * _SECONDS[match[2]], 0, _MAX_SECONDS, "seconds")
+    value = _number(match, text) * _SECONDS[match[2]]
+    return _within("time", text, value, _MIN_SECONDS if value else 0.0, _MAX_SECONDS, "seconds")
 
 
 def _number(match: re.Match[str], text: str) -> float:

@@ -239,6 +239,7 @@ def test_repeated_keys_of_json_are_refused():
             r"cluster\.levels: 1000000 workers: at most 100000",
         ),
         (samples.bundle(), {"batch_size": 10**400}, "batch_size"),
+        (samples.plan(), {"why": {"bottleneck": "", "lower_bound_s": 5e-324}}, r"why\.lower_bound_s: .*1e-100"),
         (samples.report(), {"epochs": -1}, "epochs"),
         (samples.report(), {"minibatches": 10**20}, "minibatches"),
     ],
@@ -309,7 +310,7 @@ def test_module_paths_that_hold_code_are_refused(name):
         Profile.parse(altered(samples.profile(), nodes=node(1, module=name)))
 
 
-@pytest.mark.parametrize("name", ['"""; import os', "a\nb", "'", "\\", "../../etc/passwd"])
+@pytest.mark.parametrize("name", ['"""; import os', "a\nb", "'", "\\", "../../etc/passwd", "\x9b2J", "a\u202eb"])
 @pytest.mark.parametrize("artifact", [samples.profile(), samples.plan(), samples.bundle()], ids=lambda a: a.KIND)
 def test_titles_that_could_end_a_string_or_leave_a_folder_are_refused(artifact, name):
     with pytest.raises(ArtifactError, match="name"):
@@ -354,6 +355,28 @@ def test_the_digest_of_the_operator_graph_stands_among_the_digests():
     assert profile.digests == {**samples.profile().digests, "operator graph": "a" * 64}
     assert profile.with_graph(None) == profile
     assert profile.content_sha256 != samples.profile().content_sha256
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"tied": [{"stages": [0, 1], "names": ["a"]}]}, r"tied\[0\]\.names: 1 names for 2 stages"),
+        ({"tied": [{"stages": [0, 2], "names": ["a", "b"]}]}, r"tied\[0\]\.stages: \[0, 2\] of 2 stages"),
+    ],
+)
+def test_ties_of_a_bundle_name_its_stages(changes, match):
+    """Names that are too few were a traceback in `pdtool show`."""
+    with pytest.raises(ArtifactError, match=match):
+        Bundle.parse(altered(samples.bundle(), **changes))
+
+
+def test_a_tensor_of_a_bundle_is_described_once():
+    content = json.loads(samples.bundle().model_dump_json())["tensors"]
+    with pytest.raises(ArtifactError, match=r"tensors\[2\]\.name: 'h' stands twice"):
+        Bundle.parse(altered(samples.bundle(), tensors=[*content, {**content[1]}]))
+    content[1] |= {"producer": 7, "consumers": []}
+    with pytest.raises(ArtifactError, match=r"tensors\[1\]\.producer: stage 7 of 2 stages"):
+        Bundle.parse(altered(samples.bundle(), tensors=content))
 
 
 def test_a_changed_or_missing_stage_file_is_stale(tmp_path):
@@ -413,6 +436,8 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
         ("format: pdtool/plan/1\nname: 2020-01-01\n...\n", r"name: .*is neither text nor a number"),
         ("format: pdtool/plan/1\nbatch_size: .nan\n...\n", "batch_size: nan is no finite number"),
         ("? [a]\n: b\n...\n", "is not whole YAML"),
+        ("format: pdtool/plan/1\n<<: {name: a}\nname: b\n...\n", "keys are not merged"),
+        ("#" * 5_000_001, "it has 5000001 characters, more than 5000000"),
         ("format: pdtool/plan/1\n1: b\n...\n", "1 is a key, but no text"),
         ("format: pdtool/plan/1\nname: 2020-13-01\n...\n", "is not whole YAML"),
         ("format: pdtool/plan/1\nbatch_size: 0x" + "f" * 2000 + "\n...\n", "a number of 2002 characters"),
@@ -468,6 +493,26 @@ def test_numbers_in_flight_that_deadlock_are_refused():
     )
     with pytest.raises(ScheduleError, match=r"^deadlock: .*; give the stages in_flight [0-9, ]+, as 1f1b wants\n"):
         fine.model_copy(update={"stages": thrice}).check_schedule()
+
+
+def test_a_schedule_that_nobody_means_is_refused_unbuilt():
+    """With vertical sync 97, 89 and 83 replicas update together after 716,539 minibatches."""
+    replicas = (97, 89, 83)
+    workers = [range(sum(replicas[:s]), sum(replicas[: s + 1])) for s in range(3)]
+    plan = plan_of(
+        chain([1.0] * 3), [["x", "a0"], ["a1"], ["a2"]], workers, make_cluster((269,), (1e9,)), in_flight=[2, 2, 2]
+    ).model_copy(update={"weights": "vertical-sync"})
+    with pytest.raises(ScheduleError, match=r"^1433079 minibatches on 3 stages .*: at most 83333; give fewer"):
+        plan.check_schedule()
+
+
+@pytest.mark.parametrize(("field", "figures"), [("compute_s", [1.0]), ("allreduce_s", []), ("memory_bytes", [1, 2, 3])])
+def test_predictions_are_as_many_as_the_stages(field, figures):
+    """A plan with too few was a traceback in `pdtool show`; after an edit by hand they are of another plan."""
+    predicted = json.loads(samples.plan().model_dump_json())["predicted"] | {field: figures}
+    with pytest.raises(ArtifactError, match=rf"predicted\.{field}: {len(figures)} of them for 2 stages"):
+        Plan.parse(altered(samples.plan(), predicted=predicted))
+    assert Plan.parse(altered(samples.plan(), predicted=predicted, batch_size=16)).edited
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe"])

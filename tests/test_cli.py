@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import re
+import subprocess
+import sys
 
 import click
 import pytest
@@ -191,6 +193,14 @@ def test_numbers_that_nobody_means_are_refused_with_their_limits(folder, argumen
     assert f"{arguments[-1]} is not in the range {limits}" in stderr
 
 
+def test_a_profile_whose_path_no_plan_can_hold_is_refused(planned):
+    """It was a traceback of pydantic."""
+    path = "/".join(["d" * 200] * 3) + "/net.json"
+    samples.profile().save(path)
+    stderr = planned.pdtool("partition", path, "--topology", "2", code=2).stderr
+    assert "the plan cannot be written: profile: String should have at most 500 characters" in stderr
+
+
 @pytest.mark.parametrize("timeout", ["0s", "1e-324s", "1e18s", "1e400s"])
 @pytest.mark.parametrize("command", [["run"], ["probe", "--topology", "2"]])
 def test_timeouts_have_limits(folder, command, timeout):
@@ -219,7 +229,10 @@ def test_timeouts_have_limits(folder, command, timeout):
             ["--topology", "2", "--bandwidth", "1e308B/s"],
             "bandwidth '1e308B/s' is too large; give one from 0.001 to 1e+18",
         ),
-        (["--topology", "2", "--latency", "1e18s"], "time '1e18s' is too large; give one from 0 to 2.592e+06 seconds"),
+        (
+            ["--topology", "2", "--latency", "1e18s"],
+            "time '1e18s' is too large; give one from 1e-12 to 2.592e+06 seconds",
+        ),
         (["--topology", "2", "--memory", "1e308GB"], "size '1e308GB' is too large; give one from 1 to 1e+18 bytes"),
         (["--topology", "2", "--simplest", "nan%"], "--simplest 'nan%' is not a share"),
         (["--topology", "2", "--simplest", "many"], "--simplest 'many' is not a share"),
@@ -425,3 +438,13 @@ def test_the_schema_is_that_of_the_class(folder, artifact):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script(folder, shell):
     assert "_PDTOOL_COMPLETE" in folder.pdtool("completion", shell).stdout
+
+
+def test_a_thread_of_the_users_module_does_not_keep_the_command_from_its_end():
+    code = (
+        "import threading, time\nfrom pdtool.cli.app import main\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\nmain(['show', 'nowhere.yaml'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "nowhere.yaml" in done.stderr

@@ -10,6 +10,7 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError, StaleError, TraceError, UsageError
 from pdtool.frontend.modelfile import ModelFile, parse_ref
 from pdtool.frontend.tracing import trace
+from pdtool.profile.measure import measure
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 
@@ -177,9 +178,59 @@ def test_optimizer_and_loss_are_checked(tmp_path):
         write(tmp_path, text).loss(torch.zeros(2), None)
 
 
-def test_unknown_hints_are_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"unknown keys \['nosplit'\]"):
-        _ = write(tmp_path, "def model(): pass\nHINTS = {'nosplit': []}\n").hints
+@pytest.mark.parametrize(
+    ("hints", "match"),
+    [
+        ("{'nosplit': []}", r"HINTS: has unknown keys \['nosplit'\]; use no_split and pin"),
+        ("{1: 2, 'a': 3}", r"HINTS: has unknown keys \[1, 'a'\]"),
+        ("5", r"HINTS: 5 is no dict; write \{"),
+        ("['no_split']", "is no dict"),
+        ("{'no_split': 'block'}", r'\["no_split"\]: .block. is no list of module paths; write'),
+        ("{'no_split': [1]}", r"\[1\] is no list of module paths"),
+        ("{'pin': ['head']}", r'HINTS\["pin"\]: \[.head.\] is no dict of module paths and stages'),
+        ("{'pin': {0: 'head'}}", "0 is no path of a module"),
+        ("{'pin': {'head': '0'}}", r'\["pin"\]\[.head.\]: .0. is no stage; write 0 for the first or -1 for the last'),
+        ("{'pin': {'head': True}}", "True is no stage"),
+        ("{'pin': {'head': 1.5}}", r"1\.5 is no stage"),
+        ("{'pin': {'head': -10**15}}", "-1000000000000000 is no stage"),
+    ],
+)
+def test_hints_of_the_wrong_kind_are_refused(hints, match, tmp_path):
+    with pytest.raises(ModelError, match=match) as caught:
+        _ = write(tmp_path, f"def model(): pass\nHINTS = {hints}\n").hints
+    assert "HINTS" in str(caught.value)
+
+
+def test_hints_are_read(tmp_path):
+    hints = write(tmp_path, "def model(): pass\nHINTS = {'no_split': ['a'], 'pin': {'b': -1}}\n").hints
+    assert (hints.no_split, hints.pin) == (("a",), {"b": -1})
+
+
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "1" * 400])
+def test_settings_that_are_no_usable_number_are_refused(value):
+    with pytest.raises(UsageError, match=r"--set width: .*(no finite number|has 400 digits, more than 30)"):
+        parse_ref("model.py", [f"width={value}"])
+
+
+@pytest.mark.parametrize("value", ["(" * 5000, "1" * 5000, "[" * 500])
+def test_settings_that_python_cannot_read_are_texts(value):
+    assert parse_ref("model.py", [f"width={value}"]).settings == {"width": value}
+
+
+@pytest.mark.parametrize("text", ["x" * 501, "a\x1bb.py", "model.py:modèle"])
+def test_models_that_no_artifact_can_name_are_refused(text):
+    """They were tracebacks of pydantic."""
+    with pytest.raises(UsageError, match=r"model '|is not the name of a function"):
+        parse_ref(text)
+
+
+def test_a_file_whose_name_no_profile_can_have(tmp_path):
+    path = tmp_path / "my'model.py"
+    path.write_text(
+        "import torch\ndef model(): return torch.nn.Linear(2, 2)\ndef example_inputs(n): return torch.ones(n, 2)\n"
+    )
+    with pytest.raises(ModelError, match=r"its profile cannot be written: name: "):
+        measure(ModelFile.load(parse_ref(str(path)), trusted=True), batch_size=2)
 
 
 def test_a_model_named_by_an_artifact_must_lie_here(tmp_path):

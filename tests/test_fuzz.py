@@ -77,7 +77,7 @@ def loaded(forged: Forged, path: Path) -> Any:
         except ArtifactError as refusal:
             text, field = str(refusal), refusal.field
     assert text.startswith(f"{path}: {field}"), text
-    assert len(text) < 1000, "a message that nobody reads"
+    assert len(text) < 2000, "a message that nobody reads"
     return None
 
 

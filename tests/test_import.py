@@ -105,6 +105,14 @@ def test_the_minibatch_is_what_the_sizes_tell(text, batch, why):
         (TEXT.replace("time=8.0", "time=[1.0; 2.0]"), r"f: line 1: backward '\[1.0; 2.0\]' is not one number"),
         (TEXT.replace("60.0; 60.0", "60.0; -1"), "f: line 1: activation_size '-1' is not a number"),
         (TEXT.replace("60.0; 60.0", "60.0; "), "f: line 1: activation_size '' is not a number"),
+        (
+            TEXT.replace("size=72.0", "size=1e40"),
+            "f: line 5: parameter_size '1e40' is none that anyone measures: 0, or from",
+        ),
+        (
+            TEXT.replace("size=72.0", "size=1e-40"),
+            "f: line 5: parameter_size '1e-40' is not whole bytes|none that anyone",
+        ),
         (TEXT.replace("size=72.0", "size=72.5"), "f: line 5: parameter_size '72.5' is not whole bytes"),
         (TEXT.replace("node1 --", "input1 --"), "is neither a node nor an edge"),
         (TEXT.replace("\tnode1 -- node2", "node1 -- node2"), "is neither a node nor an edge"),

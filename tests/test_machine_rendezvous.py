@@ -46,17 +46,22 @@ def endpoint() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def machine(count: int, rank: int, endpoint: str, timeout_s: float = 20, seed: str = "0", netns: str = "") -> Process:
+def machine(
+    count: int,
+    rank: int,
+    endpoint: str,
+    *,
+    timeout_s: float = 20,
+    seed: str = "0",
+    netns: str = "",
+    interface: str = "",
+) -> Process:
     """Start a machine's part; its facts are a seed."""
     command = [sys.executable, "-c", SCRIPT, str(count), str(rank), endpoint, str(timeout_s), seed]
     inside = ["ip", "netns", "exec", netns] if netns else []
-    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": interface}
     return subprocess.Popen(
-        [*inside, *command],
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*inside, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -196,6 +201,8 @@ def test_a_host_name_that_means_this_machine_only_names_the_interface_to_take(tw
         assert "gloo would listen at the address of the host name, 127.0." in errors
         for rank in (0, 1):
             assert re.search(rf"GLOO_SOCKET_IFNAME=eth7 on machine {rank} ", errors)
+    started = [machine(2, rank, "10.77.0.1:29500", netns=name, interface="eth7") for rank, name in enumerate(two_hosts)]
+    assert [code for code, _, _ in outcomes(*started)] == [0, 0]
 
 
 def test_a_machine_without_a_route(two_hosts: tuple[str, str]) -> None:

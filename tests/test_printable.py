@@ -43,7 +43,9 @@ ARTIFACTS = {
         update={"why": samples.plan().why.model_copy(update={"bottleneck": HOSTILE, "proof": HOSTILE})}
     ),
     "report": samples.report().model_copy(update={"metrics": {WORSE: 0.5}, "plan": HOSTILE, "config": HOSTILE}),
-    "cluster": samples.cluster().model_copy(update={"name": HOSTILE.replace("/", "")}),
+    "cluster": samples.cluster().model_copy(
+        update={"measured": samples.cluster().measured.model_copy(update={"torch": HOSTILE})}
+    ),
 }
 
 

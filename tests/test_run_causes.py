@@ -21,6 +21,7 @@ from pdtool.artifacts.plan import Predicted
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.process_memory import MemoryLimit, memory_limits, oom_kills
 from pdtool.run.config import RunConfig, assign_ranks
+from pdtool.run.processes import worker_main
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext
 from pdtool.run.processes.diagnosis import diagnose
 from pdtool.run.processes.launcher import launch
@@ -77,7 +78,35 @@ def test_a_worker_that_would_end_with_status_0_says_why(tmp_path: Path, statemen
 def test_the_only_worker_too(tmp_path: Path) -> None:
     """Nobody waits for it, so nobody else would notice."""
     error = failure_of(harness.job(tmp_path, with_code(CONV1, "def optimizer(named):\n    os._exit(0)")))
-    assert "rank 0 (stage 0, replica 0), at starting: os._exit(0) was called (model.py:" in str(error)
+    assert "rank 0 (stage 0, replica 0), at the building of the stages: os._exit(0) was called (model.py:" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("raised", "what"),
+    [(SystemExit("no data"), r"sys\.exit\('no data'\) was called \("), (MemoryError(), "out of memory")],
+)
+def test_a_worker_of_torchrun_says_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException, what: str
+) -> None:
+    """There the command itself is the worker, and would end with status 0."""
+
+    def context(*_: object) -> None:
+        raise raised
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worker_main.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(process_memory, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(worker_main, "WorkerContext", context)
+    with pytest.raises(WorkerDiedError, match=what):
+        worker_main.run_worker(harness.job(tmp_path, CONV1))
+
+
+def test_a_loss_without_a_gradient_ends_the_run_at_the_first_minibatch(tmp_path: Path) -> None:
+    toy = with_code(CONV2, "def loss(output, target, of=loss):\n    return of(output, target).detach()")
+    error = failure_of(harness.job(tmp_path, toy))
+    assert error.exit_code == 1
+    assert str(error).startswith("rank 1 (stage 1, replica 0), at 1F0 of epoch 1: loss() returned a tensor without a")
 
 
 def test_threads_and_processes_of_the_users_module_do_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
@@ -197,11 +226,27 @@ def test_a_worker_whose_end_only_its_neighbour_saw(left: Left) -> None:
     assert str(left.diagnosis({0: 5})).startswith("rank 2 (stage 1, replica 1) died; it left no word here")
 
 
+@pytest.mark.parametrize(("code", "how"), [(-11, "was killed by SIGSEGV"), (-50, "was killed by signal 50")])
+def test_a_signal_is_named(left: Left, code: int, how: str) -> None:
+    left.status(2, "1F3")
+    assert str(left.diagnosis({2: code})).startswith(f"rank 2 (stage 1, replica 1) {how}; it was last at 1F3;")
+
+
+def test_one_that_closed_its_connections_has_not_been_waited_for(left: Left) -> None:
+    left.status(1, "1F3")
+    left.failure(0, "numbers were not averaged (Connection closed by peer)", peer=ANY_PEER)
+    left.failure(2, "numbers were not averaged (Connection closed by peer)", peer=ANY_PEER)
+    left.failure(3, "forward 'b' did not get here (Connection closed by peer)", peer=2)
+    assert str(left.diagnosis({0: 5})).startswith(
+        "rank 1 (stage 1, replica 0) closed its connections; it was last at 1F3;"
+    )
+
+
 def test_the_first_error_is_the_cause(left: Left) -> None:
     left.failure(0, "later", peer=OWN_ERROR, at_s=2.0)
     left.failure(3, "earlier", peer=OWN_ERROR, at_s=1.0)
     left.failure(1, "no activation (Connection closed by peer)", peer=0, at_s=0.5)
-    assert str(left.diagnosis({0: 5})).startswith("rank 3 (stage 2, replica 0), at starting: earlier;")
+    assert str(left.diagnosis({0: 5})).startswith("rank 3 (stage 2, replica 0), at the start: earlier;")
 
 
 def test_a_fork_server_that_was_killed_is_named(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +275,7 @@ def test_every_workers_story_is_in_a_file(left: Left) -> None:
     assert "waiting for rank 1 for the last" in story
     assert "it said: backward 'a' did not get here" in story
     assert "Traceback of rank 0" in story
-    assert "rank 3 (stage 2, replica 0): last at starting, it has not begun" in story
+    assert "rank 3 (stage 2, replica 0): last at the start, it has not begun" in story
     prepare_folder(left.config.out, range(4), keep_metrics=False)
     assert not (left.config.out / FAILURE_FILE).exists()
 
@@ -262,13 +307,17 @@ def test_a_status_says_for_whom_a_worker_waits(left: Left) -> None:
     ("toy", "where"),
     [
         (faulty("torch.empty(2**45) if self.n == 4 else 0"), "rank 1 (stage 1, replica 0), at 1F4 of epoch 1"),
-        (with_code(CONV2, "def dataset(split):\n    raise MemoryError"), "rank 0 (stage 0, replica 0), at starting"),
+        (
+            with_code(CONV2, "def dataset(split):\n    raise MemoryError"),
+            "rank 0 (stage 0, replica 0), at the loading of the data",
+        ),
     ],
     ids=["stage", "loader"],
 )
 def test_a_failed_allocation_is_told_as_lack_of_memory(tmp_path: Path, toy: Toy, where: str) -> None:
     error = failure_of(harness.job(tmp_path, toy))
-    assert str(error).startswith(f"{where}: out of memory (")
+    assert re.search(r": out of memory \((MemoryError\)|DefaultCPUAllocator: can't allocate memory: )", str(error))
+    assert str(error).startswith(where)
     assert "the plan predicts nothing for stage" in error.what
     assert "this machine has" in error.what
     assert "--memory" in error.remedy
@@ -338,6 +387,9 @@ def test_a_kill_is_explained_by_the_kernels_count(
     assert ("memory" in str(error)) == (says is not None)
     assert says is None or says in str(error)
     assert "memory" not in str(left.diagnosis({1: -signal.SIGTERM}))
+    assert "memory" not in str(left.diagnosis({1: -signal.SIGABRT}))
+    monkeypatch.setattr(process_memory, "memory_limits", lambda: [MemoryLimit("ulimit -v", 3, 1)])
+    assert "native code may end so when ulimit -v leaves it no memory" in str(left.diagnosis({1: -signal.SIGABRT}))
 
 
 def test_the_limits_of_this_process_as_linux_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from harness import CONV1, CONV2, CONV3
 
+from pdtool.machine_rendezvous import gather_machines
 from pdtool.machines import Machines
 from pdtool.run import checkpoint
 from pdtool.run.config import RunConfig
@@ -50,8 +51,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])} | variables
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -134,6 +135,26 @@ def test_a_machine_that_fails_while_the_other_waits_for_it(tmp_path: Path, scrip
     (_, _, waited), (code, _, errors) = end([machine(script, spec), machine(script, stale)])
     assert (code, "it has 3 stages, the plan 2" in errors) == (3, True)
     assert "machine 1 of 2 did not come" in waited
+
+
+def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path, script: Path) -> None:
+    spec = harness.job(tmp_path, CONV2, timeout_s=3.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
+    first = machine(script, spec)
+    gather_machines(replace(spec.machines, node_rank=1), {}, 60.0)
+    begin = time.monotonic()
+    [(code, _, errors)] = end([first])
+    assert (code, time.monotonic() - begin < 60) == (1, True)
+    assert "torch elastic could not start the workers (" in errors
+
+
+def test_workers_of_several_machines_that_gloo_does_not_let_meet(tmp_path: Path, script: Path) -> None:
+    """As torchrun starts them; nobody else is there, and the interface that is set is loopback."""
+    (tmp_path / "spec").write_bytes(pickle.dumps(harness.job(tmp_path, CONV2, timeout_s=1.0)))
+    worker = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    [(code, _, errors)] = end([start([sys.executable, str(script), str(tmp_path / "spec")], **worker, **address)])
+    assert code == 5
+    assert "the workers did not come together; gloo listens at 127.0.0.1: set GLOO_SOCKET_IFNAME to" in errors
 
 
 def test_a_worker_of_torchrun_ends_with_it(tmp_path: Path, script: Path) -> None:

@@ -59,6 +59,11 @@ def test_samples_that_cannot_be_collated_are_described(tmp_path):
         MinibatchLoader(load(tmp_path, "return torch.ones(2), object()"), "train", INPUTS).load([0, 1], 1)
 
 
+def test_the_example_of_a_profile_says_the_same(tmp_path):
+    with pytest.raises(ModelError, match=r"^user.py:7: dataset\('train'\), sample 1, raised ZeroDivisionError"):
+        load(tmp_path, "return torch.ones(2), 1 // (1 - i)").example_batch(2)
+
+
 def test_a_sample_that_is_not_a_pair_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"^user.py: dataset\('train'\), sample 2, is not a pair"):
         MinibatchLoader(load(tmp_path, "return [1]"), "train", INPUTS).load([2], 1)

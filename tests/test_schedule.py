@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from pdtool.schedule import (
     PipelineShape,
     StashTracker,
     build,
+    check_executable,
     default_in_flight,
     default_shape,
     draw,
@@ -384,3 +386,11 @@ def test_the_grid_shows_the_surroundings_of_the_mark() -> None:
     assert text.splitlines()[1] == "worker  1 | ... " + " ".join(
         f">{a}<" if i == 90 else str(a) for i, a in enumerate(lists[1][88:92], start=88)
     )
+
+
+def test_many_replicas_are_checked_in_time_that_grows_with_their_number():
+    """1,024 took 1.0 s and 3,000 took 25 s: each replica's update looked at the backwards of all."""
+    shape = default_shape("1f1b", [3000])
+    began = time.process_time()
+    check_executable("1f1b", shape)
+    assert time.process_time() - began < 10  # 0.4 s

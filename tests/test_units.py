@@ -72,6 +72,19 @@ def test_sizes_that_nobody_means_are_refused(text):
         parse_bytes(text)
 
 
-def test_a_time_without_end_is_refused():
-    with pytest.raises(UsageError, match="time"):
-        parse_seconds("1e400s")
+@pytest.mark.parametrize("text", ["1e400s", "1e18s", "31e6s"])
+def test_a_time_without_end_is_refused(text):
+    with pytest.raises(UsageError, match=r"time '.*' is too large; give one from 1e-12 to 2\.592e\+06 seconds"):
+        parse_seconds(text)
+
+
+def test_a_time_that_is_no_time_is_refused():
+    assert parse_seconds("0s") == 0
+    with pytest.raises(UsageError, match="time '1e-40s' is too small; give one from 1e-12"):
+        parse_seconds("1e-40s")
+
+
+def test_a_long_text_is_shortened():
+    with pytest.raises(UsageError) as caught:
+        parse_bytes("1" * 10_000)
+    assert len(str(caught.value)) < 200

@@ -29,7 +29,7 @@ class DeviceSpec(FrozenModel):
         source: title and address of the data sheet that the figures come from.
     """
 
-    name: Label
+    name: Annotated[Label, Field(max_length=200)]
     peak_flops_per_s: dict[Precision, Rate]
     bandwidth_bytes_per_s: Rate
     memory_bytes: PositiveBytes

@@ -10,7 +10,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -104,7 +104,7 @@ class Artifact(FrozenModel):
         if not tag:
             raise ArtifactError(path, f"is not a {cls.KIND} (no format field)", f"write it with `{cls.MAKER}`")
         if tag != expected:
-            raise cls._rewritable(path, f"has format {tag!r}, this pdtool reads {expected!r}", field="format")
+            raise cls._rewritable(path, f"has format {tag!r:.80}, this pdtool reads {expected!r}", field="format")
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
             raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
         try:
@@ -203,6 +203,16 @@ def _first_fault(error: ValidationError) -> tuple[str, str]:
         close = difflib.get_close_matches(str(name), missing, n=1, cutoff=0.7)
         value += f"; did you mean {close[0]}?" if close else ""
     return ".".join(str(part)[:80] for part in (*parents, name)), f"{first['msg']}{value}"
+
+
+@contextmanager
+def fields_checked(error_of: Callable[[str], PdtoolError]) -> Iterator[None]:
+    """Raise what `error_of` makes of `field: what is wrong` where the body makes an artifact that nobody could read."""
+    try:
+        yield
+    except ValidationError as error:
+        field, what = _first_fault(error)
+        raise error_of(f"{field}: {what}") from error
 
 
 def title(text: str) -> str:

@@ -12,10 +12,11 @@ from pdtool.artifacts.cluster_file import ClusterSpec, check_levels
 from pdtool.artifacts.envelope import FrozenModel, ModelRef, YamlArtifact
 from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, Label, Number, Title
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError, FieldError
+from pdtool.errors import ArtifactError, FieldError, ScheduleError
 from pdtool.schedule import POLICIES, PipelineShape, check_executable, is_asynchronous, pipeline_shape
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
+_MAX_MINIBATCHES_TIMES_STAGES = 250_000  # data parallelism on MAX_WORKERS has 200,001
 # The fields that the predictions do not depend on: names, and the predictions themselves.
 _NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "predicted", "why"}
 
@@ -221,8 +222,19 @@ class Plan(YamlArtifact):
         )
 
     def check_schedule(self) -> None:
-        """Raise ScheduleError when the numbers in flight make the schedule deadlock; it names numbers that do not."""
-        check_executable(self.schedule, self.shape(), self.microbatches)
+        """Execute the schedule on paper.
+
+        Raises:
+            ScheduleError: the numbers in flight make it deadlock, and it names numbers that do not; or it is so long
+                that nobody means it.
+        """
+        shape = self.shape()
+        minibatches = shape.representative_minibatches
+        if minibatches * len(self.stages) > _MAX_MINIBATCHES_TIMES_STAGES:
+            what = f"{minibatches} minibatches on {len(self.stages)} stages fill the pipeline and update it"
+            limit = f"at most {_MAX_MINIBATCHES_TIMES_STAGES // len(self.stages)}"
+            raise ScheduleError(f"{what}: {limit}", "give fewer in flight, in an update, or replicas")
+        check_executable(self.schedule, shape, self.microbatches)
 
     @property
     def plan_sha256(self) -> str:

@@ -18,7 +18,8 @@ _EXPONENTIAL = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"
 _MAX_DEPTH = 30  # artifacts have a depth of about six
 _MAX_INTEGER = 10**30
 _MAX_NUMBER_CHARACTERS = 1000
-_TEXT_TAG = "tag:yaml.org,2002:str"
+_MAX_YAML_CHARACTERS = 5_000_000  # PyYAML takes up to a minute for them; a large artifact has one million
+_TEXT_TAG, _MERGE_TAG = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -45,6 +46,8 @@ def read_json(text: str) -> Any:
 
 def read_yaml(text: str) -> Any:
     """Read YAML as the safe loader does, without aliases and repeated keys; raises as `read_json` does."""
+    if len(text) > _MAX_YAML_CHARACTERS:
+        raise FormatError(f"it has {len(text)} characters, more than {_MAX_YAML_CHARACTERS}")
     try:
         content = yaml.load(text, Loader=_StrictLoader)
     except RecursionError:
@@ -150,6 +153,8 @@ class _StrictLoader(yaml.SafeLoader):
         line = node.start_mark.line + 1
         if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
             raise yaml.YAMLError(f"a key is no text (line {line})")
+        if any(key.tag == _MERGE_TAG for key, _ in node.value):
+            raise yaml.YAMLError(f"keys are not merged in artifacts (line {line})")
         keys = [key.value for key, _ in node.value]
         if len(set(keys)) < len(keys):
             raise yaml.YAMLError(f"key {_repeated(keys)!r} stands twice (line {line})")

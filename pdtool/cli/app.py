@@ -6,6 +6,8 @@ loads torch.
 
 from __future__ import annotations
 
+import atexit
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +47,18 @@ Examples:
 
 class CommandGroup(click.Group):
     """A group that prints errors and exits with their codes; click itself handles usage errors and closed pipes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as a program, which ends when the command does, whatever threads the user's model.py has started."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except SystemExit as end:
+            if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+                from pdtool.run.processes.worker_end import end_despite_threads
+
+                atexit._run_exitfuncs()
+                end_despite_threads(int(end.code or 0))
+            raise
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _printable_usage_errors():

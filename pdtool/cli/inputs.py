@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.artifacts.envelope import ModelRef, fields_checked, file_sha256
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.console.terminal import note
@@ -165,9 +165,14 @@ def read_profile(plan: Plan, path: str) -> Profile:
 
 
 def _named(recorded: ModelRef, text: str) -> ModelRef:
-    """Return the model named on the command line, with the recorded settings, and function unless it names one."""
+    """Return the model named on the command line, with the recorded settings, and function unless it names one.
+
+    Raises:
+        UsageError: no artifact can hold that name.
+    """
     source, _, function = text.partition(":")
-    return ModelRef(source=source, function=function or recorded.function, settings=recorded.settings)
+    with fields_checked(lambda fault: UsageError(f"--model {text!r:.80}: {fault}", "give it another path or name")):
+        return ModelRef(source=source, function=function or recorded.function, settings=recorded.settings)
 
 
 def _checked(plan: Plan, profile: Profile) -> Plan:

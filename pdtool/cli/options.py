@@ -85,8 +85,8 @@ def device(help: str) -> Decorator:
 
 
 def timeout(default: str) -> Decorator:
-    """Define `--timeout` of workers that wait for each other."""
-    help = "How long a worker waits for another."
+    """Define `--timeout` of workers, and of machines, that wait for each other."""
+    help = "How long a worker or machine waits for another."
     return click.option("--timeout", default=default, callback=_timeout, metavar="TIME", help=help)
 
 

@@ -9,7 +9,7 @@ import inspect
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
-from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
+from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, fields_checked, file_sha256
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
+from pdtool.frontend.user_code import collate, error_at, user_line
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -129,14 +130,11 @@ class ModelFile:
     def example_batch(self, batch_size: int) -> tuple[Any, Any]:
         """Return (inputs, target): the first `batch_size` samples of the training set, collated."""
         data: Any = self.dataset("train")
-        if len(data) < batch_size:
-            what = f"the training set has {len(data)} samples, fewer than one minibatch of {batch_size}"
+        samples = self.samples(data, "dataset('train')")
+        if samples < batch_size:
+            what = f"the training set has {samples} samples, fewer than one minibatch of {batch_size}"
             raise self.error(what, "choose a smaller --batch-size")
-        samples = [data[i] for i in range(batch_size)]
-        if not all(isinstance(sample, (tuple, list)) and len(sample) == 2 for sample in samples):
-            raise self.error("a sample of dataset('train') is not a pair (inputs, target)")
-        inputs, target = default_collate(samples)
-        return inputs, target
+        return self.collate(data, range(batch_size), "dataset('train')")
 
     def dataset(self, split: str) -> Dataset[Any]:
         """Return the samples (inputs, target) of `split`, which is "train" or "valid".
@@ -158,6 +156,14 @@ class ModelFile:
             return len(data)
         except Exception as error:
             raise self.error_at(error, f"the length of {name}") from error
+
+    def collate(self, data: Any, indices: Sequence[int], name: str) -> tuple[Any, Any]:
+        """Return (inputs, target) of some samples of a split of the dataset, which `name` names in an error.
+
+        Raises:
+            ModelError: a sample cannot be read, is no pair, or does not go with the others.
+        """
+        return collate(self.path, data, indices, name)
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the user's loss: a tensor of one element, the mean over the minibatch."""
@@ -210,7 +216,7 @@ class ModelFile:
 
     def error_at(self, error: Exception, what: str) -> ModelError:
         """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
-        return ModelError(f"{user_line(error, self.path)}{what} raised {type(error).__name__}: {error}")
+        return error_at(self.path, error, what)
 
     def _function(self, name: str) -> Callable[..., Any]:
         if not self.has(name):
@@ -237,7 +243,7 @@ def _seed_generators(seed: int) -> None:
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
     """Read `model.py`, `model.py:vgg16` or `package.module:vgg16` and settings `layers=12`; raises UsageError."""
     source, _, function = text.rpartition(":") if ":" in text else (text, "", "model")
-    if not function.isidentifier():
+    if not function.isidentifier() or not function.isascii():
         raise UsageError(f"{function!r} in {text!r} is not the name of a function", "write model.py:function")
     values: dict[str, str | int | float | bool] = {}
     for setting in settings:
@@ -249,7 +255,8 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
             check_plain(values[key])
         except FieldError as fault:
             raise UsageError(f"--set {key}: {fault}", "give a number that a float holds, or a text") from None
-    return ModelRef(source=source, function=function, settings=values)
+    with fields_checked(lambda fault: UsageError(f"model {text!r:.80}: {fault}", "give it another path or name")):
+        return ModelRef(source=source, function=function, settings=values)
 
 
 def find_source(source: str) -> Path:
@@ -293,20 +300,6 @@ def _import(source: str, path: Path) -> ModuleType:
         raise ModelError(f"{user_line(error, path)}importing it raised {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
-
-
-def user_line(error: BaseException, path: Path) -> str:
-    """Return `model.py:12: `, the deepest line of the user's own code in the error's traceback, for a message."""
-    line, trace, folder = 0, error.__traceback__, path.resolve().parent
-    name = path.name
-    while trace:
-        file = Path(trace.tb_frame.f_code.co_filename)
-        if file.resolve() == path.resolve() or (
-            file.resolve().is_relative_to(folder) and "site-packages" not in str(file)
-        ):
-            line, name = trace.tb_lineno, file.name
-        trace = trace.tb_next
-    return f"{name}:{line}: " if line else f"{path.name}: "
 
 
 def _literal(text: str) -> str | int | float | bool:

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from pdtool.errors import TraceError
 from pdtool.frontend.graph_reader import GraphReader, LeafCall
 from pdtool.frontend.leaf_modules import is_leaf
-from pdtool.frontend.modelfile import user_line
 from pdtool.frontend.operators import ByMode, Operator, Traced
+from pdtool.frontend.user_code import user_line
 
 _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]

@@ -9,13 +9,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pdtool.artifacts.cluster_file import ClusterSpec
+from pdtool.artifacts.envelope import fields_checked
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
-from pdtool.errors import ScheduleError
+from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, PipelineShape, check_executable, pipeline_shape
 
 _MAX_STAGES_SPELLED_OUT = 16
+_MAX_NAME = 400  # characters of the profile's in the plan's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,9 @@ class Placement:
 
         Args:
             profile_path: where the profile lies; it stands in the plan.
+
+        Raises:
+            UsageError: no plan can hold that path.
         """
         stages = tuple(
             Stage(
@@ -98,18 +103,20 @@ class Placement:
                 self.stages, self.workers, self.in_flight, self.recompute, strict=True
             )
         )
-        return Plan.model_validate(
-            {
-                **vars(self.execution),
-                "name": f"{profile.name}-{cluster.topology}",
-                "model": profile.model,
-                "profile": profile_path,
-                "digests": {**profile.digests, profile_path: profile.content_sha256},
-                "batch_size": profile.batch_size,
-                "cluster": ClusterSpec.of(cluster),
-                "stages": stages,
-            }
-        )
+        remedy = "give the profile a path of at most 500 ordinary characters"
+        with fields_checked(lambda fault: UsageError(f"the plan cannot be written: {fault}", remedy)):
+            return Plan.model_validate(
+                {
+                    **vars(self.execution),
+                    "name": f"{profile.name[:_MAX_NAME]}-{cluster.topology}",
+                    "model": profile.model,
+                    "profile": profile_path,
+                    "digests": {**profile.digests, profile_path: profile.content_sha256},
+                    "batch_size": profile.batch_size,
+                    "cluster": ClusterSpec.of(cluster),
+                    "stages": stages,
+                }
+            )
 
     @property
     def pipeline_depth(self) -> int:

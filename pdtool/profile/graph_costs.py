@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from pdtool.artifacts.envelope import fields_checked
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
 from pdtool.frontend.modelfile import ModelFile
@@ -82,8 +83,14 @@ def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts) -> Pro
     """Make the profile of a model that costs this on `device`.
 
     Raises:
-        ModelError: HINTS names what is no module of the model.
+        ModelError: HINTS names what is no module of the model, or a figure is larger than a profile holds.
     """
+    remedy = "choose a smaller --batch-size, a faster --device, or another name for the file"
+    with fields_checked(lambda fault: model.model_file.error(f"its profile cannot be written: {fault}", remedy)):
+        return _make_profile(model, device, costs)
+
+
+def _make_profile(model: ProfiledModel, device: Device, costs: GraphCosts) -> Profile:
     nodes = tuple(_nodes(model, costs))
     spent_s = sum(n.forward_s + n.backward_s + n.update_s for n in nodes)
     step_s = costs.step_s + costs.update_s if costs.step_s else 0.0

@@ -25,8 +25,10 @@ from pdtool.artifacts.profile import Device, Node, Profile
 from pdtool.errors import ArtifactError
 
 DEVICE = "V100 (published by PipeDream)"
+_MAX_SAMPLES = 10**9
 DEFAULT_BATCH = 128  # what PipeDream's own profiles were mostly taken at
 _FLOAT_BYTES = 4
+_MAX_NUMBER = 1e12  # of milliseconds and of bytes
 _NODE = re.compile(
     r"(node[0-9]{1,18}) -- (([^()\x00-\x1f]{1,100}?)(?:\([^\x00-\x1f]*)?) -- forward_compute_time=([^,]+), "
     r"backward_compute_time=([^,]+), activation_size=([^,]+), parameter_size=([^,]+?)(?: -- stage_id=[0-9]+)?"
@@ -147,6 +149,9 @@ def _number(text: str, key: str, line: int, path: str) -> float:
     value = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not math.isfinite(value):
         raise _fault(path, line, f"{key} {text[:40]!r} is not a number from 0 up")
+    if value > _MAX_NUMBER or 0 < value < 1 / _MAX_NUMBER:
+        limits = f"0, or from {1 / _MAX_NUMBER:g} to {_MAX_NUMBER:g}"
+        raise _fault(path, line, f"{key} {text[:40]!r} is none that anyone measures: {limits}")
     return value
 
 
@@ -203,6 +208,6 @@ def _batch_size(nodes: Mapping[str, _NodeLine]) -> tuple[int, str]:
                 lines_by_samples[line.output_bytes[index] / (_FLOAT_BYTES * int(match[1]))] = line
         if len(lines_by_samples) == 1:
             [(samples, line)] = lines_by_samples.items()
-            if samples == int(samples) > 0:
+            if samples == int(samples) and 0 < samples <= _MAX_SAMPLES:
                 return int(samples), f"from {what} {line.description} in line {line.number}"
     return DEFAULT_BATCH, "assumed: no shape in the file tells it"

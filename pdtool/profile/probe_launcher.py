@@ -17,18 +17,25 @@ from torch.distributed.rendezvous import rendezvous
 
 from pdtool.artifacts.cluster_file import ClusterFile
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
+from pdtool.machine_rendezvous import Notify, gather_machines
 from pdtool.machines import Machines, worker_environment
 from pdtool.profile.probe import OnStep, ProbeRequest, ProbeWorker, run_probe_worker
 
 _GRACE_S = 0.5  # after a failure: the one that the others follow from may still be on its way
 
 
-def probe(request: ProbeRequest, machines: Machines, on_step: OnStep) -> ClusterFile | None:
+def probe(
+    request: ProbeRequest, machines: Machines, on_step: OnStep, notify: Notify = lambda line: None
+) -> ClusterFile | None:
     """Measure the network; None on machines and workers that are not the first, which have no figures to report.
 
     Inside torchrun or srun this process is one of the workers already.
 
+    Args:
+        notify: called with a line that says for which machine this one waits.
+
     Raises:
+        PdtoolError: a machine does not come in time, or does not belong to this launch.
         WorkerDiedError: a worker died, or another waited for it in vain.
         UsageError: the workers cannot be shared among the machines, or lack the device.
     """
@@ -36,12 +43,13 @@ def probe(request: ProbeRequest, machines: Machines, on_step: OnStep) -> Cluster
     is_launcher = machines.count > 1 and "RANK" not in os.environ  # which srun may have started, one on each machine
     if environment and not is_launcher:
         return _probe_as_worker(request, environment, on_step)
-    return _launch(request, machines, on_step)
-
-
-def _launch(request: ProbeRequest, machines: Machines, on_step: OnStep) -> ClusterFile | None:
-    """Start the workers of this machine, and wait for them."""
     node_workers = machines.node_workers(request.workers)
+    gather_machines(machines, {}, request.timeout_s, notify)
+    return _launch(request, machines, node_workers, on_step)
+
+
+def _launch(request: ProbeRequest, machines: Machines, node_workers: range, on_step: OnStep) -> ClusterFile | None:
+    """Start the workers of this machine, and wait for them."""
     host, port = machines.rendezvous_address
     if machines.node_rank == 0:
         store = _connect_store(request, host, port, is_master=True)

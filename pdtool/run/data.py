@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
-from torch.utils.data import default_collate
 
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.frontend.modelfile import ModelFile
@@ -105,7 +104,7 @@ class MinibatchLoader:
 
     def describe(self) -> DatasetSplit:
         """Return what the other workers must know."""
-        _, target = self._collate([0])
+        _, target = self.file.collate(self.data, [0], self.where)
         return DatasetSplit(self.file.samples(self.data, self.where), target)
 
     def load(self, indices: Sequence[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -125,7 +124,7 @@ class MinibatchLoader:
         seed_torch(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        inputs, target = self._collate(indices)
+        inputs, target = self.file.collate(self.data, indices, self.where)
         inputs = list(self.file.as_inputs(inputs))
         loaded = [(tuple(value.shape), value.dtype) for value in inputs]
         expected = [(tensor.sizes(len(indices)), dtype_of(tensor)) for tensor in self.inputs]
@@ -136,40 +135,6 @@ class MinibatchLoader:
             )
         return inputs, tree_leaves(target)
 
-    def _collate(self, indices: Sequence[int]) -> tuple[Any, Any]:
-        samples = [self._sample(i) for i in indices]
-        try:
-            inputs, target = default_collate(samples)
-        except Exception as error:
-            raise self.file.error_at(error, f"the samples of {self.where}, {_difference(indices, samples)}") from error
-        return inputs, target
 
-    def _sample(self, index: int) -> Any:
-        try:
-            sample = self.data[index]
-        except Exception as error:
-            raise self.file.error_at(error, f"{self.where}, sample {index},") from error
-        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise self.file.error(f"{self.where}, sample {index}, is not a pair (inputs, target)")
-        return sample
-
-
-def _difference(indices: Sequence[int], samples: Sequence[Any]) -> str:
-    """`which must be alike (sample 7: float32[3], int64[]; sample 2: float32[4], int64[]),`."""
-    described = [_description(sample) for sample in samples]
-    other = next((k for k, description in enumerate(described) if description != described[0]), None)
-    if other is None:
-        return f"each {described[0]},"
-    return f"which must be alike (sample {indices[0]}: {described[0]}; sample {indices[other]}: {described[other]}),"
-
-
-def _description(sample: Any) -> str:
-    """The arrays and other values of a sample: `float32[3, 6], int`."""
-    return ", ".join(
-        _shapes([(leaf.shape, leaf.dtype)]) if isinstance(leaf, (Tensor, np.ndarray)) else type(leaf).__name__
-        for leaf in tree_leaves(sample)
-    )
-
-
-def _shapes(shapes: Sequence[tuple[tuple[int, ...], object]]) -> str:
+def _shapes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in shapes)

@@ -59,6 +59,7 @@ class WorkerContext:
         self.assignment = assign_ranks(config.plan)[rank]
         self.status, self.meter = Status(config.out, self.assignment), WorkerMeter(device)
         self.groups = make_process_groups(config, device, local_workers)
+        self.status.set("the loading of the model")
         self.file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
         self.shape = config.plan.shape(tuple(tied.stages for tied in bundle.tied))
         model = self.file.build(config.seed)
@@ -75,12 +76,14 @@ class WorkerContext:
         }
         if config.resume is None:
             self._equalize(modules)
+        self.status.set("the loading of the data")
         inputs = [bundle.by_name[name] for name in bundle.inputs]
         loaded = _SPLITS if self.assignment.stage == 0 else ()
         self.loaders = {name: MinibatchLoader(self.file, name, inputs) for name in loaded}
         described = {name: loader.describe() for name, loader in self.loaders.items()}
         source = self.groups.replicas[0].ranks[0]
         self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
+        self.status.set("the building of the stages")
         builder = _StageBuilder(self, model)
         self.stages = {s: builder.build(s, module) for s, module in modules.items()}
 

@@ -42,7 +42,7 @@ def _worker_actions(name: str, shape: PipelineShape, stage: int, replica: int, m
     """Build one worker's list: 1F1B runs through all rounds; the flushing schedules drain the pipeline after each."""
     every, replicas, in_flight = shape.update_every[stage], shape.replicas[stage], shape.in_flight[stage]
     rounds: list[Round] = [
-        (i // every, [m for m in range(i, min(i + every, minibatches)) if m % replicas == replica])
+        (i // every, list(range(i + (replica - i) % replicas, min(i + every, minibatches), replicas)))
         for i in range(0, minibatches, every)
     ]
     match name:

@@ -24,6 +24,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
     half = backward / 2
     durations = dict(zip(ActionKind, (forward, backward, half, half, 0.0), strict=True))
     ends: dict[Action, float] = {}
+    ready: dict[Action, float] = {}  # when what each action needs, as far as it was seen, had ended
     starts: list[list[float]] = [[] for _ in lists]
     free = [0.0] * len(lists)
     moved = True
@@ -32,10 +33,12 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
         for worker, actions in enumerate(lists):
             while len(starts[worker]) < len(actions):
                 action = actions[len(starts[worker])]
-                needs = needs_of[action]
-                if any(need not in ends for need in needs):
+                needs = needs_of[action]  # an update's are those of all replicas: each is seen once, not once by each
+                while needs and needs[-1] in ends:
+                    ready[action] = max(ready.get(action, 0.0), ends[needs.pop()])
+                if needs:
                     break
-                start = max([free[worker], *(ends[need] for need in needs)])
+                start = max(free[worker], ready.get(action, 0.0))
                 starts[worker].append(start)
                 free[worker] = start + durations[action.kind]
                 ends[action] = max(free[worker], ends.get(action, 0.0))
@@ -63,7 +66,7 @@ def _dependencies(lists: Sequence[Actions]) -> dict[Action, list[Action]]:
             elif action.kind is ActionKind.BACKWARD_WEIGHT:
                 needs[action] = [Action(stage, ActionKind.BACKWARD_INPUT, i)]
             else:  # the gradients of all replicas are averaged first
-                needs[action] = needs.get(action, []) + backwards.pop(stage, [])
+                needs.setdefault(action, []).extend(backwards.pop(stage, []))
             if action.kind.completes_backward:
                 backwards.setdefault(stage, []).append(action)
     return needs

@@ -48,7 +48,7 @@ def probe(
 
     request = ProbeRequest(name=title(name or topology), sizes=sizes, device=device, timeout_s=timeout_s)
     with status("starting the workers") as step:
-        cluster = probe(request, Machines(nnodes, node_rank, rdzv_endpoint), step)
+        cluster = probe(request, Machines(nnodes, node_rank, rdzv_endpoint), step, note)
     if cluster is None:
         note("measured; the first machine has the figures")
         return

@@ -12,7 +12,7 @@ from pdtool.cli.console.table import Lines, abbreviated, table
 from pdtool.errors import UsageError
 from pdtool.units import format_bytes, format_rate, format_seconds
 
-_MAX_DRAWN_WORKERS = 32
+_MAX_DRAWN_WORKERS, _MAX_DRAWN_MINIBATCHES = 32, 1000
 
 
 def plan_view(plan: Plan) -> Lines:
@@ -69,6 +69,8 @@ def timeline(plan: Plan) -> str:
     if sum(shape.replicas) > _MAX_DRAWN_WORKERS:
         return f"(the timeline of more than {_MAX_DRAWN_WORKERS} workers is not drawn)"
     minibatches = 2 * max(max(shape.update_every), sum(shape.replicas)) + 8
+    if minibatches > _MAX_DRAWN_MINIBATCHES:
+        return f"(the timeline of more than {_MAX_DRAWN_MINIBATCHES} minibatches is not drawn)"
     return schedule.draw(schedule.build(plan.schedule, shape, minibatches))
 
 

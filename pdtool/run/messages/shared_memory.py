@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from pdtool.run.messages.routes import Route
+from pdtool.run.processes.out_of_memory import is_out_of_memory
 
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
 _SLOT = struct.Struct("=H")
@@ -209,6 +210,9 @@ class _TensorView:
 
 
 def _reason(error: OSError, connection: socket.socket) -> str:
+    """Why a message did not come or go; raises `error` itself where this worker ran out of memory."""
+    if is_out_of_memory(error):
+        raise error
     if isinstance(error, TimeoutError):
         return f"Timed out waiting {connection.gettimeout():g} s"
     return error.strerror or str(error)

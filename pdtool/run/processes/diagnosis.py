@@ -24,6 +24,7 @@ from multiprocessing import forkserver
 from pdtool import process_memory
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
+from pdtool.process_memory import ULIMIT
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.processes.out_of_memory import killed_for_memory_error
@@ -43,6 +44,7 @@ from pdtool.units import format_seconds
 # An error crosses the process border as its text and exit code.
 _ERRORS = {1: PdtoolError, 2: UsageError, 3: ScheduleError}
 _LOST_FORK_SERVER = 255  # what multiprocessing takes for the exit code of a process when its fork server has ended
+_ABORTED = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo, torch's store and our sockets say so
 
 
@@ -102,18 +104,20 @@ class WorkersLeft:
         rank, place = silent[0], self._assignments[silent[0]]
         code = self._exit_codes.get(rank)
         what = f"{place} {_end(code)}; {self._last_seen(rank)}"
-        guess = self._memory_guess(rank) if code in (None, -signal.SIGKILL) and rank in self._local else ""
+        guess = self._memory_guess(rank, code) if rank in self._local else ""
         if guess:
             return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
         return WorkerDiedError(what)
 
     def no_answer(self) -> PdtoolError:
         """Return the error of a worker that others waited for in vain."""
-        rank = self._hung_rank()
-        how = "is stopped (SIGSTOP)" if rank in self._stopped() else "did not answer"
-        waited = f"; others waited {format_seconds(self._config.timeout_s)} for it" if self._failures else ""
+        rank, first = self._hung_rank(), self._first_failure
+        place, last_seen = self._assignments[rank], self._last_seen(rank)
+        if first is None or not _is_timeout(first):
+            return WorkerDiedError(f"{place} closed its connections; {last_seen}")
+        how = "is stopped (SIGSTOP)" if rank in first.stopped else "did not answer"
         return WorkerDiedError(
-            f"{self._assignments[rank]} {how}; {self._last_seen(rank)}{waited}",
+            f"{place} {how}; {last_seen}; others waited {format_seconds(self._config.timeout_s)} for it",
             "see what it does there, or give more --timeout if it is only slow",
         )
 
@@ -138,11 +142,6 @@ class WorkersLeft:
             return []
         return [rank for rank in (*first.gone, first.peer) if rank in self._assignments]
 
-    def _stopped(self) -> Sequence[int]:
-        """The ranks that were stopped when the first worker gave up waiting."""
-        first = self._first_failure
-        return first.stopped if first else ()
-
     def _hung_rank(self) -> int:
         """See point 4 above."""
         unheard = [rank for rank in self._assignments if rank not in self._failures]
@@ -150,7 +149,8 @@ class WorkersLeft:
         by_silence = sorted(computing, key=lambda rank: self._statuses[rank].since_s)
         by_time = sorted(self._failures.values(), key=lambda failure: failure.at_s)
         waited_for = [failure.peer for failure in by_time if failure.peer in self._assignments]
-        return [*self._stopped(), *by_silence, *waited_for, *unheard, *self._assignments][0]
+        stopped = by_time[0].stopped if by_time else []
+        return [*stopped, *by_silence, *waited_for, *unheard, *self._assignments][0]
 
     def _last_seen(self, rank: int) -> str:
         status = self._statuses[rank]
@@ -159,13 +159,19 @@ class WorkersLeft:
         waiting = f", where it waited for {_peer(status.waits_for)}" if status.is_waiting else ""
         return f"it was last at {status}{waiting}"
 
-    def _memory_guess(self, rank: int) -> str:
-        """That the kernel may have killed a worker of this machine; "" when its count of such kills says otherwise."""
+    def _memory_guess(self, rank: int, code: int | None) -> str:
+        """Why a worker of this machine may have ended for lack of memory; "" where nothing speaks for it.
+
+        Args:
+            code: its exit code; None: unknown.
+        """
+        if code in _ABORTED and any(limit.name == ULIMIT for limit in process_memory.memory_limits()):
+            return f"native code may end so when {ULIMIT} leaves it no memory"
         kills, before = process_memory.oom_kills(), self._statuses[rank].oom_kills
-        if kills is None:
-            return "the kernel kills so when memory runs out" if rank in self._exit_codes else ""
-        if kills <= before:
+        if code not in (None, -signal.SIGKILL) or (kills is not None and kills <= before):
             return ""
+        if kills is None:
+            return "the kernel kills so when memory runs out" if code else ""
         return f"most likely memory ran out: the kernel has killed {kills - before} process(es) for that since it began"
 
     def _story(self, rank: int, now_s: float) -> str:
@@ -191,8 +197,12 @@ def _end(exit_code: int | None) -> str:
     if exit_code is None:
         return "died"
     if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
+        return f"was killed by {_signal_name(-exit_code)}"
     return f"ended with exit status {exit_code} and without a word"
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _state(status: LastStatus, now_s: float) -> str:
@@ -221,4 +231,4 @@ def _fork_server_end() -> str:
         return ""
     if ended.si_code == os.CLD_EXITED:
         return f"ended with exit status {ended.si_status}"
-    return f"was killed by {signal.Signals(ended.si_status).name}"
+    return f"was killed by {_signal_name(ended.si_status)}"

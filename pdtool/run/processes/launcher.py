@@ -109,8 +109,7 @@ def _launch_workers(
             stop_signal = error.sigval
         except dist.DistError as error:
             raise PdtoolError(
-                f"the machines have met, but their workers were not started ({short_reason(error)})",
-                "start all of them again",
+                f"torch elastic could not start the workers ({short_reason(error)})", "start it again on every machine"
             ) from error
         except json.JSONDecodeError as error:  # what torch elastic reads when a worker could not write how it ended
             raise PdtoolError(
@@ -123,7 +122,8 @@ def _launch_workers(
             exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
             raise diagnose(config, local, exit_codes) from None
     if stop_signal:
-        notify(stop_message(stop_signal, config.out))
+        with suppress(OSError):  # of a terminal that has hung up
+            notify(stop_message(stop_signal, config.out))
         end_by_signal(stop_signal)
         raise KeyboardInterrupt
     shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 
 import torch
 
@@ -14,6 +15,7 @@ from pdtool.units import format_bytes
 
 # What allocators say: CUDA's and that of CPU tensors in torch, C++ and cuBLAS.
 _TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+_PLACE = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")  # in torch's sources
 _REMEDY = (
     "partition with a smaller --memory, which plans more stages or recomputation, take a smaller --batch-size when you "
     "profile, or put fewer workers on this machine"
@@ -38,7 +40,7 @@ def out_of_memory_error(
     cause = error
     while cause.__cause__ and is_out_of_memory(cause.__cause__):
         cause = cause.__cause__
-    reason = (str(cause) or type(cause).__name__).partition("\n")[0][:300]
+    reason = _PLACE.sub("", str(cause) or type(cause).__name__).partition("\n")[0][:300]
     return WorkerDiedError(f"out of memory ({reason}){memory_sentence(plan, assignment, device)}", _REMEDY)
 
 
@@ -68,5 +70,8 @@ def _prediction(plan: Plan, assignment: RankAssignment) -> str:
 def _gpu_limits(device: torch.device) -> list[MemoryLimit]:
     if device.type != "cuda":
         return []
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the device itself has failed
+        return []
     return [MemoryLimit(str(device), total_bytes, free_bytes)]

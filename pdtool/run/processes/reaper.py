@@ -58,6 +58,7 @@ def join_group(reaper_pid: int) -> None:
         os.setpgid(0, reaper_pid)
     except OSError:
         os._exit(WorkerDiedError.exit_code)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` would stop what writes from the background
 
 
 def _lead_group(launcher: Connection, temporary_folder: str) -> None:

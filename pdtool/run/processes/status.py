@@ -45,7 +45,7 @@ class Status:
             self._memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
         _path(out, assignment.rank, "failure").write_bytes(b" " * _FAILURE_BYTES)
         _HEADER.pack_into(self._memory, 0, os.getpid(), process_memory.oom_kills() or 0, time.time(), NOBODY)
-        self.set("starting")
+        self.set("the start")
         Status.of_this_process = self
 
     def set(self, text: str) -> None:
@@ -102,7 +102,7 @@ class LastStatus:
         oom_kills: how many processes of its machine the kernel had killed for lack of memory when it started.
     """
 
-    text: str = "starting"
+    text: str = "the start"
     pid: int = 0
     since_s: float = 0.0
     waits_for: int = NOBODY
@@ -174,7 +174,7 @@ def read_status(out: Path, rank: int) -> LastStatus:
     except (OSError, struct.error):
         return LastStatus()
     text = content[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
-    return LastStatus(text or "starting", pid, since_s, waits_for, oom_kills)
+    return LastStatus(text or "the start", pid, since_s, waits_for, oom_kills)
 
 
 def read_pid(out: Path, rank: int) -> int:

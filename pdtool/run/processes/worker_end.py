@@ -25,15 +25,16 @@ from pdtool.run.processes.status import (
 )
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
+_ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
 end_process = os._exit  # kept, for `explain_exits` replaces it
 
 
 def record_failure(out: Path, rank: int, error: BaseException) -> int:
     """Write what ended this worker where the launcher reads it; return the exit code of the process."""
     if not isinstance(error, PeerError):  # whose traceback ends in our own waiting
-        with suppress(OSError):  # of a full disk, which `error` may be of, too
+        with suppress(OSError, MemoryError):  # of a full disk or memory, which `error` may be of, too
             write_traceback(out, rank, "".join(traceback.format_exception(error)))
-    failure = _failure(out, rank, error)
+    failure = _failure(out, rank, error, time.time())
     write_failure(out, rank, failure)
     return failure.exit_code
 
@@ -46,12 +47,13 @@ def exit_error(error: SystemExit) -> WorkerDiedError:
 
 def explain_exits(out: Path, rank: int) -> None:
     """Let os._exit, when the user's code calls it in this process, say so first; the status is never 0."""
-    own_pid = os.getpid()
+    own_pid, own_code = os.getpid(), Path(__file__).parents[1]
 
     def exit_with_a_word(status: int) -> NoReturn:
-        if os.getpid() == own_pid:  # and not in a process that was forked from this one
-            caller = sys._getframe(1)
-            what = f"os._exit({status}) was called ({Path(caller.f_code.co_filename).name}:{caller.f_lineno})"
+        caller = sys._getframe(1)
+        file = Path(caller.f_code.co_filename)
+        if os.getpid() == own_pid and not file.is_relative_to(own_code):  # nor in a process forked from this one
+            what = f"os._exit({status}) was called ({file.name}:{caller.f_lineno})"
             error = WorkerDiedError(what, "raise an error in model.py instead")
             status = record_failure(out, rank, error)
         end_process(status)
@@ -62,7 +64,7 @@ def explain_exits(out: Path, rank: int) -> None:
 def keep_threads_from_lingering() -> None:
     """Let this process end when its work is done, even if the user's code has left threads and processes running."""
     multiprocessing.util.Finalize(None, _terminate_children, exitpriority=0)
-    multiprocessing.util.Finalize(None, _end_despite_threads, exitpriority=-1000)  # after all others
+    multiprocessing.util.Finalize(None, _end_worker, exitpriority=-1000)  # after all others
 
 
 def _terminate_children() -> None:
@@ -70,24 +72,33 @@ def _terminate_children() -> None:
         child.terminate()
 
 
-def _end_despite_threads() -> None:
+def _end_worker() -> None:
+    end_despite_threads(1 if sys.exc_info()[0] else 0)  # an error on the way out of this process is still one
+
+
+def end_despite_threads(exit_code: int) -> NoReturn:
+    """End this process; threads that are not daemons get a moment to end by themselves."""
     deadline_s = time.monotonic() + _THREADS_GRACE_S
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    end_process(0)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    end_process(exit_code)
 
 
-def _failure(out: Path, rank: int, error: BaseException) -> WorkerFailure:
+def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerFailure:
     if isinstance(error, PeerError):
         stopped, gone = _silent_neighbours(out, rank)
-        return WorkerFailure(error.what, error.remedy, error.exit_code, error.peer, time.time(), stopped, gone)
+        while not stopped and not gone and time.time() < at_s + _ENDING_S:
+            time.sleep(0.01)
+            stopped, gone = _silent_neighbours(out, rank)
+        return WorkerFailure(error.what, error.remedy, error.exit_code, error.peer, at_s, stopped, gone)
     if not isinstance(error, PdtoolError):
         text = f": {error}" if str(error) else ""
         error = WorkerDiedError(f"{type(error).__name__}{text}{_place(error)}")
-    return WorkerFailure(error.what, error.remedy, error.exit_code, OWN_ERROR, time.time())
+    return WorkerFailure(error.what, error.remedy, error.exit_code, OWN_ERROR, at_s)
 
 
 def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:

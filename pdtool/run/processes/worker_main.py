@@ -16,6 +16,7 @@ from pdtool import process_memory
 from pdtool.artifacts.report import Report
 from pdtool.errors import UsageError
 from pdtool.machines import use_loopback
+from pdtool.network_interfaces import loopback_hint
 from pdtool.run.agreement import check_agreement
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes.collectives import PeerErrorContext
@@ -84,7 +85,8 @@ def run_worker(config: RunConfig) -> Report:
     if rank < len(assignments):
         Status(config.out, assignments[rank])
     try:
-        with PeerErrorContext("the workers did not come together"):
+        hint = loopback_hint() if local_workers < world_size else ""  # torchrun or srun have started the others
+        with PeerErrorContext(f"the workers did not come together{hint and '; '}{hint}"):
             timeout = timedelta(seconds=config.timeout_s)
             dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=world_size)
         check_agreement(config, dist.group.WORLD)

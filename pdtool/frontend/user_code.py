@@ -1,0 +1,68 @@
+"""What the user's code does wrong, told with the line where; and its samples, read and collated into minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
+
+from pdtool.errors import ModelError
+
+
+def collate(path: Path, data: Any, indices: Sequence[int], name: str) -> tuple[Any, Any]:
+    """Return (inputs, target) of some samples; see ModelFile.collate. `path` is that of the user's file."""
+    samples = [_sample(path, data, index, name) for index in indices]
+    try:
+        inputs, target = default_collate(samples)
+    except Exception as error:
+        raise error_at(path, error, f"the samples of {name}, {_difference(indices, samples)}") from error
+    return inputs, target
+
+
+def error_at(path: Path, error: Exception, what: str) -> ModelError:
+    """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
+    return ModelError(f"{user_line(error, path)}{what} raised {type(error).__name__}: {error}")
+
+
+def user_line(error: BaseException, path: Path) -> str:
+    """Return `model.py:12: `, the deepest line of the user's own code in the error's traceback, for a message."""
+    line, trace, folder = 0, error.__traceback__, path.resolve().parent
+    name = path.name
+    while trace:
+        file = Path(trace.tb_frame.f_code.co_filename)
+        if file.resolve() == path.resolve() or (
+            file.resolve().is_relative_to(folder) and "site-packages" not in str(file)
+        ):
+            line, name = trace.tb_lineno, file.name
+        trace = trace.tb_next
+    return f"{name}:{line}: " if line else f"{path.name}: "
+
+
+def _sample(path: Path, data: Any, index: int, name: str) -> Any:
+    try:
+        sample = data[index]
+    except Exception as error:
+        raise error_at(path, error, f"{name}, sample {index},") from error
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        raise ModelError(f"{path.name}: {name}, sample {index}, is not a pair (inputs, target)")
+    return sample
+
+
+def _difference(indices: Sequence[int], samples: Sequence[Any]) -> str:
+    """`which must be alike (sample 7: float32[3], int; sample 2: float32[4], int),`."""
+    described = [_description(sample) for sample in samples]
+    other = next((k for k, description in enumerate(described) if description != described[0]), None)
+    if other is None:
+        return f"each {described[0]},"
+    return f"which must be alike (sample {indices[0]}: {described[0]}; sample {indices[other]}: {described[other]}),"
+
+
+def _description(sample: Any) -> str:
+    """The arrays and other values of a sample: `float32[3, 6], int`."""
+    return ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
+        for leaf in tree_leaves(sample)
+    )

@@ -1,0 +1,175 @@
+"""Whatever ends a launcher, nothing that it or the user's data set has started is left; signals are respected."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import harness
+import pytest
+from harness import faulty
+
+from pdtool.run import checkpoint
+from pdtool.run.config import RunConfig
+from pdtool.run.processes import semaphores
+from pdtool.run.processes.semaphores import remove_stale_semaphores
+from pdtool.run.processes.status import read_pid
+
+SCRIPT = """
+import pickle, sys
+from pathlib import Path
+from pdtool.run.processes.launcher import launch
+
+def tell(line):
+    print(line, file=sys.stderr, flush=True)
+
+if __name__ == "__main__":
+    try:
+        launch(pickle.loads(Path(sys.argv[1]).read_bytes()), lambda line: print(line, flush=True), tell)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+FORKING = """
+import os, subprocess, time
+_dataset = dataset
+def dataset(split):
+    subprocess.Popen(["sleep", "1000"])
+    if os.fork() == 0:
+        time.sleep(1000)
+    return _dataset(split)
+"""
+
+SLOW = replace(faulty("time.sleep(0.02)"), model=harness.CONV3.model + FORKING)
+SOON_S = 25  # torch elastic would wait for 30 s
+
+
+class Launcher:
+    """A launcher of SLOW in a session of its own, in the middle of training."""
+
+    def __init__(self, folder: Path, spec: RunConfig, *command: str) -> None:
+        self.spec, self.temporary_folder = spec, folder / "tmp"
+        self.temporary_folder.mkdir()
+        (folder / "spec").write_bytes(pickle.dumps(spec))
+        (folder / "script.py").write_text(SCRIPT)
+        self.errors = folder / "errors"
+        path = os.pathsep.join([os.getcwd(), *sys.path])
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*command, sys.executable, str(folder / "script.py"), str(folder / "spec")],
+                env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(self.temporary_folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        self.await_progress()
+
+    def await_progress(self) -> None:
+        """Wait for the next line of metrics but one: the next may have been waiting here."""
+        assert self.process.stdout
+        for _ in range(2):
+            assert "step" in self.process.stdout.readline(), self.errors.read_text()
+
+    def workers(self) -> list[int]:
+        return [read_pid(self.spec.out, rank) for rank in range(3)]
+
+    def states(self) -> dict[int, str]:
+        """pid -> state of every process of the session that is not a zombie."""
+        states = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            except OSError:
+                continue
+            if state != "Z" and int(session) == self.process.pid:
+                states[int(path.parent.name)] = state
+        return states
+
+    def end(self) -> int:
+        """Return the exit code; nothing of the session may be left."""
+        self.process.communicate(timeout=SOON_S)
+        wait_until(lambda: not self.states())
+        return self.process.returncode
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_worker_and_what_the_data_set_forked_end_with_the_launcher(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    launcher = Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1000))
+    assert len(launcher.states()) >= 3 + 2
+    os.kill(launcher.workers()[1], signal.SIGSTOP)
+    launcher.process.send_signal(number)
+    assert launcher.end() == {signal.SIGINT: 130}.get(number, -number)
+    assert [path.name for path in launcher.temporary_folder.glob("pymp-*")] == []
+    if number != signal.SIGKILL:
+        name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
+        epoch = max(checkpoint.complete_checkpoints(launcher.spec.out), default=0)
+        how = f"; go on from the last checkpoint (epoch {epoch}) with --resume {launcher.spec.out}"
+        assert f"stopped by {name}{how if epoch else ' before the first checkpoint'}" in launcher.errors.read_text()
+
+
+def test_a_worker_is_killed_while_another_is_stopped(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1000))
+    for rank, number in ((1, signal.SIGSTOP), (0, signal.SIGKILL)):
+        os.kill(launcher.workers()[rank], number)
+    assert launcher.end() == 1
+    assert "rank 0 (stage 0, replica 0) was killed by SIGKILL" in launcher.errors.read_text()
+
+
+def test_what_the_data_set_forked_ends_with_a_run_that_is_done(tmp_path: Path) -> None:
+    assert Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1)).end() == 0
+
+
+def test_nohup_is_respected_and_ctrl_z_suspends_the_workers(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1000), "nohup")
+    os.killpg(launcher.process.pid, signal.SIGHUP)
+    launcher.await_progress()
+    launcher.process.send_signal(signal.SIGTSTP)
+    suspended = [launcher.process.pid, *launcher.workers()]
+    wait_until(lambda: all(launcher.states()[pid] == "T" for pid in suspended))
+    launcher.process.send_signal(signal.SIGCONT)
+    launcher.await_progress()
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end() == -signal.SIGTERM
+
+
+def test_semaphores_of_launchers_that_are_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(semaphores, "_FOLDER", tmp_path)
+    namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    own = f"{os.getpid()}-{semaphores._start_ticks(os.getpid())}"
+    kept = ["sem.mp-abc", "other", f"sem.pdtool-{namespace}-{own}-a", f"sem.pdtool-1-{gone.pid}-5-a", "sem.pdtool-x"]
+    stale = [f"sem.pdtool-{namespace}-{gone.pid}-5-a", f"sem.pdtool-{namespace}-{os.getpid()}-5-a"]
+    for name in (*kept, *stale):
+        (tmp_path / name).touch()
+    remove_stale_semaphores()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_launch_names_its_semaphores_after_itself(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1000))
+    names = set(re.findall(r"/dev/shm/(sem\.\w+)", Path(f"/proc/{launcher.workers()[0]}/maps").read_text()))
+    assert names == {"sem.pdtool"}
+    os.killpg(launcher.process.pid, signal.SIGKILL)  # the resource tracker of multiprocessing, too
+    assert launcher.end() == -signal.SIGKILL
+    remove_stale_semaphores()
+    assert not list(Path("/dev/shm").glob(f"sem.pdtool-*-{launcher.process.pid}-*"))
