@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdtool.errors import PdtoolError
@@ -23,7 +23,6 @@ class MachineFacts:
         gloo_address: where gloo expects the workers of other machines; "" when unknown.
         interface: network interface towards machine 0 (machine 0's towards another); "" when unknown.
         is_remote: whether it is another host than machine 0.
-        facts: of the run, for the machines to compare.
     """
 
     node_rank: int
@@ -33,13 +32,12 @@ class MachineFacts:
     gloo_address: str
     interface: str = ""
     is_remote: bool = False
-    facts: Mapping[str, str]
 
     def __str__(self) -> str:
         return f"machine {self.node_rank} ({self.host})"
 
     @classmethod
-    def of_this_machine(cls, machines: Machines, facts: Mapping[str, str]) -> MachineFacts:
+    def of_this_machine(cls, machines: Machines) -> MachineFacts:
         """Return what the machine of this process says."""
         return cls(
             node_rank=machines.node_rank,
@@ -47,7 +45,6 @@ class MachineFacts:
             host=socket.gethostname(),
             pid=os.getpid(),
             gloo_address=gloo_address() if machines.count > 1 else "",  # it may ask a name server
-            facts=dict(facts),
         )
 
     @classmethod

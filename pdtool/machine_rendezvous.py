@@ -33,20 +33,17 @@ _NO_MACHINE = (ValueError, TypeError, KeyError, RecursionError)  # what reading 
 Notify = Callable[[str], None]  # called with a line for the user
 
 
-def gather_machines(
-    machines: Machines, facts: Mapping[str, str], timeout_s: float, notify: Notify | None = None
-) -> list[MachineFacts]:
+def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None = None) -> list[MachineFacts]:
     """Wait until all machines of the launch are there; return what each says of itself, in order of node rank.
 
     Args:
-        facts: of this machine, for all to compare: name -> value.
         notify: called with a line that says for whom this machine waits, when that takes more than a few seconds.
 
     Raises:
         PdtoolError: a machine does not come in time, two have one rank, their counts differ, the port is taken, or
             gloo would listen where other machines cannot reach it.
     """
-    own = MachineFacts.of_this_machine(machines, facts)
+    own = MachineFacts.of_this_machine(machines)
     if machines.count == 1:
         return [own]
     meeting = (_MeetingServer if machines.node_rank == 0 else _MeetingClient)(own, machines)

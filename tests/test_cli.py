@@ -448,3 +448,9 @@ def test_a_thread_of_the_users_module_does_not_keep_the_command_from_its_end():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert "nowhere.yaml" in done.stderr
+
+
+def test_one_worker_is_not_several(planned):
+    result = planned.pdtool("partition", "--topology", "1", "--bandwidth", "1GB/s", "-o", "one.yaml")
+    assert "every plan on 1 worker was searched" in result.stderr
+    planned.pdtool("check", "one.yaml")

@@ -27,11 +27,11 @@ from pdtool.machine_rendezvous import gather_machines
 from pdtool.machines import Machines
 
 pdtool.machine_rendezvous._NOTICE_S = 0.5
-count, rank, endpoint, timeout, seed = sys.argv[1:]
+count, rank, endpoint, timeout = sys.argv[1:]
 try:
     machines = Machines(int(count), int(rank), endpoint)
-    for machine in gather_machines(machines, {"seed": seed}, float(timeout), lambda line: print(line, file=sys.stderr)):
-        print(machine.node_rank, machine.facts["seed"])
+    for machine in gather_machines(machines, float(timeout), lambda line: print(line, file=sys.stderr)):
+        print(machine.node_rank, machine.pid)
 except PdtoolError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -47,17 +47,10 @@ def endpoint() -> str:
 
 
 def machine(
-    count: int,
-    rank: int,
-    endpoint: str,
-    *,
-    timeout_s: float = 20,
-    seed: str = "0",
-    netns: str = "",
-    interface: str = "",
+    count: int, rank: int, endpoint: str, *, timeout_s: float = 20, netns: str = "", interface: str = ""
 ) -> Process:
-    """Start a machine's part; its facts are a seed."""
-    command = [sys.executable, "-c", SCRIPT, str(count), str(rank), endpoint, str(timeout_s), seed]
+    """Start a machine's part; it prints rank and process of every machine."""
+    command = [sys.executable, "-c", SCRIPT, str(count), str(rank), endpoint, str(timeout_s)]
     inside = ["ip", "netns", "exec", netns] if netns else []
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": interface}
     return subprocess.Popen(
@@ -79,8 +72,10 @@ def refusals(*machines: Process) -> list[str]:
 
 
 def test_every_machine_gets_the_facts_of_all(endpoint: str) -> None:
-    started = [machine(3, rank, endpoint, seed=str(10 * rank)) for rank in (2, 0, 1)]
-    assert outcomes(*started) == [(0, "0 0\n1 10\n2 20\n", "")] * 3
+    started = [machine(3, rank, endpoint) for rank in (2, 0, 1)]
+    pids = [started[k].pid for k in (1, 2, 0)]
+    told = "".join(f"{rank} {pid}\n" for rank, pid in enumerate(pids))
+    assert outcomes(*started) == [(0, told, "")] * 3
 
 
 def test_machines_that_do_not_come_are_named_by_those_that_did(endpoint: str) -> None:
@@ -156,16 +151,17 @@ def test_a_stranger_at_the_port_is_not_waited_for(endpoint: str) -> None:
         for said in STRANGERS:
             with suppress(ConnectionError):  # it may hang up while it hears too much
                 strangers.enter_context(connected(endpoint)).sendall(said)
-        assert outcomes(first, machine(2, 1, endpoint)) == [(0, "0 0\n1 0\n", "")] * 2
+        second = machine(2, 1, endpoint)
+        assert outcomes(first, second) == [(0, f"0 {first.pid}\n1 {second.pid}\n", "")] * 2
 
 
 def test_a_machine_that_leaves_is_waited_for_again(endpoint: str) -> None:
-    first, second = machine(3, 0, endpoint, timeout_s=2), machine(3, 1, endpoint)
-    third = MachineFacts(node_rank=2, count=3, host="c", pid=1, gloo_address="", facts={})
+    first = machine(3, 0, endpoint, timeout_s=6)
+    third = MachineFacts(node_rank=2, count=3, host="c", pid=1, gloo_address="")
     with connected(endpoint) as connection:
         connection.sendall(json.dumps(asdict(third)).encode() + b"\n")
         assert b"missing" in connection.recv(100)
-    for errors in refusals(first, second):
+    for errors in refusals(first, machine(3, 1, endpoint)):
         assert "machine 2 of 3 did not come" in errors
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,8 +58,8 @@ class Launcher:
     """A launcher of SLOW in a session of its own, in the middle of training."""
 
     def __init__(self, folder: Path, spec: RunConfig, *command: str) -> None:
-        self.spec, self.temporary_folder = spec, folder / "tmp"
-        self.temporary_folder.mkdir()
+        self.spec, self.left = spec, [""]
+        self.temporary_folder = Path(tempfile.mkdtemp())  # in which the path of a socket may have 100 characters
         (folder / "spec").write_bytes(pickle.dumps(spec))
         (folder / "script.py").write_text(SCRIPT)
         self.errors = folder / "errors"
@@ -99,6 +101,8 @@ class Launcher:
         """Return the exit code; nothing of the session may be left."""
         self.process.communicate(timeout=SOON_S)
         wait_until(lambda: not self.states())
+        self.left = [path.name for path in self.temporary_folder.glob("pymp-*")]
+        shutil.rmtree(self.temporary_folder)
         return self.process.returncode
 
 
@@ -118,7 +122,7 @@ def test_a_stopped_worker_and_what_the_data_set_forked_end_with_the_launcher(
     os.kill(launcher.workers()[1], signal.SIGSTOP)
     launcher.process.send_signal(number)
     assert launcher.end() == {signal.SIGINT: 130}.get(number, -number)
-    assert [path.name for path in launcher.temporary_folder.glob("pymp-*")] == []
+    assert launcher.left == []
     if number != signal.SIGKILL:
         name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
         epoch = max(checkpoint.complete_checkpoints(launcher.spec.out), default=0)

@@ -23,6 +23,7 @@ from pdtool.machines import Machines
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, Target, assign_ranks
 from pdtool.run.measure.metrics_log import read_metrics
+from pdtool.run.processes import worker_main
 from pdtool.run.processes.diagnosis import diagnose
 from pdtool.run.processes.launcher import launch, local_assignments
 from pdtool.run.processes.status import (
@@ -268,6 +269,8 @@ def test_a_validation_that_gives_no_number(tmp_path: Path) -> None:
 def test_a_process_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worker_main.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(worker_main, "check_agreement", lambda *_: None)
     with pytest.raises(UsageError, match="4 processes were started, the plan needs 3"):
         launch(harness.job(tmp_path, CONV3))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import subprocess
@@ -142,3 +143,26 @@ def test_what_is_removed_during_a_run_is_an_error(tmp_path: Path, what: str) -> 
         launch(spec)
     assert raised.value.exit_code == 1
     assert not removed.exists()
+
+
+@contextmanager
+def small_disk(folder: Path, files: int) -> Iterator[None]:
+    """A file system at `folder` that holds so many files and folders."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size=50m,nr_inodes={files}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode != 0:
+        pytest.skip("a small file system needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("files", [4, 7, 9, 11, 13, 16, 18])
+def test_a_disk_that_holds_no_more_files_is_an_error(tmp_path: Path, files: int) -> None:
+    """From the first file to the checkpoints: never a worker that died without a word."""
+    with small_disk(tmp_path / "disk", files):
+        spec = harness.job(tmp_path, CONV2, epochs=3, out=tmp_path / "disk" / "run")
+        with pytest.raises(PdtoolError, match="No space left on device") as raised:
+            launch(spec)
+        assert raised.value.exit_code == 1

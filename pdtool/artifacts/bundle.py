@@ -13,7 +13,10 @@ from pdtool.artifacts.fields import Count, Digest, Identifier, Name, Number, Tit
 from pdtool.errors import FieldError, StaleError
 
 # A dimension: a number, or one that grows with the minibatch: `batch`, `49*batch`, `batch+1`.
-Dim = Number | Annotated[str, StringConstraints(pattern=r"^([0-9]{1,9}\*)?batch([+-][0-9]{1,9})?$")]
+Dim = (
+    Annotated[int, Field(ge=0, le=10**12)]
+    | Annotated[str, StringConstraints(pattern=r"^([0-9]{1,9}\*)?batch([+-][0-9]{1,9})?$")]
+)
 DType = Annotated[str, StringConstraints(pattern=r"^(b?float(16|32|64)|complex(64|128)|u?int(8|16|32|64)|bool)$")]
 
 

@@ -44,7 +44,7 @@ def probe(
     if environment and not is_launcher:
         return _probe_as_worker(request, environment, on_step)
     node_workers = machines.node_workers(request.workers)
-    gather_machines(machines, {}, request.timeout_s, notify)
+    gather_machines(machines, request.timeout_s, notify)
     return _launch(request, machines, node_workers, on_step)
 
 

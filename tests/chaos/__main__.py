@@ -9,6 +9,7 @@ pairs      two runs in one folder
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGHUP):  # what starts this with `&` or nohup ignores them
+        signal.signal(number, signal.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="pdtool-chaos-") as name:
         bench = Bench(Path(name))
         kinds = {

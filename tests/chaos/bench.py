@@ -25,6 +25,8 @@ TIMEOUT_S = 5.0  # that runs are given
 LIMIT_S = 60.0  # for any of them to end, start-up included; what takes longer hangs
 ORPHANS_WITHIN_S = 3.0  # for processes to be gone after their command
 REFERENCE_EPOCHS = 40
+WORKERS = 4
+_PLAN = "plans/four.yaml"
 
 MODEL = """
 import time
@@ -144,21 +146,21 @@ class Command:
 
 
 class Bench:
-    """A folder with a model, its plan on three workers, and a run that nothing disturbed."""
+    """A folder with a model, its plan on four workers, and a run that nothing disturbed."""
 
     def __init__(self, folder: Path, epochs: int = REFERENCE_EPOCHS) -> None:
         self.folder = folder
         (folder / "model.py").write_text(MODEL)
         self.pdtool("profile", "model.py", "--batch-size", "4")
-        self.pdtool("partition", "--topology", "3", "--bandwidth", "1Gbit/s", "--straight", "-o", "plans/three.yaml")
-        self.pdtool("codegen", "plans/three.yaml")
+        self.pdtool("partition", "--topology", "4", "--bandwidth", "1Gbit/s", "--straight", "-o", _PLAN)
+        self.pdtool("codegen", _PLAN)
         self.pdtool(*self.run("runs/reference", epochs))
         checkpoints = checkpoint.complete_checkpoints(folder / "runs/reference")
         self.states = {epoch: checkpoint.load(path, lambda key: True) for epoch, path in checkpoints.items()}
 
     def run(self, out: str, epochs: int, *more: str) -> list[str]:
         """The arguments of a run."""
-        return ["run", "plans/three.yaml", "-o", out, "--epochs", str(epochs), "--timeout", f"{TIMEOUT_S:g}s", *more]
+        return ["run", _PLAN, "-o", out, "--epochs", str(epochs), "--timeout", f"{TIMEOUT_S:g}s", *more]
 
     def pdtool(self, *arguments: str) -> None:
         """Run a command that must succeed."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from chaos.bench import Bench, Command, Outcome, kill
+from chaos.bench import WORKERS, Bench, Command, Outcome, kill
 from pdtool.run import checkpoint
 from pdtool.run.processes.status import read_status
 
@@ -29,7 +29,7 @@ def kills(bench: Bench, trials: int, seed: int) -> Iterator[Outcome]:
         number = draw.choice(_SIGNALS[target])
         delay_s = draw.choice((draw.uniform(0, 2.5), draw.uniform(0, 0.3)))
         is_training = draw.random() < 0.8  # the others are hit while they start
-        rank = draw.randrange(3)
+        rank = draw.randrange(WORKERS)
         yield _kill(bench, trial, target, rank, number, delay_s, is_training)
 
 

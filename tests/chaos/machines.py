@@ -69,8 +69,8 @@ MISTAKES = (
         ((), ("-o", "runs/elsewhere")),
         ((_DIFFER, "is not one folder"), (_DIFFER, "is not one folder")),
     ),
-    Mistake("the cable is cut", ((), ()), (((5,), "rank 2"), ((5,), "rank [01]")), event="cut"),
-    Mistake("machine 1's command is killed", ((), ()), (((5,), "rank 2"), ((-9,), "")), event="kill"),
+    Mistake("the cable is cut", ((), ()), (((5,), "rank [0-3]"), ((5,), "rank [0-3]")), event="cut"),
+    Mistake("machine 1's command is killed", ((), ()), (((5,), "rank [23]"), ((-9,), "")), event="kill"),
 )
 
 

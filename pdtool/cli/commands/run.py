@@ -42,7 +42,7 @@ _SAME_FOLDER = "the folder of -o"
     help="Stop when the validation reaches it, as 'nll<=4' or 'accuracy>=0.98' (also <, > and =, where = means at most "
     "for loss and perplexity, else at least); exit with 6 when it does not.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Fixes everything drawn.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Fixes everything drawn.")
 @click.option(
     "--resume",
     is_flag=False,

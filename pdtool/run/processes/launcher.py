@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from pdtool.artifacts.envelope import write_remedy
 from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError, StaleError, UsageError
 from pdtool.machine_rendezvous import gather_machines
@@ -89,7 +90,7 @@ def _launch_workers(
 ) -> Report:
     """Start the workers of this machine and wait for their end."""
     local = local_assignments(config)
-    gather_machines(config.machines, {}, config.timeout_s, notify)
+    gather_machines(config.machines, config.timeout_s, notify)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
     remove_stale_semaphores()
     name_semaphores_after_this_process()
@@ -97,6 +98,7 @@ def _launch_workers(
     elastic = elastic_launch(_elastic_config(config, len(local)), worker_main)
     stop_signal = None
     with (
+        _os_errors_explained(),
         following_metrics(config.out, on_metrics, after=epochs_done) if on_metrics else nullcontext(),
         closing(Reaper()) as reaper,
         _killing_stragglers(config, local, reaper),
@@ -235,6 +237,16 @@ def _has_ended(out: Path, rank: int) -> bool:
         except ProcessLookupError:
             return True
     return False
+
+
+@contextmanager
+def _os_errors_explained() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        is_too_long = "AF_UNIX path too long" in str(error)  # of the fork server's socket
+        remedy = "set TMPDIR to a shorter path" if is_too_long else write_remedy(error)
+        raise PdtoolError(f"the workers could not be started ({error})", remedy) from error
 
 
 @contextmanager
