@@ -215,13 +215,19 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")
+_FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_")
 
 
 class _SeedByInput(TorchFunctionMode):
-    """Seed the generator before each function that may draw from it, from the function's own first tensor."""
+    """Seed the generator before each function that may draw from it: from its own first tensor, or from the shape of
+    the tensor that it fills, whose values are not there yet."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(word in getattr(func, "__name__", str(func)) for word in _RANDOM):
+        name = getattr(func, "__name__", str(func))
+        if name in _FILLING:
+            with torch._C.DisableTorchFunction():
+                torch.manual_seed(hash((name, tuple(args[0].shape))) & 0x7FFFFFFF)
+        elif any(word in name for word in _RANDOM):
             first = next((a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)), torch.zeros(0))
             with torch._C.DisableTorchFunction():
                 total = float(first.detach().double().abs().sum())

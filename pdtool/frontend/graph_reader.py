@@ -23,6 +23,10 @@ from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Valu
 _TORCH = str(Path(torch.__file__).parent)
 _MAX_LITERAL_ELEMENTS = 64  # of a constant tensor, to stand in a stage file as a literal
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
+_FUNCTIONAL_FORMS = {  # where the operator that writes in place has another name or overload
+    torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
+    torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default,
+}
 _ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
 
 
@@ -179,6 +183,9 @@ class GraphReader:
         parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [f"{call.path}.{n}" for n, _ in module.named_buffers(remove_duplicate=False)]
         self.changed_buffers |= set(buffers)
+        states = [leaf.name for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, State)]
+        parameters += [name for name in states if name in self.parameters]
+        buffers += [name for name in states if name in self.buffers]
         inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
         differentiable = any(v.differentiable for v in inputs) or self._trainable(parameters)
         operator = Operator(
@@ -275,11 +282,13 @@ class GraphReader:
         """Return `add` for `add_`; raises TraceError where something else still looks at the same memory."""
         name, overload = target._schema.name.split("::")[-1].rstrip("_"), target._overloadname
         packet = getattr(torch.ops.aten, name, None)
+        has_form = packet is not None and overload in packet.overloads()
+        functional = _FUNCTIONAL_FORMS.get(target) or (getattr(packet, overload) if has_form else None)
         source = self._source(overwritten)
-        if packet is None or overload not in packet.overloads() or source is None or self._is_shared_view(source, node):
+        if functional is None or source is None or self._is_shared_view(source, node):
             remedy = "build the tensor with torch.cat, torch.where or masked_fill instead"
             raise TraceError(f"{target} writes into part of a tensor in place", remedy, location=_location(node))
-        return getattr(packet, overload)  # type: ignore[no-any-return]
+        return functional
 
     def _source(self, value: Any) -> fx.Node | None:
         """The latest node that stands for `value`."""

@@ -16,9 +16,12 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import TraceError
@@ -116,7 +119,7 @@ def _export(
     model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], path: Path
 ) -> tuple[torch.export.ExportedProgram, list[LeafCall]]:
     try:
-        with _opaque_leaves(model), warnings.catch_warnings(), _quiet():
+        with _opaque_leaves(model), _without_data_dependent_checks(), warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
         return program, list(_leaf_calls)
@@ -144,6 +147,19 @@ def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], pat
         f"{user_line(error, path)}torch.export cannot trace this model: {type(error).__name__}: {lines[0]}",
         "keep Python branches independent of tensor values (torch.where), and packed sequences out of forward",
     )
+
+
+@contextmanager
+def _without_data_dependent_checks() -> Iterator[None]:
+    """Leave out what torch's own modules look up in a tensor's values, and what makes no difference to the result:
+    whether a mask is the causal one (torch.nn.Transformer), and whether arguments of distributions are valid."""
+    validates = Distribution._validate_args
+    with patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)):
+        Distribution.set_default_validate_args(False)
+        try:
+            yield
+        finally:
+            Distribution.set_default_validate_args(validates)
 
 
 @contextmanager
