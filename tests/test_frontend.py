@@ -30,7 +30,6 @@ def write(tmp_path, text):
     [
         ("branch", "cannot trace this model.*data-dependent"),
         ("batch", "one minibatch size only"),
-        ("slice", "writes into part of a tensor in place"),
         ("attribute", "the model fails on inputs of shape.*no attribute 'missing'"),
         ("mode", "sin in module '' runs in training or in evaluation mode only"),
     ],

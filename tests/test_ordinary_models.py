@@ -27,6 +27,9 @@ EXPRESSIONS = {
     "unpooling": "max_unpool2d",
     "short_time_fourier": "stft",
     "causal_encoder": "attn_mask=x",
+    "columns": "torch.select_scatter(zeros, ",
+    "partial_sum": "self.calls.copy_(",
+    "constant_mask": "dim=0, index=3)",
 }
 
 

@@ -50,6 +50,7 @@ _TEMPLATES = {
     "embedding": "F.embedding({indices}, {weight})",
     "layer_norm": "F.layer_norm({input}, {normalized_shape}, {weight}, {bias}, eps={eps})",
     "cat": "torch.cat({tensors}, dim={dim})",
+    "select_scatter": "torch.select_scatter({self}, {src}, dim={dim}, index={index})",
     "stack": "torch.stack({tensors}, dim={dim})",
     "broadcast_tensors": "torch.broadcast_tensors({tensors*})",
     "einsum": "torch.einsum({equation}, {tensors*})",

@@ -24,7 +24,7 @@ from torch.distributions import Distribution
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
-from pdtool.errors import TraceError
+from pdtool.errors import PartialWriteError, TraceError
 from pdtool.frontend.graph_reader import GraphReader, LeafCall
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.operators import ByMode, Operator, Traced
@@ -37,8 +37,11 @@ _leaf_calls: list[LeafCall] = []  # of the export that is running; `number` belo
 
 
 def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
-    """Run the leaf module's own forward on meta tensors, and record how its tensors fill what it returns."""
+    """Run the leaf module's own forward on meta tensors, and record what it returns, for when the graph is traced
+    again."""
     call = _leaf_calls[number]
+    if call.is_recorded:
+        return [torch.empty_like(output) for output in call.outputs]
     remaining = iter(tensors)
     flat = [next(remaining) if isinstance(a, Tensor) else a for a in call.arguments]
     args, kwargs = pytree.tree_unflatten(flat, call.spec)
@@ -46,7 +49,8 @@ def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
     outputs = [o for o in returned if isinstance(o, Tensor)]
     indices = iter(range(len(outputs)))
     call.result = pytree.tree_unflatten([next(indices) if isinstance(o, Tensor) else None for o in returned], spec)
-    return [o.clone() if any(o is t for t in tensors) else o for o in outputs]
+    call.outputs = [o.clone() if any(o is t for t in tensors) else o for o in outputs]
+    return call.outputs
 
 
 torch.library.impl(_LIBRARY, "leaf", "Meta")(_leaf_meta)
@@ -93,10 +97,16 @@ def trace(model: nn.Module, example: Callable[[int], tuple[Tensor, ...]], batch_
     inputs = example(batch_size)
     dynamic = _dynamic_dims(inputs, example(batch_size + 1), batch_size)
     was_training = model.training
+
+    def read(mode: bool, *, functional: bool) -> Traced:
+        program, calls = _export(model.train(mode), inputs, dynamic, path, functional=functional)
+        return GraphReader(model, program, calls, functional=functional).read()
+
     try:
-        training, evaluation = (
-            GraphReader(model, *_export(model.train(mode), inputs, dynamic, path)).read() for mode in (True, False)
-        )
+        try:
+            training, evaluation = (read(mode, functional=False) for mode in (True, False))
+        except PartialWriteError:
+            training, evaluation = (read(mode, functional=True) for mode in (True, False))
     finally:
         model.train(was_training)
     return replace(training, operators=tuple(_by_mode(training.operators, evaluation.operators)))
@@ -116,12 +126,17 @@ def _dynamic_dims(inputs: Sequence[Tensor], larger: Sequence[Tensor], size: int)
 
 
 def _export(
-    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], path: Path
+    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], path: Path, *, functional: bool
 ) -> tuple[torch.export.ExportedProgram, list[LeafCall]]:
+    """Export the model; `functional`: with every write in place turned into an operator that returns a new tensor."""
     try:
         with _opaque_leaves(model), _without_data_dependent_checks(), warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
+            if functional:
+                for call in _leaf_calls:
+                    call.is_recorded = True
+                program = program.run_decompositions({})
         return program, list(_leaf_calls)
     except Exception as error:
         raise _explained(error, model, inputs, path) from error

@@ -131,6 +131,37 @@ class _CausalEncoder(nn.Module):
         return self.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(4))
 
 
+class _Columns(_Net):
+    def forward(self, x):
+        out = torch.zeros(x.shape[0], 3, 8)
+        for t in range(3):
+            x = torch.tanh(self.linear(x))
+            out[:, t] = x
+        return out
+
+
+class _PartialSum(_Net):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(1))
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.norm(self.linear(x))
+        y[:, 0] += self.shift
+        self.calls[2] += 1
+        return y
+
+
+class _ConstantMask(_Net):
+    def forward(self, x):
+        mask = torch.zeros(8)
+        mask[3] = 5.0
+        return self.linear(x) + mask
+
+
+columns, partial_sum, constant_mask = _Columns, _PartialSum, _ConstantMask
 pow_, remainder, functional_norms = _Pow, _Remainder, _FunctionalNorms
 infinities, positions, diagonal, spectrum, fill = _Infinities, _Positions, _Diagonal, _Spectrum, _Fill
 reparameterised, parameter_lists, returned_parameter = _Reparameterised, _ParameterLists, _ReturnedParameter
