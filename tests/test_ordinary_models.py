@@ -29,6 +29,9 @@ EXPRESSIONS = {
     "causal_encoder": "attn_mask=x",
     "columns": "torch.select_scatter(zeros, ",
     "partial_sum": "self.calls.copy_(",
+    "dashes": 'self.heads["left-eye"](x)',
+    "compiled": "self.linear(x)",
+    "data_parallel": "self.linear(x)",
     "constant_mask": "dim=0, index=3)",
 }
 

@@ -22,7 +22,7 @@ from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Valu
 
 _TORCH = str(Path(torch.__file__).parent)
 _MAX_LITERAL_ELEMENTS = 64  # of a constant tensor, to stand in a stage file as a literal
-_NAME = re.compile(r"[A-Za-z0-9_.]*")
+_NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _FUNCTIONAL_FORMS = {  # where the operator that writes in place has another name or overload
     torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
     torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default,
@@ -110,7 +110,7 @@ class GraphReader:
     def _check_names(self) -> None:
         for name in (*self.modules, *self.parameters, *self.buffers):
             if not _NAME.fullmatch(name):
-                remedy = "name modules with letters, digits and underscores only"
+                remedy = "name modules with letters, digits, dashes and underscores only"
                 raise TraceError(f"the model has a part named {name!r}", remedy)
             if name in ("loss", "target"):
                 raise TraceError(f"the model has a part named {name!r}, as pdtool calls a node of its own", "rename it")

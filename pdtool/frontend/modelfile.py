@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -102,7 +103,7 @@ class ModelFile:
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
-        return model.train()
+        return _unwrapped(model).train()
 
     def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
@@ -230,6 +231,17 @@ class ModelFile:
             return function(*args, **kwargs)
         except Exception as error:
             raise self.error_at(error, f"{function.__name__}()") from error
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of torch.compile, for which `run` has --compile, or of data parallelism, which plans replace."""
+    while True:
+        if type(model).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
 
 
 def _seed_generators(seed: int) -> None:
