@@ -47,6 +47,10 @@ class TraceError(ModelError):
         self.location = location
 
 
+class PartialWriteError(TraceError):
+    """The model writes into part of a tensor in place, which its graph has to be made functional for."""
+
+
 class ArtifactError(PdtoolError):
     """A file that pdtool reads is truncated, altered, of an unknown format, or inconsistent."""
 

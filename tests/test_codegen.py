@@ -1,7 +1,6 @@
 """Law 1: the stages composed equal the model. Compared here by hand, beside codegen's own proof."""
 
 import ast
-import copy
 from pathlib import Path
 
 import pytest
@@ -200,19 +199,10 @@ def test_the_proof_finds_a_wrong_stage(old, new, tmp_path):
 def test_a_model_that_keeps_state_between_minibatches_is_found_out(tmp_path):
     model_file = small("broken", fault="state")
     profile = skeleton(model_file)
-    with pytest.raises(VerificationError, match=r"minibatch 1 of 2.*keep state on self"):
+    message = r"small.py:[0-9]+: forward changes self.kept of the model and reads it again"
+    with pytest.raises(VerificationError, match=message):
         generate(plan_of(profile, 1), profile, model_file, tmp_path / "b")
     assert not (tmp_path / "b").exists()
-
-
-def test_verification_leaves_the_model_as_it_was(tmp_path):
-    model_file = small("branchy")
-    profile = skeleton(model_file)
-    bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
-    model = model_file.build()
-    before = copy.deepcopy(model.state_dict())
-    verify_values(model, texts_in(tmp_path / "b"), bundle, [model_file.example_inputs(3)])
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_model_too_large_for_this_machine_is_checked_by_shapes(tmp_path, monkeypatch):

@@ -110,6 +110,20 @@ def test_a_loss_without_a_gradient_ends_the_run_at_the_first_minibatch(tmp_path:
     assert str(error).startswith("rank 1 (stage 1, replica 0), at 1F0 of epoch 1: loss() returned a tensor without a")
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_loss_with_a_parameter_of_its_own_is_refused(tmp_path: Path, recompute: bool) -> None:
+    """Nobody would train it: the optimizer gets the model's parameters."""
+    code = (
+        "_scale = torch.nn.Parameter(torch.ones(3))\n\n"
+        "def loss(output, target, of=loss):\n    return of(output, target) * _scale.mean()"
+    )
+    spec = harness.job(tmp_path, with_code(CONV2, code))
+    stages = [stage.model_copy(update={"recompute": recompute}) for stage in spec.plan.stages]
+    error = failure_of(replace(spec, plan=spec.plan.model_copy(update={"stages": tuple(stages)})))
+    assert error.exit_code == 1
+    assert "loss() depends on a parameter of its own, of shape [3], which no stage trains; make it a" in str(error)
+
+
 def test_threads_and_processes_of_the_users_module_do_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
     code = """
 import multiprocessing

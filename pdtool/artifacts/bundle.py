@@ -81,7 +81,7 @@ class Bundle(YamlArtifact):
 
     Attributes:
         inputs: the model's inputs in order of its arguments, each a tensor with producer -1.
-        proof: how codegen proved the files equal to the model: `values` (outputs, gradients and buffers of two
+        proof: how codegen proved the files equal to the model: `values` (outputs, gradients and buffers of three
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
     """
 

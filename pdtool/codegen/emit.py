@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.codegen.expressions import expression, literal
 from pdtool.codegen.init_writer import InitWriter
-from pdtool.codegen.module_tree import access
+from pdtool.codegen.module_tree import access, access_state
 from pdtool.codegen.wiring import Wiring
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Value
 
@@ -179,7 +179,7 @@ class StageWriter:
         if isinstance(argument, Value):
             return self._name(argument)
         if isinstance(argument, State):
-            return access(argument.name)
+            return access_state(argument.name)
         if isinstance(argument, ByMode):
             training, evaluation = self._write(argument.training), self._write(argument.evaluation)
             if (training, evaluation) == ("True", "False"):

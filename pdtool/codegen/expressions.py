@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, is_default
+from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, State, Value, is_default
 
 _BINARY = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _BINARY |= {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -25,6 +25,7 @@ _TEMPLATES = {
     "bitwise_and.Tensor": "{self} & {other}",
     "bitwise_or.Tensor": "{self} | {other}",
     "pow.Tensor_Scalar": "{self} ** {exponent}",
+    "pow.Scalar": "torch.pow({self}, {exponent})",
     "__and__.Tensor": "{self} & {other}",
     "__or__.Tensor": "{self} | {other}",
     "addmm": "torch.addmm({self}, {mat1}, {mat2})",
@@ -49,11 +50,22 @@ _TEMPLATES = {
     "embedding": "F.embedding({indices}, {weight})",
     "layer_norm": "F.layer_norm({input}, {normalized_shape}, {weight}, {bias}, eps={eps})",
     "cat": "torch.cat({tensors}, dim={dim})",
+    "select_scatter": "torch.select_scatter({self}, {src}, dim={dim}, index={index})",
     "stack": "torch.stack({tensors}, dim={dim})",
+    "broadcast_tensors": "torch.broadcast_tensors({tensors*})",
     "einsum": "torch.einsum({equation}, {tensors*})",
     "where.self": "torch.where({condition}, {self}, {other})",
     "cross_entropy_loss": "F.cross_entropy({self}, {target})",
+    "batch_norm": "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, training={training}, "
+    "momentum={momentum}, eps={eps})",
+    "instance_norm": "F.instance_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, "
+    "use_input_stats={use_input_stats}, momentum={momentum}, eps={eps})",
+    "uniform": "torch.empty_like({self}).uniform_({from}, {to})",
+    "bernoulli.p": "torch.empty_like({self}).bernoulli_({p})",
+    "normal_functional": "torch.empty_like({self}).normal_({mean}, {std})",
 }
+# The Python functions of these names take other arguments, or do more than the operator.
+_UNLIKE_PYTHON = {"stft", "istft", "max_unpool2d", "max_unpool3d"}
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
 
 Write = Callable[[Any], str]
@@ -79,15 +91,26 @@ def expression(op: Operator, write: Write) -> str:
             lambda m: _spread(arguments[m[1]], write) if m[2] else _operand(arguments[m[1]], write), template
         )
     required, options = _call_arguments(schema, arguments, changed, write)
-    first = schema.arguments[0] if schema.arguments else None
-    if first is not None and first.name == "self" and hasattr(Tensor, name) and required:
+    if isinstance(arguments.get("self"), (Value, State)) and hasattr(Tensor, name) and _has_python_form(op):
+        if not callable(getattr(Tensor, name)):
+            return f"{required[0]}.{name}"  # a property, such as x.mT
         return f"{required[0]}.{name}({', '.join(required[1:] + options)})"
-    return f"{_function(target)}({', '.join(required + options)})"
+    return f"{_function(op)}({', '.join(required + options)})"
 
 
-def _function(target: torch._ops.OpOverload) -> str:
+def _has_python_form(op: Operator) -> bool:
+    """Whether torch's function or method of the operator's name takes its arguments; they take no None in a list."""
+    name = op.target._schema.name.split("::")[-1]
+    has_none = any(isinstance(value, list) and None in value for value in op.kwargs.values())
+    return name not in _UNLIKE_PYTHON and not has_none
+
+
+def _function(op: Operator) -> str:
     """Return `torch.cat` or `F.pad`; for what neither has, the overload itself: `torch.ops.aten.sin.default`."""
+    target = op.target
     namespace, name = target._schema.name.split("::")
+    if not _has_python_form(op):
+        return f"torch.ops.{namespace}.{name}.{target._overloadname}"
     if hasattr(torch, name):
         return f"torch.{name}"
     if hasattr(functional, name):

@@ -99,8 +99,8 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
     """Compare stages and model as far as `bundle.proof` says."""
     if bundle.proof == "values":
         size = min(bundle.batch_size, 3)
-        batches = [model_file.example_inputs(size), model_file.example_inputs(size + 1)]
-        verify_values(traced.model, texts, bundle, batches)
+        batches = [model_file.example_inputs(samples) for samples in (size, size, size + 1)]
+        verify_values(model_file.build(), texts, bundle, batches)
     else:
         inputs = model_file.example_inputs(bundle.batch_size)
         size = bundle.batch_size

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from pdtool.codegen.module_tree import ModuleTree, access, constructor_call
+from pdtool.codegen.module_tree import ModuleTree, access, access_state, constructor_call, set_parameter
 from pdtool.codegen.wiring import Wiring
 from pdtool.frontend.operators import Operator
 
@@ -57,7 +57,7 @@ class InitWriter:
     @cached_property
     def _direct_state(self) -> list[str]:
         """Parameters and buffers that operators use directly, outside leaf modules."""
-        names = (name for op in self._operators if op.target for name in (*op.parameters, *op.buffers))
+        names = (*self.wiring.parameters(self.stage), *self.wiring.buffers(self.stage))
         leaves = tuple(f"{path}." for path in self._leaf_paths)
         return list(dict.fromkeys(name for name in names if not name.startswith(leaves)))
 
@@ -73,7 +73,7 @@ class InitWriter:
         dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
         zeros = f"torch.zeros({sizes}{dtype})"
         if isinstance(tensor, nn.Parameter):
-            return f"{access(name)} = nn.Parameter({zeros})"
+            return set_parameter(name, f"nn.Parameter({zeros})")
         persistent = ", persistent=False" if attribute in owner._non_persistent_buffers_set else ""
         return f'{access(path)}.register_buffer("{attribute}", {zeros}{persistent})'
 
@@ -83,9 +83,9 @@ class InitWriter:
         for name in self.wiring.parameters(self.stage):
             original = first.setdefault(self.wiring.traced.tied[name], name)
             if original != name:
-                yield f"{access(name)} = {access(original)}  # tied"
+                yield f"{set_parameter(name, access_state(original))}  # tied"
 
     def _frozen(self) -> Iterator[str]:
         for name in self.wiring.parameters(self.stage):
             if not self.wiring.traced.model.get_parameter(name).requires_grad:
-                yield f"{access(name)}.requires_grad_(False)"
+                yield f"{access_state(name)}.requires_grad_(False)"

@@ -48,6 +48,20 @@ def access(path: str) -> str:
     return text
 
 
+def access_state(name: str) -> str:
+    """Return the expression of a parameter or buffer; one in a ParameterList is `self.scales.get_parameter("0")`."""
+    path, _, attribute = name.rpartition(".")
+    return access(name) if _is_attribute(attribute) else f'{access(path)}.get_parameter("{attribute}")'
+
+
+def set_parameter(name: str, value: str) -> str:
+    """Return the statement that makes a parameter."""
+    path, _, attribute = name.rpartition(".")
+    if _is_attribute(attribute):
+        return f"{access(name)} = {value}"
+    return f'{access(path)}.register_parameter("{attribute}", {value})'
+
+
 def constructor_call(module: nn.Module) -> str:
     """Return the call that makes such a leaf module: `nn.Linear(8, 16)`."""
     arguments = [

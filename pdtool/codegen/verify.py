@@ -1,13 +1,12 @@
 """Check on every call of codegen that the stages composed equal the model.
 
-Compared are outputs, gradients of all parameters, and buffers afterwards, over two consecutive minibatches of different
-sizes, in training and in evaluation mode. Random operators draw from a generator seeded by their own input, so that
-model and stages drop the same elements in whatever order they run.
+Compared are outputs, gradients of all parameters, and buffers afterwards, over three consecutive minibatches, two of
+one size and one of another, in training and in evaluation mode. Random operators draw from a generator seeded by their
+own input, so that model and stages drop the same elements in whatever order they run.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
+from pdtool.codegen.kept_state import Attributes, attributes, kept_attributes
 from pdtool.errors import PdtoolError
 from pdtool.frontend.operators import named_state
 
@@ -70,32 +70,52 @@ def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor
 def verify_values(
     model: nn.Module, texts: Mapping[str, str], bundle: Bundle, batches: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Compare the composed stages with `model`, which is left as it was.
+    """Compare the composed stages with `model`, whose buffers and gradients change.
 
     Args:
         texts: of the stage files, by name.
-        batches: inputs of consecutive minibatches, of different sizes.
+        batches: inputs of consecutive minibatches, of equal and of different sizes.
 
     Raises:
-        VerificationError: an output, a gradient or a buffer differs.
+        VerificationError: an output, a gradient or a buffer differs, or the model keeps state between minibatches that
+            is neither.
     """
     stages = load_stages(texts, bundle)
     copy_state(model, stages, bundle)
-    reference = copy.deepcopy(model)
+    before = attributes(model)
+    try:
+        _compare_minibatches(model, stages, bundle, batches)
+    finally:  # if the values differ, this is why
+        _refuse_kept_state(model, before)
+
+
+def _compare_minibatches(
+    model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[Sequence[Tensor]]
+) -> None:
     for training in (True, False):
-        for module in (reference, *stages):
+        for module in (model, *stages):
             module.train(training)
         mode = "training" if training else "evaluation"
         for number, inputs in enumerate(batches):
             where = f"{mode}, minibatch {number} of {len(batches)}"
             with torch.set_grad_enabled(training), _repeatable():
-                expected = _run("the model", partial(reference, *inputs), where)
+                expected = _run("the model", partial(model, *inputs), where)
             with torch.set_grad_enabled(training), _repeatable():
                 composed = _run(_STAGES, partial(compose, stages, bundle, inputs), where)
             _compare_outputs(expected, composed, where)
             if training:
-                _compare_gradients(reference, stages, expected, composed, where)
-            _compare_buffers(reference, stages, where)
+                _compare_gradients(model, stages, expected, composed, where)
+            _compare_buffers(model, stages, where)
+
+
+def _refuse_kept_state(model: nn.Module, before: Attributes) -> None:
+    for kept in kept_attributes(model, before):
+        owner = f"self.{kept.name} of {kept.module or 'the model'}"
+        where = f"{kept.location}: " if kept.location else ""
+        raise VerificationError(
+            f"{where}forward changes {owner} and reads it again: minibatches in flight together cannot share it",
+            "compute it from the inputs in each call, or keep it in a buffer of the module that uses it",
+        )
 
 
 def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: Sequence[Tensor], output: Any) -> None:
@@ -195,13 +215,19 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")
+_FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_")
 
 
 class _SeedByInput(TorchFunctionMode):
-    """Seed the generator before each function that may draw from it, from the function's own first tensor."""
+    """Seed the generator before each function that may draw from it: from its own first tensor, or from the shape of
+    the tensor that it fills, whose values are not there yet."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(word in getattr(func, "__name__", str(func)) for word in _RANDOM):
+        name = getattr(func, "__name__", str(func))
+        if name in _FILLING:
+            with torch._C.DisableTorchFunction():
+                torch.manual_seed(hash((name, tuple(args[0].shape))) & 0x7FFFFFFF)
+        elif any(word in name for word in _RANDOM):
             first = next((a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)), torch.zeros(0))
             with torch._C.DisableTorchFunction():
                 total = float(first.detach().double().abs().sum())

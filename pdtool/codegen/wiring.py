@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import TensorSpec, TiedParameter
 from pdtool.errors import ArtifactError, TraceError
-from pdtool.frontend.operators import Operator, Size, Traced, Value
+from pdtool.frontend.operators import Operator, Size, State, Traced, Value
 
 _RESERVED = {"self", "torch", "nn", "F", "batch", "device", "target", "loss", *keyword.kwlist}
 _AFFINE = re.compile(r"([0-9]+\*)?batch([+-][0-9]+)?")
@@ -68,6 +68,11 @@ class Wiring:
         return [v for v in pytree.tree_leaves(self.traced.output) if isinstance(v, Value)]
 
     @cached_property
+    def _output_state(self) -> list[str]:
+        """Names of the parameters and buffers that the model returns."""
+        return [leaf.name for leaf in pytree.tree_leaves(self.traced.output) if isinstance(leaf, State)]
+
+    @cached_property
     def consumers(self) -> dict[Value, list[int]]:
         """Tensor -> the later stages that take it; the last stage takes what the model returns."""
         users: dict[Value, set[int]] = {}
@@ -109,11 +114,17 @@ class Wiring:
 
     def parameters(self, stage: int) -> list[str]:
         """Return the names of the parameters that the stage uses, tied ones under each of their names."""
-        return list(dict.fromkeys(name for op in self.operators(stage) for name in op.parameters))
+        return self._state(stage, [name for op in self.operators(stage) for name in op.parameters], self.traced.tied)
 
     def buffers(self, stage: int) -> list[str]:
         """Return the names of the buffers that the stage uses."""
-        return list(dict.fromkeys(name for op in self.operators(stage) for name in op.buffers))
+        names = dict(self.traced.model.named_buffers(remove_duplicate=False))
+        return self._state(stage, [name for op in self.operators(stage) for name in op.buffers], names)
+
+    def _state(self, stage: int, used: list[str], kind: Container[str]) -> list[str]:
+        """What the stage's operators use, each once, and what the last stage returns of this kind."""
+        returned = [name for name in self._output_state if name in kind] if stage == len(self.stages) - 1 else []
+        return list(dict.fromkeys([*used, *returned]))
 
     @cached_property
     def tied(self) -> list[TiedParameter]:

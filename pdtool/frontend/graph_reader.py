@@ -6,23 +6,29 @@ import operator as python_operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from pdtool.errors import TraceError
+from pdtool.errors import PartialWriteError, TraceError
 from pdtool.frontend.graph_passes import drop_dead_operators, first_names, mark_constants, operators_sharing_state
 from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Value
 
 _TORCH = str(Path(torch.__file__).parent)
 _MAX_LITERAL_ELEMENTS = 64  # of a constant tensor, to stand in a stage file as a literal
-_NAME = re.compile(r"[A-Za-z0-9_.]*")
+_NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_FUNCTIONAL_FORMS = {  # where the operator that writes in place has another name or overload
+    torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
+    torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default,
+}
+_END = 2**63 - 1  # of a slice
+_WHOLE_SLICES = {torch.ops.aten.slice.Tensor: "self", torch.ops.aten.slice_scatter.default: "src"}
 _ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
 
 
@@ -35,6 +41,8 @@ class LeafCall:
         forward: the module's own, which is replaced meanwhile.
         arguments: positional and keyword arguments as a flat list; `spec` is their pytree.
         result: what the module returned: a pytree of indices into its tensors, None elsewhere.
+        outputs: these tensors, on the meta device.
+        is_recorded: whether they are those of this export, and the module need not be run again.
     """
 
     path: str
@@ -42,12 +50,15 @@ class LeafCall:
     arguments: list[Any]
     spec: pytree.TreeSpec
     result: Any = None
+    outputs: list[Tensor] = field(default_factory=list)
+    is_recorded: bool = False
 
 
 class GraphReader:
     """Reads one exported program; `read` walks its nodes once, in order.
 
     Attributes:
+        functional: whether no operator writes in place, and slices of the whole of a tensor stand for views.
         values: what each node stands for: a Value, a State, a constant, a size, or a list of these.
         operators: those read so far.
         names: of operators and modules, which no other operator may have.
@@ -55,10 +66,18 @@ class GraphReader:
         changed_buffers: names of the buffers that an operator writes.
     """
 
-    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, calls: list[LeafCall]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        program: torch.export.ExportedProgram,
+        calls: list[LeafCall],
+        *,
+        functional: bool = False,
+    ) -> None:
         self.model = model
         self.program = program
         self.calls = calls
+        self.functional = functional
         self.modules = dict(model.named_modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -78,6 +97,7 @@ class GraphReader:
             if node.op == "call_function":
                 self._call(node)
         output = self._output()
+        self._write_buffers()
         operators = drop_dead_operators(self.operators, output, self.changed_buffers)
         return Traced(
             model=self.model,
@@ -90,7 +110,7 @@ class GraphReader:
     def _check_names(self) -> None:
         for name in (*self.modules, *self.parameters, *self.buffers):
             if not _NAME.fullmatch(name):
-                remedy = "name modules with letters, digits and underscores only"
+                remedy = "name modules with letters, digits, dashes and underscores only"
                 raise TraceError(f"the model has a part named {name!r}", remedy)
             if name in ("loss", "target"):
                 raise TraceError(f"the model has a part named {name!r}, as pdtool calls a node of its own", "rename it")
@@ -137,10 +157,26 @@ class GraphReader:
         elif target is torch.ops.aten.contiguous.default and len(node.args) == 1 and not node.kwargs:
             # Whether it copies depends on the mode; it can be left out, since `view` is read as `reshape`.
             self.values[node] = self._argument(node.args[0])
+        elif (alias := self._alias(node, target)) is not None:
+            self.values[node] = alias
         elif target._schema.name.split("::")[-1] in _ALIASES and isinstance(self._argument(node.args[0]), Tensor):
             self.values[node] = self._argument(node.args[0])
         else:
             self._aten(node, target)
+
+    def _alias(self, node: fx.Node, target: torch._ops.OpOverload) -> Any:
+        """What a node returns unchanged: a tensor of which it takes the whole, or that it puts in place of the whole of
+        another one; None for other nodes."""
+        if not self.functional or (target not in _WHOLE_SLICES and target is not torch.ops.aten.copy.default):
+            return None
+        arguments = self._aten_arguments(node, target)
+        if target is torch.ops.aten.copy.default:
+            source, result = arguments["src"], node.meta["val"]
+            is_alike = isinstance(source, Value) and _is_like(node.args[1], result)
+            return source if is_alike else None
+        is_whole = arguments["start"] in (None, 0) and arguments["step"] == 1
+        is_whole = is_whole and (arguments["end"] is None or arguments["end"] == _END)
+        return arguments[_WHOLE_SLICES[target]] if is_whole else None
 
     def _region(self, node: fx.Node, kind: str) -> None:
         """Read the body of `with torch.no_grad()`, its inputs detached, or of a switched-off autocast as it is."""
@@ -179,6 +215,9 @@ class GraphReader:
         parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [f"{call.path}.{n}" for n, _ in module.named_buffers(remove_duplicate=False)]
         self.changed_buffers |= set(buffers)
+        states = [leaf.name for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, State)]
+        parameters += [name for name in states if name in self.parameters]
+        buffers += [name for name in states if name in self.buffers]
         inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
         differentiable = any(v.differentiable for v in inputs) or self._trainable(parameters)
         operator = Operator(
@@ -275,11 +314,13 @@ class GraphReader:
         """Return `add` for `add_`; raises TraceError where something else still looks at the same memory."""
         name, overload = target._schema.name.split("::")[-1].rstrip("_"), target._overloadname
         packet = getattr(torch.ops.aten, name, None)
+        has_form = packet is not None and overload in packet.overloads()
+        functional = _FUNCTIONAL_FORMS.get(target) or (getattr(packet, overload) if has_form else None)
         source = self._source(overwritten)
-        if packet is None or overload not in packet.overloads() or source is None or self._is_shared_view(source, node):
+        if functional is None or source is None or self._is_shared_view(source, node):
             remedy = "build the tensor with torch.cat, torch.where or masked_fill instead"
-            raise TraceError(f"{target} writes into part of a tensor in place", remedy, location=_location(node))
-        return getattr(packet, overload)  # type: ignore[no-any-return]
+            raise PartialWriteError(f"{target} writes into part of a tensor in place", remedy, location=_location(node))
+        return functional
 
     def _source(self, value: Any) -> fx.Node | None:
         """The latest node that stands for `value`."""
@@ -342,13 +383,34 @@ class GraphReader:
     def _trainable(self, names: Any) -> bool:
         return any(self.parameters[name].requires_grad for name in names)
 
+    def _write_buffers(self) -> None:
+        """Let the operators that a functional graph ends with write the buffers that the model changes."""
+        target = torch.ops.aten.copy_.default
+        outputs: Any = self._output_node.args[0]
+        for source, spec in zip(outputs, self.program.graph_signature.output_specs, strict=True):
+            if spec.kind is OutputKind.BUFFER_MUTATION:
+                arguments = {"self": State(str(spec.target)), "src": self._argument(source), "non_blocking": False}
+                self._aten_operator(source, target, arguments)
+                self.changed_buffers.add(str(spec.target))
+
+    @property
+    def _output_node(self) -> fx.Node:
+        output: fx.Node = next(n for n in self.program.graph.nodes if n.op == "output")
+        return output
+
     def _output(self) -> Any:
-        node = next(n for n in self.program.graph.nodes if n.op == "output")
+        outputs: Any = self._output_node.args[0]
         kinds = self.program.graph_signature.output_specs
-        users = [o for o, spec in zip(node.args[0], kinds, strict=True) if spec.kind.name == "USER_OUTPUT"]
+        users = [o for o, spec in zip(outputs, kinds, strict=True) if spec.kind.name == "USER_OUTPUT"]
         flat = [self._argument(o) for o in users]
         output = pytree.tree_unflatten(flat, self.program.call_spec.out_spec)
         return dict(output) if isinstance(output, dict) else output
+
+
+def _is_like(node: Any, result: Tensor) -> bool:
+    """Whether what a node returns has the shape and dtype of `result`."""
+    value = node.meta["val"]
+    return tuple(map(str, value.shape)) == tuple(map(str, result.shape)) and value.dtype == result.dtype
 
 
 def _batch_symbol(program: torch.export.ExportedProgram) -> Any:

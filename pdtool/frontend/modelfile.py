@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -91,10 +92,7 @@ class ModelFile:
 
         Torch, Python and numpy (where something has loaded it) draw from `seed`: all replicas must begin alike.
         """
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(seed % 2**32)
+        _seed_generators(seed)
         function = self._function(self.ref.function)
         try:
             inspect.signature(function).bind(**self.ref.settings)
@@ -105,7 +103,7 @@ class ModelFile:
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
-        return model.train()
+        return _unwrapped(model).train()
 
     def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
@@ -140,7 +138,12 @@ class ModelFile:
         return self.collate(data, range(batch_size), "dataset('train')")
 
     def dataset(self, split: str) -> Dataset[Any]:
-        """Return the samples (inputs, target) of `split`, which is "train" or "valid"."""
+        """Return the samples (inputs, target) of `split`, which is "train" or "valid".
+
+        Both are made from the same random numbers, whatever the seed of the run: `random_split` in `dataset()` divides
+        the samples alike each time, so that those of one split are never in the other.
+        """
+        _seed_generators(0)
         data = self._call(self._function("dataset"), split)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise self.error(f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset")
@@ -228,6 +231,25 @@ class ModelFile:
             return function(*args, **kwargs)
         except Exception as error:
             raise self.error_at(error, f"{function.__name__}()") from error
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of torch.compile, for which `run` has --compile, or of data parallelism, which plans replace."""
+    while True:
+        if type(model).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed torch, Python and, where something has loaded it, numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:

@@ -16,12 +16,15 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
-from pdtool.errors import TraceError
+from pdtool.errors import PartialWriteError, TraceError
 from pdtool.frontend.graph_reader import GraphReader, LeafCall
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.operators import ByMode, Operator, Traced
@@ -34,8 +37,11 @@ _leaf_calls: list[LeafCall] = []  # of the export that is running; `number` belo
 
 
 def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
-    """Run the leaf module's own forward on meta tensors, and record how its tensors fill what it returns."""
+    """Run the leaf module's own forward on meta tensors, and record what it returns, for when the graph is traced
+    again."""
     call = _leaf_calls[number]
+    if call.is_recorded:
+        return [torch.empty_like(output) for output in call.outputs]
     remaining = iter(tensors)
     flat = [next(remaining) if isinstance(a, Tensor) else a for a in call.arguments]
     args, kwargs = pytree.tree_unflatten(flat, call.spec)
@@ -43,7 +49,8 @@ def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
     outputs = [o for o in returned if isinstance(o, Tensor)]
     indices = iter(range(len(outputs)))
     call.result = pytree.tree_unflatten([next(indices) if isinstance(o, Tensor) else None for o in returned], spec)
-    return [o.clone() if any(o is t for t in tensors) else o for o in outputs]
+    call.outputs = [o.clone() if any(o is t for t in tensors) else o for o in outputs]
+    return call.outputs
 
 
 torch.library.impl(_LIBRARY, "leaf", "Meta")(_leaf_meta)
@@ -90,10 +97,16 @@ def trace(model: nn.Module, example: Callable[[int], tuple[Tensor, ...]], batch_
     inputs = example(batch_size)
     dynamic = _dynamic_dims(inputs, example(batch_size + 1), batch_size)
     was_training = model.training
+
+    def read(mode: bool, *, functional: bool) -> Traced:
+        program, calls = _export(model.train(mode), inputs, dynamic, path, functional=functional)
+        return GraphReader(model, program, calls, functional=functional).read()
+
     try:
-        training, evaluation = (
-            GraphReader(model, *_export(model.train(mode), inputs, dynamic, path)).read() for mode in (True, False)
-        )
+        try:
+            training, evaluation = (read(mode, functional=False) for mode in (True, False))
+        except PartialWriteError:
+            training, evaluation = (read(mode, functional=True) for mode in (True, False))
     finally:
         model.train(was_training)
     return replace(training, operators=tuple(_by_mode(training.operators, evaluation.operators)))
@@ -113,12 +126,17 @@ def _dynamic_dims(inputs: Sequence[Tensor], larger: Sequence[Tensor], size: int)
 
 
 def _export(
-    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], path: Path
+    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], path: Path, *, functional: bool
 ) -> tuple[torch.export.ExportedProgram, list[LeafCall]]:
+    """Export the model; `functional`: with every write in place turned into an operator that returns a new tensor."""
     try:
-        with _opaque_leaves(model), warnings.catch_warnings(), _quiet():
+        with _opaque_leaves(model), _without_data_dependent_checks(), warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
+            if functional:
+                for call in _leaf_calls:
+                    call.is_recorded = True
+                program = program.run_decompositions({})
         return program, list(_leaf_calls)
     except Exception as error:
         raise _explained(error, model, inputs, path) from error
@@ -144,6 +162,19 @@ def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], pat
         f"{user_line(error, path)}torch.export cannot trace this model: {type(error).__name__}: {lines[0]}",
         "keep Python branches independent of tensor values (torch.where), and packed sequences out of forward",
     )
+
+
+@contextmanager
+def _without_data_dependent_checks() -> Iterator[None]:
+    """Leave out what torch's own modules look up in a tensor's values, and what makes no difference to the result:
+    whether a mask is the causal one (torch.nn.Transformer), and whether arguments of distributions are valid."""
+    validates = Distribution._validate_args
+    with patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)):
+        Distribution.set_default_validate_args(False)
+        try:
+            yield
+        finally:
+            Distribution.set_default_validate_args(validates)
 
 
 @contextmanager

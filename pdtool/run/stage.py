@@ -85,6 +85,7 @@ class PipelineStage:
         self._call: Callable[..., Any] = torch.compile(module) if compiled else module
         self._recomputation = Recomputation(module) if recompute else None
         self.weights = WeightVersions(module, stashing=stashing, extrapolates=extrapolates)
+        self._is_loss_checked = False
         self.stashed: dict[int, StashedMinibatch] = {}
         self.peak_stashed = 0
 
@@ -158,14 +159,14 @@ class PipelineStage:
         with self._autocast.region() if self._autocast else nullcontext():
             output = self._call(*inputs)
             if self._loss is not None:
-                return as_tuple(self._differentiable_loss(output, target)) if with_loss else (output,)
+                return as_tuple(self._differentiable_loss(output, target, inputs)) if with_loss else (output,)
         return self._autocast.cast_outputs(as_tuple(output)) if self._autocast else as_tuple(output)
 
-    def _differentiable_loss(self, output: Any, target: Any) -> Tensor:
+    def _differentiable_loss(self, output: Any, target: Any, inputs: Sequence[Tensor]) -> Tensor:
         """The user's loss of a training step, which must lead back to an output that can be trained.
 
         Raises:
-            ModelError: it does not.
+            ModelError: it does not, or it leads to a parameter that is not the model's, which nobody would train.
         """
         assert self._loss
         loss = self._loss(output, target)
@@ -174,6 +175,15 @@ class PipelineStage:
                 "loss() returned a tensor without a gradient, so that nothing can be trained",
                 "compute it from the model's output without detach(), item(), argmax() or torch.no_grad()",
             )
+        if loss.requires_grad and not self._is_loss_checked:  # once: its graph is the same in each minibatch
+            self._is_loss_checked = True
+            known = {id(tensor) for tensor in (*self.module.parameters(), *inputs)}
+            own = [leaf for leaf in graph_leaves(loss) if id(leaf) not in known]
+            if own:
+                raise ModelError(
+                    f"loss() depends on a parameter of its own, of shape {list(own[0].shape)}, which no stage trains",
+                    "make it a parameter of the model, which returns it for the loss; or let it not require a gradient",
+                )
         return loss
 
     def _outputs(self, stashed: StashedMinibatch) -> tuple[Tensor, ...]:
@@ -198,6 +208,20 @@ class PipelineStage:
 
 def _requires_grad(output: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+
+
+def graph_leaves(tensor: Tensor) -> list[Tensor]:
+    """Return the leaves of the autograd graph of a tensor: parameters and inputs that get a gradient from it."""
+    nodes, leaves = [tensor.grad_fn], []
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        following = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        seen.update(following)
+        nodes += following
+    return leaves
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from pdtool.run.processes.status import Status
 from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.stage_module import load_stage_module
 from pdtool.run.stage_replica import StageReplica
+from pdtool.run.weights.initial_weights import equalize_weights
 from pdtool.run.weights.optimizer import NamedOptimizer
 from pdtool.run.weights.replica_averager import ReplicaAverager
 from pdtool.run.weights.tied_parameters import TiedHolders, TiedParameterSync
@@ -72,6 +74,8 @@ class WorkerContext:
             s: load_stage_module(bundle, config.bundle_dir, s, model).to(device)
             for s in self.shape.stages_on_same_workers(self.assignment.stage)
         }
+        if config.resume is None:
+            self._equalize(modules)
         self.status.set("the loading of the data")
         inputs = [bundle.by_name[name] for name in bundle.inputs]
         loaded = _SPLITS if self.assignment.stage == 0 else ()
@@ -82,6 +86,16 @@ class WorkerContext:
         self.status.set("the building of the stages")
         builder = _StageBuilder(self, model)
         self.stages = {s: builder.build(s, module) for s, module in modules.items()}
+
+    def _equalize(self, modules: Mapping[int, nn.Module]) -> None:
+        """Let replicas and tied copies begin alike; worker 0 says so where they did not."""
+        different = equalize_weights(modules, self.config.bundle.tied, self.groups)
+        if different and self.assignment.rank == 0:
+            names = ", ".join(different[:5]) + " and others" * (len(different) > 5)
+            sys.stderr.write(
+                f"warning: model() gave {names} other values on some workers, which now have those of the first: draw "
+                "initial weights from the generators of torch, numpy or random, which pdtool seeds\n"
+            )
 
     @property
     def is_replica_0(self) -> bool:

@@ -176,8 +176,6 @@ class Broken(nn.Module):
             return y if y.sum() > 0 else -y
         if self.fault == "batch":
             return y.view(4, 8)
-        if self.fault == "slice":
-            y[:, 0] = 0
         if self.fault == "state":
             if self.kept is not None:
                 y = y + self.kept.mean()

@@ -1,0 +1,87 @@
+"""Copies of a parameter begin alike, wherever model() draws its weights from; splits of the data do not overlap."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+from conftest import Folder
+from harness import CONV2, TIED3, weights
+from test_run_nodes import end, script, start  # noqa: F401
+
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.frontend.modelfile import ModelFile
+
+UNSEEDED = """
+_seeded = model
+
+def model():
+    import numpy
+    made = _seeded()
+    values = numpy.random.default_rng()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.tensor(values.normal(0, 0.1, tuple(parameter.shape))).to(parameter))
+    return made
+"""
+
+
+@pytest.mark.parametrize(("toy", "replicas"), [(CONV2, (2, 1)), (TIED3, (2, 1, 1))], ids=["replicas", "tied"])
+def test_weights_that_no_seed_fixes_begin_alike(tmp_path: Path, toy: harness.Toy, replicas: tuple[int, ...]) -> None:
+    """After training, too: the replicas of the first stage have equal parameters, and so have tied copies."""
+    outcomes = harness.run(harness.job(tmp_path, replace(toy, model=toy.model + UNSEEDED), replicas, epochs=1))
+    first = [harness.without_statistics(outcome.state) for outcome in outcomes if outcome.stage == 0]
+    assert len(first) == 2
+    assert all(torch.equal(first[0][name], first[1][name]) for name in first[0])
+    for tied in toy.tied:
+        states = [weights([outcome for outcome in outcomes if outcome.stage == s]) for s in tied.stages]
+        copies = [state[name] for state, name in zip(states, tied.names, strict=True)]
+        assert all(torch.equal(copies[0], other) for other in copies[1:])
+
+
+def test_a_warning_names_what_began_otherwise(tmp_path: Path, script: Path) -> None:  # noqa: F811
+    """Once, and not for weights that the seeds fix."""
+    for name, added, warnings in (("unseeded", UNSEEDED, 1), ("seeded", "", 0)):
+        spec = harness.job(tmp_path / name, replace(CONV2, model=CONV2.model + added), (2, 1))
+        (tmp_path / name / "spec").write_bytes(pickle.dumps(spec))
+        ((code, _, errors),) = end([start([sys.executable, str(script), str(tmp_path / name / "spec")])])
+        assert code == 0, errors
+        assert errors.count("warning: model() gave conv1.weight, ") == warnings, errors
+
+
+SPLITS = """
+import random
+import numpy
+import torch
+from torch.utils.data import TensorDataset, random_split
+
+def model():
+    return torch.nn.Linear(1, 2)
+
+def dataset(split):
+    order = list(range(50))
+    random.shuffle(order)
+    numpy.random.shuffle(order)
+    samples = TensorDataset(torch.tensor(order).float()[:, None], torch.zeros(50).long())
+    train, valid = random_split(samples, [40, 10])
+    return train if split == "train" else valid
+"""
+
+
+def test_random_splits_are_disjoint(folder: Folder) -> None:
+    """Whatever was drawn before, and whatever the seed of the run."""
+    folder.write("splits.py", SPLITS)
+    file = ModelFile.load(ModelRef(source="splits.py"))
+    splits = []
+    for name in ("train", "valid", "train"):
+        file.build(len(splits))
+        torch.rand(3)
+        splits.append({float(inputs) for inputs, _ in file.dataset(name)})
+    assert splits[0] == splits[2]
+    assert splits[0].isdisjoint(splits[1])
+    assert splits[0] | splits[1] == set(map(float, range(50)))
