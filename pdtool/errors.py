@@ -6,6 +6,15 @@ from pathlib import Path
 from typing import ClassVar
 
 
+def describe_error(error: BaseException) -> str:
+    """Return `ValueError: text`, whatever the error of somebody else's code does when it is printed."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be read"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class PdtoolError(Exception):
     """Base of all expected errors; `cli` prints its text and exits with its `exit_code`.
 

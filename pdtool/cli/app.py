@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -71,6 +73,11 @@ class CommandGroup(click.Group):
         except PdtoolError as error:
             note(f"error: {error}")
             ctx.exit(error.exit_code)
+        except SystemExit as end:  # of the user's code: pdtool's own ends are click's
+            frames = traceback.extract_tb(end.__traceback__)
+            place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+            note(f"error: {place}: sys.exit({end.code!r}) was called; raise an error in model.py instead")
+            ctx.exit(1)
         except BrokenPipeError:
             raise
         except OSError as error:

@@ -70,7 +70,14 @@ def choice(*names: str, choices: Sequence[str], help: str, unset: str = "") -> D
 
 def output(help: str) -> Decorator:
     """Define `-o`, the file that a command writes."""
-    return click.option("-o", "--output", metavar="PATH", help=help)
+    return click.option("-o", "--output", metavar="PATH", callback=_path, help=help)
+
+
+def _path(ctx: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    """Refuse an empty path, such as that of a variable that is not set; raises UsageError."""
+    if text == "":
+        raise UsageError(f"{parameter.opts[0]} is empty", "name a file or folder, or leave the option out")
+    return text
 
 
 def topology(*, required: bool) -> Decorator:

@@ -27,9 +27,10 @@ from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, fields_checked, 
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
-from pdtool.frontend.user_code import collate, error_at, user_line
+from pdtool.frontend.user_code import collate, error_at
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
+_MAX_METRIC_NAME = 100
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -194,6 +195,11 @@ class ModelFile:
             metrics = {str(name): (float(total), float(number)) for name, (total, number) in returned.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise self.error(f"metrics() returned {returned!r}", "return {name: (sum, count)}") from error
+        for name in metrics:
+            if not 0 < len(name) <= _MAX_METRIC_NAME or not name.isprintable():
+                short = repr(name if len(name) <= _MAX_METRIC_NAME else name[:_MAX_METRIC_NAME] + "…")
+                remedy = f"use 1 to {_MAX_METRIC_NAME} printable characters"
+                raise self.error(f"metrics() names {short}, which cannot be printed in a table", remedy)
         taken = sorted(metrics.keys() & RESERVED_METRICS)
         if taken:
             raise self.error(f"metrics() names {taken[0]!r}, which pdtool logs itself", "rename it")
@@ -209,7 +215,7 @@ class ModelFile:
 
     def has(self, function: str) -> bool:
         """Whether the file defines `function`."""
-        return callable(getattr(self.module, function, None))
+        return callable(vars(self.module).get(function))
 
     def error(self, what: str, remedy: str = "") -> ModelError:
         """Make an error whose text begins with the file's name."""
@@ -307,9 +313,10 @@ def _import(source: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
         return module
     except SyntaxError as error:
-        raise ModelError(f"{source}:{error.lineno}: {error.msg}") from error
+        line = f":{error.lineno}" if error.lineno else ""
+        raise ModelError(f"{source}{line}: {error.msg}") from error
     except Exception as error:
-        raise ModelError(f"{user_line(error, path)}importing it raised {type(error).__name__}: {error}") from error
+        raise error_at(path, error, "importing it") from error
     finally:
         sys.path.pop(0)
 

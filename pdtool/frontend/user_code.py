@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from pdtool.errors import ModelError
+from pdtool.errors import ModelError, describe_error
 
 
 def collate(path: Path, data: Any, indices: Sequence[int], name: str) -> tuple[Any, Any]:
@@ -22,9 +22,9 @@ def collate(path: Path, data: Any, indices: Sequence[int], name: str) -> tuple[A
     return inputs, target
 
 
-def error_at(path: Path, error: Exception, what: str) -> ModelError:
+def error_at(path: Path, error: BaseException, what: str) -> ModelError:
     """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
-    return ModelError(f"{user_line(error, path)}{what} raised {type(error).__name__}: {error}")
+    return ModelError(f"{user_line(error, path)}{what} raised {describe_error(error)}")
 
 
 def user_line(error: BaseException, path: Path) -> str:
@@ -32,7 +32,7 @@ def user_line(error: BaseException, path: Path) -> str:
     line, trace, folder = 0, error.__traceback__, path.resolve().parent
     name = path.name
     while trace:
-        file = Path(trace.tb_frame.f_code.co_filename)
+        file = Path(trace.tb_frame.f_code.co_filename.replace("\0", ""))
         if file.resolve() == path.resolve() or (
             file.resolve().is_relative_to(folder) and "site-packages" not in str(file)
         ):

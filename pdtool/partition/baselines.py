@@ -81,10 +81,10 @@ def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> st
     if gain_s <= 0:
         return rival.cost.bottleneck
     options, faster = search.options, f"{format_seconds(gain_s)} faster"
-    if gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE:
-        return f"{faster}, within the margin of {options.simplest:.1%}, but not as simple"
     has_too_many_stages = len(rival.placement.stages) > (options.max_stages or len(rival.placement.stages))
     is_other_schedule = rival.placement.execution.schedule != chosen.placement.execution.schedule
     if options.straight or has_too_many_stages or is_other_schedule:
         return f"{faster}, but not what was asked for"
+    if gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE:
+        return f"{faster}, within the margin of {options.simplest:.1%}, but not as simple"
     return f"{faster} by these formulas, which hide what the simulation shows"

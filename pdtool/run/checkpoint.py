@@ -68,9 +68,9 @@ def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[s
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints of a run's folder, by their epoch."""
     return {
-        int(m[1]): path
+        epoch: path
         for path in folder.glob(f"{_FOLDER}/epoch-*")
-        if (m := re.fullmatch(r"epoch-([0-9]+)", path.name)) and (path / _MANIFEST).is_file()
+        if (epoch := _epoch(path)) is not None and (path / _MANIFEST).is_file()
     }
 
 
@@ -85,7 +85,7 @@ def latest(folder: Path) -> Path:
                 f"the checkpoints in {folder} are of an older pdtool, whose files could hold code",
                 "export them with the pdtool that wrote them",
             )
-        raise UsageError(f"{folder} holds no complete checkpoint", "name the folder of a run, or run without --resume")
+        raise UsageError(f"{folder} holds no complete checkpoint", "name the folder of a run that has one")
     return checkpoints[max(checkpoints)]
 
 
@@ -93,12 +93,18 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """Return what checkpoint.json says.
 
     Raises:
-        ArtifactError: it is missing or damaged; the checkpoint before it is named.
+        ArtifactError: it is missing, damaged, or of another epoch than its folder; the checkpoint before it is named.
     """
+    path = checkpoint / _MANIFEST
     try:
-        return CheckpointManifest.load(checkpoint / _MANIFEST)
+        manifest = CheckpointManifest.load(path)
     except ArtifactError as error:
-        raise ArtifactError(checkpoint / _MANIFEST, f"is damaged ({error.what})", _remedy(checkpoint)) from error
+        reason = error.what.removeprefix(f"{path}: ")
+        raise ArtifactError(path, f"is damaged ({reason})", _remedy(checkpoint)) from error
+    if _epoch(checkpoint) not in (None, manifest.epoch):
+        what = f"is of epoch {manifest.epoch}, and stands in a folder of another epoch"
+        raise ArtifactError(path, what, f"name the folder epoch-{manifest.epoch}, or remove it")
+    return manifest
 
 
 def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -112,6 +118,8 @@ def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     for name, stored in read_manifest(checkpoint).files.items():
         try:
             state |= _read(checkpoint / name, stored, wanted)
+        except FileNotFoundError as error:
+            raise ArtifactError(checkpoint / name, "is missing", _remedy(checkpoint)) from error
         except (OSError, ValueError, SafetensorError) as error:
             what = f"is damaged ({getattr(error, 'strerror', None) or error})"
             raise ArtifactError(checkpoint / name, what, _remedy(checkpoint)) from error
@@ -151,7 +159,7 @@ def _on_all_workers(group: Any, step: Callable[[], _T]) -> list[_T]:
     if failures:
         raise PdtoolError(
             f"the checkpoint could not be written ({failures[0]})",
-            "free some space or name another folder with -o; the checkpoints before it are whole",
+            "see that the folder can be written; the checkpoints before it, if any, are whole",
         )
     return [result for _, result in outcomes]
 
@@ -221,11 +229,16 @@ def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict
         return {key: file.get_tensor(key) for key in keys}
 
 
+def _epoch(checkpoint: Path) -> int | None:
+    """The epoch that the folder's name tells; None for another name."""
+    match = re.fullmatch(r"epoch-([0-9]+)", checkpoint.name)
+    return int(match[1]) if match else None
+
+
 def _remedy(checkpoint: Path) -> str:
     """What to do when a checkpoint is damaged."""
-    match = re.fullmatch(r"epoch-([0-9]+)", checkpoint.name)
-    complete = complete_checkpoints(checkpoint.parent.parent)
-    earlier = [epoch for epoch in complete if match and epoch < int(match[1])]
+    last, complete = _epoch(checkpoint), complete_checkpoints(checkpoint.parent.parent)
+    earlier = [epoch for epoch in complete if last and epoch < last]
     if earlier:
-        return f"go on from the one before it, with --resume {complete[max(earlier)]}"
+        return f"go on from the one before it, in another folder: with --resume {complete[max(earlier)]} and without -o"
     return "there is none before it in this run: train again, in another folder"

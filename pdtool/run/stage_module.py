@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.errors import ArtifactError
+from pdtool.errors import ArtifactError, describe_error
 
 
 def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module) -> nn.Module:
@@ -17,7 +17,7 @@ def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module
 
     Raises:
         StaleError: a file is not as codegen wrote it.
-        ArtifactError: the parameters of the stage are not the model's.
+        ArtifactError: it cannot be imported, or the parameters of the stage are not the model's.
     """
     bundle.check_files(folder)
     described = bundle.stages[stage]
@@ -27,8 +27,12 @@ def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module
     assert spec.loader
     code = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = code
-    spec.loader.exec_module(code)
-    module: nn.Module = getattr(code, described.class_name)()
+    try:
+        spec.loader.exec_module(code)
+        module: nn.Module = getattr(code, described.class_name)()
+    except Exception as error:
+        what = f"cannot be used ({describe_error(error)})"
+        raise ArtifactError(path, what, "mend it, or let `pdtool codegen` write it again") from error
     for kind in ("_parameters", "_buffers"):
         _take_over(module, model, kind, path)
     return module.train()

@@ -150,6 +150,8 @@ def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConf
 
     stages = inputs.plan.stage_nodes(inputs.profile)
     check = partial(check_stage_files, inputs.plan, stages, bundle, inputs.folder)
+    if settings["output"] == "-":
+        raise UsageError("-o -: a run writes a folder, which is not for stdout", "name a folder")
     out, resume = _folders(inputs, settings["output"], settings["resume"], settings["nnodes"])
     correction = settings["correction"]
     names = ("epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype", "target")

@@ -72,6 +72,8 @@ class GrowingFile:
     def new_lines(self) -> list[bytes]:
         """Return the complete lines that were appended since the last call."""
         try:
+            if not self._path.is_file():  # a FIFO would be waited for
+                return []
             with self._path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pdtool.artifacts.bundle import Bundle
+from pdtool.errors import PdtoolError
 from pdtool.run.data import DataPass, MinibatchLoader
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import Receiver, Sender
@@ -115,6 +116,11 @@ class StageIO:
         Args:
             outputs: of the stage, [samples, ...] each; of the last stage nothing is sent.
         """
+        if not self._is_last and len(outputs) != len(self._module.outputs):
+            raise PdtoolError(
+                f"{self._module.file} returns {len(outputs)} tensors, bundle.yaml says {len(self._module.outputs)}",
+                "mend it, or let `pdtool codegen` write it again",
+            )
         by_name = {} if self._is_last else dict(zip(self._module.outputs, outputs, strict=True))
         by_name |= self._loaded
         self._send(self._forward, minibatch, {edge.number: by_name[edge.name] for edge in self._outgoing})

@@ -126,7 +126,8 @@ class WorkersLeft:
         now_s = time.time()
         stories = [self._story(rank, now_s) for rank in self._assignments]
         try:
-            write_atomically(self._config.out / FAILURE_FILE, "\n\n".join([str(error), *stories]) + "\n")
+            text = "\n\n".join([str(error), *stories]) + "\n"
+            write_atomically(self._config.out / FAILURE_FILE, text.encode(errors="backslashreplace").decode())
         except (OSError, PdtoolError):
             return False
         return True

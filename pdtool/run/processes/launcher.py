@@ -11,6 +11,7 @@ import logging
 import math
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -97,32 +98,32 @@ def _launch_workers(
     multiprocessing.set_forkserver_preload(_PRELOADED)
     elastic = elastic_launch(_elastic_config(config, len(local)), worker_main)
     stop_signal = None
-    with (
-        _os_errors_explained(),
-        following_metrics(config.out, on_metrics, after=epochs_done) if on_metrics else nullcontext(),
-        closing(Reaper()) as reaper,
-        _killing_stragglers(config, local, reaper),
-        _logging_disabled(),
-    ):
-        try:
-            with handling_signals(reaper):
-                reports = elastic(config, dict(os.environ), os.getcwd(), reaper.pid)
-        except SignalException as error:
-            stop_signal = error.sigval
-        except dist.DistError as error:
-            raise PdtoolError(
-                f"torch elastic could not start the workers ({short_reason(error)})", "start it again on every machine"
-            ) from error
-        except json.JSONDecodeError as error:  # what torch elastic reads when a worker could not write how it ended
-            raise PdtoolError(
-                f"a worker died, and could not write why into {config.out}", "see whether the disk is full"
-            ) from error
-        except ChildFailedError as error:
-            if not (config.out / WORKERS_FOLDER).is_dir():
-                remedy = "start it again, and leave the folder"
-                raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy) from None
-            exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
-            raise diagnose(config, local, exit_codes) from None
+    try:
+        with (
+            handling_signals() as hand_over,
+            _os_errors_explained(),
+            following_metrics(config.out, on_metrics, after=epochs_done) if on_metrics else nullcontext(),
+            closing(Reaper()) as reaper,
+            _killing_stragglers(config, local, reaper),
+            _logging_disabled(),
+        ):
+            hand_over(reaper)
+            reports = elastic(config, dict(os.environ), os.getcwd(), reaper.pid)
+    except SignalException as error:
+        stop_signal = error.sigval
+    except dist.DistError as error:
+        what = f"torch elastic could not start the workers ({short_reason(error)})"
+        raise PdtoolError(what, "start it again on every machine") from error
+    except (json.JSONDecodeError, EOFError, pickle.UnpicklingError) as error:
+        # what torch elastic reads when a worker could not write how it ended
+        what = f"a worker died, and could not write why into {config.out}"
+        raise PdtoolError(what, "see whether the disk is full") from error
+    except ChildFailedError as error:
+        if not (config.out / WORKERS_FOLDER).is_dir():
+            remedy = "start it again, and leave the folder"
+            raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy) from None
+        exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
+        raise diagnose(config, local, exit_codes) from None
     if stop_signal:
         with suppress(OSError):  # of a terminal that has hung up
             notify(stop_message(stop_signal, config.out))

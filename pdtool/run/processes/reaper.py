@@ -11,8 +11,9 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from contextlib import suppress
-from multiprocessing import util
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 
 from pdtool.errors import WorkerDiedError
@@ -29,6 +30,7 @@ class Reaper:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
+        _start_fork_server()
         self._pipe, pipe_of_reaper = context.Pipe()
         arguments = (pipe_of_reaper, util.get_temp_dir())
         self._process = context.Process(target=_lead_group, args=arguments, name="reaper", daemon=True)
@@ -50,6 +52,17 @@ class Reaper:
         self.kill()
         self._process.join()
         self._pipe.close()
+
+
+def _start_fork_server() -> None:
+    """Start it with SIGINT ignored: Ctrl-C reaches it while it imports, and the reaper ends what comes from it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        forkserver.ensure_running()
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
 
 
 def join_group(reaper_pid: int) -> None:

@@ -155,7 +155,7 @@ def read_failure(out: Path, rank: int) -> WorkerFailure | None:
 
 def write_traceback(out: Path, rank: int, text: str) -> None:
     """Keep the traceback of a worker's failure, for FAILURE_FILE."""
-    _path(out, rank, "traceback").write_text(text, encoding="utf-8")
+    _path(out, rank, "traceback").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def read_traceback(out: Path, rank: int) -> str:
@@ -200,6 +200,8 @@ def prepare_folder(out: Path, ranks: Sequence[int], *, keep_metrics: bool) -> No
     Raises:
         PdtoolError: the folder cannot be written.
     """
+    if (out / METRICS_FILE).exists() and not (out / METRICS_FILE).is_file():
+        raise PdtoolError(f"{out / METRICS_FILE} is no regular file", "remove it")
     try:
         (out / WORKERS_FOLDER).mkdir(parents=True, exist_ok=True)
         (out / FAILURE_FILE).unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -19,8 +19,12 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @contextmanager
-def handling_signals(reaper: Reaper) -> Iterator[None]:
-    """Handle signals while workers run, in place of torch elastic, which waits half a minute for a stopped worker.
+def handling_signals() -> Iterator[Callable[[Reaper], None]]:
+    """Handle signals while workers are started and run, in place of torch elastic, which waits half a minute for a
+    stopped worker.
+
+    Yields:
+        A function to be called with the reaper, once it is there.
 
     A signal that was ignored stays so: `nohup` ignores SIGHUP, shells SIGINT for what a script starts with `&`.
 
@@ -28,18 +32,23 @@ def handling_signals(reaper: Reaper) -> Iterator[None]:
         SignalException: from wherever the main thread is, once a signal has come and the workers are killed.
     """
 
+    reapers: list[Reaper] = []
+
     def stop(number: int, frame: FrameType | None) -> None:
-        reaper.kill()
+        for reaper in reapers:
+            reaper.kill()
         raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
 
     def suspend(number: int, frame: FrameType | None) -> None:
         """Ctrl-Z: the terminal sends it to the process group of the launcher, which is not that of the workers."""
-        reaper.send(signal.SIGTSTP)
+        for reaper in reapers:
+            reaper.send(signal.SIGTSTP)
         signal.raise_signal(signal.SIGSTOP)
-        reaper.send(signal.SIGCONT)  # when the shell has sent it here
+        for reaper in reapers:
+            reaper.send(signal.SIGCONT)  # when the shell has sent it here
 
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield reapers.append
         return
     handlers = {**dict.fromkeys(_STOPPING, stop), signal.SIGTSTP: suspend}
     before = {number: signal.getsignal(number) for number in handlers}
@@ -47,7 +56,7 @@ def handling_signals(reaper: Reaper) -> Iterator[None]:
         for number, handler in handlers.items():
             if before[number] is not signal.SIG_IGN:
                 signal.signal(number, handler)
-        yield
+        yield reapers.append
     finally:
         for number, handler_before in before.items():
             signal.signal(number, handler_before)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from pdtool.errors import PdtoolError, WorkerDiedError
+from pdtool.errors import PdtoolError, WorkerDiedError, describe_error
 from pdtool.run.processes.collectives import PeerError
 from pdtool.run.processes.status import (
     OWN_ERROR,
@@ -32,7 +32,7 @@ end_process = os._exit  # kept, for `explain_exits` replaces it
 def record_failure(out: Path, rank: int, error: BaseException) -> int:
     """Write what ended this worker where the launcher reads it; return the exit code of the process."""
     if not isinstance(error, PeerError):  # whose traceback ends in our own waiting
-        with suppress(OSError, MemoryError):  # of a full disk or memory, which `error` may be of, too
+        with suppress(Exception):  # of a full disk or memory, or of an error that cannot be printed
             write_traceback(out, rank, "".join(traceback.format_exception(error)))
     failure = _failure(out, rank, error, time.time())
     write_failure(out, rank, failure)
@@ -96,8 +96,7 @@ def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerF
             stopped, gone = _silent_neighbours(out, rank)
         return WorkerFailure(error.what, error.remedy, error.exit_code, error.peer, at_s, stopped, gone)
     if not isinstance(error, PdtoolError):
-        text = f": {error}" if str(error) else ""
-        error = WorkerDiedError(f"{type(error).__name__}{text}{_place(error)}")
+        error = WorkerDiedError(f"{describe_error(error)}{_place(error)}")
     return WorkerFailure(error.what, error.remedy, error.exit_code, OWN_ERROR, at_s)
 
 
