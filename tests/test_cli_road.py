@@ -91,6 +91,45 @@ def test_an_edited_stage_file_is_run_with_trust_only_and_never_overwritten_unask
     assert "stage_1.py: is missing; run `pdtool codegen` again" in road.pdtool("run", "--trust", code=3).stderr
 
 
+def test_a_trusted_file_that_does_not_fit_is_named(road):
+    road.pdtool("codegen")
+    stage = road.path / "plans/model-2/stage_0.py"
+    text = stage.read_text()
+    stage.write_text("syntax error here(")
+    errors = road.pdtool("run", "--trust", "--steps", "2", code=3).stderr
+    assert "plans/model-2/stage_0.py: cannot be used (SyntaxError: " in errors
+    stage.write_text(text.replace("    return ", "    return None, "))
+    errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
+    assert "stage_0.py returns 2 tensors, bundle.yaml says 1; mend it" in errors
+
+
+@pytest.mark.parametrize("where", ["import sys; sys.exit(0)", "def model(width=8):\n    import sys; sys.exit(0)"])
+def test_a_command_whose_model_calls_sys_exit_has_not_done_its_work(road, where):
+    """Exit code 0 would let a CI job pass that checked nothing."""
+    path = road.path / "model.py"
+    path.write_text(f"{path.read_text()}\n{where}\n")
+    for command in (["profile", "model.py", "-o", "x.json"], ["codegen"], ["check", "--fresh", PLAN]):
+        errors = road.pdtool(*command, code=1).stderr
+        assert "error: model.py:" in errors
+        assert "sys.exit(0) was called; raise an error in model.py instead" in errors
+
+
+def test_an_empty_output_is_refused(road):
+    """Such as -o "$OUT" where OUT is not set."""
+    for command in (["run", "--steps", "2"], ["codegen"], ["profile", "model.py"]):
+        assert "-o is empty; name a file or folder" in road.pdtool(*command, "-o", "", code=2).stderr
+    assert "a run writes a folder" in road.pdtool("run", "-o", "-", code=2).stderr
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 101, "\ud800"])
+def test_a_metric_that_cannot_be_printed_is_refused_at_once(road, name):
+    path = road.path / "model.py"
+    path.write_text(path.read_text().replace('{"accuracy":', f"{{{name!r}:"))
+    errors = road.pdtool("run", "--steps", "2", code=1).stderr
+    assert "metrics() names " in errors
+    assert "which cannot be printed in a table; use 1 to 100 printable characters" in errors
+
+
 def test_tensors_of_a_resealed_bundle_are_compared_too(road):
     road.pdtool("codegen")
     path = road.path / "plans/model-2/bundle.yaml"

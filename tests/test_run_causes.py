@@ -124,6 +124,29 @@ def test_a_loss_with_a_parameter_of_its_own_is_refused(tmp_path: Path, recompute
     assert "loss() depends on a parameter of its own, of shape [3], which no stage trains; make it a" in str(error)
 
 
+UNPRINTABLE = """
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        ("ValueError('half a character: \\ud800')", "loss() raised ValueError: half a character: "),
+        ("Unprintable()", "loss() raised Unprintable: its text cannot be read"),
+        ("ValueError()", "loss() raised ValueError; "),
+    ],
+)
+def test_an_error_whose_text_is_odd_is_told_like_any_other(tmp_path: Path, raised: str, text: str) -> None:
+    spec = harness.job(tmp_path, with_code(CONV2, f"{UNPRINTABLE}\ndef loss(output, target):\n    raise {raised}"))
+    error = failure_of(spec)
+    assert error.exit_code == 1
+    assert text in str(error)
+    assert "raised" in (spec.out / "failure.txt").read_text()
+
+
 def test_threads_and_processes_of_the_users_module_do_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
     code = """
 import multiprocessing

@@ -208,7 +208,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: P
         (last / name).write_bytes((first / name).read_bytes())
     else:
         damage(last / name, how)
-    message = rf"epoch-2/stage-0.safetensors: is damaged .*; go on from the one before it, with --resume {first}"
+    what = "is missing" if how == "missing" else "is damaged .*"
+    message = (
+        rf"epoch-2/stage-0.safetensors: {what}; go on from the one before it, in another folder: with --resume {first}"
+    )
     with pytest.raises(ArtifactError, match=message):
         checkpoint.export(spec.out, tmp_path / "model.pt")
     with pytest.raises(PdtoolError, match=message) as raised:
@@ -230,6 +233,31 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:
         checkpoint.export(spec.out, tmp_path / "model.pt")
     with pytest.raises(ArtifactError, match=r"epoch-1/checkpoint.json: is damaged"):
         launch(replace(spec, epochs=2, resume=spec.out))
+
+
+def test_a_folder_of_another_epoch_is_refused(tmp_path: Path) -> None:
+    """Renamed, it would be taken for the last one, and hide what is trained after it."""
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    folder = checkpoint.latest(spec.out)
+    folder.rename(folder.with_name("epoch-9"))
+    message = (
+        r"epoch-9/checkpoint.json: is of epoch 1, and stands in a folder of another epoch; name the folder epoch-1"
+    )
+    with pytest.raises(ArtifactError, match=message):
+        checkpoint.export(spec.out, tmp_path / "model.pt")
+    with pytest.raises(ArtifactError, match=message):
+        launch(replace(spec, epochs=12, resume=spec.out))
+
+
+def test_metrics_that_are_no_file_are_refused(tmp_path: Path) -> None:
+    """A FIFO would be waited for."""
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    (spec.out / "metrics.jsonl").unlink()
+    os.mkfifo(spec.out / "metrics.jsonl")
+    with pytest.raises(PdtoolError, match=r"metrics.jsonl is no regular file; remove it"):
+        launch(replace(spec, epochs=2, resume=spec.out), on_metrics=print)
 
 
 def test_a_checkpoint_of_an_older_pdtool_is_not_read(tmp_path: Path) -> None:

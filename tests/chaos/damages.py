@@ -27,7 +27,7 @@ def damages(bench: Bench, trials: int, seed: int) -> Iterator[Outcome]:
         outcome = Outcome(f"{path.name} {how}")
         command = ("export", out, "-o", f"{out}.pt") if trial % 2 else tuple(bench.run(out, 4, "--resume"))
         ended = bench.start(*command).ended()
-        outcome.add(ended, [3], rf"{path.name}: .*--resume \S*{out}/checkpoints/epoch-2")
+        outcome.add(ended, [3], rf"{path.name}: is (damaged|missing).*--resume \S*{out}/checkpoints/epoch-2")
         if ended.code == 0:
             outcome.losses.append(f"{outcome.name}: it was used")
         shutil.rmtree(folder)
