@@ -295,7 +295,7 @@ def test_what_is_no_number_or_no_text_is_refused(value, match):
         Profile.parse(text)
 
 
-CODE = ["x; import os", "a.b\nimport os", "__import__('os')", 'a"""', "a b", "a-b", "ä", "", "a..b", "x" * 501, "a\\"]
+CODE = ["x; import os", "a.b\nimport os", "__import__('os')", 'a"""', "a b", "a b", "ä", "", "a..b", "x" * 501, "a\\"]
 
 
 @pytest.mark.parametrize("name", CODE)
