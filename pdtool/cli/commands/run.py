@@ -32,7 +32,7 @@ _SAME_FOLDER = "the folder of -o"
     "  pdtool run plans/digits-3.yaml -o runs/digits --epochs 20 --resume"
 )
 @click.argument("plan", required=False)
-@options.output("Folder of the run.  [default: a new one, runs/PLAN]")
+@options.output("Folder of the run.  [default: a new one, runs/PLAN, runs/PLAN.2, ...]")
 @options.model
 @options.count("--epochs", help="Epochs in all.", default=1)
 @options.count("--steps", help="Minibatches in an epoch, at most.", unset="the whole training set")
@@ -48,7 +48,7 @@ _SAME_FOLDER = "the folder of -o"
     is_flag=False,
     flag_value=_SAME_FOLDER,
     metavar="[RUN_DIR]",
-    help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  [default: -o]",
+    help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  [without RUN_DIR: the folder of -o]",
 )
 @click.option("--dry-run", is_flag=True, help="Print which worker does what on which host, and stop.")
 @options.device("Device to train on; auto is cuda where there is one.")
