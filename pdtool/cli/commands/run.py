@@ -48,7 +48,8 @@ _SAME_FOLDER = "the folder of -o"
     is_flag=False,
     flag_value=_SAME_FOLDER,
     metavar="[RUN_DIR]",
-    help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  [without RUN_DIR: the folder of -o]",
+    help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  "
+    "[without RUN_DIR: the folder of -o]",
 )
 @click.option("--dry-run", is_flag=True, help="Print which worker does what on which host, and stop.")
 @options.device("Device to train on; auto is cuda where there is one.")
