@@ -21,7 +21,9 @@ from pdtool.partition.simulator.steady_state import is_too_large, steady_state_s
 
 # Additional minibatches in flight must shorten the time by this fraction, since each adds gradient staleness.
 IN_FLIGHT_MARGIN = 0.1
-_LINK_SLOWDOWNS = (1.0, 2.0)  # also search as if links were twice as slow: such plans communicate less
+# Where the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
+# such plans communicate less.
+_LINK_SLOWDOWNS = (1.0, 2.0)
 _MAX_PLANS_PER_SEARCH = 8  # those with the smallest lower bounds, for each slowdown
 
 
@@ -59,7 +61,9 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
     selection = _Selection(search, [simplest_plan, *optima, *baselines])
     if selection.lowest_bound_s > goal_s:
-        selection.add_plans_by_stage_count(simplest_plan.placement.execution, selection.lowest_bound_s)
+        selection.add_plans_by_stage_count(
+            simplest_plan.placement.execution, selection.lowest_bound_s, slowdowns=(1.0,)
+        )
     selection.simulate()
     if selection.fastest_s > goal_s:
         selection.add_plans_by_stage_count(simplest_plan.placement.execution, selection.fastest_s)
@@ -109,9 +113,15 @@ class _Selection:
         """Seconds per minibatch that no plan of the shortlist beats."""
         return min((bound_s for bound_s, _ in self._shortlist), default=math.inf)
 
-    def add_plans_by_stage_count(self, execution: ExecutionConfig, bound_s: float) -> None:
-        """Add the best plans of each layout and number of stages, as far as they may take less than `bound_s`."""
-        for slower in _LINK_SLOWDOWNS:
+    def add_plans_by_stage_count(
+        self, execution: ExecutionConfig, bound_s: float, slowdowns: Sequence[float] = _LINK_SLOWDOWNS
+    ) -> None:
+        """Add the best plans of each layout and number of stages, as far as they may take less than `bound_s`.
+
+        Args:
+            slowdowns: search as if links were slower by each of these factors.
+        """
+        for slower in slowdowns:
             plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
             self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[:_MAX_PLANS_PER_SEARCH]
 
