@@ -59,14 +59,13 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         selection.simulate()
         return selection.selected() or Selected(simplest_plan, None)
     goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
+    execution = simplest_plan.placement.execution
     selection = _Selection(search, [simplest_plan, *optima, *baselines])
     if selection.lowest_bound_s > goal_s:
-        selection.add_plans_by_stage_count(
-            simplest_plan.placement.execution, selection.lowest_bound_s, slowdowns=(1.0,)
-        )
+        selection.add_plans_by_stage_count(execution, selection.lowest_bound_s, slowdowns=(1.0,))
     selection.simulate()
     if selection.fastest_s > goal_s:
-        selection.add_plans_by_stage_count(simplest_plan.placement.execution, selection.fastest_s)
+        selection.add_plans_by_stage_count(execution, selection.fastest_s)
         selection.simulate()
     return selection.selected() or Selected(simplest_plan, None)
 
