@@ -67,9 +67,13 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_its_context(tmp_path: Path) -> None:
-    for _ in range(2):
-        with locked(tmp_path / "run"):
-            pass
+    """Seen by another process, since one process never refuses itself."""
+    take = f"import pathlib, pdtool.run.run_folder as f\nwith f.locked(pathlib.Path({str(tmp_path)!r})): pass"
+    with locked(tmp_path):
+        ((code, _, errors),) = end([start([sys.executable, "-c", take])])
+        assert code != 0
+        assert f"is in use by a run (process {os.getpid()} on " in errors
+    assert [code for code, _, _ in end([start([sys.executable, "-c", take])])] == [0]
 
 
 def test_differences_are_told_with_the_machine() -> None:
