@@ -33,7 +33,7 @@ $(STAMP): setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@
 
-test: $(STAMP) ## run all tests (about seven minutes on two cores)
+test: $(STAMP) ## run all tests (about eleven minutes on two cores)
 	$(PYTEST)
 
 check: $(STAMP) ## run ruff, mypy --strict and all tests
