@@ -74,9 +74,18 @@ MISTAKES = (
 )
 
 
+def can_make_namespaces() -> bool:
+    """Whether this process may make network namespaces: it needs root, and `ip`."""
+    if not shutil.which("ip"):
+        return False
+    name = f"pdtool-{os.getpid()}-probe"
+    commands = [["ip", "netns", "add", name], ["ip", "netns", "del", name]]
+    return all(subprocess.run(command, check=False, capture_output=True).returncode == 0 for command in commands)
+
+
 def mistakes(bench: Bench, trials: int) -> Iterator[Outcome]:
     """Yield the outcome of each mistake; none where namespaces cannot be made, which needs root."""
-    if os.geteuid() != 0 or not shutil.which("ip"):
+    if not can_make_namespaces():
         return
     with _namespaces() as (names, devices):
         for trial, mistake in enumerate(MISTAKES[:trials]):
