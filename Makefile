@@ -66,7 +66,7 @@ bench-runtime: $(STAMP) ## compare training speed with the machine's limit and w
 bench-transport: $(STAMP) ## measure the cost of a message between two workers
 	PYTHONPATH=. $(BIN)/python tests/bench_transport.py
 
-bench-long-run: $(STAMP) ## measure whether a run of 20,000 updates slows down (two minutes)
+bench-long-run: $(STAMP) ## measure whether a run of 20,000 updates slows down (three minutes)
 	$(BIN)/python tests/bench_long_run.py
 
 soak: $(STAMP) ## train for 2,000 updates on four workers, twice, and compare memory and results
