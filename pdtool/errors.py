@@ -49,11 +49,13 @@ class TraceError(ModelError):
 
     Args:
         location: `file.py:12` in the user's code, or "" when it is not known.
+        module: path of the module that causes it; None when it is not known, "" for the model itself.
     """
 
-    def __init__(self, what: str, remedy: str = "", *, location: str = "") -> None:
+    def __init__(self, what: str, remedy: str = "", *, location: str = "", module: str | None = None) -> None:
         super().__init__(f"{location}: {what}" if location else what, remedy)
         self.location = location
+        self.module = module
 
 
 class PartialWriteError(TraceError):

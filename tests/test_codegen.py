@@ -17,7 +17,7 @@ from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing import trace
+from pdtool.frontend.tracing import trace_file
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 INPUTS = {
@@ -42,23 +42,22 @@ def small(function, **settings):
 TRACES = {}  # by name of the model's class: each has one function, and one batch size, in this file
 
 
-def traced_once(model, *arguments):
-    """`trace`, which takes a second, once for each model; the proof leaves it as it was (tested below)."""
-    name = type(model).__name__
-    if name not in TRACES:
-        TRACES[name] = trace(model, *arguments)
-    return TRACES[name]
+def traced_once(file, model, batch_size):
+    """`trace_file`, which takes a second, once for each model; the proof leaves it as it was (tested below)."""
+    if file.ref.model_dump_json() not in TRACES:
+        TRACES[file.ref.model_dump_json()] = trace_file(file, model, batch_size)
+    return TRACES[file.ref.model_dump_json()]
 
 
 @pytest.fixture(autouse=True)
 def shared_traces(monkeypatch):
     """For `generate` too; a test of tracing itself undoes it."""
-    monkeypatch.setattr(generate_module, "trace", traced_once)
+    monkeypatch.setattr(generate_module, "trace_file", traced_once)
 
 
 def skeleton(model_file):
     """A profile without costs: only the graph, as `measure` would write it."""
-    traced = traced_once(model_file.build(), model_file.example_inputs, 4, model_file.path)
+    traced = traced_once(model_file, model_file.build(), 4)
     constant = {op.name for op in traced.operators if op.constant}
     nodes = tuple(
         Node(
@@ -161,7 +160,7 @@ def test_stage_files_import_torch_only_and_keep_original_names(function, tmp_pat
 
 
 def test_generation_is_deterministic(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate_module, "trace", trace)
+    monkeypatch.setattr(generate_module, "trace_file", trace_file)
     model_file = small("branchy")
     profile = skeleton(model_file)
     for name in ("a", "b"):
@@ -193,7 +192,7 @@ def test_the_proof_finds_a_wrong_stage(old, new, tmp_path):
     texts = {name: text.replace(old, new) for name, text in texts.items()}
     batches = [model_file.example_inputs(3), model_file.example_inputs(4)]
     with pytest.raises(VerificationError):
-        verify_values(model_file.build(), texts, bundle, batches)
+        verify_values(model_file.build, texts, bundle, batches)
 
 
 def test_a_model_that_keeps_state_between_minibatches_is_found_out(tmp_path):

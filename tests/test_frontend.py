@@ -28,7 +28,7 @@ def write(tmp_path, text):
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        ("branch", "cannot trace this model.*data-dependent"),
+        ("branch", "cannot trace this line.*data-dependent"),
         ("batch", "one minibatch size only"),
         ("attribute", "the model fails on inputs of shape.*no attribute 'missing'"),
         ("mode", "sin in module '' runs in training or in evaluation mode only"),
@@ -175,7 +175,7 @@ def test_optimizer_and_loss_are_checked(tmp_path):
 @pytest.mark.parametrize(
     ("hints", "match"),
     [
-        ("{'nosplit': []}", r"HINTS: has unknown keys \['nosplit'\]; use no_split and pin"),
+        ("{'nosplit': []}", r"HINTS: has unknown keys \['nosplit'\]; use no_split, pin and opaque"),
         ("{1: 2, 'a': 3}", r"HINTS: has unknown keys \[1, 'a'\]"),
         ("5", r"HINTS: 5 is no dict; write \{"),
         ("['no_split']", "is no dict"),

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from pdtool.artifacts.envelope import FrozenModel, YamlArtifact, file_sha256
-from pdtool.artifacts.fields import Count, Digest, Identifier, Name, Number, Title
+from pdtool.artifacts.fields import Count, Digest, Identifier, ModulePath, Name, Number, Title
 from pdtool.errors import FieldError, StaleError
 
 # A dimension: a number, or one that grows with the minibatch: `batch`, `49*batch`, `batch+1`.
@@ -54,6 +54,7 @@ class StageModule(FrozenModel):
         outputs: tensors its forward returns, in order: one as it is, several as a tuple. Empty for the last stage,
             which returns the model's own output.
         parameters, buffers: names of its state, as in the original model.
+        opaque: paths of the modules that it takes from the model, which its constructor then has as an argument.
     """
 
     file: Annotated[str, StringConstraints(pattern=r"^stage_[0-9]{1,6}\.py$")]
@@ -63,6 +64,7 @@ class StageModule(FrozenModel):
     outputs: tuple[Identifier, ...]
     parameters: tuple[Name, ...]
     buffers: tuple[Name, ...] = ()
+    opaque: tuple[ModulePath, ...] = ()
 
     def is_in(self, path: Path) -> bool:
         """Whether the file is as codegen wrote it."""

@@ -76,6 +76,7 @@ class Profile(Artifact):
         step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
+        opaque: path of a module that cannot be cut, since its operators cannot be seen -> why.
     """
 
     KIND: ClassVar[str] = "profile"
@@ -93,6 +94,7 @@ class Profile(Artifact):
     shared: tuple[SharedParameter, ...] = ()
     together: tuple[tuple[Name, ...], ...] = ()
     pin: dict[Name, StageIndex] = Field(default_factory=dict)
+    opaque: dict[Name, Label] = Field(default_factory=dict)
 
     def check(self) -> None:
         names = [node.name for node in self.nodes]

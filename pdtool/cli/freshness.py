@@ -17,7 +17,7 @@ from pdtool.frontend.graph_check import first_difference
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile, find_source
 from pdtool.frontend.operators import Traced
-from pdtool.frontend.tracing import trace
+from pdtool.frontend.tracing import trace_file
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class FreshnessCheck:
             return None
         find_model(self.path, self._model.source)
         file = ModelFile.load(self._model)
-        return trace(file.build(), file.example_inputs, self.plan.batch_size, file.path)
+        return trace_file(file, file.build(), self.plan.batch_size)
 
     def _profile(self) -> Iterator[FreshnessFinding]:
         """Compare the profile with the model, and the bytes of the model's file with those that were profiled."""

@@ -56,6 +56,15 @@ class StageWriter:
         return self.wiring.operators(self.stage)
 
     @cached_property
+    def opaque(self) -> list[str]:
+        """The paths of the modules that it takes from the model."""
+        return self._init.opaque_paths
+
+    @cached_property
+    def _init(self) -> InitWriter:
+        return InitWriter(self.wiring, self.stage)
+
+    @cached_property
     def inputs(self) -> list[Value]:
         """The arguments of forward."""
         return self.wiring.inputs(self.stage)
@@ -77,7 +86,7 @@ class StageWriter:
             f"class {self.class_name}(nn.Module):",
             *self._docstring(),
             "",
-            *InitWriter(self.wiring, self.stage).lines(),
+            *self._init.lines(),
             f"    def forward({', '.join(['self', *(self._name(v) for v in self.inputs)])}):",
             *(f"        {line}" for line in body),
         ]
@@ -91,6 +100,13 @@ class StageWriter:
             for value in dict.fromkeys(values):
                 shape = ", ".join(literal(dim) for dim in value.shape)
                 yield f"        {word:<7} {self._name(value)}: ({shape}{',' if len(value.shape) == 1 else ''})"
+        if self.opaque:
+            yield ""
+            yield "    Takes from the model, and calls as it is:"
+            yield ""
+            for path in self.opaque:
+                kind = type(self.wiring.traced.model.get_submodule(path))
+                yield f"        {path}: {kind.__qualname__} of {kind.__module__.removeprefix('pdtool_user_')}"
         yield '    """'
 
     # Each operator is a line of forward. A tensor that only the next line takes is called `x`, as people do.
@@ -98,12 +114,22 @@ class StageWriter:
     def _forward(self) -> Iterator[str]:
         yield from self._prologue()
         for op in self.operators:
-            targets = self._targets(op)
-            yield self._call(op) if targets == "_" else f"{targets} = {self._call(op)}"
+            yield from self._lines(op)
         if self.is_last:
             yield f"return {self._output(self.wiring.traced.output)}"
         else:
             yield f"return {', '.join(self._name(v) for v in self.wiring.outputs(self.stage))}"
+
+    def _lines(self, op: Operator) -> Iterator[str]:
+        if not _is_unpacked(op.structure):
+            returned = f"{self.wiring.names[op.outputs[0]]}_returned"
+            yield f"{returned} = {self._call(op)}"
+            for path, index in pytree.tree_flatten_with_path(op.structure)[0]:
+                if index is not None and op.outputs[index] in self._used:
+                    yield f"{self._name(op.outputs[index])} = {returned}{pytree.keystr(path)}".replace("'", '"')
+        else:
+            targets = self._targets(op)
+            yield self._call(op) if targets == "_" else f"{targets} = {self._call(op)}"
 
     def _prologue(self) -> Iterator[str]:
         leaves = [leaf for op in self.operators for leaf in pytree.tree_leaves((op.args, op.kwargs))]
@@ -201,6 +227,13 @@ class StageWriter:
     def _output(self, output: Any) -> str:
         text = self._write(output)
         return f"Output({text})" if self._returns_names else text
+
+
+def _is_unpacked(structure: Any) -> bool:
+    """Whether what an operator returns is nested tuples and lists, which names left of the `=` unpack."""
+    if isinstance(structure, (tuple, list)):
+        return all(_is_unpacked(part) for part in structure)
+    return structure is None or isinstance(structure, int)
 
 
 def _is_factory(op: Operator) -> bool:

@@ -23,7 +23,7 @@ from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Traced, Value
-from pdtool.frontend.tracing import trace
+from pdtool.frontend.tracing import trace_file
 
 # Of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
@@ -49,7 +49,7 @@ def generate(
     """
     stages = plan.stage_nodes(profile)
     progress("tracing the model")
-    traced = trace(model_file.build(), model_file.example_inputs, plan.batch_size, model_file.path)
+    traced = trace_file(model_file, model_file.build(), plan.batch_size)
     check_profile(traced, profile, model_file.ref.source)
     progress("writing the stages")
     fits = _fits_in_memory(traced)
@@ -100,7 +100,7 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
     if bundle.proof == "values":
         size = min(bundle.batch_size, 3)
         batches = [model_file.example_inputs(samples) for samples in (size, size, size + 1)]
-        verify_values(model_file.build(), texts, bundle, batches)
+        verify_values(model_file.build, texts, bundle, batches)
     else:
         inputs = model_file.example_inputs(bundle.batch_size)
         size = bundle.batch_size
@@ -127,6 +127,7 @@ def _bundle(
                 outputs=tuple(wiring.names[v] for v in wiring.outputs(writer.stage)),
                 parameters=tuple(wiring.parameters(writer.stage)),
                 buffers=tuple(wiring.buffers(writer.stage)),
+                opaque=tuple(writer.opaque),
             )
             for file, writer in zip(texts, writers, strict=True)
         ),

@@ -28,7 +28,7 @@ class InitWriter:
 
     def lines(self) -> Iterator[str]:
         """Yield the method's lines, indented as in the class, and an empty line."""
-        yield "    def __init__(self):"
+        yield f"    def __init__({'self, model' if self.opaque_paths else 'self'}):"
         yield "        super().__init__()"
         for statement in self._statements():
             yield f"        {statement}"
@@ -37,7 +37,8 @@ class InitWriter:
     def _statements(self) -> Iterator[str]:
         tree = ModuleTree()
         for path in self._leaf_paths:
-            tree.insert(path, constructor_call(self._module(path)))
+            whole = path in self.opaque_paths
+            tree.insert(path, f'model.get_submodule("{path}")' if whole else constructor_call(self._module(path)))
         for name in self._direct_state:
             tree.insert(name.rpartition(".")[0])
         yield from tree.statements()
@@ -53,6 +54,11 @@ class InitWriter:
     @cached_property
     def _leaf_paths(self) -> list[str]:
         return list(dict.fromkeys(op.module for op in self._operators if op.target is None))
+
+    @cached_property
+    def opaque_paths(self) -> list[str]:
+        """The modules that the stage takes from the model."""
+        return list(dict.fromkeys(op.module for op in self._operators if op.opaque))
 
     @cached_property
     def _direct_state(self) -> list[str]:
@@ -80,12 +86,14 @@ class InitWriter:
     def _ties(self) -> Iterator[str]:
         """Yield an assignment for each parameter that is the same as one before it in this stage."""
         first: dict[str, str] = {}
+        whole = tuple(f"{path}." for path in self.opaque_paths)
         for name in self.wiring.parameters(self.stage):
             original = first.setdefault(self.wiring.traced.tied[name], name)
-            if original != name:
+            if original != name and not (name.startswith(whole) and original.startswith(whole)):
                 yield f"{set_parameter(name, access_state(original))}  # tied"
 
     def _frozen(self) -> Iterator[str]:
+        whole = tuple(f"{path}." for path in self.opaque_paths)
         for name in self.wiring.parameters(self.stage):
-            if not self.wiring.traced.model.get_parameter(name).requires_grad:
+            if not self.wiring.traced.model.get_parameter(name).requires_grad and not name.startswith(whole):
                 yield f"{access_state(name)}.requires_grad_(False)"

@@ -7,6 +7,7 @@ own input, so that model and stages drop the same elements in whatever order the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,14 +32,22 @@ class VerificationError(PdtoolError):
     """The generated stages are not equal to the model: nothing is written."""
 
 
-def load_stages(texts: Mapping[str, str], bundle: Bundle, device: str = "cpu") -> list[nn.Module]:
-    """Make the stage modules from the texts just generated, on `device` (`meta`: without storage)."""
+def load_stages(
+    texts: Mapping[str, str], bundle: Bundle, device: str = "cpu", build: Callable[[], nn.Module] | None = None
+) -> list[nn.Module]:
+    """Make the stage modules from the texts just generated, on `device` (`meta`: without storage).
+
+    Args:
+        build: makes a model, of which the stages take the opaque modules.
+    """
     modules = []
+    model = build() if build and any(stage.opaque for stage in bundle.stages) else None
     for stage in bundle.stages:
         module = ModuleType(stage.file.removesuffix(".py"))
         exec(compile(texts[stage.file], stage.file, "exec"), module.__dict__)
         with torch.device(device):
-            modules.append(getattr(module, stage.class_name)())
+            kind = getattr(module, stage.class_name)
+            modules.append(kind(model) if stage.opaque else kind())
     return modules
 
 
@@ -68,11 +77,12 @@ def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor
 
 
 def verify_values(
-    model: nn.Module, texts: Mapping[str, str], bundle: Bundle, batches: Sequence[Sequence[Tensor]]
+    build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle, batches: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Compare the composed stages with `model`, whose buffers and gradients change.
+    """Compare the composed stages with the model.
 
     Args:
+        build: makes the model, the same each time.
         texts: of the stage files, by name.
         batches: inputs of consecutive minibatches, of equal and of different sizes.
 
@@ -80,7 +90,7 @@ def verify_values(
         VerificationError: an output, a gradient or a buffer differs, or the model keeps state between minibatches that
             is neither.
     """
-    stages = load_stages(texts, bundle)
+    model, stages = build(), load_stages(texts, bundle, build=build)
     copy_state(model, stages, bundle)
     before = attributes(model)
     try:
@@ -128,6 +138,9 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: Sequence[Ten
     Raises:
         VerificationError: a shape or dtype of the output differs, or a stage fails.
     """
+    if opaque := [path for stage in bundle.stages for path in stage.opaque]:
+        what = f"the model does not fit into this machine's memory, and what {opaque[0]} returns cannot be told without"
+        raise VerificationError(what, "run codegen on a machine with more memory")
     stages = load_stages(texts, bundle, "meta")
     composed = _run(_STAGES, partial(compose, stages, bundle, [t.to("meta") for t in inputs]), "shapes")
     for index, (a, b) in enumerate(zip(_tensors(output), _tensors(composed), strict=True)):
@@ -137,7 +150,9 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: Sequence[Ten
 
 def _run(what: str, call: Callable[[], Any], where: str) -> Any:
     try:
-        return call()
+        with warnings.catch_warnings():  # what the user's code warns of here, it will warn of when it is trained
+            warnings.simplefilter("ignore")
+            return call()
     except PdtoolError:
         raise
     except Exception as error:

@@ -18,7 +18,7 @@ from pdtool.errors import StaleError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile, find_source
 from pdtool.frontend.operators import Operator, Traced
-from pdtool.frontend.tracing import trace
+from pdtool.frontend.tracing import trace_file
 from pdtool.units import format_bytes
 
 
@@ -53,7 +53,7 @@ def check_bundle(
     if bundle.graph_sha256 is None and check_files is None:
         return
     with _random_state_kept():
-        traced = trace(model, model_file.example_inputs, bundle.batch_size, model_file.path)
+        traced = trace_file(model_file, model, bundle.batch_size)
     if bundle.graph_sha256 not in (None, graph_sha256(traced)):
         raise StaleError(
             model_file.ref.source,

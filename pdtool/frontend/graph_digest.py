@@ -10,6 +10,7 @@ What counts is everything that a stage file or a placement follows from:
 - the shape of each tensor as a function of the minibatch's size, its dtype, and whether a gradient flows through it;
 - the parameters and buffers that operators use: names, shapes, dtypes, which of them are trainable or persistent, and
   which are tied;
+- of an opaque module, the source of its class and of the classes of the modules inside it, without comments;
 - groups of operators that share changing state, and so must stand in one stage.
 
 What does not count: the values of parameters and buffers, which the model brings along at each run; parameters that no
@@ -23,8 +24,11 @@ same in later versions of pdtool as well, or they would refuse the artifacts wri
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import json
+import textwrap
 from functools import cache
 from typing import Any
 
@@ -71,9 +75,24 @@ def _operator(op: Operator, model: nn.Module) -> dict[str, Any]:
         changed = [a.name for a in arguments if not is_default(op.kwargs[a.name], a) and a.name not in LAYOUT_ARGUMENTS]
         content |= {"target": str(op.target), "kwargs": {name: _plain(op.kwargs[name]) for name in changed}}
     elif not op.is_input:
-        built = {name: _plain(value) for name, value, _ in constructor_arguments(model.get_submodule(op.module))}
-        content |= {"constructor": built, "kwargs": {name: _plain(value) for name, value in op.kwargs.items()}}
+        module = model.get_submodule(op.module)
+        if op.opaque:
+            content |= {"source": [_source(kind) for kind in dict.fromkeys(type(m) for m in module.modules())]}
+        else:
+            content |= {"constructor": {name: _plain(value) for name, value, _ in constructor_arguments(module)}}
+        content |= {"kwargs": {name: _plain(value) for name, value in op.kwargs.items()}}
     return content
+
+
+def _source(kind: type) -> list[str]:
+    """The name of a class, and its source where it is there and not torch's: comments and layout make no difference."""
+    text = f"{kind.__module__.removeprefix('pdtool_user_')}.{kind.__qualname__}"
+    if kind.__module__.startswith("torch."):
+        return [text]
+    try:
+        return [text, ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(kind))))]
+    except (OSError, TypeError, SyntaxError):
+        return [text]
 
 
 def _parameters(traced: Traced) -> dict[str, Any]:

@@ -39,9 +39,11 @@ def mark_constants(operators: Sequence[Operator], changed_buffers: Collection[st
 def operators_sharing_state(
     operators: Sequence[Operator], changed_buffers: Collection[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """Group the names of operators that use a buffer which one of them changes."""
+    """Group the names of operators that use a buffer which one of them changes, or that call one opaque module."""
     users: dict[str, list[str]] = {}
     for op in operators:
+        if op.opaque:
+            users.setdefault(op.module, []).append(op.name)
         for name in op.buffers:
             if name in changed_buffers and not op.constant:
                 users.setdefault(name, []).append(op.name)

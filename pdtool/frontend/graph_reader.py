@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator as python_operator
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.errors import PartialWriteError, TraceError
 from pdtool.frontend.graph_passes import drop_dead_operators, first_names, mark_constants, operators_sharing_state
+from pdtool.frontend.leaf_calls import LeafCall
 from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Value
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -29,29 +30,8 @@ _FUNCTIONAL_FORMS = {  # where the operator that writes in place has another nam
 }
 _END = 2**63 - 1  # of a slice
 _WHOLE_SLICES = {torch.ops.aten.slice.Tensor: "self", torch.ops.aten.slice_scatter.default: "src"}
+_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
-
-
-@dataclass
-class LeafCall:
-    """One call of a leaf module, recorded while torch.export runs.
-
-    Attributes:
-        path: of the module.
-        forward: the module's own, which is replaced meanwhile.
-        arguments: positional and keyword arguments as a flat list; `spec` is their pytree.
-        result: what the module returned: a pytree of indices into its tensors, None elsewhere.
-        outputs: these tensors, on the meta device.
-        is_recorded: whether they are those of this export, and the module need not be run again.
-    """
-
-    path: str
-    forward: Callable[..., Any]
-    arguments: list[Any]
-    spec: pytree.TreeSpec
-    result: Any = None
-    outputs: list[Tensor] = field(default_factory=list)
-    is_recorded: bool = False
 
 
 class GraphReader:
@@ -95,7 +75,11 @@ class GraphReader:
             self.values[node] = self._input(node, spec)
         for node in self.program.graph.nodes:
             if node.op == "call_function":
-                self._call(node)
+                try:
+                    self._call(node)
+                except TraceError as error:
+                    error.module = _module_path(node) if error.module is None else error.module
+                    raise
         output = self._output()
         self._write_buffers()
         operators = drop_dead_operators(self.operators, output, self.changed_buffers)
@@ -229,18 +213,23 @@ class GraphReader:
             structure=call.result,
             parameters=tuple(parameters),
             buffers=tuple(buffers),
+            opaque=call.recorded is not None,
         )
-        outputs = self._append(operator, node, node.meta["val"], differentiable)
+        recorded = call.recorded
+        flows = [differentiable and flow for flow in recorded.differentiable] if recorded else differentiable
+        outputs = self._append(operator, node, node.meta["val"], flows)
         self.values[node] = list(outputs)
-        if getattr(module, "inplace", False) and inputs:
+        if getattr(module, "inplace", False) and inputs and not recorded:
             self._replace_value(inputs[0], outputs[0])
 
     def _leaf_arguments(self, call: LeafCall, tensors: list[Any], node: fx.Node) -> Any:
         """(args, kwargs) of the call, with `tensors` in the places of its tensors."""
         remaining = iter(tensors)
-        flat = [next(remaining) if isinstance(a, Tensor) else a for a in call.arguments]
-        if any(isinstance(a, (torch.SymInt, torch.SymFloat)) for a in flat):
-            raise TraceError(f"{call.path} takes a size as an argument", location=_location(node))
+        flat = [next(remaining) if isinstance(a, Tensor) else self._size(a, node) for a in call.arguments]
+        if others := [a for a in flat if not isinstance(a, (Value, State, Tensor, Size, *_CONSTANTS))]:
+            what = f"{call.path} takes a {type(others[0]).__name__} as an argument"
+            caller = call.path.rpartition(".")[0]
+            raise TraceError(what, "let it take tensors and numbers", location=_location(node), module=caller)
         return pytree.tree_unflatten(flat, call.spec)
 
     def _leaf_name(self, path: str) -> str:
@@ -303,10 +292,11 @@ class GraphReader:
         return self._append(operator, node, result if several else [result], differentiable)
 
     def _append(
-        self, op: Operator, node: fx.Node, results: Sequence[Tensor], differentiable: bool
+        self, op: Operator, node: fx.Node, results: Sequence[Tensor], differentiable: bool | Sequence[bool]
     ) -> tuple[Value, ...]:
-        """Append the operator that `node` stands for, and return its outputs."""
-        outputs = tuple(self._value(tensor, op.name, i, differentiable) for i, tensor in enumerate(results))
+        """Append the operator that `node` stands for, and return its outputs; all are alike differentiable, or each."""
+        each = [differentiable] * len(results) if isinstance(differentiable, bool) else differentiable
+        outputs = tuple(self._value(tensor, op.name, i, each[i]) for i, tensor in enumerate(results))
         self.operators.append(replace(op, outputs=outputs, location=_location(node)))
         return outputs
 
@@ -348,8 +338,7 @@ class GraphReader:
 
     def _module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
         """Return the path of the module whose forward runs this node, and a unique name of the operator."""
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = re.sub(r"@\d+", "", str(stack[-1][0])) if stack else ""
+        path = _module_path(node)
         return path, self._unique(f"{path}.{op}" if path else op)
 
     def _unique(self, name: str) -> str:
@@ -405,6 +394,12 @@ class GraphReader:
         flat = [self._argument(o) for o in users]
         output = pytree.tree_unflatten(flat, self.program.call_spec.out_spec)
         return dict(output) if isinstance(output, dict) else output
+
+
+def _module_path(node: fx.Node) -> str:
+    """The path of the module whose forward runs this node; "" for the model."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return re.sub(r"@\d+", "", str(stack[-1][0])) if stack else ""
 
 
 def _is_like(node: Any, result: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`HINTS` of the user's model.py: which modules must stay together, and which belong to a certain stage."""
+"""`HINTS` of the user's model.py: which modules must stay together, belong to a certain stage, or are called whole."""
 
 from __future__ import annotations
 
@@ -15,26 +15,33 @@ class Hints:
     Attributes:
         no_split: paths of modules that stay in one stage.
         pin: path of a module -> index of its stage; a negative one counts from the end.
+        opaque: paths of modules that are one operator each, called whole.
     """
 
     no_split: tuple[str, ...] = ()
     pin: dict[str, int] = field(default_factory=dict)
+    opaque: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, hints: object) -> Hints:
         """Check what the user wrote; raises FieldError, whose text ends with what to write."""
         if not isinstance(hints, dict):
             raise FieldError("HINTS", f'{hints!r:.80} is no dict; write {{"no_split": [...], "pin": {{...}}}}')
-        if unknown := [key for key in hints if key not in ("no_split", "pin")]:
-            raise FieldError("HINTS", f"has unknown keys {unknown!r:.80}; use no_split and pin")
-        no_split, pin = hints.get("no_split", ()), hints.get("pin", {})
-        if not isinstance(no_split, (list, tuple)) or not all(isinstance(path, str) for path in no_split):
-            raise FieldError('HINTS["no_split"]', f'{no_split!r:.80} is no list of module paths; write ["block1"]')
+        if unknown := [key for key in hints if key not in ("no_split", "pin", "opaque")]:
+            raise FieldError("HINTS", f"has unknown keys {unknown!r:.80}; use no_split, pin and opaque")
+        no_split, opaque = (_paths(key, hints.get(key, ())) for key in ("no_split", "opaque"))
+        pin = hints.get("pin", {})
         if not isinstance(pin, dict):
             raise FieldError('HINTS["pin"]', f'{pin!r:.80} is no dict of module paths and stages; write {{"head": -1}}')
         for path, stage in pin.items():
             _check_pin(path, stage)
-        return cls(tuple(no_split), dict(pin))
+        return cls(no_split, dict(pin), opaque)
+
+
+def _paths(key: str, paths: object) -> tuple[str, ...]:
+    if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) for path in paths):
+        raise FieldError(f'HINTS["{key}"]', f'{paths!r:.80} is no list of module paths; write ["block1"]')
+    return tuple(paths)
 
 
 def _check_pin(path: object, stage: object) -> None:

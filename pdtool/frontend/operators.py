@@ -83,6 +83,7 @@ class Operator:
         structure: how `outputs` fill what it returns: a pytree of indices into `outputs`, None elsewhere.
         parameters, buffers: names of the model's state that it uses.
         location: `file.py:12` in the user's code.
+        opaque: whether it is a whole call of a module that the stage takes from the model, for lack of operators.
         constant: computed from nothing but constants and unchanging buffers; repeated in each stage that needs it.
     """
 
@@ -97,6 +98,7 @@ class Operator:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     location: str = ""
+    opaque: bool = False
     constant: bool = False
 
     @property
@@ -120,6 +122,7 @@ class Traced:
         output: what the model returns: nested containers of Value and constants.
         together: groups of operators that must stand in one stage, since they share changing state.
         tied: parameter name -> first name of the same parameter, for every parameter.
+        opaque: path of a module that is called whole, as no leaf module is -> why.
     """
 
     model: nn.Module
@@ -127,6 +130,7 @@ class Traced:
     output: Any
     together: tuple[tuple[str, ...], ...]
     tied: dict[str, str]
+    opaque: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> dict[str, Operator]:

@@ -1,8 +1,9 @@
 """Trace a model with torch.export.
 
-Leaf modules (leaf_modules.py) are made opaque while torch.export runs, so that each whole call of one is a single node;
-what lies between them arrives as ATen operators. The model is traced twice, in training and in evaluation mode: an
-argument that differs between the two depends on `self.training`.
+Each whole call of a leaf module (leaf_modules.py) is a single operator; what lies between them arrives as ATen
+operators. The model is traced twice, in training and in evaluation mode: what differs between the two depends on
+`self.training`. A module that torch.export cannot see through becomes opaque, one operator as well, and the model is
+traced again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,91 +26,107 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import PartialWriteError, TraceError
-from pdtool.frontend.graph_reader import GraphReader, LeafCall
+from pdtool.frontend.graph_reader import GraphReader
+from pdtool.frontend.leaf_calls import calls, record_calls, single_operators, unchanged
 from pdtool.frontend.leaf_modules import is_leaf
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.opaque_modules import failing_module, fixed_sizes, functions_refused, without_inner
 from pdtool.frontend.operators import ByMode, Operator, Traced
 from pdtool.frontend.user_code import user_line
 
-_LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
-
-_leaf_calls: list[LeafCall] = []  # of the export that is running; `number` below is an index into it
+_SIZES = (2, 3)  # of the minibatches that tell the shapes of opaque modules
 
 
-def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
-    """Run the leaf module's own forward on meta tensors, and record what it returns, for when the graph is traced
-    again."""
-    call = _leaf_calls[number]
-    if call.is_recorded:
-        return [torch.empty_like(output) for output in call.outputs]
-    remaining = iter(tensors)
-    flat = [next(remaining) if isinstance(a, Tensor) else a for a in call.arguments]
-    args, kwargs = pytree.tree_unflatten(flat, call.spec)
-    returned, spec = pytree.tree_flatten(call.forward(*args, **kwargs))
-    outputs = [o for o in returned if isinstance(o, Tensor)]
-    indices = iter(range(len(outputs)))
-    call.result = pytree.tree_unflatten([next(indices) if isinstance(o, Tensor) else None for o in returned], spec)
-    call.outputs = [o.clone() if any(o is t for t in tensors) else o for o in outputs]
-    return call.outputs
-
-
-torch.library.impl(_LIBRARY, "leaf", "Meta")(_leaf_meta)
-
-
-@contextmanager
-def _opaque_leaves(model: nn.Module) -> Iterator[None]:
-    """Make each call of a leaf module one `pdtool::leaf` operator, and record the calls in `_leaf_calls`."""
-
-    def opaque(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            flat, spec = pytree.tree_flatten((args, kwargs))
-            leaf_call = LeafCall(path, forward, flat, spec)
-            _leaf_calls.append(leaf_call)
-            outputs = torch.ops.pdtool.leaf(len(_leaf_calls) - 1, [a for a in flat if isinstance(a, Tensor)])
-            indices, result_spec = pytree.tree_flatten(leaf_call.result, is_leaf=lambda x: x is None)
-            return pytree.tree_unflatten([None if i is None else outputs[i] for i in indices], result_spec)
-
-        return call
-
-    leaves = [(path, module) for path, module in model.named_modules() if path and is_leaf(module)]
-    for path, module in leaves:
-        module.forward = opaque(path, module.forward)
-    _leaf_calls.clear()
-    try:
-        yield
-    finally:
-        for _, module in leaves:
-            del module.forward
-
-
-def trace(model: nn.Module, example: Callable[[int], tuple[Tensor, ...]], batch_size: int, path: Path) -> Traced:
+def trace(
+    model: nn.Module,
+    example: Callable[[int], tuple[Tensor, ...]],
+    batch_size: int,
+    path: Path,
+    opaque: Sequence[str] = (),
+) -> Traced:
     """Trace `model` in training and in evaluation mode.
 
     Args:
         example: gives the inputs of a minibatch of a given size; dimensions that grow with the size are the batch.
         batch_size: to trace with, at least 2; the operators are the same for any other.
         path: the user's file, for the lines named in errors.
+        opaque: paths of modules to call whole, besides those that cannot be traced.
 
     Raises:
         TraceError: torch.export cannot take the model, it is bound to one batch size, or it does what a stage cannot.
     """
-    batch_size = max(2, batch_size)
-    inputs = example(batch_size)
-    dynamic = _dynamic_dims(inputs, example(batch_size + 1), batch_size)
+    tracer = _Tracer(model, example, max(2, batch_size), path)
     was_training = model.training
-
-    def read(mode: bool, *, functional: bool) -> Traced:
-        program, calls = _export(model.train(mode), inputs, dynamic, path, functional=functional)
-        return GraphReader(model, program, calls, functional=functional).read()
-
+    reasons = dict.fromkeys(opaque, "HINTS")
+    if unknown := reasons.keys() - dict(model.named_modules()).keys():
+        raise TraceError(f"HINTS names {min(unknown)!r} as opaque, which is no module of the model")
     try:
-        try:
-            training, evaluation = (read(mode, functional=False) for mode in (True, False))
-        except PartialWriteError:
-            training, evaluation = (read(mode, functional=True) for mode in (True, False))
+        while True:
+            try:
+                return replace(tracer.trace(reasons), opaque=reasons)
+            except TraceError as error:
+                found = _alike(model, error.module)
+                if found <= reasons.keys():
+                    raise
+                reasons = without_inner(reasons | dict.fromkeys(found, error.what))
     finally:
         model.train(was_training)
-    return replace(training, operators=tuple(_by_mode(training.operators, evaluation.operators)))
+
+
+def trace_file(file: ModelFile, model: nn.Module, batch_size: int) -> Traced:
+    """Trace a model of the user's file, as `trace` does."""
+    return trace(model, file.example_inputs, batch_size, file.path, file.hints.opaque)
+
+
+def _alike(model: nn.Module, path: str | None) -> set[str]:
+    """The paths of a module and of those that run the same code: one would fail after the other; none for the model."""
+    if path and is_leaf(model.get_submodule(path)):
+        path = path.rpartition(".")[0]
+    if not path:
+        return set()
+    module = model.get_submodule(path)
+    if type(module).__module__.startswith("torch."):
+        return {path}
+    return {other for other, m in model.named_modules() if other and type(m) is type(module)}
+
+
+@dataclass(frozen=True)
+class _Tracer:
+    """Traces a model that calls some of its modules whole."""
+
+    model: nn.Module
+    example: Callable[[int], tuple[Tensor, ...]]
+    batch_size: int
+    path: Path
+
+    def trace(self, opaque: Collection[str]) -> Traced:
+        """Trace in both modes, with every write in place taken out where one of them writes into part of a tensor."""
+        try:
+            training, evaluation = (self._read(mode, opaque, functional=False) for mode in (True, False))
+        except PartialWriteError:
+            training, evaluation = (self._read(mode, opaque, functional=True) for mode in (True, False))
+        return replace(training, operators=tuple(_by_mode(training.operators, evaluation.operators)))
+
+    def _read(self, mode: bool, opaque: Collection[str], *, functional: bool) -> Traced:
+        self.model.train(mode)
+        inputs = self.example(self.batch_size)
+        fixed: list[str] = []
+        try:
+            dynamic = _dynamic_dims(inputs, self.example(self.batch_size + 1), self.batch_size)
+            recorded = record_calls(self.model, opaque, [self.example(size) for size in _SIZES], _SIZES)
+            with (
+                single_operators(self.model, recorded),
+                _without_data_dependent_checks(),
+                _quiet(),
+                fixed_sizes(self.model) as fixed,
+            ):
+                program = _export(self.model, inputs, dynamic, functional=functional)
+            return GraphReader(self.model, program, list(calls), functional=functional).read()
+        except TraceError as error:
+            error.module = failing_module(error, self.model) if error.module is None else error.module
+            raise
+        except Exception as error:
+            raise _explained(error, self.model, inputs, self.path, fixed) from error
 
 
 def _dynamic_dims(inputs: Sequence[Tensor], larger: Sequence[Tensor], size: int) -> tuple[dict[int, Any], ...]:
@@ -126,26 +143,29 @@ def _dynamic_dims(inputs: Sequence[Tensor], larger: Sequence[Tensor], size: int)
 
 
 def _export(
-    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], path: Path, *, functional: bool
-) -> tuple[torch.export.ExportedProgram, list[LeafCall]]:
+    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], *, functional: bool
+) -> torch.export.ExportedProgram:
     """Export the model; `functional`: with every write in place turned into an operator that returns a new tensor."""
-    try:
-        with _opaque_leaves(model), _without_data_dependent_checks(), warnings.catch_warnings(), _quiet():
-            warnings.simplefilter("ignore")
-            program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
-            if functional:
-                for call in _leaf_calls:
-                    call.is_recorded = True
-                program = program.run_decompositions({})
-        return program, list(_leaf_calls)
-    except Exception as error:
-        raise _explained(error, model, inputs, path) from error
+    with warnings.catch_warnings(), functions_refused():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
+        if functional:
+            for call in calls:
+                call.is_recorded = True
+            program = program.run_decompositions({})
+    return program
 
 
-def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], path: Path) -> TraceError:
-    """Say what torch.export's error means: the model itself fails, knows one batch size only, or cannot be traced."""
+def _explained(
+    error: Exception, model: nn.Module, inputs: Sequence[Tensor], path: Path, fixed: Sequence[str]
+) -> TraceError:
+    """Say what torch.export's error means: the model itself fails, knows one batch size only, or cannot be traced.
+
+    Args:
+        fixed: paths of the modules that made a number of the minibatch's size.
+    """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), unchanged(model):
             model(*inputs)
     except Exception as failure:
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
@@ -157,10 +177,12 @@ def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], pat
         return TraceError(
             f"{path.name}: the model works for one minibatch size only: {specialized or lines[-1]}",
             "use x.shape[0] or -1 for the batch dimension, and keep no state between minibatches",
+            module=next(iter(fixed), None),
         )
     return TraceError(
-        f"{user_line(error, path)}torch.export cannot trace this model: {type(error).__name__}: {lines[0]}",
-        "keep Python branches independent of tensor values (torch.where), and packed sequences out of forward",
+        f"{user_line(error, path)}torch.export cannot trace this line: {type(error).__name__}: {lines[0].partition(' (unhinted')[0]}",
+        "put this line into a module of its own, which pdtool then calls whole",
+        module=failing_module(error, model),
     )
 
 
@@ -196,13 +218,13 @@ def _by_mode(training: Sequence[Operator], evaluation: Sequence[Operator]) -> It
             single = op or evaluated
             what = f"{single.op} in module {single.module!r} runs in training or in evaluation mode only"
             remedy = "make both modes run the same operators; only their arguments may depend on self.training"
-            raise TraceError(what, remedy, location=single.location)
+            raise TraceError(what, remedy, location=single.location, module=single.module)
         arguments, spec = _flat_arguments(op)
         evaluated_arguments, evaluated_spec = _flat_arguments(evaluated)
         if spec != evaluated_spec:
             what = f"{op.op} in module {op.module!r} takes other arguments in evaluation than in training mode"
             remedy = "only the values of numbers and flags may depend on self.training"
-            raise TraceError(what, remedy, location=op.location)
+            raise TraceError(what, remedy, location=op.location, module=op.module)
         merged = [a if _is_same(a, b) else ByMode(a, b) for a, b in zip(arguments, evaluated_arguments, strict=True)]
         args, kwargs = pytree.tree_unflatten(merged, spec)
         yield replace(op, args=args, kwargs=kwargs)

@@ -116,7 +116,7 @@ class _FakeTensors:
         def example(size: int) -> tuple[Tensor, ...]:
             return tuple(self.tensor(t) for t in model_file.example_inputs(size))
 
-        return trace(self.model(model_file), example, batch_size, model_file.path)
+        return trace(self.model(model_file), example, batch_size, model_file.path, model_file.hints.opaque)
 
     def model(self, model_file: ModelFile) -> nn.Module:
         """Build the model; its parameters are allocated only if its construction reads values."""

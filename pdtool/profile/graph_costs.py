@@ -19,6 +19,7 @@ from pdtool.frontend.operators import Value
 from pdtool.profile.execute import ProfiledModel, tensors_in
 from pdtool.profile.kernels import FLOP_FORMULAS
 
+_MAX_REASON = 300  # characters, why a module is opaque
 Seconds = Mapping[str, float]  # by node
 Counts = Mapping[str, int]  # by node
 
@@ -105,6 +106,7 @@ def _make_profile(model: ProfiledModel, device: Device, costs: GraphCosts) -> Pr
         optimizer_state_bytes=costs.optimizer_state_bytes,
         nodes=nodes,
         shared=tuple(_shared_parameters(model)),
+        opaque={path: " ".join(why.split())[:_MAX_REASON] for path, why in model.traced.opaque.items()},
     )
     return profile.model_copy(update=_constraints(model, profile))
 

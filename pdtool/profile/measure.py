@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing import trace
+from pdtool.frontend.tracing import trace_file
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
 from pdtool.profile.instruments import Instrument, measure_scratch_bytes, measure_seconds
@@ -55,7 +55,7 @@ def measure(
     torch.set_num_threads(threads or before)
     try:
         with batch_size_errors(model_file, batch_size):
-            traced = trace(model_file.build(), model_file.example_inputs, batch_size, model_file.path)
+            traced = trace_file(model_file, model_file.build(), batch_size)
             digest = graph_sha256(traced)
             disable_inplace_modules(traced.model.to(where))
             profiled = ProfiledModel.of(model_file, traced, batch_size, where)

@@ -29,7 +29,8 @@ def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module
     sys.modules[spec.name] = code
     try:
         spec.loader.exec_module(code)
-        module: nn.Module = getattr(code, described.class_name)()
+        kind = getattr(code, described.class_name)
+        module: nn.Module = kind(model) if described.opaque else kind()
     except Exception as error:
         what = f"cannot be used ({describe_error(error)})"
         raise ArtifactError(path, what, "mend it, or let `pdtool codegen` write it again") from error

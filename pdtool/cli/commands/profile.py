@@ -89,6 +89,7 @@ def profile(
         note(f"source: {spec.source}")
         result = _with_digests(result, device, calibrate)
     show(profile_table(result, largest=12))
+    _say_what_is_opaque(result)
     _warn_about_coverage(result)
     write_artifact(result, output or f"profiles/{options.file_name(result.name)}.json", as_json=as_json)
 
@@ -110,6 +111,16 @@ def _with_digests(result: Profile, *paths: str | None) -> Profile:
 
     files = [path for path in paths if path and path != "-" and Path(path).is_file()]
     return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in files}}})
+
+
+def _say_what_is_opaque(result: Profile) -> None:
+    reasons: dict[str, list[str]] = {}
+    for path, why in result.opaque.items():
+        reasons.setdefault(why, []).append(path)
+    for why, paths in reasons.items():
+        names = ", ".join(paths[:5]) + f" and {len(paths) - 5} more" * (len(paths) > 5)
+        reason = "as HINTS says" if why == "HINTS" else f"since its operators cannot be seen ({why})"
+        note(f"{names}: called whole, and never cut, {reason}")
 
 
 def _warn_about_coverage(result: Profile) -> None:

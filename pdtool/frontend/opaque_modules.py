@@ -1,0 +1,81 @@
+"""Find the module that torch.export cannot see through: it becomes opaque, an operator that is called whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+from torch.autograd import Function
+from torch.fx.experimental.sym_node import SymNode
+
+from pdtool.errors import TraceError
+from pdtool.frontend.leaf_modules import is_leaf
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str | None:
+    """Return the path of the innermost module whose code raised `error`; "" for the model; None when there is none.
+
+    A leaf module is not to blame, but what calls it.
+    """
+    paths = {id(module): path for path, module in model.named_modules() if not (path and is_leaf(module))}
+    cause: BaseException | None = error
+    while cause:
+        found: str | None = None
+        trace = cause.__traceback__
+        while trace:
+            found = paths.get(id(trace.tb_frame.f_locals.get("self")), found)
+            trace = trace.tb_next
+        if found is not None:
+            return found
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+@contextmanager
+def fixed_sizes(model: nn.Module) -> Iterator[list[str]]:
+    """Note the paths of the modules whose code makes a number of the minibatch's size, such as `range(len(x))`."""
+    paths = {id(module): path for path, module in model.named_modules() if not (path and is_leaf(module))}
+    found: list[str] = []
+    guard_int = SymNode.guard_int
+
+    def noted(node: SymNode, file: str, line: int) -> int:
+        frame = sys._getframe(1) if node.expr.free_symbols else None
+        while frame:
+            path = paths.get(id(frame.f_locals.get("self")))
+            if path is not None:
+                found.append(path)
+                break
+            frame = frame.f_back
+        return guard_int(node, file, line)
+
+    with patch.object(SymNode, "guard_int", noted):
+        yield found
+
+
+@contextmanager
+def functions_refused() -> Iterator[None]:
+    """Refuse each autograd.Function of the user, and reentrant checkpointing, which is one.
+
+    torch.export would trace through its forward, and lose its backward.
+    """
+    apply = vars(Function)["apply"]
+
+    def refused(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
+            return apply.__get__(None, cls)(*args, **kwargs)
+        what = f"{cls.__name__} has a backward of its own, which operators do not show"
+        raise TraceError(what, "apply it in a module of its own, which pdtool then calls whole")
+
+    with patch.object(Function, "apply", classmethod(refused)):
+        yield
+
+
+def without_inner(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Leave out the modules that are inside another one of them."""
+    return {
+        path: reason for path, reason in reasons.items() if not any(path.startswith(f"{other}.") for other in reasons)
+    }

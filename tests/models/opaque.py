@@ -1,0 +1,201 @@
+"""Models with modules that torch.export cannot see through: each of these is called whole."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+HINTS = {}
+INPUTS = {"packed_sequence": (5, 8), "scan": (5, 8), "called_twice": (8,)}
+
+
+class SparseExperts(nn.Module):
+    """Sends each sample to one of several experts, in a loop over those that are chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        out = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            rows = torch.where(chosen == index)[0]
+            out[rows] = self.experts[index](x[rows]) * weights[rows, index, None]
+        return out
+
+
+class PackedLSTM(nn.Module):
+    """An LSTM that skips what is zero at the end of each sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        lengths = (x.abs().sum(-1) > 0).sum(-1).clamp(min=1).cpu()
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])
+        return out
+
+
+class Sign(torch.autograd.Function):
+    """The sign, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Binary(nn.Module):
+    """Binary activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return Sign.apply(x) * self.scale
+
+
+class Checkpointed(nn.Module):
+    """Two layers whose activations are computed again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=True)
+
+
+class Branch(nn.Module):
+    """Takes another way for large activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.tanh() if y.abs().max().item() > 1 else y
+
+
+class Scan(nn.Module):
+    """A recurrence that stops when the state is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = nn.Linear(8, 8)
+
+    def forward(self, x):
+        state, states = x[:, 0], []
+        for t in range(x.shape[1]):
+            state = torch.tanh(self.step(state) + x[:, t])
+            if float(state.detach().norm()) < 1e-6:
+                break
+            states.append(state)
+        return torch.stack(states, dim=1)
+
+
+class TwoOutputs(nn.Module):
+    """Returns a tensor that no gradient flows back through beside one that it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, scale):
+        y = self.linear(x) * scale
+        return {"y": y, "largest": torch.tensor(y.argmax(-1).tolist(), dtype=torch.float32, device=y.device)}
+
+
+class Named(nn.Module):
+    """Calls a module that returns names."""
+
+    def __init__(self):
+        super().__init__()
+        self.two = TwoOutputs()
+
+    def forward(self, x):
+        out = self.two(x, scale=0.5)
+        return out["y"] + out["largest"][:, None]
+
+
+def _around(module):
+    return nn.Sequential(nn.Linear(8, 8), module, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def experts():
+    return _around(SparseExperts())
+
+
+def packed_sequence():
+    return _around(PackedLSTM())
+
+
+def straight_through():
+    return _around(Binary())
+
+
+def reentrant_checkpoint():
+    return _around(Checkpointed())
+
+
+def branch_on_values():
+    return _around(Branch())
+
+
+def scan():
+    return _around(Scan())
+
+
+def two_outputs():
+    return _around(Named())
+
+
+def many_alike():
+    return nn.Sequential(*(Branch() for _ in range(6)), nn.Linear(8, 4))
+
+
+class CalledTwice(nn.Module):
+    """Calls one opaque module twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = Branch()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.branch(self.branch(x) + 1))
+
+
+def called_twice():
+    return CalledTwice()
+
+
+class LoopInTheModel(nn.Module):
+    """Branches on values in the model's own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.tanh() if y.abs().max().item() > 1 else y
+
+
+def loop_in_the_model():
+    return LoopInTheModel()
+
+
+def loss(output, target):
+    return F.mse_loss(output, target)

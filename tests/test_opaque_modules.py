@@ -1,0 +1,96 @@
+"""A module that torch.export cannot see through is one operator, taken whole from the user's model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_codegen import plan_of, skeleton, texts_in
+
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.codegen.generate import generate
+from pdtool.errors import TraceError
+from pdtool.frontend.graph_digest import graph_sha256
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.tracing import trace_file
+
+MODELS = Path(__file__).parent / "models" / "opaque.py"
+OPAQUE = {
+    "experts": {"1"},
+    "packed_sequence": {"1"},
+    "straight_through": {"1"},
+    "reentrant_checkpoint": {"1"},
+    "branch_on_values": {"1"},
+    "scan": {"1"},
+    "two_outputs": {"1.two"},
+    "many_alike": {"0", "1", "2", "3", "4", "5"},
+    "called_twice": {"branch"},
+}
+
+
+class OpaqueModel(ModelFile):
+    """A model of tests/models/opaque.py."""
+
+    def example_inputs(self, batch_size):
+        return (torch.randn(batch_size, *self.module.INPUTS.get(self.ref.function, (8,))),)
+
+
+def load(name):
+    return OpaqueModel.load(ModelRef(source=str(MODELS), function=name), trusted=True)
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_it_is_one_operator_of_a_stage_that_equals_the_model(name, tmp_path):
+    model_file = load(name)
+    traced = trace_file(model_file, model_file.build(), 4)
+    assert set(traced.opaque) == OPAQUE[name]
+    assert {op.module for op in traced.operators if op.opaque} == OPAQUE[name]
+    profile = skeleton(model_file)
+    stages = 2 if name == "called_twice" else 3  # whose calls must stand in one stage
+    bundle = generate(plan_of(profile, stages), profile, model_file, tmp_path / "b")
+    assert bundle.proof == "values"
+    assert {path for stage in bundle.stages for path in stage.opaque} == OPAQUE[name]
+    text = "".join(texts_in(tmp_path / "b").values())
+    for path in OPAQUE[name]:
+        assert f'model.get_submodule("{path}")' in text, text
+
+
+def test_its_state_is_not_changed_by_tracing():
+    model_file = load("experts")
+    model = model_file.build()
+    before, random = model.state_dict(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in before.items()}
+    trace_file(model_file, model, 4)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert "forward" not in vars(model[1])
+    torch.set_rng_state(random)
+
+
+def test_a_loop_in_the_model_itself_names_the_line_and_what_to_do():
+    model_file = load("loop_in_the_model")
+    with pytest.raises(TraceError, match=r"opaque\.py:\d+: .*module of its own, which pdtool then calls whole"):
+        trace_file(model_file, model_file.build(), 4)
+
+
+def test_hints_name_what_is_called_whole(monkeypatch):
+    model_file = load("branch_on_values")
+    monkeypatch.setattr(model_file.module, "HINTS", {"opaque": ["0"]})
+    assert trace_file(model_file, model_file.build(), 4).opaque["0"] == "HINTS"
+    del model_file.__dict__["hints"]
+    monkeypatch.setattr(model_file.module, "HINTS", {"opaque": ["nowhere"]})
+    with pytest.raises(TraceError, match="'nowhere' as opaque, which is no module"):
+        trace_file(model_file, model_file.build(), 4)
+
+
+def test_its_source_is_part_of_the_graph(tmp_path):
+    digests = []
+    for text in (
+        MODELS.read_text(),
+        MODELS.read_text().replace("> 1 else", "> 2 else"),
+        "# a comment\n" + MODELS.read_text(),
+    ):
+        (tmp_path / "opaque.py").write_text(text)
+        model_file = OpaqueModel.load(
+            ModelRef(source=str(tmp_path / "opaque.py"), function="branch_on_values"), trusted=True
+        )
+        digests.append(graph_sha256(trace_file(model_file, model_file.build(), 4)))
+    assert digests[0] == digests[2] != digests[1]
