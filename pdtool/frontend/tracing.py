@@ -179,8 +179,9 @@ def _explained(
             "use x.shape[0] or -1 for the batch dimension, and keep no state between minibatches",
             module=next(iter(fixed), None),
         )
+    reason = lines[0].partition(" (unhinted")[0]
     return TraceError(
-        f"{user_line(error, path)}torch.export cannot trace this line: {type(error).__name__}: {lines[0].partition(' (unhinted')[0]}",
+        f"{user_line(error, path)}torch.export cannot trace this line: {type(error).__name__}: {reason}",
         "put this line into a module of its own, which pdtool then calls whole",
         module=failing_module(error, model),
     )
