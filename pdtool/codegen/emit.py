@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from pdtool.codegen.expressions import expression, literal
 from pdtool.codegen.init_writer import InitWriter
 from pdtool.codegen.module_tree import access, access_state
 from pdtool.codegen.wiring import Wiring
-from pdtool.frontend.operators import ByMode, Operator, Size, State, Value
+from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Value
 
 _OUTPUT_CLASS = '''
 class Output(dict):
@@ -121,7 +121,9 @@ class StageWriter:
             yield f"return {', '.join(self._name(v) for v in self.wiring.outputs(self.stage))}"
 
     def _lines(self, op: Operator) -> Iterator[str]:
-        if not _is_unpacked(op.structure):
+        if op.branch:
+            yield from self._branch_lines(op, op.branch)
+        elif not _is_unpacked(op.structure):
             returned = f"{self.wiring.names[op.outputs[0]]}_returned"
             yield f"{returned} = {self._call(op)}"
             for path, index in pytree.tree_flatten_with_path(op.structure)[0]:
@@ -131,12 +133,46 @@ class StageWriter:
             targets = self._targets(op)
             yield self._call(op) if targets == "_" else f"{targets} = {self._call(op)}"
 
+    def _branch_lines(self, op: Operator, branch: Branch) -> Iterator[str]:
+        """Yield `if self.training:` with what runs in training, and `else:` with what runs in evaluation."""
+        training = list(self._mode_lines(op, branch.training, [value for value, _ in branch.results]))
+        evaluation = list(self._mode_lines(op, branch.evaluation, [value for _, value in branch.results]))
+        if training:
+            yield "if self.training:"
+            yield from (f"    {line}" for line in training)
+        if evaluation:
+            yield "else:" if training else "if not self.training:"
+            yield from (f"    {line}" for line in evaluation)
+
+    def _mode_lines(self, op: Operator, parts: Sequence[Operator], results: Sequence[Value | None]) -> Iterator[str]:
+        for part in parts:
+            yield from self._lines(part)
+        for output, value in zip(op.outputs, results, strict=True):
+            if value is None:
+                shape = self._write(output.shape)
+                yield f"{self._name(output)} = torch.zeros({shape}, dtype={output.dtype}, device=device)"
+            elif self._name(value) != self._name(output):
+                yield f"{self._name(output)} = {self._name(value)}"
+
+    @cached_property
+    def _result_names(self) -> dict[Value, str]:
+        """The tensors that an operator computes in one mode -> the name of its output."""
+        names: dict[Value, str] = {}
+        for op in self.operators:
+            for output, values in zip(op.outputs, op.branch.results, strict=True) if op.branch else ():
+                for value in values:
+                    if value and value not in op.values:
+                        names.setdefault(value, self.wiring.names[output])
+        return names
+
     def _prologue(self) -> Iterator[str]:
-        leaves = [leaf for op in self.operators for leaf in pytree.tree_leaves((op.args, op.kwargs))]
-        if any(isinstance(leaf, Size) for leaf in leaves):
+        parts = [part for op in self.operators for part in op.parts]
+        zeros = [output for op in self.operators if op.branch for output in _zeros(op, op.branch)]
+        leaves = [leaf for op in parts for leaf in pytree.tree_leaves((op.args, op.kwargs))]
+        if any(isinstance(leaf, Size) for leaf in (*leaves, *(dim for value in zeros for dim in value.shape))):
             yield f"batch = {self._batch()}"
         factories = any(isinstance(leaf, (torch.device, torch.Tensor)) for leaf in leaves)
-        if factories or any(op.target and _is_factory(op) for op in self.operators):
+        if zeros or factories or any(op.target and _is_factory(op) for op in parts):
             yield f"device = {self._name(self.inputs[0])}.device"
 
     def _batch(self) -> str:
@@ -158,6 +194,8 @@ class StageWriter:
         returned = set(self.wiring.outputs(self.stage)) | (set(self.wiring.output_values) if self.is_last else set())
         short_lived = set()
         for op, following in zip(self.operators, self.operators[1:], strict=False):
+            if op.branch or following.branch:
+                continue
             if len(op.outputs) == 1 and op.outputs[0] in following.values and uses[op.outputs[0]] == 1:
                 short_lived.add(op.outputs[0])
         return short_lived - returned
@@ -171,12 +209,15 @@ class StageWriter:
         return next(name for name in ("x", "h", "y", "z", "short_lived") if name not in long_lived)
 
     def _name(self, value: Value) -> str:
-        return self._short_name if value in self._short_lived else self.wiring.names[value]
+        if value in self._short_lived:
+            return self._short_name
+        return self._result_names.get(value, self.wiring.names[value])
 
     @cached_property
     def _used(self) -> set[Value]:
         """Tensors that an operator of this stage takes, or that the stage or the model returns."""
-        taken = {value for op in self.operators for value in op.values}
+        taken = {value for op in self.operators for part in op.parts for value in part.values}
+        taken |= {value for op in self.operators if op.branch for pair in op.branch.results for value in pair if value}
         return taken | set(self.wiring.outputs(self.stage)) | set(self.wiring.output_values)
 
     def _targets(self, op: Operator) -> str:
@@ -227,6 +268,11 @@ class StageWriter:
     def _output(self, output: Any) -> str:
         text = self._write(output)
         return f"Output({text})" if self._returns_names else text
+
+
+def _zeros(op: Operator, branch: Branch) -> list[Value]:
+    """The outputs that one of the modes does not compute."""
+    return [output for output, values in zip(op.outputs, branch.results, strict=True) if None in values]
 
 
 def _is_unpacked(structure: Any) -> bool:

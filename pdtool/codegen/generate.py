@@ -22,7 +22,7 @@ from pdtool.errors import PdtoolError, StaleError
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import Traced, Value
+from pdtool.frontend.operators import ByMode, Traced, Value
 from pdtool.frontend.tracing import trace_file
 
 # Of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
@@ -104,7 +104,8 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
     else:
         inputs = model_file.example_inputs(bundle.batch_size)
         size = bundle.batch_size
-        output = pytree.tree_map(lambda v: v.meta(size) if isinstance(v, Value) else v, traced.output)
+        returned = traced.output.training if isinstance(traced.output, ByMode) else traced.output
+        output = pytree.tree_map(lambda v: v.meta(size) if isinstance(v, Value) else v, returned)
         verify_shapes(texts, bundle, inputs, output)
 
 

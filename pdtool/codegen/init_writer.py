@@ -49,7 +49,7 @@ class InitWriter:
 
     @cached_property
     def _operators(self) -> list[Operator]:
-        return self.wiring.operators(self.stage)
+        return [part for op in self.wiring.operators(self.stage) for part in op.parts]
 
     @cached_property
     def _leaf_paths(self) -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import TensorSpec, TiedParameter
 from pdtool.errors import ArtifactError, TraceError
-from pdtool.frontend.operators import Operator, Size, State, Traced, Value
+from pdtool.frontend.operators import Operator, Size, State, Traced, Value, values_in
 
 _RESERVED = {"self", "torch", "nn", "F", "batch", "device", "target", "loss", *keyword.kwlist}
 _AFFINE = re.compile(r"([0-9]+\*)?batch([+-][0-9]+)?")
@@ -65,7 +65,7 @@ class Wiring:
     @cached_property
     def output_values(self) -> list[Value]:
         """The tensors that the model returns."""
-        return [v for v in pytree.tree_leaves(self.traced.output) if isinstance(v, Value)]
+        return values_in(self.traced.output)
 
     @cached_property
     def _output_state(self) -> list[str]:
@@ -100,9 +100,10 @@ class Wiring:
         taken = set(_RESERVED)
         names = {}
         for op in self.traced.operators:
-            base = re.sub(r"\W", "_", op.name)
-            base = f"m{base}" if base[0].isdigit() else base
-            for value in op.outputs:
+            inner = [value for part in op.parts for value in part.outputs] if op.branch else []
+            for value in (*op.outputs, *inner):
+                base = re.sub(r"\W", "_", value.operator)
+                base = f"m{base}" if base[0].isdigit() else base
                 name = candidate = f"{base}_{value.index}" if value.index else base
                 count = 1
                 while name in taken:

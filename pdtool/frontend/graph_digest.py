@@ -70,7 +70,11 @@ def _operator(op: Operator, model: nn.Module) -> dict[str, Any]:
         "structure": _plain(op.structure),
         "args": _plain(op.args),
     }
-    if op.target is not None:
+    if op.branch:
+        content |= {"training": [_operator(part, model) for part in op.branch.training]}
+        content |= {"evaluation": [_operator(part, model) for part in op.branch.evaluation]}
+        content |= {"results": _plain(op.branch.results)}
+    elif op.target is not None:
         arguments = op.target._schema.arguments
         changed = [a.name for a in arguments if not is_default(op.kwargs[a.name], a) and a.name not in LAYOUT_ARGUMENTS]
         content |= {"target": str(op.target), "kwargs": {name: _plain(op.kwargs[name]) for name in changed}}

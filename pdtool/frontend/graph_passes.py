@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from pdtool.frontend.operators import Operator, Value
+from pdtool.frontend.operators import Operator, values_in
 
 
 def drop_dead_operators(operators: Sequence[Operator], output: Any, changed_buffers: Collection[str]) -> list[Operator]:
     """Keep the model inputs, and the operators that the output or a changed buffer depends on."""
-    used = {value.operator for value in pytree.tree_leaves(output) if isinstance(value, Value)}
+    used = {value.operator for value in values_in(output)}
     kept = []
     for op in reversed(operators):
         if op.is_input or op.name in used or not set(op.buffers).isdisjoint(changed_buffers):

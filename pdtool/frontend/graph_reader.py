@@ -89,6 +89,7 @@ class GraphReader:
             output=output,
             together=operators_sharing_state(self.operators, self.changed_buffers),
             tied=first_names(self.parameters),
+            changed_buffers=frozenset(self.changed_buffers),
         )
 
     def _check_names(self) -> None:

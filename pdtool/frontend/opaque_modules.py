@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -37,23 +38,36 @@ def failing_module(error: BaseException, model: nn.Module) -> str | None:
 
 @contextmanager
 def fixed_sizes(model: nn.Module) -> Iterator[list[str]]:
-    """Note the paths of the modules whose code makes a number of the minibatch's size, such as `range(len(x))`."""
+    """Note the paths of the modules whose code holds for some sizes of the minibatch only, such as `range(len(x))`."""
     paths = {id(module): path for path, module in model.named_modules() if not (path and is_leaf(module))}
     found: list[str] = []
-    guard_int = SymNode.guard_int
 
-    def noted(node: SymNode, file: str, line: int) -> int:
-        frame = sys._getframe(1) if node.expr.free_symbols else None
-        while frame:
-            path = paths.get(id(frame.f_locals.get("self")))
-            if path is not None:
-                found.append(path)
-                break
-            frame = frame.f_back
-        return guard_int(node, file, line)
+    def noting(guard: Callable[[SymNode, str, int], Any]) -> Callable[[SymNode, str, int], Any]:
+        def noted(node: SymNode, file: str, line: int) -> Any:
+            guards: list[Any] = node.shape_env.guards if node.shape_env else []
+            before = len(guards)
+            result = guard(node, file, line)
+            if len(guards) > before:
+                found.extend(_callers(paths))
+            return result
 
-    with patch.object(SymNode, "guard_int", noted):
+        return noted
+
+    with (
+        patch.object(SymNode, "guard_int", noting(SymNode.guard_int)),
+        patch.object(SymNode, "guard_bool", noting(SymNode.guard_bool)),
+    ):
         yield found
+
+
+def _callers(paths: Mapping[int, str]) -> list[str]:
+    """The path of the innermost module that is running; none outside of modules."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame:
+        if (path := paths.get(id(frame.f_locals.get("self")))) is not None:
+            return [path]
+        frame = frame.f_back
+    return []
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -68,9 +69,29 @@ class Value:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
+@dataclass(frozen=True)
+class Branch:
+    """What is run in training, and what is run instead in evaluation.
+
+    Attributes:
+        training, evaluation: operators, in order.
+        results: of each output, the tensor that it is in training and in evaluation; None stands for zeros, in a mode
+            that does not compute it.
+    """
+
+    training: tuple[Operator, ...]
+    evaluation: tuple[Operator, ...]
+    results: tuple[tuple[Value | None, Value | None], ...]
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """Those of both modes."""
+        return self.training + self.evaluation
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One node: a whole call of a leaf module, an ATen operator, or a model input.
+    """One node: a whole call of a leaf module, an ATen operator, a model input, or several of them by mode.
 
     Attributes:
         name: unique; the module's path for a leaf call, `PATH.OP` elsewhere.
@@ -83,6 +104,7 @@ class Operator:
         structure: how `outputs` fill what it returns: a pytree of indices into `outputs`, None elsewhere.
         parameters, buffers: names of the model's state that it uses.
         location: `file.py:12` in the user's code.
+        branch: operators that are run in one of the modes only, of which it consists; its args are what they take.
         opaque: whether it is a whole call of a module that the stage takes from the model, for lack of operators.
         constant: computed from nothing but constants and unchanging buffers; repeated in each stage that needs it.
     """
@@ -98,6 +120,7 @@ class Operator:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     location: str = ""
+    branch: Branch | None = None
     opaque: bool = False
     constant: bool = False
 
@@ -109,7 +132,12 @@ class Operator:
     @property
     def values(self) -> list[Value]:
         """The tensors it takes, in order."""
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+        return values_in((self.args, self.kwargs))
+
+    @property
+    def parts(self) -> tuple[Operator, ...]:
+        """The operators that it consists of: those of its branch, or itself."""
+        return self.branch.operators if self.branch else (self,)
 
 
 @dataclass(frozen=True)
@@ -123,6 +151,7 @@ class Traced:
         together: groups of operators that must stand in one stage, since they share changing state.
         tied: parameter name -> first name of the same parameter, for every parameter.
         opaque: path of a module that is called whole, as no leaf module is -> why.
+        changed_buffers: names of the buffers that an operator writes.
     """
 
     model: nn.Module
@@ -131,11 +160,23 @@ class Traced:
     together: tuple[tuple[str, ...], ...]
     tied: dict[str, str]
     opaque: dict[str, str] = field(default_factory=dict)
+    changed_buffers: frozenset[str] = frozenset()
 
     @cached_property
     def by_name(self) -> dict[str, Operator]:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}
+
+
+def values_in(tree: Any) -> list[Value]:
+    """Return the tensors in nested containers, in order."""
+    leaves = pytree.tree_leaves(tree)
+    found = [(leaf,) if isinstance(leaf, Value) else _values_by_mode(leaf) for leaf in leaves]
+    return [value for values in found for value in values]
+
+
+def _values_by_mode(leaf: Any) -> Sequence[Value]:
+    return values_in((leaf.training, leaf.evaluation)) if isinstance(leaf, ByMode) else ()
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:

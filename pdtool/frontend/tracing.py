@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.modules import transformer
-from torch.utils import _pytree as pytree
 
 from pdtool.errors import PartialWriteError, TraceError
+from pdtool.frontend.by_mode import merge_modes
 from pdtool.frontend.graph_reader import GraphReader
 from pdtool.frontend.leaf_calls import calls, record_calls, single_operators, unchanged
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.opaque_modules import failing_module, fixed_sizes, functions_refused, without_inner
-from pdtool.frontend.operators import ByMode, Operator, Traced
+from pdtool.frontend.operators import Traced
 from pdtool.frontend.user_code import user_line
 
 _SIZES = (2, 3)  # of the minibatches that tell the shapes of opaque modules
@@ -105,7 +104,7 @@ class _Tracer:
             training, evaluation = (self._read(mode, opaque, functional=False) for mode in (True, False))
         except PartialWriteError:
             training, evaluation = (self._read(mode, opaque, functional=True) for mode in (True, False))
-        return replace(training, operators=tuple(_by_mode(training.operators, evaluation.operators)))
+        return merge_modes(training, evaluation)
 
     def _read(self, mode: bool, opaque: Collection[str], *, functional: bool) -> Traced:
         self.model.train(mode)
@@ -210,32 +209,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _by_mode(training: Sequence[Operator], evaluation: Sequence[Operator]) -> Iterator[Operator]:
-    """Yield the operators in training mode, with ByMode where a constant is another one in evaluation mode."""
-    for op, evaluated in zip_longest(training, evaluation):
-        if op is None or evaluated is None or (op.name, op.target) != (evaluated.name, evaluated.target):
-            single = op or evaluated
-            what = f"{single.op} in module {single.module!r} runs in training or in evaluation mode only"
-            remedy = "make both modes run the same operators; only their arguments may depend on self.training"
-            raise TraceError(what, remedy, location=single.location, module=single.module)
-        arguments, spec = _flat_arguments(op)
-        evaluated_arguments, evaluated_spec = _flat_arguments(evaluated)
-        if spec != evaluated_spec:
-            what = f"{op.op} in module {op.module!r} takes other arguments in evaluation than in training mode"
-            remedy = "only the values of numbers and flags may depend on self.training"
-            raise TraceError(what, remedy, location=op.location, module=op.module)
-        merged = [a if _is_same(a, b) else ByMode(a, b) for a, b in zip(arguments, evaluated_arguments, strict=True)]
-        args, kwargs = pytree.tree_unflatten(merged, spec)
-        yield replace(op, args=args, kwargs=kwargs)
-
-
-def _flat_arguments(operator: Operator) -> tuple[list[Any], pytree.TreeSpec]:
-    return pytree.tree_flatten((operator.args, operator.kwargs), is_leaf=lambda x: x is None)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b or a != a)  # NaN equals itself here

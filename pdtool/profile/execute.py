@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state
+from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
 
 Environment = dict[Value, Tensor]
 Work = Callable[[], Any]
@@ -61,9 +61,22 @@ class Executor:
                 return self.device
             return argument.to(self.device) if isinstance(argument, Tensor) else argument
 
+        if op.branch:
+            return partial(self._run_branch, op, environment)
         args, kwargs = pytree.tree_map(resolve, (op.args, op.kwargs))
         call: Any = op.target or self.traced.model.get_submodule(op.module)
         return partial(call, *args, **kwargs)
+
+    def _run_branch(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
+        """Run what the operator consists of in training; what only evaluation computes is zeros."""
+        assert op.branch
+        inner = dict(environment)
+        for part in op.branch.training:
+            inner.update(zip(part.outputs, self(part, inner), strict=True))
+        return [
+            inner[value] if value else torch.zeros_like(output.meta(self.batch), device=self.device)
+            for (value, _), output in zip(op.branch.results, op.outputs, strict=True)
+        ]
 
     def detached_inputs(self, op: Operator, environment: Mapping[Value, Tensor]) -> Environment:
         """Return the operator's inputs, detached from the operators that made them, so that a backward stops there."""
@@ -130,7 +143,7 @@ class ProfiledModel:
     @cached_property
     def outputs(self) -> list[Value]:
         """The tensors that the model returns."""
-        return [v for v in pytree.tree_leaves(self.traced.output) if isinstance(v, Value)]
+        return values_in(self.traced.output)
 
     def environment(self) -> Environment:
         """Return the model's inputs and its constants."""
@@ -187,7 +200,8 @@ class ProfiledModel:
 
     def output(self, environment: Mapping[Value, Tensor]) -> Any:
         """Return the model's output with its tensors in place, as the user's loss takes it."""
-        result = pytree.tree_map(lambda v: environment[v] if isinstance(v, Value) else v, self.traced.output)
+        output = self.traced.output.training if isinstance(self.traced.output, ByMode) else self.traced.output
+        result = pytree.tree_map(lambda v: environment[v] if isinstance(v, Value) else v, output)
         return ModelOutput(result) if isinstance(result, dict) else result
 
     def loss(self, output: Any) -> Tensor:

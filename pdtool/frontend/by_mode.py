@@ -1,0 +1,289 @@
+"""Merge what a model does in training with what it does in evaluation into one list of operators.
+
+Usually both run the same operators, of which some take another argument: `ByMode`. Where they run others, as after
+`if self.training:`, those between two that both modes run become one operator, which holds both sequences (`Branch`).
+Operators of the two modes are the same where they stand in the same line of the same module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pdtool.frontend.graph_passes import operators_sharing_state
+from pdtool.frontend.operators import Branch, ByMode, Operator, State, Traced, Value
+
+TRAINING, EVALUATION = 0, 1  # a mode, as an index
+
+
+def merge_modes(training: Traced, evaluation: Traced) -> Traced:
+    """Return the model in both modes."""
+    if _run_the_same(training, evaluation):
+        pairs = zip(training.operators, evaluation.operators, strict=True)
+        return replace(training, operators=tuple(_with_arguments(a, b, _by_mode) for a, b in pairs))
+    return _Merger(training, evaluation).merged()
+
+
+@dataclass(eq=False)
+class _Gap:
+    """Operators between two that both modes run: those of training, and those of evaluation.
+
+    Attributes:
+        name: of the operator that they become.
+        position: its index among the merged operators.
+        sequences: the operators of each mode, with arguments as they are in the merged graph.
+        results: what other operators take of it: a tensor in training, another one in evaluation, None where that mode
+            has none.
+    """
+
+    name: str
+    position: int
+    sequences: tuple[list[Operator], list[Operator]] = field(default_factory=lambda: ([], []))
+    results: list[tuple[Value | None, Value | None]] = field(default_factory=list)
+
+    def result(self, training: Value | None, evaluation: Value | None) -> Value:
+        """Return the output that is the one tensor in training and the other in evaluation."""
+        pair = training, evaluation
+        if pair not in self.results:
+            self.results.append(pair)
+        shown = training or evaluation
+        assert shown
+        flows = any(value.differentiable for value in pair if value)
+        return replace(shown, operator=self.name, index=self.results.index(pair), differentiable=flows)
+
+    def operator(self, module: str) -> Operator:
+        """Return the operator that it becomes."""
+        own = {op.name for sequence in self.sequences for op in sequence}
+        taken = [value for sequence in self.sequences for op in sequence for value in op.values]
+        taken += [value for pair in self.results for value in pair if value]
+        nested = [op for sequence in self.sequences for op in sequence]
+        return Operator(
+            name=self.name,
+            op="if training",
+            module=module,
+            args=tuple(dict.fromkeys(value for value in taken if value.operator not in own)),
+            outputs=tuple(self.result(*pair) for pair in self.results),
+            structure=list(range(len(self.results))) if len(self.results) != 1 else 0,
+            parameters=tuple(dict.fromkeys(name for op in nested for name in op.parameters)),
+            buffers=tuple(dict.fromkeys(name for op in nested for name in op.buffers)),
+            location=next((op.location for op in nested), ""),
+            branch=Branch(tuple(self.sequences[TRAINING]), tuple(self.sequences[EVALUATION]), tuple(self.results)),
+        )
+
+
+class _Merger:
+    """Merges two traces whose operators differ.
+
+    Attributes:
+        entries: the merged operators so far, in order; a gap stands for the operator that it becomes.
+        merged_values: (mode, operator, index of its output) -> that tensor in the merged graph, and the position of its
+            operator there; in a gap, as the gap's own operators see it.
+        gaps: (mode, name of an operator) -> the gap that it is in.
+    """
+
+    def __init__(self, training: Traced, evaluation: Traced) -> None:
+        self.traces = training, evaluation
+        self.entries: list[Operator | _Gap] = []
+        self.merged_values: dict[tuple[int, str, int], tuple[Value, int]] = {}
+        self.gaps: dict[tuple[int, str], _Gap] = {}
+        self.modules: dict[str, str] = {}  # of gaps
+        self.names = {op.name for op in training.operators} | set(dict(training.model.named_modules()))
+
+    def merged(self) -> Traced:
+        """Merge the operators, what the model returns, and what must stand together."""
+        for training, evaluation in _aligned(*(trace.operators for trace in self.traces)):
+            if len(training) == len(evaluation) == 1 and _are_alike(training[0], evaluation[0]):
+                self._append_pair(training[0], evaluation[0])
+            else:
+                self._append_gap(training, evaluation)
+        output = self._merged_output()
+        operators = [e.operator(self.modules[e.name]) if isinstance(e, _Gap) else e for e in self.entries]
+        changed = self.traces[TRAINING].changed_buffers | self.traces[EVALUATION].changed_buffers
+        return replace(
+            self.traces[TRAINING],
+            operators=tuple(operators),
+            output=output,
+            together=operators_sharing_state(operators, changed),
+            changed_buffers=changed,
+        )
+
+    def _append_pair(self, op: Operator, evaluated: Operator) -> None:
+        merged = _with_arguments(op, evaluated, self._joined)
+        for a, b in zip(op.outputs, evaluated.outputs, strict=True):
+            for mode, value in enumerate((a, b)):
+                self.merged_values[mode, value.operator, value.index] = a, len(self.entries)
+        self.entries.append(replace(merged, constant=op.constant and evaluated.constant))
+
+    def _append_gap(self, *sequences: Sequence[Operator]) -> _Gap:
+        modules = [op.module for sequence in sequences for op in sequence]
+        gap = self._new_gap(_common_module(modules))
+        for mode, sequence in enumerate(sequences):
+            for op in sequence:
+                self.gaps[mode, op.name] = gap
+                name = op.name if mode == TRAINING else self._unique(op.name)
+                outputs = tuple(replace(value, operator=name) for value in op.outputs)
+                args, kwargs = pytree.tree_map(lambda a, mode=mode: self._seen(mode, a, gap), (op.args, op.kwargs))
+                gap.sequences[mode].append(
+                    replace(op, name=name, args=args, kwargs=kwargs, outputs=outputs, constant=False)
+                )
+                for value, merged in zip(op.outputs, outputs, strict=True):
+                    self.merged_values[mode, value.operator, value.index] = merged, gap.position
+        return gap
+
+    def _new_gap(self, module: str) -> _Gap:
+        gap = _Gap(self._unique(f"{module}.training" if module else "training"), len(self.entries))
+        self.modules[gap.name] = module
+        self.entries.append(gap)
+        return gap
+
+    def _seen(self, mode: int, argument: Any, gap: _Gap | None = None) -> Any:
+        """An argument of one mode as an operator of `gap` takes it, or one outside of any gap.
+
+        Where only that mode computes a tensor, there are zeros in the other one.
+        """
+        if not isinstance(argument, Value):
+            return argument
+        value, _ = self.merged_values[mode, argument.operator, argument.index]
+        home = self.gaps.get((mode, argument.operator))
+        if home is None or home is gap:
+            return value
+        return home.result(value, None) if mode == TRAINING else home.result(None, value)
+
+    def _joined(self, a: Any, b: Any) -> Any:
+        """One argument for those of training and of evaluation, for an operator that both run."""
+        if not isinstance(a, Value) or not isinstance(b, Value):
+            return _by_mode(a, b)
+        keys = (TRAINING, a.operator, a.index), (EVALUATION, b.operator, b.index)
+        (value, at), (evaluated, evaluated_at) = (self.merged_values[key] for key in keys)
+        homes = [self.gaps.get(key[:2]) for key in keys]
+        if homes == [None, None] and value == evaluated:
+            return value
+        latest = self.entries[max(at, evaluated_at)]
+        gap = latest if isinstance(latest, _Gap) else self._new_gap(_common_module([latest.module]))
+        return gap.result(self._seen(TRAINING, a, gap), self._seen(EVALUATION, b, gap))
+
+    def _merged_output(self) -> Any:
+        """What the model returns; ByMode where that is of another structure in evaluation."""
+        (a, spec), (b, evaluated_spec) = (pytree.tree_flatten(trace.output) for trace in self.traces)
+        if spec == evaluated_spec and all(map(_are_joinable, a, b)):
+            return pytree.tree_unflatten([self._joined(x, y) for x, y in zip(a, b, strict=True)], spec)
+        outputs = [
+            pytree.tree_map(lambda x, mode=mode: self._seen(mode, x), trace.output)
+            for mode, trace in enumerate(self.traces)
+        ]
+        return ByMode(*outputs)
+
+    def _unique(self, name: str) -> str:
+        candidates = (f"{name}_{number}" if number else name for number in count())
+        unique = next(candidate for candidate in candidates if candidate not in self.names)
+        self.names.add(unique)
+        return unique
+
+
+def _aligned(
+    training: Sequence[Operator], evaluation: Sequence[Operator]
+) -> Iterator[tuple[Sequence[Operator], Sequence[Operator]]]:
+    """Yield pairs of operators of one line, and between them what only one of the modes runs, in order."""
+    matcher = SequenceMatcher(a=[_key(op) for op in training], b=[_key(op) for op in evaluation], autojunk=False)
+    held: tuple[list[Operator], list[Operator]] = ([], [])
+    for kind, a, a_end, b, b_end in matcher.get_opcodes():
+        pairs = list(zip(training[a:a_end], evaluation[b:b_end], strict=True)) if kind == "equal" else []
+        for op, evaluated in pairs:
+            if _are_alike(op, evaluated):
+                if held[TRAINING] or held[EVALUATION]:
+                    yield held
+                    held = ([], [])
+                yield [op], [evaluated]
+            else:
+                held[TRAINING].append(op)
+                held[EVALUATION].append(evaluated)
+        if not pairs:
+            held[TRAINING].extend(training[a:a_end])
+            held[EVALUATION].extend(evaluation[b:b_end])
+    if held[TRAINING] or held[EVALUATION]:
+        yield held
+
+
+def _key(op: Operator) -> tuple[str, ...]:
+    return op.module, op.op, str(op.target), op.location, op.name if op.is_input else ""
+
+
+def _are_alike(op: Operator, evaluated: Operator) -> bool:
+    """Whether one operator can stand for both: they take and return the same kinds of things."""
+    arguments, spec = _flat_arguments(op)
+    others, evaluated_spec = _flat_arguments(evaluated)
+    return (
+        _key(op) == _key(evaluated)
+        and spec == evaluated_spec
+        and op.structure == evaluated.structure
+        and [(v.shape, v.dtype) for v in op.outputs] == [(v.shape, v.dtype) for v in evaluated.outputs]
+        and all(_are_joinable(a, b) for a, b in zip(arguments, others, strict=True))
+    )
+
+
+def _are_joinable(a: Any, b: Any) -> bool:
+    if isinstance(a, Value) and isinstance(b, Value):
+        return (a.shape, a.dtype) == (b.shape, b.dtype)
+    if isinstance(a, (Value, State)) or isinstance(b, (Value, State)):
+        return bool(a == b)
+    return True
+
+
+def _run_the_same(training: Traced, evaluation: Traced) -> bool:
+    """Whether the operators are the same one by one, take the same tensors, and make what the model returns."""
+    pairs = list(zip(training.operators, evaluation.operators, strict=False))
+    return (
+        len(pairs) == len(training.operators) == len(evaluation.operators)
+        and all((a.name, a.target) == (b.name, b.target) for a, b in pairs)
+        and all(_flat_arguments(a)[1] == _flat_arguments(b)[1] for a, b in pairs)
+        and all(_takes_the_same(_flat_arguments(a)[0], _flat_arguments(b)[0]) for a, b in pairs)
+        and pytree.tree_structure(training.output) == pytree.tree_structure(evaluation.output)
+        and _takes_the_same(pytree.tree_leaves(training.output), pytree.tree_leaves(evaluation.output))
+    )
+
+
+def _takes_the_same(arguments: Sequence[Any], others: Sequence[Any]) -> bool:
+    for a, b in zip(arguments, others, strict=True):
+        if isinstance(a, (Value, State)) or isinstance(b, (Value, State)):
+            if type(a) is not type(b):
+                return False
+            if (a.name != b.name) if isinstance(a, State) else (a.operator, a.index) != (b.operator, b.index):
+                return False
+    return True
+
+
+def _with_arguments(op: Operator, evaluated: Operator, joined: Any) -> Operator:
+    """The operator with what `joined` makes of each of its arguments and that of `evaluated`."""
+    arguments, spec = _flat_arguments(op)
+    others, _ = _flat_arguments(evaluated)
+    args, kwargs = pytree.tree_unflatten([joined(a, b) for a, b in zip(arguments, others, strict=True)], spec)
+    return replace(op, args=args, kwargs=kwargs)
+
+
+def _by_mode(a: Any, b: Any) -> Any:
+    return a if _is_same(a, b) else ByMode(a, b)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, Value) and isinstance(b, Value):
+        return (a.operator, a.index) == (b.operator, b.index)
+    return type(a) is type(b) and bool(a == b or a != a)  # NaN equals itself here
+
+
+def _flat_arguments(operator: Operator) -> tuple[list[Any], pytree.TreeSpec]:
+    return pytree.tree_flatten((operator.args, operator.kwargs), is_leaf=lambda x: x is None)
+
+
+def _common_module(modules: Sequence[str]) -> str:
+    """The path of the innermost module that all of these are, or are in."""
+    first, *others = [module.split(".") for module in modules] or [[]]
+    differing = (i for i, part in enumerate(first) if any(other[i : i + 1] != [part] for other in others))
+    return ".".join(first[: next(differing, len(first))])

@@ -1,0 +1,48 @@
+"""What differs between training and evaluation stands under `if self.training:` in the stage file as well."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_codegen import plan_of, skeleton, texts_in
+
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.codegen.generate import generate
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.tracing import trace_file
+
+MODELS = Path(__file__).parent / "models" / "by_mode.py"
+LINES = {
+    "vae": "if self.training:\n            mul = logvar * 0.5\n",
+    "stochastic_depth": "if self.training:\n            ",
+    "auxiliary_head": "return ",
+    "counting_norm": 'if self.training:\n            self.get_submodule("1").num_batches_tracked.add_(1)\n',
+    "codebook": "1: Codebook of by_mode\n",
+    "running_mean": "if self.training:\n            ",
+    "evaluation_only": "if self.training:\n            training = self.first(x)\n        else:\n            training = self.second(x)\n",
+    "modes_apart": "if self.training:\n            ",
+    "spectral_norm": "",
+    "old_spectral_norm": "",
+}
+OPAQUE = {"codebook": {"1"}}  # torch.cdist computes in another way from 26 samples on
+
+
+class ModelByMode(ModelFile):
+    """A model of tests/models/by_mode.py."""
+
+    def example_inputs(self, batch_size):
+        return (torch.randn(batch_size, *self.module.INPUTS.get(self.ref.function, (8,))),)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", LINES)
+def test_stages_equal_the_model_in_both_modes(name, count, tmp_path):
+    model_file = ModelByMode.load(ModelRef(source=str(MODELS), function=name), trusted=True)
+    traced = trace_file(model_file, model_file.build(), 4)
+    assert set(traced.opaque) == OPAQUE.get(name, set())
+    profile = skeleton(model_file)
+    stages = min(count, len(profile.graph.contracted(profile.together)) - 1)
+    bundle = generate(plan_of(profile, stages), profile, model_file, tmp_path / "b")
+    assert bundle.proof == "values"
+    text = "".join(texts_in(tmp_path / "b").values())
+    assert LINES[name] in text, text
