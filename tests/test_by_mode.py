@@ -19,7 +19,7 @@ LINES = {
     "counting_norm": 'if self.training:\n            self.get_submodule("1").num_batches_tracked.add_(1)\n',
     "codebook": "1: Codebook of by_mode\n",
     "running_mean": "if self.training:\n            ",
-    "evaluation_only": "if self.training:\n            training = self.first(x)\n        else:\n            training = self.second(x)\n",
+    "evaluation_only": "else:\n            training = self.second(x)\n",
     "modes_apart": "if self.training:\n            ",
     "spectral_norm": "",
     "old_spectral_norm": "",

@@ -89,8 +89,23 @@ class StageWriter:
             *self._init.lines(),
             f"    def forward({', '.join(['self', *(self._name(v) for v in self.inputs)])}):",
             *(f"        {line}" for line in body),
+            *self._train(),
         ]
         return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    def _train(self) -> Iterator[str]:
+        """Yield a method `train` where leaf modules do not follow the mode of the model, as in the model."""
+        model = self.wiring.traced.model
+        modes = {}
+        for training in (False, True):
+            model.train(training)
+            modes[training] = {path: model.get_submodule(path).training for path in self._init.leaf_paths}
+        fixed = {path: mode for path, mode in modes[True].items() if mode == modes[False][path]}
+        if fixed:
+            yield from ("", "    def train(self, mode=True):", "        super().train(mode)")
+            for path, mode in fixed.items():
+                yield f"        {access(path)}.{'train' if mode else 'eval'}()  # as in the model"
+            yield "        return self"
 
     def _docstring(self) -> Iterator[str]:
         yield '    """Shapes, for a minibatch of `batch` samples:'

@@ -36,7 +36,7 @@ class InitWriter:
 
     def _statements(self) -> Iterator[str]:
         tree = ModuleTree()
-        for path in self._leaf_paths:
+        for path in self.leaf_paths:
             whole = path in self.opaque_paths
             tree.insert(path, f'model.get_submodule("{path}")' if whole else constructor_call(self._module(path)))
         for name in self._direct_state:
@@ -52,7 +52,8 @@ class InitWriter:
         return [part for op in self.wiring.operators(self.stage) for part in op.parts]
 
     @cached_property
-    def _leaf_paths(self) -> list[str]:
+    def leaf_paths(self) -> list[str]:
+        """The modules that are called whole."""
         return list(dict.fromkeys(op.module for op in self._operators if op.target is None))
 
     @cached_property
@@ -64,7 +65,7 @@ class InitWriter:
     def _direct_state(self) -> list[str]:
         """Parameters and buffers that operators use directly, outside leaf modules."""
         names = (*self.wiring.parameters(self.stage), *self.wiring.buffers(self.stage))
-        leaves = tuple(f"{path}." for path in self._leaf_paths)
+        leaves = tuple(f"{path}." for path in self.leaf_paths)
         return list(dict.fromkeys(name for name in names if not name.startswith(leaves)))
 
     def _module(self, path: str) -> nn.Module:

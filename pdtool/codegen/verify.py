@@ -47,7 +47,7 @@ def load_stages(
         exec(compile(texts[stage.file], stage.file, "exec"), module.__dict__)
         with torch.device(device):
             kind = getattr(module, stage.class_name)
-            modules.append(kind(model) if stage.opaque else kind())
+            modules.append((kind(model) if stage.opaque else kind()).train())
     return modules
 
 

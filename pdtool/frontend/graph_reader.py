@@ -179,7 +179,10 @@ class GraphReader:
         for body_node in body_nodes:
             if body_node.op == "call_function":
                 self._call(body_node)
-        self.values[node] = list(self._argument(body_nodes[-1].args[0]))
+        results = list(self._argument(body_nodes[-1].args[0]))
+        if no_grad:  # a parameter that is used there would have a gradient
+            results = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in results]
+        self.values[node] = results
 
     def _detached(self, value: Value) -> Value:
         name = self._unique("detach")

@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,7 +104,7 @@ class ModelFile:
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
-        return _unwrapped(model).train()
+        return _in_training(_unwrapped(model))
 
     def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
@@ -248,6 +248,26 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def _in_training(model: nn.Module) -> nn.Module:
+    """Put the model into training mode, but for the modules that model() put into evaluation mode inside of it.
+
+    A frozen batch norm, or a teacher, stays in evaluation mode from then on, whatever mode the model is put into; an
+    overridden train() decides for itself. Where all of the model is in evaluation mode, as what `from_pretrained`
+    returns, nothing is meant by it.
+    """
+    if model.training:
+        for module in model.modules():
+            if not module.training:
+                module.train = partial(_train_children, module)  # type: ignore[method-assign]
+    return model.train()
+
+
+def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
+    for child in module.children():
+        child.train(mode)
+    return module
 
 
 def _seed_generators(seed: int) -> None:

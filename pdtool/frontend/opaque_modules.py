@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import nn
 from torch.autograd import Function
 from torch.fx.experimental.sym_node import SymNode
 
 from pdtool.errors import TraceError
 from pdtool.frontend.leaf_modules import is_leaf
+
+_DRAWING = "random randint randrange uniform choice choices sample shuffle gauss getrandbits"
+_DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation shuffle binomial"
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str | None:
@@ -71,11 +76,37 @@ def _callers(paths: Mapping[int, str]) -> list[str]:
 
 
 @contextmanager
-def functions_refused() -> Iterator[None]:
-    """Refuse each autograd.Function of the user, and reentrant checkpointing, which is one.
+def untraceable_refused() -> Iterator[None]:
+    """Refuse what torch.export would trace without an error, and wrongly.
 
-    torch.export would trace through its forward, and lose its backward.
+    These are each autograd.Function of the user and reentrant checkpointing, which is one (their backward would be
+    lost), gradients taken in forward, and numbers of Python's and numpy's generators, drawn once and for all.
     """
+    with ExitStack() as stack:
+        stack.enter_context(_functions_refused())
+        stack.enter_context(patch.object(torch.autograd, "grad", _refusing("torch.autograd.grad")))
+        for module, names in (("random", _DRAWING), ("numpy.random", _DRAWING_NUMPY)):
+            for name in names.split() if module in sys.modules else ():
+                stack.enter_context(patch.object(sys.modules[module], name, _refusing(f"{module}.{name}")))
+        state = random.getstate()
+        yield
+        if random.getstate() != state:
+            what = "forward draws from Python's random numbers, which would be drawn once and for all"
+            raise TraceError(what, "draw from torch's generator, into a tensor")
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    """A function that refuses to be called while a model is traced."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        what = f"forward calls {name}, which operators do not show"
+        raise TraceError(what, "call it in a module of its own, which pdtool then calls whole")
+
+    return refused
+
+
+@contextmanager
+def _functions_refused() -> Iterator[None]:
     apply = vars(Function)["apply"]
 
     def refused(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from pdtool.frontend.graph_reader import GraphReader
 from pdtool.frontend.leaf_calls import calls, record_calls, single_operators, unchanged
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.opaque_modules import failing_module, fixed_sizes, functions_refused, without_inner
+from pdtool.frontend.opaque_modules import failing_module, fixed_sizes, untraceable_refused, without_inner
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.user_code import user_line
 
@@ -122,8 +122,10 @@ class _Tracer:
                 program = _export(self.model, inputs, dynamic, functional=functional)
             return GraphReader(self.model, program, list(calls), functional=functional).read()
         except TraceError as error:
-            error.module = failing_module(error, self.model) if error.module is None else error.module
-            raise
+            if error.module is not None or isinstance(error, PartialWriteError):
+                raise
+            where, module = user_line(error, self.path), failing_module(error, self.model)
+            raise TraceError(f"{where}{error.what}", error.remedy, module=module) from error
         except Exception as error:
             raise _explained(error, self.model, inputs, self.path, fixed) from error
 
@@ -145,7 +147,7 @@ def _export(
     model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], *, functional: bool
 ) -> torch.export.ExportedProgram:
     """Export the model; `functional`: with every write in place turned into an operator that returns a new tensor."""
-    with warnings.catch_warnings(), functions_refused():
+    with warnings.catch_warnings(), untraceable_refused():
         warnings.simplefilter("ignore")
         program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
         if functional:

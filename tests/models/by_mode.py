@@ -19,10 +19,7 @@ class VAE(nn.Module):
     def forward(self, x):
         h = self.encoder(x)
         mu, logvar = self.mu(h), self.logvar(h)
-        if self.training:
-            z = mu + torch.exp(0.5 * logvar) * torch.randn_like(mu)
-        else:
-            z = mu
+        z = mu + torch.exp(0.5 * logvar) * torch.randn_like(mu) if self.training else mu
         return self.decoder(z), mu, logvar
 
 
@@ -53,7 +50,7 @@ class ResidualBlocks(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, x):
-        for block, drop_path in zip(self.blocks, self.drop_paths):
+        for block, drop_path in zip(self.blocks, self.drop_paths, strict=True):
             x = x + drop_path(block(x))
         return self.head(x)
 

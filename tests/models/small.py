@@ -182,8 +182,6 @@ class Broken(nn.Module):
             self.kept = y.detach()
         if self.fault == "attribute":
             return self.missing(y)
-        if self.fault == "mode" and self.training:
-            y = y.sin()
         return y
 
 
