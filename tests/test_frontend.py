@@ -8,8 +8,9 @@ import torch
 
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError, StaleError, TraceError, UsageError
+from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.modelfile import ModelFile, parse_ref
-from pdtool.frontend.tracing import trace
+from pdtool.frontend.tracing import trace, trace_file
 from pdtool.profile.measure import measure
 
 MODELS = Path(__file__).parent / "models" / "small.py"
@@ -243,11 +244,16 @@ def test_the_zoo_is_trusted_from_anywhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["loss", "target"])
-def test_names_of_pdtools_own_nodes_are_refused(name):
-    model = torch.nn.Sequential()
-    model.add_module(name, torch.nn.Linear(8, 8))
-    with pytest.raises(TraceError, match=f"a part named '{name}'"):
-        trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS)
+def test_a_part_of_the_model_may_be_named_like_a_node_of_pdtools_own(name, tmp_path):
+    text = "import torch\nfrom torch import nn\ndef model():\n    model = nn.Sequential(nn.Linear(4, 4))\n"
+    text += f"    model.add_module({name!r}, nn.Linear(4, 2))\n    return model\n"
+    text += "def dataset(split): return torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 2))\n"
+    text += "def loss(output, target): return (output - target).square().mean()\n"
+    text += "def optimizer(named): return torch.optim.SGD([p for _, p in named], lr=0.1)\n"
+    model_file = write(tmp_path, text)
+    profile = measure(model_file, batch_size=4)
+    assert {"loss", "target", f"{name}_1"} < set(profile.by_name)
+    check_profile(trace_file(model_file, model_file.build(), 4), profile, model_file.ref.source)
 
 
 def test_a_model_that_is_one_leaf_is_traced():

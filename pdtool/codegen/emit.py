@@ -15,6 +15,7 @@ from pdtool.codegen.expressions import expression, literal
 from pdtool.codegen.init_writer import InitWriter
 from pdtool.codegen.module_tree import access, access_state
 from pdtool.codegen.wiring import Wiring
+from pdtool.errors import TraceError
 from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Value
 
 _OUTPUT_CLASS = '''
@@ -200,7 +201,10 @@ class StageWriter:
             for d, dim in enumerate(value.shape):
                 if isinstance(dim, Size) and str(dim).endswith("*batch"):
                     return f"{self._name(value)}.shape[{d}] // {str(dim).removesuffix('*batch')}"
-        raise ValueError(f"no input of stage {self.stage} tells the size of the minibatch")
+        raise TraceError(
+            f"stage {self.stage} computes with the minibatch's size, and takes no tensor that tells it",
+            "plan fewer stages, or keep modules together with HINTS no_split",
+        )
 
     @cached_property
     def _short_lived(self) -> set[Value]:

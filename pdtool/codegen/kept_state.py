@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _MAX_DEPTH = 4
@@ -107,6 +108,19 @@ def _uses(kind: type) -> list[_Use]:
 
 def _is_of_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
+
+
+def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Whether two values hold the same tensors and numbers; False where it cannot be told."""
+    if type(a) is not type(b) or depth == 0:
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(has_same_content(a[key], b[key], depth - 1) for key in a)
+    if isinstance(a, (list, tuple)) or type(a).__name__ == "deque":
+        return len(a) == len(b) and all(has_same_content(x, y, depth - 1) for x, y in zip(a, b, strict=True))
+    return isinstance(a, (*_PLAIN, torch.dtype, torch.device, torch.Size)) and bool(a == b)
 
 
 def _fingerprint(value: Any, depth: int) -> object:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.codegen.kept_state import Attributes, attributes, kept_attributes
+from pdtool.codegen.kept_state import KeptAttribute, attributes, has_same_content, kept_attributes
 from pdtool.errors import PdtoolError
 from pdtool.frontend.operators import named_state
 
@@ -95,8 +95,11 @@ def verify_values(
     before = attributes(model)
     try:
         _compare_minibatches(model, stages, bundle, batches)
-    finally:  # if the values differ, this is why
-        _refuse_kept_state(model, before)
+    except VerificationError:
+        _refuse_kept_state(list(kept_attributes(model, before)))  # if the values differ, this is why
+        raise
+    if kept := list(kept_attributes(model, before)):
+        _refuse_kept_state([attribute for attribute in kept if _is_carried_over(attribute, build, batches)])
 
 
 def _compare_minibatches(
@@ -118,8 +121,29 @@ def _compare_minibatches(
             _compare_buffers(model, stages, where)
 
 
-def _refuse_kept_state(model: nn.Module, before: Attributes) -> None:
-    for kept in kept_attributes(model, before):
+def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether what an attribute holds after a minibatch depends on the minibatches before that one.
+
+    It does not where a hook puts the activations of each minibatch, or a table is made in the first one.
+    """
+    for training in (True, False):
+        old, new = build().train(training), build().train(training)
+        with _repeatable(), torch.no_grad():
+            for inputs in batches[:-1]:
+                _run("the model", partial(old, *inputs), "a minibatch before")
+            state = named_state(new)
+            for name, tensor in named_state(old).items():
+                state[name].copy_(tensor)
+            for model in (old, new):
+                _run("the model", partial(model, *batches[-1]), "the last minibatch")
+        a, b = (vars(model.get_submodule(kept.module)).get(kept.name) for model in (old, new))
+        if not has_same_content(a, b):
+            return True
+    return False
+
+
+def _refuse_kept_state(attributes: Sequence[KeptAttribute]) -> None:
+    for kept in attributes:
         owner = f"self.{kept.name} of {kept.module or 'the model'}"
         where = f"{kept.location}: " if kept.location else ""
         raise VerificationError(

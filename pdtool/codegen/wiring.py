@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import TensorSpec, TiedParameter
 from pdtool.errors import ArtifactError, TraceError
-from pdtool.frontend.operators import Operator, Size, State, Traced, Value, values_in
+from pdtool.frontend.operators import OWN_NODES, Operator, Size, State, Traced, Value, values_in
 
 _RESERVED = {"self", "torch", "nn", "F", "batch", "device", "target", "loss", *keyword.kwlist}
 _AFFINE = re.compile(r"([0-9]+\*)?batch([+-][0-9]+)?")
@@ -38,7 +38,7 @@ class Wiring:
             ArtifactError: the stages do not hold the operators of this model.
         """
         in_model = {op.name for op in traced.operators if not op.constant}
-        in_stages = {name for stage in stages for name in stage} - {"loss", "target"}
+        in_stages = {n for stage in stages for n in stage if n in in_model or not OWN_NODES.fullmatch(n)}
         if in_model != in_stages:
             unmatched = sorted(in_model ^ in_stages)[:3]
             what = f"the model's operators are not the profile's (such as {', '.join(unmatched)})"

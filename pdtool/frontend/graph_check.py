@@ -17,7 +17,7 @@ from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import StaleError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile, find_source
-from pdtool.frontend.operators import Operator, Traced
+from pdtool.frontend.operators import OWN_NODES, Operator, Traced
 from pdtool.frontend.tracing import trace_file
 from pdtool.units import format_bytes
 
@@ -80,7 +80,7 @@ def _first_difference(profile: Profile, traced: Traced) -> str:
 
     A profile knows names, kinds, connections and sizes; of arguments and constants it holds the digest only.
     """
-    nodes = [node for node in profile.nodes if node.name not in ("loss", "target")]
+    nodes = [node for node in profile.nodes if node.name in traced.by_name or not OWN_NODES.fullmatch(node.name)]
     operators = [op for op in traced.operators if not op.constant]
     for node, op in zip(nodes, operators, strict=False):
         if difference := _difference(node, op, traced, profile):

@@ -28,6 +28,11 @@ _FUNCTIONAL_FORMS = {  # where the operator that writes in place has another nam
     torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
     torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default,
 }
+_FACTORIES = {  # of a tensor of which only the type is taken: it would have to be in the stage
+    torch.ops.aten.new_zeros.default: torch.ops.aten.zeros.default,
+    torch.ops.aten.new_ones.default: torch.ops.aten.ones.default,
+    torch.ops.aten.new_full.default: torch.ops.aten.full.default,
+}
 _END = 2**63 - 1  # of a slice
 _WHOLE_SLICES = {torch.ops.aten.slice.Tensor: "self", torch.ops.aten.slice_scatter.default: "src"}
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -97,8 +102,6 @@ class GraphReader:
             if not _NAME.fullmatch(name):
                 remedy = "name modules with letters, digits, dashes and underscores only"
                 raise TraceError(f"the model has a part named {name!r}", remedy)
-            if name in ("loss", "target"):
-                raise TraceError(f"the model has a part named {name!r}, as pdtool calls a node of its own", "rename it")
 
     def _placeholders(self) -> list[fx.Node]:
         return [node for node in self.program.graph.nodes if node.op == "placeholder"]
@@ -247,6 +250,10 @@ class GraphReader:
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
         arguments = self._aten_arguments(node, target)
+        if target in _FACTORIES and isinstance(arguments["self"], State):
+            dtype = arguments["dtype"] or self.program.state_dict[arguments.pop("self").name].dtype
+            target, arguments = _FACTORIES[target], arguments | {"dtype": dtype, "device": torch.device("cpu")}
+            arguments.pop("self", None)
         written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         overwritten = arguments[written[0]] if written else None
         if isinstance(overwritten, State) and target._schema.name == "aten::copy_" and arguments["src"] is overwritten:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 from torch.fx.experimental.sym_node import SymNode
+from torch.utils.checkpoint import CheckpointFunction
 
 from pdtool.errors import TraceError
 from pdtool.frontend.leaf_modules import is_leaf
@@ -39,6 +41,17 @@ def failing_module(error: BaseException, model: nn.Module) -> str | None:
             return found
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def modules_writing_data(model: nn.Module) -> list[str]:
+    """The paths of the modules whose code has `.data` in it, which torch.export traces into tensors without values."""
+    found = []
+    for path, module in model.named_modules():
+        try:
+            found += [path] if ".data" in inspect.getsource(type(module).forward) else []
+        except (OSError, TypeError):
+            continue
+    return found
 
 
 @contextmanager
@@ -79,8 +92,9 @@ def _callers(paths: Mapping[int, str]) -> list[str]:
 def untraceable_refused() -> Iterator[None]:
     """Refuse what torch.export would trace without an error, and wrongly.
 
-    These are each autograd.Function of the user and reentrant checkpointing, which is one (their backward would be
-    lost), gradients taken in forward, and numbers of Python's and numpy's generators, drawn once and for all.
+    These are each autograd.Function of the user, whose backward would be lost, gradients taken in forward, and numbers
+    of Python's and numpy's generators, which would be drawn once and for all. Reentrant checkpointing, an
+    autograd.Function as well, is left out.
     """
     with ExitStack() as stack:
         stack.enter_context(_functions_refused())
@@ -110,7 +124,10 @@ def _functions_refused() -> Iterator[None]:
     apply = vars(Function)["apply"]
 
     def refused(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
+        if cls is CheckpointFunction:  # when to compute again is the plan's to say
+            function, _, *inputs = args
+            return function(*inputs)
+        if cls.__module__.startswith("torch."):
             return apply.__get__(None, cls)(*args, **kwargs)
         what = f"{cls.__name__} has a backward of its own, which operators do not show"
         raise TraceError(what, "apply it in a module of its own, which pdtool then calls whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 # Arguments of ATen operators that say where and how memory lies, not what is computed.
 LAYOUT_ARGUMENTS = {"layout", "pin_memory", "cudnn_enable", "cudnn_enabled", "non_blocking"}
+OWN_NODES = re.compile(r"(loss|target)(_[0-9]+)?")  # of a profile, which are no operators of the model
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
 

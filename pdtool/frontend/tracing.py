@@ -29,7 +29,13 @@ from pdtool.frontend.graph_reader import GraphReader
 from pdtool.frontend.leaf_calls import calls, record_calls, single_operators, unchanged
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.opaque_modules import failing_module, fixed_sizes, untraceable_refused, without_inner
+from pdtool.frontend.opaque_modules import (
+    failing_module,
+    fixed_sizes,
+    modules_writing_data,
+    untraceable_refused,
+    without_inner,
+)
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.user_code import user_line
 
@@ -181,10 +187,11 @@ def _explained(
             module=next(iter(fixed), None),
         )
     reason = lines[0].partition(" (unhinted")[0]
+    writers = modules_writing_data(model) if "constant's list" in reason else []
     return TraceError(
         f"{user_line(error, path)}torch.export cannot trace this line: {type(error).__name__}: {reason}",
         "put this line into a module of its own, which pdtool then calls whole",
-        module=failing_module(error, model),
+        module=next(iter(writers), None) or failing_module(error, model),
     )
 
 

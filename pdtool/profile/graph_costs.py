@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -137,9 +138,17 @@ def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
         )
     if model.with_loss:
         target_bytes = sum(t.nbytes for t in tensors_in(model.target))
-        yield Node(name="target", op="input", module="", output_bytes=target_bytes)
-        sources = (*_sources(model, model.outputs), "target")
-        yield Node(name="loss", op="loss", module="", inputs=sources, **_times_and_memory(costs, "loss"))
+        target, loss = (_own_name(model, name) for name in ("target", "loss"))
+        yield Node(name=target, op="input", module="", output_bytes=target_bytes)
+        sources = (*_sources(model, model.outputs), target)
+        yield Node(name=loss, op="loss", module="", inputs=sources, **_times_and_memory(costs, "loss"))
+
+
+def _own_name(model: ProfiledModel, name: str) -> str:
+    """`loss`, or `loss_1` and so on where the model has a part of that name."""
+    taken = {*model.traced.by_name, *dict(model.traced.model.named_modules())}
+    candidates = chain([name], (f"{name}_{number}" for number in count(1)))
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def _times_and_memory(costs: GraphCosts, node: str) -> dict[str, Any]:
