@@ -14,16 +14,9 @@ from torch.utils import _pytree as pytree
 from pdtool.codegen.expressions import expression, literal
 from pdtool.codegen.init_writer import InitWriter
 from pdtool.codegen.module_tree import access, access_state
+from pdtool.codegen.output_writer import OutputWriter
 from pdtool.codegen.wiring import Wiring
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Value
-
-_OUTPUT_CLASS = '''
-class Output(dict):
-    """What the model returns, by name: output["logits"] or output.logits."""
-
-    __getattr__ = dict.__getitem__
-
-'''
 
 
 @dataclass(frozen=True)
@@ -60,6 +53,10 @@ class StageWriter:
         """The arguments of forward."""
         return self.wiring.inputs(self.stage)
 
+    @cached_property
+    def _output(self) -> OutputWriter:
+        return OutputWriter(self.wiring.traced.output if self.is_last else None, self._write)
+
     def text(self) -> str:
         """Return the text of the file."""
         body = [*self._forward()]
@@ -68,11 +65,12 @@ class StageWriter:
         lines = [
             f'"""Stage {self.stage + 1} of {count} of {self.title}; written by pdtool codegen."""',
             "",
+            *self._output.imports(),
             "import torch",
             "from torch import nn",
             *(["from torch.nn import functional as F"] if uses_functional else []),
             "",
-            *(_OUTPUT_CLASS.splitlines() if self._returns_names else []),
+            *self._output.classes(),
             "",
             f"class {self.class_name}(nn.Module):",
             *self._docstring(),
@@ -101,12 +99,13 @@ class StageWriter:
             targets = self._targets(op)
             yield self._call(op) if targets == "_" else f"{targets} = {self._call(op)}"
         if self.is_last:
-            yield f"return {self._output(self.wiring.traced.output)}"
+            yield f"return {self._output.text()}"
         else:
             yield f"return {', '.join(self._name(v) for v in self.wiring.outputs(self.stage))}"
 
     def _prologue(self) -> Iterator[str]:
         leaves = [leaf for op in self.operators for leaf in pytree.tree_leaves((op.args, op.kwargs))]
+        leaves += pytree.tree_leaves(self._output.output)
         if any(isinstance(leaf, Size) for leaf in leaves):
             yield f"batch = {self._batch()}"
         factories = any(isinstance(leaf, (torch.device, torch.Tensor)) for leaf in leaves)
@@ -193,14 +192,6 @@ class StageWriter:
                 return f"[{inner}]"
             return f"({inner},)" if len(argument) == 1 else f"({inner})"
         return literal(argument)
-
-    @property
-    def _returns_names(self) -> bool:
-        return self.is_last and isinstance(self.wiring.traced.output, dict)
-
-    def _output(self, output: Any) -> str:
-        text = self._write(output)
-        return f"Output({text})" if self._returns_names else text
 
 
 def _is_factory(op: Operator) -> bool:

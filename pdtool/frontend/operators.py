@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -117,9 +118,10 @@ class Traced:
     Attributes:
         model: the model that was traced.
         operators: model inputs first.
-        output: what the model returns: nested containers of Value and constants.
+        output: what the model returns, in containers of the model's own types: Value, State, Size and constants.
         together: groups of operators that must stand in one stage, since they share changing state.
         tied: parameter name -> first name of the same parameter, for every parameter.
+        arguments: what it was called with; see ModelInputs.signature.
     """
 
     model: nn.Module
@@ -127,11 +129,22 @@ class Traced:
     output: Any
     together: tuple[tuple[str, ...], ...]
     tied: dict[str, str]
+    arguments: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Operator]:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}
+
+    def output_with(self, tensor: Callable[[Value | State], Tensor], batch: int) -> Any:
+        """Return the output for a minibatch of `batch` samples, with the tensors that the function gives."""
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, (Value, State)):
+                return tensor(leaf)
+            return leaf.at(batch) if isinstance(leaf, Size) else leaf
+
+        return pytree.tree_map(filled, self.output)
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ argument that differs between the two depends on `self.training`.
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import warnings
@@ -18,15 +19,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.export import ShapesCollection
 from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import PartialWriteError, TraceError
 from pdtool.frontend.graph_reader import GraphReader, LeafCall
 from pdtool.frontend.leaf_modules import is_leaf
+from pdtool.frontend.model_io import CONSTANTS, ModelInputs, named_leaves, register_containers
 from pdtool.frontend.operators import ByMode, Operator, Traced
 from pdtool.frontend.user_code import user_line
 
@@ -82,11 +87,12 @@ def _opaque_leaves(model: nn.Module) -> Iterator[None]:
             del module.forward
 
 
-def trace(model: nn.Module, example: Callable[[int], tuple[Tensor, ...]], batch_size: int, path: Path) -> Traced:
+def trace(model: nn.Module, example: Callable[[int], Any], batch_size: int, path: Path) -> Traced:
     """Trace `model` in training and in evaluation mode.
 
     Args:
-        example: gives the inputs of a minibatch of a given size; dimensions that grow with the size are the batch.
+        example: gives the inputs of a minibatch of a given size, as ModelInputs takes them; dimensions that grow with
+            the size are the batch.
         batch_size: to trace with, at least 2; the operators are the same for any other.
         path: the user's file, for the lines named in errors.
 
@@ -94,8 +100,8 @@ def trace(model: nn.Module, example: Callable[[int], tuple[Tensor, ...]], batch_
         TraceError: torch.export cannot take the model, it is bound to one batch size, or it does what a stage cannot.
     """
     batch_size = max(2, batch_size)
-    inputs = example(batch_size)
-    dynamic = _dynamic_dims(inputs, example(batch_size + 1), batch_size)
+    inputs = ModelInputs.of(example(batch_size))
+    dynamic = _dynamic_dims(inputs, ModelInputs.of(example(batch_size + 1)), batch_size)
     was_training = model.training
 
     def read(mode: bool, *, functional: bool) -> Traced:
@@ -109,46 +115,130 @@ def trace(model: nn.Module, example: Callable[[int], tuple[Tensor, ...]], batch_
             training, evaluation = (read(mode, functional=True) for mode in (True, False))
     finally:
         model.train(was_training)
-    return replace(training, operators=tuple(_by_mode(training.operators, evaluation.operators)))
+    operators = tuple(_by_mode(training.operators, evaluation.operators))
+    return replace(training, operators=operators, arguments=inputs.signature)
 
 
-def _dynamic_dims(inputs: Sequence[Tensor], larger: Sequence[Tensor], size: int) -> tuple[dict[int, Any], ...]:
+def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> ShapesCollection:
     """For each input the dimensions that grow with the minibatch, from inputs of `size` and of `size + 1` samples."""
     batch = torch.export.Dim("batch", min=2, max=2**20)
-    dynamic: list[dict[int, Any]] = []
-    for a, b in zip(inputs, larger, strict=True):
-        growing = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
-        dynamic.append({d: batch if a.shape[d] == size else (a.shape[d] // size) * batch for d in growing})
-    if not any(dynamic):
-        shapes = [tuple(t.shape) for t in inputs]
+    dynamic = ShapesCollection()  # type: ignore[no-untyped-call]
+    if inputs.signature != larger.signature or len(inputs.tensors) != len(larger.tensors):
+        what = f"the inputs of {size} and of {size + 1} samples are not the same arguments of the model"
+        raise TraceError(what, "let example_inputs differ in the minibatch's size alone")
+    for a, b in zip(inputs.tensors, larger.tensors, strict=True):
+        growing = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
+        if a.dim() != b.dim() or any(a.shape[d] * (size + 1) != b.shape[d] * size for d in growing):
+            raise TraceError(
+                f"the inputs of {size} and of {size + 1} samples have shapes {list(a.shape)} and {list(b.shape)}: more "
+                "than the minibatch's size changes",
+                "pad to a fixed length",
+            )
+        dynamic[a] = {d: batch if a.shape[d] == size else (a.shape[d] // size) * batch for d in growing}
+    if not any(dynamic[tensor] for tensor in inputs.tensors):
+        shapes = [tuple(t.shape) for t in inputs.tensors]
         raise TraceError(f"example_inputs gives shapes {shapes} whatever the batch size", "let it use its argument")
-    return tuple(dynamic)
+    return dynamic
 
 
 def _export(
-    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], path: Path, *, functional: bool
+    model: nn.Module, inputs: ModelInputs, dynamic: ShapesCollection, path: Path, *, functional: bool
 ) -> tuple[torch.export.ExportedProgram, list[LeafCall]]:
     """Export the model; `functional`: with every write in place turned into an operator that returns a new tensor."""
     try:
         with _opaque_leaves(model), _without_data_dependent_checks(), warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
+            with _named_arguments(model, inputs), _known_outputs(model), _EvenChunks():
+                shapes = dynamic.dynamic_shapes(model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
+                program = torch.export.export(model, inputs.args, inputs.kwargs, strict=False, dynamic_shapes=shapes)
             if functional:
                 for call in _leaf_calls:
                     call.is_recorded = True
                 program = program.run_decompositions({})
         return program, list(_leaf_calls)
+    except TraceError:
+        raise
     except Exception as error:
         raise _explained(error, model, inputs, path) from error
 
 
-def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], path: Path) -> TraceError:
+@contextmanager
+def _named_arguments(model: nn.Module, inputs: ModelInputs) -> Iterator[None]:
+    """Let `forward(**batch)` have a signature with the names in `batch`, without which torch.export misses some."""
+    forward, signature = model.forward, inspect.signature(model.forward)
+    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    others = inputs.kwargs.keys() - {p.name for p in parameters}
+    if len(parameters) == len(signature.parameters) or not others:
+        yield
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(others)]
+    call.__signature__ = signature.replace(parameters=parameters + named)  # type: ignore[attr-defined]
+    with patch.object(model, "forward", call):
+        yield
+
+
+class _EvenChunks(TorchFunctionMode):
+    """Divides what holds k minibatches into parts without asking how many there are, which torch.export cannot tell:
+    `net(torch.cat([x1, x2])).chunk(2)`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DIVIDING and len(args) > 1 and not isinstance(args[1], (list, tuple)):
+            tensor, number, *rest = args
+            dim = rest[0] if rest else (kwargs or {}).get("dim", 0)
+            if sizes := _even_sizes(tensor.shape[dim], number, is_count=func in _DIVIDING[:2]):
+                return tensor.split(sizes, dim)
+        return func(*args, **(kwargs or {}))
+
+
+_DIVIDING = (torch.chunk, Tensor.chunk, torch.split, Tensor.split)
+
+
+def _even_sizes(whole: Any, number: Any, *, is_count: bool) -> list[Any] | None:
+    """The sizes of equal parts, at least two, of a dimension that grows with the minibatch; None for other divisions.
+
+    Args:
+        number: of the parts; or else the size of each.
+    """
+    if not isinstance(whole, torch.SymInt):
+        return None
+    first, *others = sorted(whole.node.expr.free_symbols, key=str)
+    for symbol in others:  # the minibatch's size in another input
+        whole.node.shape_env.evaluate_expr(sympy.Eq(first, symbol))
+    quotient = whole.node.expr / (number.node.expr if isinstance(number, torch.SymInt) else number)
+    count, size = (number, whole // number) if is_count else (quotient, number)
+    is_even = quotient.is_integer if is_count else quotient.is_Integer
+    return [size] * int(count) if is_even and count > 1 else None
+
+
+@contextmanager
+def _known_outputs(model: nn.Module) -> Iterator[None]:
+    """Let torch.export see into what the model returns; raises TraceError where that holds more than it can see."""
+
+    def check(module: nn.Module, arguments: Any, output: Any) -> None:
+        register_containers(output)
+        for name, leaf in named_leaves(output, "output"):
+            if not isinstance(leaf, (Tensor, torch.SymInt, str, *CONSTANTS)):
+                what = f"the model returns {name}, which is {type(leaf).__name__}"
+                raise TraceError(what, "return tensors and numbers, in tuples, dicts or dataclasses")
+
+    hook = model.register_forward_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _explained(error: Exception, model: nn.Module, inputs: ModelInputs, path: Path) -> TraceError:
     """Say what torch.export's error means: the model itself fails, knows one batch size only, or cannot be traced."""
     try:
         with torch.no_grad():
-            model(*inputs)
+            inputs.call(model)
     except Exception as failure:
-        shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
+        shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
         what = f"the model fails on inputs of shape {shapes}: {type(failure).__name__}: {failure}"
         return TraceError(f"{user_line(failure, path)}{what}", "mend the model or example_inputs")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
