@@ -9,7 +9,7 @@ from test_codegen import plan_of, skeleton, texts_in
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.codegen.generate import generate
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.tracing.trace import trace_file
 
 MODELS = Path(__file__).parent / "models" / "by_mode.py"
 LINES = {

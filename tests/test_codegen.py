@@ -17,7 +17,7 @@ from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.tracing.trace import trace_file
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 INPUTS = {

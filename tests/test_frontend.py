@@ -10,7 +10,7 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError, StaleError, TraceError, UsageError
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.modelfile import ModelFile, parse_ref
-from pdtool.frontend.tracing import trace, trace_file
+from pdtool.frontend.tracing.trace import trace, trace_file
 from pdtool.profile.measure import measure
 
 MODELS = Path(__file__).parent / "models" / "small.py"

@@ -11,7 +11,7 @@ from pdtool.codegen.generate import generate
 from pdtool.errors import TraceError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.tracing.trace import trace_file
 
 MODELS = Path(__file__).parent / "models" / "opaque.py"
 OPAQUE = {

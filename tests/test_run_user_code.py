@@ -65,13 +65,83 @@ def test_the_example_of_a_profile_says_the_same(tmp_path):
 
 
 def test_a_sample_that_is_not_a_pair_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"^user.py: dataset\('train'\), sample 2, is not a pair"):
+    with pytest.raises(
+        ModelError, match=r"^user.py: dataset\('train'\), sample 2, is not a pair .*; make it one, or define collate"
+    ):
         MinibatchLoader(load(tmp_path, "return [1]"), "train", INPUTS).load([2], 1)
 
 
-def test_inputs_by_name_are_refused(tmp_path):
-    with pytest.raises(ModelError, match="input 0 of a minibatch is dict"):
-        MinibatchLoader(load(tmp_path, "return {'a': 1}, 1"), "train", INPUTS).load([0], 1)
+def test_samples_of_other_arguments_are_refused(tmp_path):
+    file = load(tmp_path, "return {'x': torch.ones(2), 'y': 1}, 1")
+    with pytest.raises(ModelError, match=r"gives the model other arguments \(x, y\) than it was traced with \(x\)"):
+        MinibatchLoader(file, "train", INPUTS, ("x",)).load([0], 1)
+    with pytest.raises(ModelError, match=r"\(x, y\) than it was traced with \(tensors by position\); let example_in"):
+        MinibatchLoader(file, "train", INPUTS).load([0], 1)
+    with pytest.raises(ModelError, match=r"\(x, y\) than it was traced with \(x, y=False\)"):
+        MinibatchLoader(file, "train", INPUTS, ("x", "y=False")).load([0], 1)
+
+
+COLLATE = """
+def collate(samples):
+    longest = LENGTH
+    rows = [torch.nn.functional.pad(torch.tensor(s["words"]).float(), (0, longest - len(s["words"]))) for s in samples]
+    return {"x": torch.stack(rows)}, TARGET
+"""
+WORDS = "return {'words': [1, 2, 3][: 1 + i], 'label': i}"  # sample i has min(i + 1, 3) words
+
+
+def collated(tmp_path, length="2", target="None", item=WORDS):
+    more = COLLATE.replace("LENGTH", length).replace("TARGET", target)
+    return MinibatchLoader(load(tmp_path, item, more=more), "train", INPUTS, ("x",))
+
+
+def test_the_users_collate_makes_a_minibatch_of_any_samples(tmp_path):
+    loader = collated(tmp_path, target="{'label': torch.tensor([s['label'] for s in samples]), 'name': None}")
+    split = loader.describe()
+    assert split.samples == 4
+    inputs, target = loader.load([1, 0], 1)
+    assert [t.tolist() for t in inputs] == [[[1.0, 2.0], [1.0, 0.0]]]
+    assert split.unflatten(target) == {"label": target[0], "name": None}
+    assert target[0].tolist() == [1, 0]
+
+
+def test_a_minibatch_may_have_no_target(tmp_path):
+    loader = collated(tmp_path)
+    split = loader.describe()
+    assert loader.load([0, 1], 1)[1] == split.leaves == []
+    assert split.unflatten([]) is None
+
+
+def test_lengths_that_differ_between_minibatches_are_refused(tmp_path):
+    loader = collated(tmp_path, length="max(len(s['words']) for s in samples)")
+    assert loader.load([0, 1], 1)[0][0].shape == (2, 2)
+    message = r"gives inputs float32\[2, 3\]; the stages take float32\[2, 2\]; let collate\(\) pad to a fixed length"
+    with pytest.raises(ModelError, match=message):
+        loader.load([1, 2], 1)
+
+
+def test_targets_that_differ_between_minibatches_are_refused(tmp_path):
+    loader = collated(tmp_path, target="torch.ones(len(samples), max(len(s['words']) for s in samples))")
+    loader.describe()
+    message = (
+        r"targets float32\[2, 2\], where the first sample alone makes them float32\[2, 1\]; .* pad to a fixed length"
+    )
+    with pytest.raises(ModelError, match=message):
+        loader.load([0, 1], 1)
+    with pytest.raises(ModelError, match="let targets have one row for each sample"):
+        collated(tmp_path, target="torch.tensor(len(samples))").describe()
+
+
+def test_faults_of_collate_name_their_line(tmp_path):
+    with pytest.raises(
+        ModelError, match=r"^user.py:13: collate\(\) of 2 samples of dataset\('train'\) raised KeyError"
+    ):
+        collated(tmp_path, item="return {}").load([0, 1], 1)
+    with pytest.raises(ModelError, match=r"^user.py:7: dataset\('train'\), sample 3, raised ZeroDivisionError"):
+        collated(tmp_path, item="return 1 // (3 - i)").load([3, 1], 1)
+    file = load(tmp_path, "return 1", more="def collate(samples): return torch.ones(len(samples))\n")
+    with pytest.raises(ModelError, match=r"^user.py: collate\(\) returned Tensor, not a pair \(inputs, target\)"):
+        file.example_batch(2)
 
 
 def test_the_seed_fixes_numpys_random_numbers_too(tmp_path):

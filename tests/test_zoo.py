@@ -63,7 +63,7 @@ def test_an_unknown_size_is_refused(name):
 
 def test_example_inputs_are_shaped_as_the_dataset(file):
     assert all(map(file.has, ("model", "example_inputs", "dataset", "loss", "optimizer", "metrics")))
-    (inputs,) = file.example_inputs(6)
+    (inputs,) = file.example_inputs(6).tensors
     data, _ = file.example_batch(6)
     assert (inputs.shape, inputs.dtype) == (data.shape, data.dtype)
     assert len(file.dataset("train")) > len(file.dataset("valid")) > 0
@@ -102,8 +102,10 @@ def test_loss_is_a_mean_and_metrics_are_sums(file):
 def test_it_exports_with_any_batch_size(file):
     model = file.build()
     batch = torch.export.Dim("batch", min=2)
-    exported = torch.export.export(model, file.example_inputs(4), strict=False, dynamic_shapes=({0: batch},)).module()
-    inputs = file.example_inputs(7)
+    exported = torch.export.export(
+        model, file.example_inputs(4).args, strict=False, dynamic_shapes=({0: batch},)
+    ).module()
+    inputs = file.example_inputs(7).args
     torch.manual_seed(0)
     expected = model(*inputs)
     torch.manual_seed(0)
@@ -135,7 +137,7 @@ def test_the_transformer_is_untied_by_default():
 def test_a_word_does_not_see_what_follows(name):
     file = load(name, **SMALL[name])
     model = file.build().eval()
-    (words,) = file.example_inputs(2)
+    (words,) = file.example_inputs(2).tensors
     changed = words.clone()
     changed[:, 10:] = (changed[:, 10:] + 1) % 256
     torch.testing.assert_close(model(words)[:, :10], model(changed)[:, :10])

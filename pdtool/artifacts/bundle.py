@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from pdtool.artifacts.envelope import FrozenModel, YamlArtifact, file_sha256
-from pdtool.artifacts.fields import Count, Digest, Identifier, ModulePath, Name, Number, Title
+from pdtool.artifacts.fields import Count, Digest, Identifier, Label, ModulePath, Name, Number, Title
 from pdtool.errors import FieldError, StaleError
 
 # A dimension: a number, or one that grows with the minibatch: `batch`, `49*batch`, `batch+1`.
@@ -83,6 +83,8 @@ class Bundle(YamlArtifact):
 
     Attributes:
         inputs: the model's inputs in order of its arguments, each a tensor with producer -1.
+        arguments: what the model is called with, tensors as `input_ids` and constants as `use_cache=False`; () where
+            all arguments are tensors by position.
         proof: how codegen proved the files equal to the model: `values` (outputs, gradients and buffers of three
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
     """
@@ -95,6 +97,7 @@ class Bundle(YamlArtifact):
     batch_size: Count
     proof: Literal["values", "shapes"]
     inputs: tuple[Identifier, ...]
+    arguments: tuple[Label, ...] = ()
     stages: Annotated[tuple[StageModule, ...], Field(min_length=1)]
     tensors: tuple[TensorSpec, ...]
     tied: tuple[TiedParameter, ...] = ()

@@ -17,7 +17,7 @@ from pdtool.frontend.graph_check import first_difference
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile, find_source
 from pdtool.frontend.operators import Traced
-from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.tracing.trace import trace_file
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,10 @@ from torch.utils import _pytree as pytree
 from pdtool.codegen.expressions import expression, literal
 from pdtool.codegen.init_writer import InitWriter
 from pdtool.codegen.module_tree import access, access_state
+from pdtool.codegen.output_writer import OutputWriter
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import TraceError
 from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Value
-
-_OUTPUT_CLASS = '''
-class Output(dict):
-    """What the model returns, by name: output["logits"] or output.logits."""
-
-    __getattr__ = dict.__getitem__
-
-'''
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,10 @@ class StageWriter:
         """The arguments of forward."""
         return self.wiring.inputs(self.stage)
 
+    @cached_property
+    def _output(self) -> OutputWriter:
+        return OutputWriter(self.wiring.traced.output if self.is_last else None, self._write)
+
     def text(self) -> str:
         """Return the text of the file."""
         body = [*self._forward()]
@@ -78,11 +75,12 @@ class StageWriter:
         lines = [
             f'"""Stage {self.stage + 1} of {count} of {self.title}; written by pdtool codegen."""',
             "",
+            *self._output.imports(),
             "import torch",
             "from torch import nn",
             *(["from torch.nn import functional as F"] if uses_functional else []),
             "",
-            *(_OUTPUT_CLASS.splitlines() if self._returns_names else []),
+            *self._output.classes(),
             "",
             f"class {self.class_name}(nn.Module):",
             *self._docstring(),
@@ -132,7 +130,7 @@ class StageWriter:
         for op in self.operators:
             yield from self._lines(op)
         if self.is_last:
-            yield f"return {self._output(self.wiring.traced.output)}"
+            yield f"return {self._output.text()}"
         else:
             yield f"return {', '.join(self._name(v) for v in self.wiring.outputs(self.stage))}"
 
@@ -185,6 +183,7 @@ class StageWriter:
         parts = [part for op in self.operators for part in op.parts]
         zeros = [output for op in self.operators if op.branch for output in _zeros(op, op.branch)]
         leaves = [leaf for op in parts for leaf in pytree.tree_leaves((op.args, op.kwargs))]
+        leaves += pytree.tree_leaves(self._output.output)
         if any(isinstance(leaf, Size) for leaf in (*leaves, *(dim for value in zeros for dim in value.shape))):
             yield f"batch = {self._batch()}"
         factories = any(isinstance(leaf, (torch.device, torch.Tensor)) for leaf in leaves)
@@ -279,14 +278,6 @@ class StageWriter:
                 return f"[{inner}]"
             return f"({inner},)" if len(argument) == 1 else f"({inner})"
         return literal(argument)
-
-    @property
-    def _returns_names(self) -> bool:
-        return self.is_last and isinstance(self.wiring.traced.output, dict)
-
-    def _output(self, output: Any) -> str:
-        text = self._write(output)
-        return f"Output({text})" if self._returns_names else text
 
 
 def _zeros(op: Operator, branch: Branch) -> list[Value]:

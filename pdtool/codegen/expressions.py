@@ -51,6 +51,7 @@ _TEMPLATES = {
     "layer_norm": "F.layer_norm({input}, {normalized_shape}, {weight}, {bias}, eps={eps})",
     "cat": "torch.cat({tensors}, dim={dim})",
     "select_scatter": "torch.select_scatter({self}, {src}, dim={dim}, index={index})",
+    "split_with_sizes": "{self}.split({split_sizes}, dim={dim})",
     "stack": "torch.stack({tensors}, dim={dim})",
     "broadcast_tensors": "torch.broadcast_tensors({tensors*})",
     "einsum": "torch.einsum({equation}, {tensors*})",

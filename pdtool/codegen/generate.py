@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from torch.utils import _pytree as pytree
-
 from pdtool.artifacts.bundle import Bundle, StageModule
 from pdtool.artifacts.envelope import write_atomically, write_remedy
 from pdtool.artifacts.plan import Plan
@@ -18,12 +16,13 @@ from pdtool.artifacts.profile import Profile
 from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.verify import verify_shapes, verify_values
 from pdtool.codegen.wiring import Wiring
-from pdtool.errors import PdtoolError, StaleError
+from pdtool.errors import PdtoolError, StaleError, TraceError
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.graph_digest import graph_sha256
+from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.operators import ByMode, Traced, Value
-from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.operators import Traced, Value, named_state
+from pdtool.frontend.tracing.trace import trace_file
 
 # Of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
@@ -99,14 +98,28 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
     """Compare stages and model as far as `bundle.proof` says."""
     if bundle.proof == "values":
         size = min(bundle.batch_size, 3)
-        batches = [model_file.example_inputs(samples) for samples in (size, size, size + 1)]
+        batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in (size, size, size + 1)]
+        for samples, inputs in zip((size, size, size + 1), batches, strict=True):
+            _check_inputs(traced, inputs, samples)
         verify_values(model_file.build, texts, bundle, batches)
     else:
-        inputs = model_file.example_inputs(bundle.batch_size)
-        size = bundle.batch_size
-        returned = traced.output.training if isinstance(traced.output, ByMode) else traced.output
-        output = pytree.tree_map(lambda v: v.meta(size) if isinstance(v, Value) else v, returned)
+        inputs = ModelInputs.of(model_file.example_inputs(bundle.batch_size))
+        state, size = named_state(traced.model), bundle.batch_size
+        output = traced.output_with(lambda leaf: leaf.meta(size) if isinstance(leaf, Value) else state[leaf.name], size)
         verify_shapes(texts, bundle, inputs, output)
+
+
+def _check_inputs(traced: Traced, inputs: ModelInputs, samples: int) -> None:
+    """Check that a minibatch has the arguments and shapes that the model was traced with, apart from its size."""
+    expected = [op.outputs[0].meta(samples).shape for op in traced.operators if op.is_input]
+    shapes = [tensor.shape for tensor in inputs.tensors]
+    if inputs.signature != traced.arguments or len(shapes) != len(expected):
+        what = f"the inputs of {samples} samples are not the arguments that the model was traced with"
+        raise TraceError(what, "let example_inputs differ in the minibatch's size alone")
+    for shape, expected_shape in zip(shapes, expected, strict=True):
+        if shape != expected_shape:
+            what = f"an input of {samples} samples has shape {list(shape)}, not {list(expected_shape)} as it was traced"
+            raise TraceError(what, "pad to a fixed length")
 
 
 def _bundle(
@@ -119,6 +132,7 @@ def _bundle(
         batch_size=plan.batch_size,
         proof=proof,
         inputs=tuple(inputs),
+        arguments=wiring.traced.arguments,
         stages=tuple(
             StageModule(
                 file=file,

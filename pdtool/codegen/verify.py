@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from pdtool.artifacts.bundle import Bundle
 from pdtool.codegen.kept_state import KeptAttribute, attributes, has_same_content, kept_attributes
 from pdtool.errors import PdtoolError
+from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
 from pdtool.frontend.operators import named_state
 
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -44,7 +45,7 @@ def load_stages(
     model = build() if build and any(stage.opaque for stage in bundle.stages) else None
     for stage in bundle.stages:
         module = ModuleType(stage.file.removesuffix(".py"))
-        exec(compile(texts[stage.file], stage.file, "exec"), module.__dict__)
+        exec(compile(texts[stage.file], stage.file, "exec", dont_inherit=True), module.__dict__)
         with torch.device(device):
             kind = getattr(module, stage.class_name)
             modules.append((kind(model) if stage.opaque else kind()).train())
@@ -77,33 +78,34 @@ def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor
 
 
 def verify_values(
-    build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle, batches: Sequence[Sequence[Tensor]]
+    build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle, batches: Sequence[Any]
 ) -> None:
     """Compare the composed stages with the model.
 
     Args:
         build: makes the model, the same each time.
         texts: of the stage files, by name.
-        batches: inputs of consecutive minibatches, of equal and of different sizes.
+        batches: inputs of consecutive minibatches, of equal and of different sizes, as ModelInputs takes them.
 
     Raises:
         VerificationError: an output, a gradient or a buffer differs, or the model keeps state between minibatches that
             is neither.
     """
+    minibatches = [ModelInputs.of(inputs) for inputs in batches]
     model, stages = build(), load_stages(texts, bundle, build=build)
     copy_state(model, stages, bundle)
     before = attributes(model)
     try:
-        _compare_minibatches(model, stages, bundle, batches)
+        _compare_minibatches(model, stages, bundle, minibatches)
     except VerificationError:
         _refuse_kept_state(list(kept_attributes(model, before)))  # if the values differ, this is why
         raise
     if kept := list(kept_attributes(model, before)):
-        _refuse_kept_state([attribute for attribute in kept if _is_carried_over(attribute, build, batches)])
+        _refuse_kept_state([attribute for attribute in kept if _is_carried_over(attribute, build, minibatches)])
 
 
 def _compare_minibatches(
-    model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[Sequence[Tensor]]
+    model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[ModelInputs]
 ) -> None:
     for training in (True, False):
         for module in (model, *stages):
@@ -112,16 +114,16 @@ def _compare_minibatches(
         for number, inputs in enumerate(batches):
             where = f"{mode}, minibatch {number} of {len(batches)}"
             with torch.set_grad_enabled(training), _repeatable():
-                expected = _run("the model", partial(model, *inputs), where)
+                expected = _run("the model", partial(inputs.call, model), where)
             with torch.set_grad_enabled(training), _repeatable():
-                composed = _run(_STAGES, partial(compose, stages, bundle, inputs), where)
+                composed = _run(_STAGES, partial(compose, stages, bundle, inputs.tensors), where)
             _compare_outputs(expected, composed, where)
             if training:
                 _compare_gradients(model, stages, expected, composed, where)
             _compare_buffers(model, stages, where)
 
 
-def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[Sequence[Tensor]]) -> bool:
+def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> bool:
     """Whether what an attribute holds after a minibatch depends on the minibatches before that one.
 
     It does not where a hook puts the activations of each minibatch, or a table is made in the first one.
@@ -130,12 +132,12 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
         old, new = build().train(training), build().train(training)
         with _repeatable(), torch.no_grad():
             for inputs in batches[:-1]:
-                _run("the model", partial(old, *inputs), "a minibatch before")
+                _run("the model", partial(inputs.call, old), "a minibatch before")
             state = named_state(new)
             for name, tensor in named_state(old).items():
                 state[name].copy_(tensor)
             for model in (old, new):
-                _run("the model", partial(model, *batches[-1]), "the last minibatch")
+                _run("the model", partial(batches[-1].call, model), "the last minibatch")
         a, b = (vars(model.get_submodule(kept.module)).get(kept.name) for model in (old, new))
         if not has_same_content(a, b):
             return True
@@ -152,7 +154,7 @@ def _refuse_kept_state(attributes: Sequence[KeptAttribute]) -> None:
         )
 
 
-def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: Sequence[Tensor], output: Any) -> None:
+def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs, output: Any) -> None:
     """Compare shapes only, on the meta device, for a model that would not fit this machine twice.
 
     Args:
@@ -166,10 +168,11 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: Sequence[Ten
         what = f"the model does not fit into this machine's memory, and what {opaque[0]} returns cannot be told without"
         raise VerificationError(what, "run codegen on a machine with more memory")
     stages = load_stages(texts, bundle, "meta")
-    composed = _run(_STAGES, partial(compose, stages, bundle, [t.to("meta") for t in inputs]), "shapes")
-    for index, (a, b) in enumerate(zip(_tensors(output), _tensors(composed), strict=True)):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise VerificationError(f"output {index} is {tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}")
+    meta = inputs.map(lambda tensor: tensor.to("meta"))
+    composed = _run(_STAGES, partial(compose, stages, bundle, meta.tensors), "shapes")
+    for name, a, b in _paired(output, composed, "shapes"):
+        if isinstance(a, Tensor) and (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise VerificationError(f"{name} is {tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}")
 
 
 def _run(what: str, call: Callable[[], Any], where: str) -> Any:
@@ -184,19 +187,28 @@ def _run(what: str, call: Callable[[], Any], where: str) -> Any:
 
 
 def _compare_outputs(expected: Any, composed: Any, where: str) -> None:
-    model_tensors, stage_tensors = _tensors(expected), _tensors(composed)
-    if len(model_tensors) != len(stage_tensors):
-        count = f"{len(stage_tensors)} tensors, the model {len(model_tensors)}"
-        raise VerificationError(f"the stages return {count} ({where})")
-    for index, (a, b) in enumerate(zip(model_tensors, stage_tensors, strict=True)):
-        _compare(a, b, f"output {index} ({where})")
+    for name, a, b in _paired(expected, composed, where):
+        if isinstance(a, Tensor):
+            _compare(a, b, f"{name} ({where})")
+        elif a != b and a == a:  # NaN differs from itself
+            raise VerificationError(f"{name} is {b!r} in the stages, {a!r} in the model ({where})")
+
+
+def _paired(expected: Any, composed: Any, where: str) -> list[tuple[str, Any, Any]]:
+    """(name, what the model returns, what the stages return) of each tensor and constant in the outputs."""
+    in_model, in_stages = (list(named_leaves(output, "output")) for output in (expected, composed))
+    described = [[(name, isinstance(leaf, Tensor)) for name, leaf in leaves] for leaves in (in_model, in_stages)]
+    if described[0] != described[1]:
+        names = [", ".join(name for name, _ in leaves) for leaves in (in_stages, in_model)]
+        raise VerificationError(f"the stages return {names[0]}, the model {names[1]} ({where})")
+    return [(name, a, b) for (name, a), (_, b) in zip(in_model, in_stages, strict=True)]
 
 
 def _compare_gradients(model: nn.Module, stages: Sequence[nn.Module], expected: Any, composed: Any, where: str) -> None:
     for module in (model, *stages):
         module.zero_grad()
     for output in (expected, composed):
-        _backward(_tensors(output))
+        _backward(tensors_of(output))
     stage_gradients = _stage_gradients(model, stages)
     for name, parameter in model.named_parameters():
         in_model, in_stages = parameter.grad, stage_gradients.get(id(parameter))
@@ -246,11 +258,6 @@ def _compare(expected: Tensor, composed: Tensor, what: str) -> None:
         worst = (expected.double() - composed.double()).abs().max().item()
         remedy = "it may keep state on self between calls, override train(), or use an autograd.Function of its own"
         raise VerificationError(f"{what} differs between the stages and the model by up to {worst:.3g}", remedy)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")

@@ -74,7 +74,8 @@ class Wiring:
 
     @cached_property
     def consumers(self) -> dict[Value, list[int]]:
-        """Tensor -> the later stages that take it; the last stage takes what the model returns."""
+        """Tensor -> the later stages that take it; the last stage takes what the model returns. Of the model's inputs
+        those that nobody takes are there, too."""
         users: dict[Value, set[int]] = {}
         for stage in range(len(self.stages)):
             for op in self.operators(stage):
@@ -82,8 +83,8 @@ class Wiring:
                     users.setdefault(value, set()).add(stage)
         for value in self.output_values:
             users.setdefault(value, set()).add(len(self.stages) - 1)
-        order = [v for op in self.traced.operators if not op.constant for v in op.outputs if v in users]
-        return {v: sorted(users[v] - {self.stage_of[v.operator]}) for v in order}
+        order = [v for op in self.traced.operators if not op.constant for v in op.outputs if v in users or op.is_input]
+        return {v: sorted(users.get(v, set()) - {self.stage_of[v.operator]}) for v in order}
 
     def inputs(self, stage: int) -> list[Value]:
         """Return the tensors that the stage's forward takes, in the order of its arguments."""
@@ -154,7 +155,7 @@ class Wiring:
                 gradient=value.differentiable,
             )
             for value, stages in self.consumers.items()
-            if stages
+            if stages or self.stage_of[value.operator] < 0
         ]
 
     def _dim(self, dim: int | Size, value: Value) -> int | str:

@@ -18,7 +18,7 @@ from pdtool.errors import StaleError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile, find_source
 from pdtool.frontend.operators import OWN_NODES, Operator, Traced
-from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.tracing.trace import trace_file
 from pdtool.units import format_bytes
 
 

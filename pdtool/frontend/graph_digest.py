@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from pdtool.frontend.leaf_modules import constructor_arguments
+from pdtool.frontend.model_io import children
 from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, State, Traced, Value, is_default
 
 # A size is told by its values here: its expression may be written in another way by another version of torch.
@@ -140,6 +141,8 @@ def _plain(value: Any) -> Any:
             return ["list" if isinstance(value, list) else "tuple", *(_plain(item) for item in value)]
         case dict():
             return ["dict", *([_plain(key), _plain(item)] for key, item in value.items())]
+        case _ if children(value) is not None:
+            return ["dataclass", *([key, _plain(item)] for key, item in children(value) or ())]
         case None | bool() | int() | float() | complex() | str():
             return [type(value).__name__, repr(value)]
         case torch.dtype() | torch.memory_format() | torch.layout():

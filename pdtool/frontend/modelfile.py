@@ -27,6 +27,7 @@ from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, fields_checked, 
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
+from pdtool.frontend.model_io import CONSTANTS, ModelInputs
 from pdtool.frontend.user_code import collate, error_at
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
@@ -106,11 +107,11 @@ class ModelFile:
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
         return _in_training(_unwrapped(model))
 
-    def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
+    def example_inputs(self, batch_size: int) -> ModelInputs:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
 
         Raises:
-            ModelError: the user's function fails, or an input is no tensor.
+            ModelError: the user's function fails, or an input is neither tensor nor constant.
         """
         if self.has("example_inputs"):
             inputs = self._call(self._function("example_inputs"), batch_size)
@@ -118,16 +119,24 @@ class ModelFile:
             inputs = self.example_batch(batch_size)[0]
         return self.as_inputs(inputs)
 
-    def as_inputs(self, inputs: Any) -> tuple[Tensor, ...]:
-        """Return the inputs of a minibatch as the model's arguments; raises ModelError when one is no tensor."""
-        values: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        for index, value in enumerate(values):
-            if not isinstance(value, Tensor):
+    def as_inputs(self, inputs: Any) -> ModelInputs:
+        """Return the inputs of a minibatch as the model's arguments; raises ModelError for what is no input."""
+        arguments = ModelInputs.of(inputs)
+        allowed = (Tensor, *CONSTANTS) if arguments.tensors else (Tensor,)
+        for name, value in arguments.leaves:
+            if not isinstance(value, allowed):
                 raise self.error(
-                    f"input {index} of a minibatch is {type(value).__name__}, not a tensor",
-                    "let inputs be a tensor or a tuple of tensors, in example_inputs and in dataset",
+                    f"input {name} of a minibatch is {type(value).__name__}, not a tensor",
+                    "let inputs be a tensor, or a tuple or dict of tensors, in example_inputs and in dataset",
                 )
-        return values
+        return arguments
+
+    def check_arguments(self, inputs: ModelInputs, expected: Sequence[str], where: str) -> None:
+        """Check that a minibatch is passed to the model as `expected`, a signature, says; raises ModelError."""
+        if inputs.signature != tuple(expected):
+            given, taken = (", ".join(names) or "tensors by position" for names in (inputs.signature, expected))
+            what = f"{where} gives the model other arguments ({given}) than it was traced with ({taken})"
+            raise self.error(what, "let example_inputs and dataset give the same; a dict is passed by name")
 
     def example_batch(self, batch_size: int) -> tuple[Any, Any]:
         """Return (inputs, target): the first `batch_size` samples of the training set, collated."""
@@ -163,9 +172,9 @@ class ModelFile:
         """Return (inputs, target) of some samples of a split of the dataset, which `name` names in an error.
 
         Raises:
-            ModelError: a sample cannot be read, is no pair, or does not go with the others.
+            ModelError: a sample cannot be read or does not go with the others, or there is no pair of them.
         """
-        return collate(self.path, data, indices, name)
+        return collate(self.path, data, indices, name, self.module.collate if self.has("collate") else None)
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the user's loss: a tensor of one element, the mean over the minibatch."""

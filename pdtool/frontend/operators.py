@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -149,9 +149,10 @@ class Traced:
     Attributes:
         model: the model that was traced.
         operators: model inputs first.
-        output: what the model returns: nested containers of Value and constants.
+        output: what the model returns, in containers of the model's own types: Value, State, Size and constants.
         together: groups of operators that must stand in one stage, since they share changing state.
         tied: parameter name -> first name of the same parameter, for every parameter.
+        arguments: what it was called with; see ModelInputs.signature.
         opaque: path of a module that is called whole, as no leaf module is -> why.
         changed_buffers: names of the buffers that an operator writes.
     """
@@ -161,6 +162,7 @@ class Traced:
     output: Any
     together: tuple[tuple[str, ...], ...]
     tied: dict[str, str]
+    arguments: tuple[str, ...] = ()
     opaque: dict[str, str] = field(default_factory=dict)
     changed_buffers: frozenset[str] = frozenset()
 
@@ -168,6 +170,17 @@ class Traced:
     def by_name(self) -> dict[str, Operator]:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}
+
+    def output_with(self, tensor: Callable[[Value | State], Tensor], batch: int) -> Any:
+        """Return the output in training for `batch` samples, with the tensors that the function gives."""
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, (Value, State)):
+                return tensor(leaf)
+            return leaf.at(batch) if isinstance(leaf, Size) else leaf
+
+        output = self.output.training if isinstance(self.output, ByMode) else self.output
+        return pytree.tree_map(filled, output)
 
 
 def values_in(tree: Any) -> list[Value]:

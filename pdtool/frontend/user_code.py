@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,26 @@ from torch.utils.data import default_collate
 from pdtool.errors import ModelError, describe_error
 
 
-def collate(path: Path, data: Any, indices: Sequence[int], name: str) -> tuple[Any, Any]:
-    """Return (inputs, target) of some samples; see ModelFile.collate. `path` is that of the user's file."""
+def collate(
+    path: Path, data: Any, indices: Sequence[int], name: str, function: Callable[[Sequence[Any]], Any] | None = None
+) -> tuple[Any, Any]:
+    """Return (inputs, target) of some samples; see ModelFile.collate.
+
+    Args:
+        path: of the user's file.
+        function: the user's `collate`; None stacks the samples, each a pair, as torch's default does.
+    """
     samples = [_sample(path, data, index, name) for index in indices]
+    if function is None:
+        _check_pairs(path, samples, indices, name)
     try:
-        inputs, target = default_collate(samples)
+        minibatch = (function or default_collate)(samples)
     except Exception as error:
-        raise error_at(path, error, f"the samples of {name}, {_difference(indices, samples)}") from error
-    return inputs, target
+        what = f"the samples of {name}, {_difference(indices, samples)}"
+        raise error_at(path, error, f"collate() of {len(samples)} samples of {name}" if function else what) from error
+    if not isinstance(minibatch, (tuple, list)) or len(minibatch) != 2:
+        raise ModelError(f"{path.name}: collate() returned {type(minibatch).__name__}, not a pair (inputs, target)")
+    return minibatch[0], minibatch[1]
 
 
 def error_at(path: Path, error: BaseException, what: str) -> ModelError:
@@ -43,12 +55,16 @@ def user_line(error: BaseException, path: Path) -> str:
 
 def _sample(path: Path, data: Any, index: int, name: str) -> Any:
     try:
-        sample = data[index]
+        return data[index]
     except Exception as error:
         raise error_at(path, error, f"{name}, sample {index},") from error
-    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-        raise ModelError(f"{path.name}: {name}, sample {index}, is not a pair (inputs, target)")
-    return sample
+
+
+def _check_pairs(path: Path, samples: Sequence[Any], indices: Sequence[int], name: str) -> None:
+    for index, sample in zip(indices, samples, strict=True):
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            what = f"{path.name}: {name}, sample {index}, is not a pair (inputs, target)"
+            raise ModelError(what, "make it one, or define collate(samples), which returns the pair of a minibatch")
 
 
 def _difference(indices: Sequence[int], samples: Sequence[Any]) -> str:

@@ -28,9 +28,10 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.errors import ModelError, StaleError, UsageError
 from pdtool.frontend.graph_digest import graph_sha256
+from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Traced
-from pdtool.frontend.tracing import trace
+from pdtool.frontend.tracing.trace import trace
 from pdtool.profile.calibrate import fit_factors, measured_model, operator_kind
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
@@ -113,8 +114,8 @@ class _FakeTensors:
     def trace(self, model_file: ModelFile, batch_size: int) -> Traced:
         """Trace the model with fake parameters and inputs."""
 
-        def example(size: int) -> tuple[Tensor, ...]:
-            return tuple(self.tensor(t) for t in model_file.example_inputs(size))
+        def example(size: int) -> ModelInputs:
+            return model_file.example_inputs(size).map(self.tensor)
 
         return trace(self.model(model_file), example, batch_size, model_file.path, model_file.hints.opaque)
 

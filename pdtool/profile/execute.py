@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
 
@@ -95,7 +96,7 @@ class ProfiledModel:
 
     Attributes:
         run: executes its operators.
-        inputs: the model's arguments, shaped as the user's `example_inputs` or dataset has them.
+        inputs: the model's arguments, as the user's `example_inputs` or dataset has them.
         target: what the loss compares the output with; None without a loss.
         with_loss: whether the model file has a loss and a dataset to take a target from.
     """
@@ -104,7 +105,7 @@ class ProfiledModel:
     traced: Traced
     batch: int
     run: Executor
-    inputs: tuple[Tensor, ...]
+    inputs: ModelInputs
     target: Any
     with_loss: bool
 
@@ -125,12 +126,14 @@ class ProfiledModel:
         place = move or (lambda t: t.to(device))
         with_loss = model_file.has("loss") and model_file.has("dataset")
         data, target = model_file.example_batch(batch) if with_loss else (model_file.example_inputs(batch), None)
+        inputs = model_file.as_inputs(data)
+        model_file.check_arguments(inputs, traced.arguments, "dataset('train')")
         return cls(
             model_file=model_file,
             traced=traced,
             batch=batch,
             run=Executor.of(traced, batch, device),
-            inputs=tuple(place(t) for t in model_file.as_inputs(data)),
+            inputs=inputs.map(place),
             target=pytree.tree_map(lambda t: place(t) if isinstance(t, Tensor) else t, target),
             with_loss=with_loss,
         )
@@ -148,7 +151,7 @@ class ProfiledModel:
     def environment(self) -> Environment:
         """Return the model's inputs and its constants."""
         environment: Environment = {}
-        inputs = iter(self.inputs)
+        inputs = iter(self.inputs.tensors)
         for op in self.traced.operators:
             if op.is_input:
                 environment[op.outputs[0]] = next(inputs)
@@ -200,9 +203,8 @@ class ProfiledModel:
 
     def output(self, environment: Mapping[Value, Tensor]) -> Any:
         """Return the model's output with its tensors in place, as the user's loss takes it."""
-        output = self.traced.output.training if isinstance(self.traced.output, ByMode) else self.traced.output
-        result = pytree.tree_map(lambda v: environment[v] if isinstance(v, Value) else v, output)
-        return ModelOutput(result) if isinstance(result, dict) else result
+        state = self.run.state
+        return self.traced.output_with(lambda v: environment[v] if isinstance(v, Value) else state[v.name], self.batch)
 
     def loss(self, output: Any) -> Tensor:
         """Compute the user's loss of this minibatch, a scalar."""
@@ -232,12 +234,6 @@ class ProfiledModel:
         state = (t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim())
         trained = sum(p.nbytes for p in self.traced.model.parameters() if p.requires_grad)
         return sum(t.nbytes for t in state) / max(1, trained)
-
-
-class ModelOutput(dict[str, Any]):
-    """What a model returns by name, as the generated last stage returns it: output["logits"] or output.logits."""
-
-    __getattr__ = dict.__getitem__
 
 
 def tensors_in(result: Any) -> list[Tensor]:

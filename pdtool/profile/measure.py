@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.graph_digest import graph_sha256
+from pdtool.frontend.model_io import tensors_of
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.tracing.trace import trace_file
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
 from pdtool.profile.instruments import Instrument, measure_scratch_bytes, measure_seconds
@@ -132,12 +131,11 @@ class _Measurement:
         parameters = [p for p in model.traced.model.parameters() if p.requires_grad]
 
         def step() -> None:
-            output = model.traced.model(*model.inputs)
+            output = model.inputs.call(model.traced.model)
             if model.with_loss:
                 scalars = [model.loss(output)]
             else:
-                leaves = pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
-                scalars = [t.sum() for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+                scalars = [t.sum() for t in tensors_of(output) if t.requires_grad]
             torch.autograd.grad(scalars, parameters, allow_unused=True)
 
         return self._seconds(step)

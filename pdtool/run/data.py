@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pdtool.artifacts.bundle import TensorSpec
+from pdtool.frontend.model_io import register_containers
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import derive_seed
 from pdtool.run.messages.routes import dtype_of
@@ -32,12 +33,14 @@ class DatasetSplit:
 
     @property
     def leaves(self) -> list[Any]:
-        """The tensors of that target, [1, ...] each."""
-        return tree_leaves(self.target)
+        """The tensors of that target, [1, ...] each; it may hold None besides."""
+        register_containers(self.target)
+        return [leaf for leaf in tree_leaves(self.target) if leaf is not None]
 
     def unflatten(self, leaves: Sequence[Tensor]) -> Any:
         """Return a target as the user's loss takes it, from its tensors, [samples, ...] each."""
-        return tree_unflatten(list(leaves), tree_structure(self.target))
+        remaining = iter(leaves)
+        return tree_map(lambda leaf: None if leaf is None else next(remaining), self.target)
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,20 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
 class MinibatchLoader:
     """Loads minibatches of one split of the user's dataset, at a worker of the first stage."""
 
-    def __init__(self, file: ModelFile, split: str, inputs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, file: ModelFile, split: str, inputs: Sequence[TensorSpec], arguments: Sequence[str] = ()
+    ) -> None:
         self.file, self.where = file, f"dataset({split!r})"
         self.data: Any = file.dataset(split)
-        self.inputs = inputs
+        self.inputs, self.arguments = inputs, arguments
+        self._described: DatasetSplit | None = None
 
     def describe(self) -> DatasetSplit:
-        """Return what the other workers must know."""
+        """Return what the other workers must know; `load` checks the targets by it."""
         _, target = self.file.collate(self.data, [0], self.where)
-        return DatasetSplit(self.file.samples(self.data, self.where), target)
+        self._described = DatasetSplit(self.file.samples(self.data, self.where), target)
+        self._check_target(target, 1)
+        return self._described
 
     def load(self, indices: Sequence[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
         """Load one minibatch.
@@ -124,16 +132,37 @@ class MinibatchLoader:
         seed_torch(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        inputs, target = self.file.collate(self.data, indices, self.where)
-        inputs = list(self.file.as_inputs(inputs))
+        given, target = self.file.collate(self.data, indices, self.where)
+        arguments = self.file.as_inputs(given)
+        self.file.check_arguments(arguments, self.arguments, self.where)
+        inputs = arguments.tensors
         loaded = [(tuple(value.shape), value.dtype) for value in inputs]
         expected = [(tensor.sizes(len(indices)), dtype_of(tensor)) for tensor in self.inputs]
         if loaded != expected:
             raise self.file.error(
                 f"{self.where} gives inputs {_shapes(loaded)}; the stages take {_shapes(expected)}",
-                "generate the stages from inputs of the shape of the dataset's",
+                "let collate() pad to a fixed length, for stages have fixed shapes apart from the minibatch's size"
+                if self.file.has("collate")
+                else "generate the stages from inputs of the shape of the dataset's",
             )
-        return inputs, tree_leaves(target)
+        return inputs, self._check_target(target, len(indices))
+
+    def _check_target(self, target: Any, samples: int) -> list[Any]:
+        """Return the tensors of a minibatch's target, [samples, ...] each as those of one sample are [1, ...]."""
+        leaves = DatasetSplit(samples, target).leaves
+        if self._described is None:
+            return leaves
+        expected = [
+            ((samples, *leaf.shape[1:]), leaf.dtype) for leaf in self._described.leaves if isinstance(leaf, Tensor)
+        ]
+        loaded = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+        if loaded != expected:
+            raise self.file.error(
+                f"{self.where} gives targets {_shapes(loaded)}, where the first sample alone makes them "
+                f"{_shapes(expected)}",
+                "let targets have one row for each sample, and pad to a fixed length",
+            )
+        return leaves
 
 
 def _shapes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pdtool.errors import ModelError
+from pdtool.frontend.model_io import tensors_of
 from pdtool.run.backward.recompute import ForwardState, Recomputation
 from pdtool.run.backward.split_backward import WeightBackward, backward_input
 from pdtool.run.weights.weight_versions import OnGradient, WeightVersion, WeightVersions
@@ -207,7 +207,7 @@ class PipelineStage:
 
 
 def _requires_grad(output: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+    return any(tensor.requires_grad for tensor in tensors_of(output))
 
 
 def graph_leaves(tensor: Tensor) -> list[Tensor]:

@@ -79,7 +79,7 @@ class WorkerContext:
         self.status.set("the loading of the data")
         inputs = [bundle.by_name[name] for name in bundle.inputs]
         loaded = _SPLITS if self.assignment.stage == 0 else ()
-        self.loaders = {name: MinibatchLoader(self.file, name, inputs) for name in loaded}
+        self.loaders = {name: MinibatchLoader(self.file, name, inputs, bundle.arguments) for name in loaded}
         described = {name: loader.describe() for name, loader in self.loaders.items()}
         source = self.groups.replicas[0].ranks[0]
         self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")

@@ -13,13 +13,18 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import PartialWriteError, TraceError
-from pdtool.frontend.graph_passes import drop_dead_operators, first_names, mark_constants, operators_sharing_state
-from pdtool.frontend.leaf_calls import LeafCall
 from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Value
+from pdtool.frontend.tracing.graph_passes import (
+    drop_dead_operators,
+    first_names,
+    mark_constants,
+    operators_sharing_state,
+)
+from pdtool.frontend.tracing.leaf_calls import LeafCall
 
 _TORCH = str(Path(torch.__file__).parent)
 _MAX_LITERAL_ELEMENTS = 64  # of a constant tensor, to stand in a stage file as a literal
@@ -111,8 +116,10 @@ class GraphReader:
             return State(spec.target)
         if spec.kind is InputKind.CONSTANT_TENSOR:
             return self._constant(self.program.constants[spec.target], node)
+        if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
+            return spec.arg.value
         if spec.kind is not InputKind.USER_INPUT or not isinstance(node.meta.get("val"), Tensor):
-            raise TraceError(f"input {node.name!r} of the model is no tensor", "pass tensors only to forward")
+            raise TraceError(f"input {node.name!r} of the model is no tensor", "pass tensors and constants to forward")
         name = self._unique(node.name)
         value = self._value(node.meta["val"], name, 0, differentiable=False)
         self.operators.append(Operator(name=name, op="input", module="", outputs=(value,)))
@@ -402,9 +409,7 @@ class GraphReader:
         outputs: Any = self._output_node.args[0]
         kinds = self.program.graph_signature.output_specs
         users = [o for o, spec in zip(outputs, kinds, strict=True) if spec.kind.name == "USER_OUTPUT"]
-        flat = [self._argument(o) for o in users]
-        output = pytree.tree_unflatten(flat, self.program.call_spec.out_spec)
-        return dict(output) if isinstance(output, dict) else output
+        return pytree.tree_unflatten([self._argument(o) for o in users], self.program.call_spec.out_spec)
 
 
 def _module_path(node: fx.Node) -> str:

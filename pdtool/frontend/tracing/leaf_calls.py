@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.errors import TraceError
 from pdtool.frontend.leaf_modules import is_leaf
+from pdtool.frontend.model_io import ModelInputs, register_containers
 
 _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
@@ -148,7 +149,7 @@ def single_operators(model: nn.Module, recorded: Sequence[RecordedCall] = ()) ->
 
 
 def record_calls(
-    model: nn.Module, paths: Collection[str], minibatches: Sequence[Sequence[Tensor]], sizes: tuple[int, int]
+    model: nn.Module, paths: Collection[str], minibatches: Sequence[ModelInputs], sizes: tuple[int, int]
 ) -> list[RecordedCall]:
     """Run the model on minibatches of two sizes, and return the calls of some of its modules, in order.
 
@@ -174,7 +175,7 @@ class _Observed:
     result: Any
 
 
-def _observed(model: nn.Module, paths: Collection[str], minibatch: Sequence[Tensor]) -> list[_Observed]:
+def _observed(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) -> list[_Observed]:
     observed: list[_Observed] = []
 
     def replaced(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,6 +183,7 @@ def _observed(model: nn.Module, paths: Collection[str], minibatch: Sequence[Tens
             inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
             versions = [t._version for t in inputs]
             result = forward(*args, **kwargs)
+            register_containers(result)
             returned, spec = pytree.tree_flatten(result)
             if versions != [t._version for t in inputs]:
                 what = f"{path} writes into its input in place"
@@ -196,7 +198,7 @@ def _observed(model: nn.Module, paths: Collection[str], minibatch: Sequence[Tens
         return call
 
     with _forwards_replaced(model, paths, replaced):
-        model(*minibatch)
+        minibatch.call(model)
     return observed
 
 

@@ -8,51 +8,38 @@ traced again.
 
 from __future__ import annotations
 
-import io
-import logging
-import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from torch.distributions import Distribution
-from torch.nn.modules import transformer
+from torch import nn
+from torch.export import ShapesCollection
 
 from pdtool.errors import PartialWriteError, TraceError
-from pdtool.frontend.by_mode import merge_modes
-from pdtool.frontend.graph_reader import GraphReader
-from pdtool.frontend.leaf_calls import calls, record_calls, single_operators, unchanged
 from pdtool.frontend.leaf_modules import is_leaf
+from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.opaque_modules import (
-    failing_module,
-    fixed_sizes,
-    modules_writing_data,
-    untraceable_refused,
-    without_inner,
-)
 from pdtool.frontend.operators import Traced
+from pdtool.frontend.tracing.by_mode import merge_modes
+from pdtool.frontend.tracing.exporting import exported
+from pdtool.frontend.tracing.graph_reader import GraphReader
+from pdtool.frontend.tracing.leaf_calls import calls, record_calls, single_operators, unchanged
+from pdtool.frontend.tracing.opaque_modules import failing_module, fixed_sizes, modules_writing_data, without_inner
 from pdtool.frontend.user_code import user_line
 
 _SIZES = (2, 3)  # of the minibatches that tell the shapes of opaque modules
 
 
 def trace(
-    model: nn.Module,
-    example: Callable[[int], tuple[Tensor, ...]],
-    batch_size: int,
-    path: Path,
-    opaque: Sequence[str] = (),
+    model: nn.Module, example: Callable[[int], Any], batch_size: int, path: Path, opaque: Sequence[str] = ()
 ) -> Traced:
     """Trace `model` in training and in evaluation mode.
 
     Args:
-        example: gives the inputs of a minibatch of a given size; dimensions that grow with the size are the batch.
+        example: gives the inputs of a minibatch of a given size, as ModelInputs takes them; dimensions that grow with
+            the size are the batch.
         batch_size: to trace with, at least 2; the operators are the same for any other.
         path: the user's file, for the lines named in errors.
         opaque: paths of modules to call whole, besides those that cannot be traced.
@@ -60,7 +47,7 @@ def trace(
     Raises:
         TraceError: torch.export cannot take the model, it is bound to one batch size, or it does what a stage cannot.
     """
-    tracer = _Tracer(model, example, max(2, batch_size), path)
+    tracer = _Tracer(model, lambda size: ModelInputs.of(example(size)), max(2, batch_size), path)
     was_training = model.training
     reasons = dict.fromkeys(opaque, "HINTS")
     if unknown := reasons.keys() - dict(model.named_modules()).keys():
@@ -100,7 +87,7 @@ class _Tracer:
     """Traces a model that calls some of its modules whole."""
 
     model: nn.Module
-    example: Callable[[int], tuple[Tensor, ...]]
+    example: Callable[[int], ModelInputs]
     batch_size: int
     path: Path
 
@@ -119,14 +106,10 @@ class _Tracer:
         try:
             dynamic = _dynamic_dims(inputs, self.example(self.batch_size + 1), self.batch_size)
             recorded = record_calls(self.model, opaque, [self.example(size) for size in _SIZES], _SIZES)
-            with (
-                single_operators(self.model, recorded),
-                _without_data_dependent_checks(),
-                _quiet(),
-                fixed_sizes(self.model) as fixed,
-            ):
-                program = _export(self.model, inputs, dynamic, functional=functional)
-            return GraphReader(self.model, program, list(calls), functional=functional).read()
+            with single_operators(self.model, recorded), fixed_sizes(self.model) as fixed:
+                program = exported(self.model, inputs, dynamic, functional=functional)
+            traced = GraphReader(self.model, program, list(calls), functional=functional).read()
+            return replace(traced, arguments=inputs.signature)
         except TraceError as error:
             if error.module is not None or isinstance(error, PartialWriteError):
                 raise
@@ -136,36 +119,29 @@ class _Tracer:
             raise _explained(error, self.model, inputs, self.path, fixed) from error
 
 
-def _dynamic_dims(inputs: Sequence[Tensor], larger: Sequence[Tensor], size: int) -> tuple[dict[int, Any], ...]:
+def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> ShapesCollection:
     """For each input the dimensions that grow with the minibatch, from inputs of `size` and of `size + 1` samples."""
     batch = torch.export.Dim("batch", min=2, max=2**20)
-    dynamic: list[dict[int, Any]] = []
-    for a, b in zip(inputs, larger, strict=True):
-        growing = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
-        dynamic.append({d: batch if a.shape[d] == size else (a.shape[d] // size) * batch for d in growing})
-    if not any(dynamic):
-        shapes = [tuple(t.shape) for t in inputs]
+    dynamic = ShapesCollection()  # type: ignore[no-untyped-call]
+    if inputs.signature != larger.signature or len(inputs.tensors) != len(larger.tensors):
+        what = f"the inputs of {size} and of {size + 1} samples are not the same arguments of the model"
+        raise TraceError(what, "let example_inputs differ in the minibatch's size alone")
+    for a, b in zip(inputs.tensors, larger.tensors, strict=True):
+        growing = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
+        if a.dim() != b.dim() or any(a.shape[d] * (size + 1) != b.shape[d] * size for d in growing):
+            raise TraceError(
+                f"the inputs of {size} and of {size + 1} samples have shapes {list(a.shape)} and {list(b.shape)}: more "
+                "than the minibatch's size changes",
+                "pad to a fixed length",
+            )
+        dynamic[a] = {d: batch if a.shape[d] == size else (a.shape[d] // size) * batch for d in growing}
+    if not any(dynamic[tensor] for tensor in inputs.tensors):
+        shapes = [tuple(t.shape) for t in inputs.tensors]
         raise TraceError(f"example_inputs gives shapes {shapes} whatever the batch size", "let it use its argument")
-    return tuple(dynamic)
+    return dynamic
 
 
-def _export(
-    model: nn.Module, inputs: Sequence[Tensor], dynamic: tuple[dict[int, Any], ...], *, functional: bool
-) -> torch.export.ExportedProgram:
-    """Export the model; `functional`: with every write in place turned into an operator that returns a new tensor."""
-    with warnings.catch_warnings(), untraceable_refused():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(model, tuple(inputs), strict=False, dynamic_shapes=dynamic)
-        if functional:
-            for call in calls:
-                call.is_recorded = True
-            program = program.run_decompositions({})
-    return program
-
-
-def _explained(
-    error: Exception, model: nn.Module, inputs: Sequence[Tensor], path: Path, fixed: Sequence[str]
-) -> TraceError:
+def _explained(error: Exception, model: nn.Module, inputs: ModelInputs, path: Path, fixed: Sequence[str]) -> TraceError:
     """Say what torch.export's error means: the model itself fails, knows one batch size only, or cannot be traced.
 
     Args:
@@ -173,9 +149,9 @@ def _explained(
     """
     try:
         with torch.no_grad(), unchanged(model):
-            model(*inputs)
+            inputs.call(model)
     except Exception as failure:
-        shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
+        shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
         what = f"the model fails on inputs of shape {shapes}: {type(failure).__name__}: {failure}"
         return TraceError(f"{user_line(failure, path)}{what}", "mend the model or example_inputs")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -193,28 +169,3 @@ def _explained(
         "put this line into a module of its own, which pdtool then calls whole",
         module=next(iter(writers), None) or failing_module(error, model),
     )
-
-
-@contextmanager
-def _without_data_dependent_checks() -> Iterator[None]:
-    """Leave out what torch's own modules look up in a tensor's values, and what makes no difference to the result:
-    whether a mask is the causal one (torch.nn.Transformer), and whether arguments of distributions are valid."""
-    validates = Distribution._validate_args
-    with patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)):
-        Distribution.set_default_validate_args(False)
-        try:
-            yield
-        finally:
-            Distribution.set_default_validate_args(validates)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the log and graph dumps of torch.export out of the terminal: the error that follows says what matters."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)

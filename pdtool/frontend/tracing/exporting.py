@@ -1,0 +1,145 @@
+"""Run torch.export on a model as PyTorch's users write it: with what it cannot tell, or gets wrong, left out."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.export import ShapesCollection
+from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
+
+from pdtool.errors import TraceError
+from pdtool.frontend.model_io import CONSTANTS, ModelInputs, named_leaves, register_containers
+from pdtool.frontend.tracing.leaf_calls import calls
+from pdtool.frontend.tracing.opaque_modules import untraceable_refused
+
+
+def exported(
+    model: nn.Module, inputs: ModelInputs, dynamic: ShapesCollection, *, functional: bool
+) -> torch.export.ExportedProgram:
+    """Export the model in its present mode.
+
+    Args:
+        dynamic: the dimensions that grow with the minibatch.
+        functional: turn every write in place into an operator that returns a new tensor.
+
+    Raises:
+        TraceError: the model takes, returns or calls what operators cannot.
+        Exception: whatever torch.export or the model raises.
+    """
+    with _quiet(), untraceable_refused(), _without_data_dependent_checks():
+        with _named_arguments(model, inputs), _known_outputs(model), _EvenChunks():
+            shapes = dynamic.dynamic_shapes(model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
+            program = torch.export.export(model, inputs.args, inputs.kwargs, strict=False, dynamic_shapes=shapes)
+        if functional:
+            for call in calls:
+                call.is_recorded = True
+            program = program.run_decompositions({})
+    return program
+
+
+@contextmanager
+def _named_arguments(model: nn.Module, inputs: ModelInputs) -> Iterator[None]:
+    """Let `forward(**batch)` have a signature with the names in `batch`, without which torch.export misses some."""
+    forward, signature = model.forward, inspect.signature(model.forward)
+    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    others = inputs.kwargs.keys() - {p.name for p in parameters}
+    if len(parameters) == len(signature.parameters) or not others:
+        yield
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(others)]
+    call.__signature__ = signature.replace(parameters=parameters + named)  # type: ignore[attr-defined]
+    with patch.object(model, "forward", call):
+        yield
+
+
+class _EvenChunks(TorchFunctionMode):
+    """Divides what holds k minibatches into parts without asking how many there are, which torch.export cannot tell:
+    `net(torch.cat([x1, x2])).chunk(2)`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DIVIDING and len(args) > 1 and not isinstance(args[1], (list, tuple)):
+            tensor, number, *rest = args
+            dim = rest[0] if rest else (kwargs or {}).get("dim", 0)
+            if sizes := _even_sizes(tensor.shape[dim], number, is_count=func in _DIVIDING[:2]):
+                return tensor.split(sizes, dim)
+        return func(*args, **(kwargs or {}))
+
+
+_DIVIDING = (torch.chunk, Tensor.chunk, torch.split, Tensor.split)
+
+
+def _even_sizes(whole: Any, number: Any, *, is_count: bool) -> list[Any] | None:
+    """The sizes of equal parts, at least two, of a dimension that grows with the minibatch; None for other divisions.
+
+    Args:
+        number: of the parts; or else the size of each.
+    """
+    if not isinstance(whole, torch.SymInt):
+        return None
+    first, *others = sorted(whole.node.expr.free_symbols, key=str)
+    for symbol in others:  # the minibatch's size in another input
+        whole.node.shape_env.evaluate_expr(sympy.Eq(first, symbol))
+    quotient = whole.node.expr / (number.node.expr if isinstance(number, torch.SymInt) else number)
+    count, size = (number, whole // number) if is_count else (quotient, number)
+    is_even = quotient.is_integer if is_count else quotient.is_Integer
+    return [size] * int(count) if is_even and count > 1 else None
+
+
+@contextmanager
+def _known_outputs(model: nn.Module) -> Iterator[None]:
+    """Let torch.export see into what the model returns; raises TraceError where that holds more than it can see."""
+
+    def check(module: nn.Module, arguments: Any, output: Any) -> None:
+        register_containers(output)
+        for name, leaf in named_leaves(output, "output"):
+            if not isinstance(leaf, (Tensor, torch.SymInt, str, *CONSTANTS)):
+                what = f"the model returns {name}, which is {type(leaf).__name__}"
+                raise TraceError(what, "return tensors and numbers, in tuples, dicts or dataclasses")
+
+    hook = model.register_forward_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _without_data_dependent_checks() -> Iterator[None]:
+    """Leave out what torch's own modules look up in a tensor's values, and what makes no difference to the result:
+    whether a mask is the causal one (torch.nn.Transformer), and whether arguments of distributions are valid."""
+    validates = Distribution._validate_args
+    with patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)):
+        Distribution.set_default_validate_args(False)
+        try:
+            yield
+        finally:
+            Distribution.set_default_validate_args(validates)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings, the log and graph dumps out of the terminal: an error that follows says what matters."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
