@@ -16,12 +16,20 @@ from pdtool.codegen.init_writer import InitWriter
 from pdtool.codegen.module_tree import access, access_state
 from pdtool.codegen.wiring import Wiring
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Value
+from pdtool.frontend.random_operators import operator_draws, values_drawn_like
 
 _OUTPUT_CLASS = '''
 class Output(dict):
     """What the model returns, by name: output["logits"] or output.logits."""
 
     __getattr__ = dict.__getitem__
+
+'''
+
+_SEED_OPERATOR = '''
+def seed_operator(name, *tensors):
+    """Return the tensors that the random operator of this name draws like; `pdtool run` seeds torch here as well."""
+    return tensors[0] if len(tensors) == 1 else tensors
 
 '''
 
@@ -73,6 +81,7 @@ class StageWriter:
             *(["from torch.nn import functional as F"] if uses_functional else []),
             "",
             *(_OUTPUT_CLASS.splitlines() if self._returns_names else []),
+            *(_SEED_OPERATOR.splitlines() if any("seed_operator(" in line for line in body) else []),
             "",
             f"class {self.class_name}(nn.Module):",
             *self._docstring(),
@@ -98,12 +107,20 @@ class StageWriter:
     def _forward(self) -> Iterator[str]:
         yield from self._prologue()
         for op in self.operators:
+            if op.name != op.module and operator_draws(op, self.wiring.traced.model):
+                yield self._seeding(op)
             targets = self._targets(op)
             yield self._call(op) if targets == "_" else f"{targets} = {self._call(op)}"
         if self.is_last:
             yield f"return {self._output(self.wiring.traced.output)}"
         else:
             yield f"return {', '.join(self._name(v) for v in self.wiring.outputs(self.stage))}"
+
+    def _seeding(self, op: Operator) -> str:
+        """Return the line before a random operator that has another name than a module."""
+        names = [self._name(value) for value in values_drawn_like(op)]
+        call = f"seed_operator({', '.join([literal(op.name), *names])})"
+        return f"{', '.join(names)} = {call}" if names else call
 
     def _prologue(self) -> Iterator[str]:
         leaves = [leaf for op in self.operators for leaf in pytree.tree_leaves((op.args, op.kwargs))]
