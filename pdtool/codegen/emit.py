@@ -18,6 +18,14 @@ from pdtool.codegen.output_writer import OutputWriter
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import TraceError
 from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Value
+from pdtool.frontend.random_operators import operator_draws, values_drawn_like
+
+_SEED_OPERATOR = '''
+def seed_operator(name, *tensors):
+    """Return the tensors that the random operator of this name draws like; `pdtool run` seeds torch here as well."""
+    return tensors[0] if len(tensors) == 1 else tensors
+
+'''
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class StageWriter:
             *(["from torch.nn import functional as F"] if uses_functional else []),
             "",
             *self._output.classes(),
+            *(_SEED_OPERATOR.splitlines() if any("seed_operator(" in line for line in body) else []),
             "",
             f"class {self.class_name}(nn.Module):",
             *self._docstring(),
@@ -137,7 +146,10 @@ class StageWriter:
     def _lines(self, op: Operator) -> Iterator[str]:
         if op.branch:
             yield from self._branch_lines(op, op.branch)
-        elif not _is_unpacked(op.structure):
+            return
+        if op.name != op.module and operator_draws(op, self.wiring.traced.model):
+            yield self._seeding(op)
+        if not _is_unpacked(op.structure):
             returned = f"{self.wiring.names[op.outputs[0]]}_returned"
             yield f"{returned} = {self._call(op)}"
             for path, index in pytree.tree_flatten_with_path(op.structure)[0]:
@@ -178,6 +190,12 @@ class StageWriter:
                     if value and value not in op.values:
                         names.setdefault(value, self.wiring.names[output])
         return names
+
+    def _seeding(self, op: Operator) -> str:
+        """Return the line before a random operator that has another name than a module."""
+        names = [self._name(value) for value in values_drawn_like(op)]
+        call = f"seed_operator({', '.join([literal(op.name), *names])})"
+        return f"{', '.join(names)} = {call}" if names else call
 
     def _prologue(self) -> Iterator[str]:
         parts = [part for op in self.operators for part in op.parts]

@@ -14,7 +14,7 @@ from pdtool.artifacts.bundle import TensorSpec, TiedParameter
 from pdtool.errors import ArtifactError, TraceError
 from pdtool.frontend.operators import OWN_NODES, Operator, Size, State, Traced, Value, values_in
 
-_RESERVED = {"self", "torch", "nn", "F", "batch", "device", "target", "loss", *keyword.kwlist}
+_RESERVED = {"self", "torch", "nn", "F", "batch", "device", "target", "loss", "seed_operator", *keyword.kwlist}
 _AFFINE = re.compile(r"([0-9]+\*)?batch([+-][0-9]+)?")
 
 

@@ -97,6 +97,13 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed the generators of torch, as `seed_torch` does, of Python and of numpy."""
+    seed_torch(seed, device)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 class MinibatchLoader:
     """Loads minibatches of one split of the user's dataset, at a worker of the first stage."""
 
@@ -129,9 +136,7 @@ class MinibatchLoader:
             ModelError: a sample cannot be read or does not go with the others, or the inputs are not what the stages
                 were generated for.
         """
-        seed_torch(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_generators(seed)
         given, target = self.file.collate(self.data, indices, self.where)
         arguments = self.file.as_inputs(given)
         self.file.check_arguments(arguments, self.arguments, self.where)

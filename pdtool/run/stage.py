@@ -15,6 +15,7 @@ from pdtool.errors import ModelError
 from pdtool.frontend.model_io import tensors_of
 from pdtool.run.backward.recompute import ForwardState, Recomputation
 from pdtool.run.backward.split_backward import WeightBackward, backward_input
+from pdtool.run.operator_seeds import OperatorSeeds
 from pdtool.run.weights.weight_versions import OnGradient, WeightVersion, WeightVersions
 
 
@@ -63,9 +64,11 @@ class PipelineStage:
         recompute: whether each forward is run again before its backward, instead of keeping its graph.
         stashing, extrapolates: see WeightVersions.
         autocast: None computes in the dtypes of the weights.
-        compiled: whether the module goes through torch.compile.
+        compiled: whether the module goes through torch.compile, whose random operators are not seeded each.
+        seeds: None draws the random numbers of stage 0 on the CPU.
 
     Attributes:
+        seeds: of the random numbers that forward draws.
         stashed: minibatch -> its live graph.
         peak_stashed: most graphs that were ever alive together.
     """
@@ -80,10 +83,14 @@ class PipelineStage:
         extrapolates: bool = False,
         autocast: Autocast | None = None,
         compiled: bool = False,
+        seeds: OperatorSeeds | None = None,
     ) -> None:
         self.module, self._loss, self._autocast = module, loss, autocast
         self._call: Callable[..., Any] = torch.compile(module) if compiled else module
         self._recomputation = Recomputation(module) if recompute else None
+        self.seeds = seeds or OperatorSeeds()
+        if not compiled:
+            self.seeds.attach(module)
         self.weights = WeightVersions(module, stashing=stashing, extrapolates=extrapolates)
         self._is_loss_checked = False
         self.stashed: dict[int, StashedMinibatch] = {}
@@ -100,8 +107,9 @@ class PipelineStage:
             What the module returns, [samples, ...] each; at the last stage the loss, a scalar.
         """
         version = self.weights.acquire(minibatch)
+        self.seeds.begin_forward(minibatch)
         if self._recomputation:
-            with self._recomputation.first_forward(inputs, target) as state:
+            with self._recomputation.first_forward(target) as state:
                 outputs = self._compute(inputs, target)
             self.stashed[minibatch] = StashedMinibatch(version, inputs, (), state)
         else:
@@ -110,7 +118,7 @@ class PipelineStage:
         self.peak_stashed = max(self.peak_stashed, len(self.stashed))
         return outputs
 
-    def evaluate(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    def evaluate(self, minibatch: int, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """Compute with the newest weights, without a graph.
 
         Args:
@@ -120,6 +128,7 @@ class PipelineStage:
             What the module returns, [samples, ...] each; at the last stage the model's own output alone.
         """
         self.weights.bind_newest()
+        self.seeds.begin_forward(minibatch)
         return self._compute(inputs, None, with_loss=False)
 
     def backward(
@@ -136,7 +145,7 @@ class PipelineStage:
             The gradients of the inputs, of their shapes; None where no path leads to one.
         """
         stashed = self.stashed.pop(minibatch)
-        outputs, output_gradients = self._differentiable_outputs(stashed, gradients)
+        outputs, output_gradients = self._differentiable_outputs(minibatch, stashed, gradients)
         backward = partial(torch.autograd.backward, outputs, output_gradients)
         self.weights.accumulate_gradients(stashed.version, backward, weight, on_gradient)
         return [value.grad for value in stashed.inputs]
@@ -144,7 +153,7 @@ class PipelineStage:
     def backward_input(self, minibatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Do the first part of `backward`: compute the gradients of the inputs; arguments and result as there."""
         stashed = self.stashed[minibatch]
-        outputs, output_gradients = self._differentiable_outputs(stashed, gradients)
+        outputs, output_gradients = self._differentiable_outputs(minibatch, stashed, gradients)
         input_gradients, second_part = backward_input(outputs, stashed.inputs, output_gradients)
         self.stashed[minibatch] = StashedMinibatch(stashed.version, [], (), weight_backward=second_part)
         return input_gradients
@@ -169,6 +178,7 @@ class PipelineStage:
             ModelError: it does not, or it leads to a parameter that is not the model's, which nobody would train.
         """
         assert self._loss
+        self.seeds.seed_user_code("loss")
         loss = self._loss(output, target)
         if not loss.requires_grad and torch.is_grad_enabled() and _requires_grad(output):
             raise ModelError(
@@ -186,21 +196,22 @@ class PipelineStage:
                 )
         return loss
 
-    def _outputs(self, stashed: StashedMinibatch) -> tuple[Tensor, ...]:
+    def _outputs(self, minibatch: int, stashed: StashedMinibatch) -> tuple[Tensor, ...]:
         """The outputs with their graph, computed again where it was not kept."""
         if not self._recomputation or not stashed.forward_state:
             return stashed.outputs
         self.weights.bind(stashed.version)
+        self.seeds.begin_forward(minibatch)
         with self._recomputation.second_forward(stashed.forward_state):
             return self._compute(stashed.inputs, stashed.forward_state.target)
 
     def _differentiable_outputs(
-        self, stashed: StashedMinibatch, gradients: Sequence[Tensor | None]
+        self, minibatch: int, stashed: StashedMinibatch, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs that a gradient goes back from, and the gradients."""
         pairs = [
             (output, gradient)
-            for output, gradient in zip(self._outputs(stashed), gradients, strict=True)
+            for output, gradient in zip(self._outputs(minibatch, stashed), gradients, strict=True)
             if output.requires_grad and (self._loss is not None or gradient is not None)
         ]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]

@@ -40,8 +40,7 @@ from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
-from pdtool.run.config import derive_seed
-from pdtool.run.data import DataPass, Minibatches, sample_order, seed_torch
+from pdtool.run.data import DataPass, Minibatches, sample_order
 from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.metrics_log import MetricsLog
@@ -100,7 +99,6 @@ class Worker:
                 match action.kind:
                     case ActionKind.FORWARD:
                         inputs, target = replica.io.receive_inputs(i)  # (1)
-                        self._seed_forward(epoch, action)
                         outputs = replica.stage.forward(i, inputs, target)  # (2)
                         replica.io.send_outputs(i, outputs)  # (3)
                         if replica is self._context.last_stage:
@@ -148,9 +146,10 @@ class Worker:
                 self._status.set(f"{action} of the validation after epoch {epoch}")
                 replica = self._stages[action.stage]
                 inputs, target = replica.io.receive_inputs(action.minibatch)  # (1)
-                outputs = replica.stage.evaluate(inputs)  # (2)
+                outputs = replica.stage.evaluate(action.minibatch, inputs)  # (2)
                 replica.io.send_outputs(action.minibatch, outputs)  # (3)
                 if replica is self._context.last_stage:
+                    replica.stage.seeds.seed_user_code("loss")
                     self._add_metrics(sums, outputs[0], target, minibatches.samples(action.minibatch))
         for replica in self._stages.values():
             replica.io.end_phase()
@@ -215,13 +214,9 @@ class Worker:
         data = DataPass(split, self._context.splits[split], minibatches, self._config.seed, epoch)
         for stage, replica in self._stages.items():
             replica.stage.weights.begin_phase(action_list.versions.get(stage, {}))
+            replica.stage.seeds.begin_phase(self._config.seed, split, epoch)
             loader = self._context.loaders.get(split) if stage == 0 else None
             replica.io.begin_phase(data, loader, action_list.forwards(stage), action_list.backwards(stage))
-
-    def _seed_forward(self, epoch: int, action: Action) -> None:
-        """Fix the random numbers (dropout) of one forward: resuming and other workers make no difference."""
-        seed = derive_seed(self._config.seed, epoch, action.stage, action.minibatch)
-        seed_torch(seed, self._context.device)
 
     def _log_update(self, epoch: int, replica: StageReplica, loss: float) -> None:
         if self._log and replica is self._context.last_stage:

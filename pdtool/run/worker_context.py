@@ -17,6 +17,7 @@ from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.open_channels import Channels, open_channels
 from pdtool.run.messages.routes import describe_targets, dtype_of, list_edges, list_routes
 from pdtool.run.messages.stage_io import StageIO
+from pdtool.run.operator_seeds import OperatorSeeds
 from pdtool.run.processes.collectives import all_gather, broadcast
 from pdtool.run.processes.process_groups import make_process_groups
 from pdtool.run.processes.status import Status
@@ -175,6 +176,7 @@ class _StageBuilder:
             extrapolates=compensation is not None and compensation.extrapolates_weights,
             autocast=Autocast(device, output_dtypes) if config.precision == "bf16" else None,
             compiled=config.compiled,
+            seeds=OperatorSeeds(s, device),
         )
 
     def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
