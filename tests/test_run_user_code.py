@@ -1,12 +1,20 @@
 """What a worker says of the user's data and optimizer."""
 
+import pickle
+import sys
+from dataclasses import replace
+
+import harness
 import pytest
 import torch
+from harness import CONV2
+from test_run_nodes import end, script, start  # noqa: F401
 
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.training_contract import looks_at_all_parameters
 from pdtool.run.data import MinibatchLoader
 from pdtool.run.stage import PipelineStage
 from pdtool.run.weights.optimizer import NamedOptimizer
@@ -81,32 +89,159 @@ def test_the_seed_fixes_numpys_random_numbers_too(tmp_path):
     assert not torch.equal(first, other)
 
 
-def parameter(trainable=True):
-    return {"w": torch.nn.Parameter(torch.ones(2), requires_grad=trainable)}
+def parameters():
+    return {name: torch.nn.Parameter(torch.ones(2)) for name in ("body.weight", "body.bias", "head.weight")}
+
+
+def optimizer_of(file, names=("body.weight", "body.bias"), model=None):
+    """The optimizer of the stage that has these parameters."""
+    model = model or parameters()
+    return NamedOptimizer(file, model, {name: model[name] for name in names})
 
 
 def test_a_stage_with_nothing_to_train_has_no_optimizer(tmp_path):
-    assert NamedOptimizer(load(tmp_path), parameter(trainable=False)).optimizer is None
-    assert NamedOptimizer(load(tmp_path, pick="'head' in n"), parameter()).optimizer is None
-    assert NamedOptimizer(load(tmp_path), parameter()).optimizer is not None
+    frozen = {"w": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
+    assert optimizer_of(load(tmp_path), ["w"], frozen).optimizer is None
+    assert optimizer_of(load(tmp_path, pick="'head' in n")).optimizer is None
+    assert optimizer_of(load(tmp_path), []).optimizer is None
+    assert optimizer_of(load(tmp_path)).optimizer is not None
 
 
 def test_other_faults_of_the_optimizer_are_not_hidden(tmp_path):
     with pytest.raises(ModelError, match="division by zero"):
-        NamedOptimizer(load(tmp_path, pick="1 / 0"), parameter())
+        optimizer_of(load(tmp_path, pick="1 / 0"))
 
 
-def test_a_schedule_that_wants_a_metric_is_refused(tmp_path):
-    plateau = "def scheduler(o): return torch.optim.lr_scheduler.ReduceLROnPlateau(o)\n"
-    updater = NamedOptimizer(load(tmp_path, more=plateau), parameter())
-    with pytest.raises(ModelError, match="ReduceLROnPlateau cannot be stepped"):
-        updater.step()
+EVERY = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "Adafactor",
+)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("named", [False, True], ids=["tensors", "names"])
+def test_a_stage_keeps_its_parameters_in_the_groups_of_all(tmp_path, kind, named):
+    """And steps them as if all were there, beside a group that has become empty."""
+    text = f"""
+def optimizer(named):
+    pick = lambda layer: [(n, p) if {named} else p for n, p in named if n.startswith(layer)]
+    groups = [{{"params": pick("head")}}, {{"params": pick("body"), "lr": 0.5}}]
+    return torch.optim.{kind}(groups, lr=0.1)
+"""
+    file = load(tmp_path, more=text)
+    model, whole = parameters(), parameters()
+    part = optimizer_of(file, model=model).optimizer
+    assert [group["params"] for group in part.param_groups] == [[], [model["body.weight"], model["body.bias"]]]
+    assert not {*part.state} - {model["body.weight"], model["body.bias"]}
+    if named:
+        assert [group["param_names"] for group in part.param_groups] == [[], ["body.weight", "body.bias"]]
+    everything = file.optimizer(whole.items())
+    for _ in range(3):
+        for values, optimizer in ((model, part), (whole, everything)):
+            for p in values.values():
+                p.grad = p.detach() * 0.3
+            optimizer.step()
+    assert torch.equal(model["body.weight"], whole["body.weight"])
+    assert torch.equal(model["head.weight"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        (
+            "[torch.optim.SGD(p, 0.1), torch.optim.Adam(p)]",
+            r"returned 2 values in a list, .* \(GANs\) cannot be pipelined;",
+        ),
+        ("torch.optim.LBFGS(p)", "returned LBFGS, whose step needs a closure that computes the loss again"),
+    ],
+)
+def test_optimizers_that_one_step_does_not_update_are_refused(tmp_path, returned, match):
+    more = f"def optimizer(named):\n    p = [p for _, p in named]\n    return {returned}\n"
+    with pytest.raises(ModelError, match=rf"^user.py: optimizer\(\) {match}.*; .*use|return"):
+        optimizer_of(load(tmp_path, more=more))
+
+
+CLIPPING = """
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+class Scaled(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+def clip_first(optimizer, args, kwargs):
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+def hooked(params, lr):
+    made = torch.optim.SGD(params, lr)
+    made.register_step_pre_hook(clip_first)
+    return made
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "looks"), [("Clipping", True), ("hooked", True), ("Scaled", False), ("torch.optim.SGD", False)]
+)
+def test_a_step_that_looks_at_all_parameters_is_seen(tmp_path, kind, looks):
+    more = CLIPPING + f"def optimizer(named): return {kind}([p for _, p in named], lr=0.1)\n"
+    assert looks_at_all_parameters(optimizer_of(load(tmp_path, more=more)).optimizer) == looks
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("MAX_GRAD_NORM = 0", "MAX_GRAD_NORM: 0 is no positive finite number; write 1.0"),
+        ("MAX_GRAD_NORM = float('inf')", "MAX_GRAD_NORM: inf is no positive"),
+        ("MAX_GRAD_NORM = True", "MAX_GRAD_NORM: True is no positive"),
+        ("MAX_GRAD_NORM = '1'", "MAX_GRAD_NORM: '1' is no positive"),
+        ("SCHEDULER_STEP = 'minibatch'", 'SCHEDULER_STEP: \'minibatch\' is unknown; write "update" or "epoch"'),
+        ("DROP_LAST = 1", "DROP_LAST: 1 is neither True nor False; write True"),
+    ],
+)
+def test_constants_are_checked(tmp_path, line, match):
+    with pytest.raises(ModelError, match=f"^user.py: {match}"):
+        _ = load(tmp_path, more=line).training
+
+
+def test_a_schedule_that_wants_an_argument_is_refused(tmp_path):
+    more = """
+class Metric:
+    def step(self, metric):
+        pass
+def scheduler(o): return Metric()
+"""
+    with pytest.raises(ModelError, match=r"Metric cannot be stepped \(.*\); use ReduceLROnPlateau, or one whose step"):
+        optimizer_of(load(tmp_path, more=more)).step()
+
+
+def test_what_is_no_schedule_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"scheduler\(\) returned NoneType, not an LRScheduler"):
+        optimizer_of(load(tmp_path, more="def scheduler(optimizer): pass\n"))
+
+
+@pytest.mark.parametrize(
+    ("signature", "total"), [("o", None), ("o, total", 7), ("o, warmup=3", None), ("o, *, warmup=3", None)]
+)
+def test_a_schedule_is_told_how_often_it_will_be_stepped_if_it_asks(tmp_path, signature, total):
+    arguments = "total" if total else "4"
+    more = f"def scheduler({signature}): return torch.optim.lr_scheduler.StepLR(o, {arguments})\n"
+    file, model = load(tmp_path, more=more), parameters()
+    assert file.scheduler(file.optimizer(model.items()), 7).step_size == (total or 4)
 
 
 def test_a_schedule_that_fails_names_its_line(tmp_path):
     more = "def scheduler(o): return torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 - step))\n"
     with pytest.raises(ModelError, match=r"^user.py:10: the learning-rate schedule LambdaLR raised ZeroDivisionError"):
-        NamedOptimizer(load(tmp_path, more=more), parameter()).step()
+        optimizer_of(load(tmp_path, more=more)).step()
 
 
 def test_an_optimizer_whose_step_fails_names_its_line(tmp_path):
@@ -117,7 +252,7 @@ class Broken(torch.optim.SGD):
 def optimizer(named): return Broken([p for n, p in named], lr=0.1)
 """
     with pytest.raises(ModelError, match=r"^user.py:13: step 0 of Broken raised KeyError: 'momentum'"):
-        NamedOptimizer(load(tmp_path, more=more), parameter()).step()
+        optimizer_of(load(tmp_path, more=more)).step()
 
 
 def test_a_metric_of_several_elements_is_refused(tmp_path):
@@ -149,3 +284,12 @@ def test_a_loss_of_a_model_that_is_frozen_needs_no_gradient():
     stage = PipelineStage(torch.nn.Linear(2, 2).requires_grad_(False), lambda output, target: output.mean())
     stage.weights.begin_phase({0: 0})
     stage.forward(0, [torch.ones(1, 2)])
+
+
+def test_a_warning_says_once_that_each_stage_has_its_own_optimizer(tmp_path, script):  # noqa: F811
+    code = CLIPPING + "def optimizer(named): return Clipping([p for _, p in named], lr=0.1)\n"
+    spec = harness.job(tmp_path, replace(CONV2, model=CONV2.model + code), steps=1)
+    (tmp_path / "spec").write_bytes(pickle.dumps(spec))
+    ((status, _, errors),) = end([start([sys.executable, str(script), str(tmp_path / "spec")])])
+    assert status == 0, errors
+    assert errors.count("warning: a step of Clipping seems to compute a norm over all") == 1, errors

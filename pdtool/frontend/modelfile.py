@@ -27,6 +27,7 @@ from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, fields_checked, 
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
+from pdtool.frontend.training_contract import TrainingOptions, check_optimizer, takes_total
 from pdtool.frontend.user_code import collate, error_at
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
@@ -176,15 +177,26 @@ class ModelFile:
         return value
 
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
-        """Make the user's optimizer over one stage's parameters, under their original names."""
-        optimizer = self._call(self._function("optimizer"), named_parameters)
-        if not isinstance(optimizer, Optimizer):
-            raise self.error(f"optimizer() returned {type(optimizer).__name__}, not an Optimizer")
-        return optimizer
+        """Make the user's optimizer over all parameters of the model, under their original names."""
+        returned = self._call(self._function("optimizer"), named_parameters)
+        try:
+            return check_optimizer(returned)
+        except FieldError as fault:
+            raise self.error(f"{fault.field} {fault}") from fault
 
-    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the user's learning-rate schedule, which is stepped once for each update; None without one."""
-        return self._call(self.module.scheduler, optimizer) if self.has("scheduler") else None
+    def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
+        """Make the user's learning-rate schedule; None without one.
+
+        Args:
+            total_steps: how often it will be stepped in the whole run, for a scheduler() that asks for it.
+        """
+        if not self.has("scheduler"):
+            return None
+        asks = takes_total(self.module.scheduler)
+        scheduler = self._call(self.module.scheduler, optimizer, *([total_steps] if asks else []))
+        if not callable(getattr(scheduler, "step", None)):
+            raise self.error(f"scheduler() returned {type(scheduler).__name__}, not an LRScheduler")
+        return scheduler  # type: ignore[no-any-return]
 
     def metrics(self, output: Any, target: Any) -> dict[str, tuple[float, float]]:
         """Return the user's metrics as {name: (sum, count)}; {} without any."""
@@ -210,6 +222,14 @@ class ModelFile:
         """`HINTS`, checked."""
         try:
             return Hints.of(getattr(self.module, "HINTS", {}))
+        except FieldError as fault:
+            raise self.error(f"{fault.field}: {fault}") from fault
+
+    @cached_property
+    def training(self) -> TrainingOptions:
+        """The constants of training, checked."""
+        try:
+            return TrainingOptions.of(vars(self.module))
         except FieldError as fault:
             raise self.error(f"{fault.field}: {fault}") from fault
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from pdtool.artifacts.bundle import TensorSpec
+from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.config import derive_seed
+from pdtool.run.config import RunConfig, derive_seed
 from pdtool.run.messages.routes import dtype_of
 
 
@@ -75,6 +76,25 @@ class DataPass:
     def seed(self, minibatch: int) -> int:
         """Return the seed of random augmentation of a minibatch."""
         return derive_seed(self.run_seed, self.split_name, self.epoch, "data", minibatch)
+
+
+def samples_in_epoch(samples: int, config: RunConfig, *, drop_last: bool) -> int:
+    """Return how many samples of the training set are in an epoch.
+
+    Args:
+        samples: of the whole training set.
+        drop_last: whether a short last minibatch is left out.
+
+    Raises:
+        ModelError: none is.
+    """
+    size = config.plan.batch_size
+    count = min(samples, config.steps * size) if config.steps else samples
+    count -= count % size if drop_last else 0
+    if not count:
+        what = f"with DROP_LAST the training set of {samples} samples has no minibatch of {size}"
+        raise ModelError(what, "leave DROP_LAST out of model.py, or plan for a smaller minibatch")
+    return count
 
 
 def sample_order(seed: int, epoch: int, samples: int) -> list[int]:

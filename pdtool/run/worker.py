@@ -83,6 +83,7 @@ class Worker:
         self._context, self._config, self._assignment = context, context.config, context.assignment
         self._stages, self._meter, self._status = context.stages, context.meter, context.status
         self.metrics: dict[str, float] = {}
+        self._losses: list[float] = []  # of the validation after each epoch
         self._log: MetricsLog | None = None
         self._timer = EpochTimer()
         self._action_lists: dict[int, ActionList] = {}
@@ -117,7 +118,8 @@ class Worker:
                     case ActionKind.BACKWARD_WEIGHT:
                         replica.stage.backward_weight(i, minibatches.weight(i), on_gradient)  # (5), begins (7)
                     case ActionKind.UPDATE:
-                        self._log_update(epoch, replica, replica.update(epoch))  # (7), (8)
+                        self._log_update(epoch, replica, replica.end_round(epoch))  # (7)
+                        self._context.updates.update(replica)  # (8)
                 if action.kind.completes_backward:
                     replica.backward_done(i, minibatches.weight(i))
         for stage, replica in self._stages.items():
@@ -169,8 +171,7 @@ class Worker:
         resumed = done = self._resume()
         if self._context.last_stage and self._context.is_replica_0:
             self._log = MetricsLog(config.out, epochs_done=done)
-        samples = self._context.splits["train"].samples
-        count = min(samples, config.steps * size) if config.steps else samples
+        samples, count = self._context.splits["train"].samples, self._context.epoch_samples
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             config.target.is_reached(self.validate(0, size))
         self._meter.restart()
@@ -186,6 +187,7 @@ class Worker:
             self._timer.epoch_ended(len(minibatches), count, time.perf_counter() - start_s)
             with self._meter.paused():
                 self.metrics = self.validate(done)
+            self._epoch_done()
             self._save(done)
         return self._report(done, count)
 
@@ -225,7 +227,7 @@ class Worker:
 
     def _log_update(self, epoch: int, replica: StageReplica, loss: float) -> None:
         if self._log and replica is self._context.last_stage:
-            step = replica.optimizer.updates
+            step = replica.optimizer.updates + 1
             self._log.write({"split": "train", "epoch": epoch, "step": step, "loss": loss})
 
     def _add_metrics(self, sums: dict[str, tuple[float, float]], output: Any, target: Any, samples: int) -> None:
@@ -252,16 +254,25 @@ class Worker:
             return 0
         folder = checkpoint.latest(self._config.resume)
         manifest = checkpoint.read_manifest(folder)
-        self._context.load(folder)
         self.metrics = dict(manifest.metrics)
+        self._losses = [*manifest.validation_losses] or [self.metrics.get("loss", 0.0)] * manifest.epoch
+        self._context.load(folder, self._losses)
         return manifest.epoch
+
+    def _epoch_done(self) -> None:
+        """Step learning-rate schedules of epochs."""
+        self._losses.append(self.metrics["loss"])
+        for replica in self._stages.values():
+            replica.epoch_done(self.metrics["loss"])
 
     def _save(self, epoch: int) -> None:
         if self._log:  # first: should the run end in between, the epoch is trained again and its lines are dropped
             step = self._context.last_stage.optimizer.updates if self._context.last_stage else 0
             self._log.write({"split": "valid", "epoch": epoch, "step": step} | self.metrics)
         self._status.set(f"the checkpoint of epoch {epoch}")
-        manifest = CheckpointManifest(epoch=epoch, seed=self._config.seed, metrics=self.metrics, files={})
+        manifest = CheckpointManifest(
+            epoch=epoch, seed=self._config.seed, metrics=self.metrics, validation_losses=tuple(self._losses), files={}
+        )
         checkpoint.save(self._config.out, manifest, self._context.states(), self._context.groups.world)
 
     def _report(self, epochs: int, samples: int) -> Report:

@@ -1,0 +1,197 @@
+"""What model.py says of training is done as a plain loop does it: clipping, parameter groups, learning-rate schedules.
+
+With a flush the weights are those of that loop. Without one stages update at different moments: a stage clips by its
+own norm, as the replay does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import CONV1, CONV2, CONV3, CONV4, TIED3, TIED4, Toy, assert_same, batches, stage_of, weights
+from reference import replay
+from test_laws_training import BW2, pipeline
+
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.run.config import RunConfig
+
+MAX_NORM = 0.3  # of gradients that have a norm of one or two
+CLIPPED = f"\nMAX_GRAD_NORM = {MAX_NORM}\n"
+
+
+def with_code(toy: Toy, code: str) -> Toy:
+    """The toy with more code in its model.py."""
+    return replace(toy, model=toy.model + code)
+
+
+def plain_loop(spec: RunConfig, every: int, **options: Any) -> dict[str, torch.Tensor]:
+    """The weights that a plain loop trains, without batch norm's statistics."""
+    file = ModelFile.load(spec.model, trusted=True)
+    trained = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, every, **options)
+    return harness.without_statistics(trained)
+
+
+def is_near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether all of a is what b has."""
+    return all(torch.allclose(value, b[name], rtol=1e-3, atol=1e-4) for name, value in a.items())
+
+
+@pytest.mark.parametrize(
+    ("toy", "replicas", "schedule", "settings", "optimizer"),
+    [
+        pytest.param(CONV3, (1, 1, 1), "1f1b-flush", {}, "adam", id="flush"),
+        pytest.param(CONV2, (2, 1), "gpipe", {}, "sgd", id="gpipe-2-1"),
+        pytest.param(CONV2, (2, 2), "zb-h1", {}, "sgd", id="zb-2-2"),
+        pytest.param(TIED3, (1, 1, 1), "1f1b-flush", {}, "sgd", id="tied"),
+        pytest.param(TIED3, (2, 1, 1), "gpipe", {}, "sgd", id="tied-2-1-1"),
+        pytest.param(CONV4, (1, 1), "interleaved", {"chunks": 2, "steps": 6}, "sgd", id="interleaved"),
+        pytest.param(TIED4, (2, 2), "interleaved", {"chunks": 2}, "sgd", id="tied-interleaved-2-2"),
+    ],
+)
+def test_the_norm_of_all_stages_clips_as_in_a_plain_loop(
+    tmp_path: Path, toy: Toy, replicas: tuple[int, ...], schedule: str, settings: dict[str, Any], optimizer: str
+) -> None:
+    settings = {"schedule": schedule, "microbatches": 4, "optimizer": optimizer, "epochs": 2} | settings
+    spec = harness.job(tmp_path, with_code(toy, CLIPPED), replicas, **settings)
+    found = weights(harness.run(spec))
+    expected = plain_loop(spec, 4, max_norm=MAX_NORM)
+    assert_same(found, expected)
+    assert not is_near(plain_loop(spec, 4), expected)
+
+
+def test_data_parallelism_clips_as_a_plain_loop(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, with_code(CONV1, CLIPPED), (2,), epochs=2)
+    outcomes = harness.run(spec)
+    for replica in (0, 1):
+        assert_same(weights(outcomes, replica), plain_loop(spec, 2, max_norm=MAX_NORM))
+
+
+@pytest.mark.parametrize(
+    ("toy", "replicas", "settings", "every"),
+    [
+        pytest.param(CONV3, (1, 1, 1), {}, (1, 1, 1), id="straight"),
+        pytest.param(CONV2, (2, 1), {}, (2, 1), id="2-1"),
+        pytest.param(CONV3, (1, 1, 1), BW2, (3, 3, 3), id="2bw"),
+        pytest.param(TIED3, (1, 1, 1), {}, (1, 1, 1), id="tied"),
+        pytest.param(TIED3, (2, 1, 1), {}, (2, 1, 2), id="tied-2-1-1"),
+    ],
+)
+def test_without_a_flush_each_stage_clips_by_its_own_norm(
+    tmp_path: Path, toy: Toy, replicas: tuple[int, ...], settings: dict[str, Any], every: tuple[int, ...]
+) -> None:
+    """And a tied parameter by its own, so that its copies stay equal."""
+    spec = harness.job(tmp_path, with_code(toy, CLIPPED), replicas, epochs=2, **settings)
+    outcomes = harness.run(spec)
+    expected, unclipped = (asynchronous(spec, replicas, every, max_norm) for max_norm in (MAX_NORM, None))
+    found = weights(outcomes)
+    assert_same(found, {n: v for n, v in expected.items() if n in found})
+    assert not is_near(unclipped, expected)
+
+
+def asynchronous(
+    spec: RunConfig, replicas: tuple[int, ...], every: tuple[int, ...], max_norm: float | None
+) -> dict[str, torch.Tensor]:
+    """The weights of the replay."""
+    file = ModelFile.load(spec.model, trusted=True)
+    model, tied = file.build(spec.seed), ()
+    for described in spec.bundle.tied:
+        tied = described.names
+        model.out.weight = torch.nn.Parameter(model.embed.weight.detach().clone())
+    definition = pipeline(spec, replicas, every)
+    return replay.asynchronous(
+        model, stage_of(spec).__getitem__, batches(spec), file.loss, file.optimizer, definition, tied, max_norm
+    )
+
+
+GROUPS = """
+def optimizer(named):
+    named = list(named)
+    assert [name for name, _ in named] == [name for name, _ in model().named_parameters()]
+    layers = dict.fromkeys(name.partition(".")[0] for name, _ in named)
+    groups = [
+        {"params": [p for name, p in named if name.startswith(f"{layer}.")], "weight_decay": 0.1 * i}
+        for i, layer in enumerate(layers)
+    ]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+def scheduler(optimizer, total_updates):
+    rates = [0.01 * (i + 1) for i in range(len(optimizer.param_groups))]
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=total_updates)
+"""
+
+
+PLATEAU = """
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.05)
+"""
+BY_EPOCH = """
+SCHEDULER_STEP = "epoch"
+
+def scheduler(optimizer, total_epochs):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=total_epochs)
+"""
+
+
+@pytest.mark.parametrize("toy", [CONV3, TIED3], ids=["conv", "tied"])
+def test_parameter_groups_and_their_schedules_are_those_of_a_plain_loop(tmp_path: Path, toy: Toy) -> None:
+    """A group for each layer, with its own weight decay and its own largest learning rate in one cycle of the run;
+    each stage has some of the groups."""
+    settings: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": 3, "epochs": 2}
+    spec = harness.job(tmp_path, with_code(toy, GROUPS), **settings)
+    expected = scheduled_loop(spec, total_steps=6, steps_by_epoch=False)
+    assert_same(weights(harness.run(spec)), expected)
+    assert_same(weights(harness.run(resumed(spec))), expected)
+
+
+@pytest.mark.parametrize("code", [PLATEAU, BY_EPOCH], ids=["plateau", "by-epoch"])
+def test_schedules_of_epochs_are_those_of_a_plain_loop(tmp_path: Path, code: str) -> None:
+    """Also in a run that goes on from the second of four epochs; a plateau is one of the validation loss."""
+    spec = harness.job(
+        tmp_path, with_code(TIED3, code), schedule="1f1b-flush", microbatches=3, optimizer="adam", epochs=4
+    )
+    expected = scheduled_loop(spec, total_steps=4, steps_by_epoch=True)
+    assert_same(weights(harness.run(spec)), expected)
+    assert_same(weights(harness.run(resumed(spec))), expected)
+    assert not is_near(plain_loop(spec, 3), expected)
+
+
+def resumed(spec: RunConfig) -> RunConfig:
+    """The same run, from the middle of another one that was not disturbed."""
+    checkpoint = spec.out / "checkpoints" / f"epoch-{spec.epochs // 2}"
+    return replace(spec, out=spec.out.with_name("resumed"), resume=checkpoint)
+
+
+def scheduled_loop(spec: RunConfig, total_steps: int, *, steps_by_epoch: bool) -> dict[str, torch.Tensor]:
+    """The weights of a plain loop of updates with three minibatches each, and with a learning-rate schedule."""
+    file = ModelFile.load(spec.model, trusted=True)
+    model, valid = file.build(spec.seed), file.dataset("valid")
+    schedulers: list[Any] = []
+
+    def make(named: Any) -> Any:
+        optimizer = file.optimizer(list(named))
+        schedulers.append(file.scheduler(optimizer, total_steps))
+        return optimizer
+
+    def epoch_done() -> None:
+        with torch.no_grad():
+            loss = float(file.loss(model.eval()(valid.x), valid.y))
+        model.train()
+        is_plateau = isinstance(schedulers[0], torch.optim.lr_scheduler.ReduceLROnPlateau)
+        schedulers[0].step(*([loss] if is_plateau else []))
+
+    step = {"after_epoch": epoch_done} if steps_by_epoch else {"after_update": lambda: schedulers[0].step()}
+    trained = replay.synchronous(model, batches(spec), file.loss, make, 3, **step)
+    return harness.without_statistics(trained)
+
+
+def test_a_short_last_minibatch_is_dropped(tmp_path: Path) -> None:
+    """Of 26 samples, two; of other samples in each epoch."""
+    spec = harness.job(tmp_path, with_code(CONV3, "\nDROP_LAST = True\n"), schedule="gpipe", microbatches=3, epochs=2)
+    expected = plain_loop(replace(spec, steps=6), 3)
+    assert_same(weights(harness.run(spec)), expected)
+    assert not is_near(plain_loop(spec, 3), expected)
