@@ -162,6 +162,10 @@ def optimizer(named):
             "[torch.optim.SGD(p, 0.1), torch.optim.Adam(p)]",
             r"returned 2 values in a list, .* \(GANs\) cannot be pipelined;",
         ),
+        (
+            "torch.optim.SparseAdam(p)",
+            "returned SparseAdam, which takes sparse gradients only, but stages compute dense",
+        ),
         ("torch.optim.LBFGS(p)", "returned LBFGS, whose step needs a closure that computes the loss again"),
     ],
 )
@@ -169,6 +173,18 @@ def test_optimizers_that_one_step_does_not_update_are_refused(tmp_path, returned
     more = f"def optimizer(named):\n    p = [p for _, p in named]\n    return {returned}\n"
     with pytest.raises(ModelError, match=rf"^user.py: optimizer\(\) {match}.*; .*use|return"):
         optimizer_of(load(tmp_path, more=more))
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_sparse_gradients_become_dense_ones(tmp_path, kind):
+    """With the same values, so that SGD and Adagrad, which take both, train the same weights."""
+    more = f"def model():\n    return torch.nn.{kind}(5, 3, sparse=True)\n"
+    built = load(tmp_path, more=more).build()
+    sparse = getattr(torch.nn, kind)(5, 3, sparse=True, _weight=built.weight.detach().clone())
+    for module in (built, sparse):
+        module(torch.tensor([[1, 4], [1, 2]])).square().sum().backward()
+    assert not built.weight.grad.is_sparse
+    assert torch.equal(built.weight.grad, sparse.weight.grad.to_dense())
 
 
 CLIPPING = """

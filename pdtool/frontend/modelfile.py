@@ -105,7 +105,11 @@ class ModelFile:
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
-        return _unwrapped(model).train()
+        model = _unwrapped(model).train()
+        for module in model.modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                module.sparse = False  # the same gradients; stages, replicas and messages have dense ones only
+        return model
 
     def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from pdtool.errors import FieldError
 
@@ -58,6 +58,12 @@ def check_optimizer(returned: object) -> Optimizer:
         )
     if not isinstance(returned, Optimizer):
         raise FieldError("optimizer()", f"returned {type(returned).__name__}, not an Optimizer; return one")
+    if isinstance(returned, SparseAdam):
+        raise FieldError(
+            "optimizer()",
+            "returned SparseAdam, which takes sparse gradients only, but stages compute dense ones, also where an "
+            "Embedding has sparse=True; use Adam or SGD",
+        )
     closure = inspect.signature(type(returned).step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
         raise FieldError(
