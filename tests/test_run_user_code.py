@@ -17,6 +17,7 @@ from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.training_contract import looks_at_all_parameters
 from pdtool.run.data import MinibatchLoader
 from pdtool.run.stage import PipelineStage
+from pdtool.run.weights.learning_rate import RunLength
 from pdtool.run.weights.optimizer import NamedOptimizer
 
 TEXT = """
@@ -252,6 +253,17 @@ def test_a_schedule_is_told_how_often_it_will_be_stepped_if_it_asks(tmp_path, si
     more = f"def scheduler({signature}): return torch.optim.lr_scheduler.StepLR(o, {arguments})\n"
     file, model = load(tmp_path, more=more), parameters()
     assert file.scheduler(file.optimizer(model.items()), 7).step_size == (total or 4)
+
+
+def test_a_schedule_of_the_whole_run_goes_on_at_the_same_part_of_it(tmp_path):
+    """After the first of two epochs, whose plan made seven updates of it, while this one makes three."""
+    more = "def scheduler(o, total): return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=total)\n"
+    file, model = load(tmp_path, more=more), parameters()
+    resumed, expected = (NamedOptimizer(file, model, model, RunLength(epochs=2, updates=6)) for _ in range(2))
+    resumed.load({name: {"updates": torch.tensor(7)} for name in model}, [1.0])
+    for _ in range(3):
+        expected.step()
+    assert resumed.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"] != 0.1
 
 
 def test_a_schedule_that_fails_names_its_line(tmp_path):

@@ -196,11 +196,16 @@ class ModelFile:
         """
         if not self.has("scheduler"):
             return None
-        asks = takes_total(self.module.scheduler)
-        scheduler = self._call(self.module.scheduler, optimizer, *([total_steps] if asks else []))
+        total = [total_steps] if self.scheduler_takes_total else []
+        scheduler = self._call(self.module.scheduler, optimizer, *total)
         if not callable(getattr(scheduler, "step", None)):
             raise self.error(f"scheduler() returned {type(scheduler).__name__}, not an LRScheduler")
         return scheduler  # type: ignore[no-any-return]
+
+    @property
+    def scheduler_takes_total(self) -> bool:
+        """Whether scheduler() asks for `total_steps`."""
+        return self.has("scheduler") and takes_total(self.module.scheduler)
 
     def metrics(self, output: Any, target: Any) -> dict[str, tuple[float, float]]:
         """Return the user's metrics as {name: (sum, count)}; {} without any."""

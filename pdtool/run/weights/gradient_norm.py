@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _EPSILON = 1e-6  # as in clip_grad_norm_
 
@@ -17,7 +17,7 @@ def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
     """Return the square of the norm of all gradients, taken as one vector."""
-    gradients = [_values(p.grad) for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     return torch.nn.utils.get_total_norm(gradients).double().item() ** 2
 
 
@@ -28,8 +28,3 @@ def scale(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> N
         for p in parameters:
             if p.grad is not None:
                 p.grad.mul_(factor)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """The values of a gradient, which may be sparse."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -34,7 +34,7 @@ class LearningRateSchedule:
     """
 
     def __init__(self, file: ModelFile, optimizer: Optimizer, length: RunLength) -> None:
-        self._file = file
+        self._file, self._length = file, length
         is_by_epoch = file.training.scheduler_step == "epoch"
         self._scheduler = file.scheduler(optimizer, length.epochs if is_by_epoch else length.updates)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
@@ -53,12 +53,17 @@ class LearningRateSchedule:
     def catch_up(self, updates: int, validation_losses: Sequence[float]) -> None:
         """Take the steps that were taken before a checkpoint was written.
 
+        A schedule that knows the length of the run goes to the same part of it, though another plan may have updated
+        the weights more or less often.
+
         Args:
             updates: of the optimizer until then.
             validation_losses: of each epoch until then.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
+            if self._file.scheduler_takes_total:
+                updates = self._length.updates * len(validation_losses) // self._length.epochs
             for _ in range(updates):
                 self.update_done()
             for loss in validation_losses:
