@@ -244,6 +244,7 @@ def test_the_readme_names_what_a_model_file_may_hold():
     source = (ROOT / "pdtool/frontend/modelfile.py").read_text()
     for constant in ("MAX_GRAD_NORM", "SCHEDULER_STEP", "DROP_LAST", "HINTS"):
         assert f"| `{constant} = " in README
-    for function in ("model", "example_inputs", "dataset", "loss", "optimizer", "scheduler", "metrics"):
+    training = ("optimizer", "scheduler", "metrics", "summarize_metrics", "after_update")
+    for function in ("model", "example_inputs", "dataset", "loss", *training):
         assert f"| `{function}(" in README
         assert function in source

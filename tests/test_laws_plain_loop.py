@@ -19,6 +19,7 @@ from test_laws_training import BW2, pipeline
 
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig
+from pdtool.run.measure.metrics_log import read_metrics
 
 MAX_NORM = 0.3  # of gradients that have a norm of one or two
 CLIPPED = f"\nMAX_GRAD_NORM = {MAX_NORM}\n"
@@ -94,7 +95,7 @@ def test_without_a_flush_each_stage_clips_by_its_own_norm(
 
 
 def asynchronous(
-    spec: RunConfig, replicas: tuple[int, ...], every: tuple[int, ...], max_norm: float | None
+    spec: RunConfig, replicas: tuple[int, ...], every: tuple[int, ...], *options: Any
 ) -> dict[str, torch.Tensor]:
     """The weights of the replay."""
     file = ModelFile.load(spec.model, trusted=True)
@@ -104,7 +105,7 @@ def asynchronous(
         model.out.weight = torch.nn.Parameter(model.embed.weight.detach().clone())
     definition = pipeline(spec, replicas, every)
     return replay.asynchronous(
-        model, stage_of(spec).__getitem__, batches(spec), file.loss, file.optimizer, definition, tied, max_norm
+        model, stage_of(spec).__getitem__, batches(spec), file.loss, file.optimizer, definition, tied, *options
     )
 
 
@@ -195,3 +196,74 @@ def test_a_short_last_minibatch_is_dropped(tmp_path: Path) -> None:
     expected = plain_loop(replace(spec, steps=6), 3)
     assert_same(weights(harness.run(spec)), expected)
     assert not is_near(plain_loop(spec, 3), expected)
+
+
+AFTER_UPDATE = """
+def after_update(named_parameters, update):
+    for name, p in named_parameters:
+        if name.endswith("weight"):
+            p.clamp_(-0.2 * update, 0.2) if update % 2 else p.mul_(0.9)
+"""
+
+
+@pytest.mark.parametrize(("toy", "replicas"), [(CONV2, (2, 1)), (TIED3, (1, 1, 1))], ids=["conv-2-1", "tied"])
+def test_what_is_done_after_an_update_is_as_in_a_plain_loop(
+    tmp_path: Path, toy: Toy, replicas: tuple[int, ...]
+) -> None:
+    """At every replica, and at every holder of a tied parameter."""
+    spec = harness.job(tmp_path, with_code(toy, AFTER_UPDATE), replicas, schedule="gpipe", microbatches=2, epochs=2)
+    outcomes = harness.run(spec)
+    file = ModelFile.load(spec.model, trusted=True)
+    model, updates = file.build(spec.seed), iter(range(1, 100))
+    expected = harness.without_statistics(
+        replay.synchronous(
+            model,
+            batches(spec),
+            file.loss,
+            file.optimizer,
+            2,
+            after_update=lambda: file.after_update(model.named_parameters(), next(updates)),
+        )
+    )
+    for replica in range(max(replicas)):
+        assert_same(found := weights(outcomes, replica), {n: v for n, v in expected.items() if n in found})
+    assert not is_near(plain_loop(spec, 2), expected)
+
+
+@pytest.mark.parametrize("toy", [CONV3, TIED3], ids=["conv", "tied"])
+def test_without_a_flush_it_is_done_to_the_newest_version(tmp_path: Path, toy: Toy) -> None:
+    """Minibatches in flight keep theirs as it was."""
+    spec = harness.job(tmp_path, with_code(toy, AFTER_UPDATE), epochs=2)
+    found = weights(harness.run(spec))
+    after_update = ModelFile.load(spec.model, trusted=True).after_update
+    expected = asynchronous(spec, (1, 1, 1), (1, 1, 1), None, after_update)
+    assert_same(found, {n: v for n, v in expected.items() if n in found})
+    assert not is_near(asynchronous(spec, (1, 1, 1), (1, 1, 1)), expected)
+
+
+CONFUSION = """
+def metrics(output, target):
+    confusion = torch.zeros(4, 4)
+    confusion.index_put_((target, output.argmax(-1)), torch.tensor(1.0), accumulate=True)
+    return {"confusion": (confusion, len(target)), "accuracy": ((output.argmax(-1) == target).sum(), len(target))}
+
+def summarize_metrics(totals):
+    confusion, samples = totals["confusion"]
+    right, count = totals["accuracy"]
+    assert samples == count == 10
+    return {"recall": (confusion.diag() / confusion.sum(1).clamp(min=1)).mean(), "accuracy": right / count}
+"""
+
+
+def test_metrics_that_are_no_means_are_those_of_the_whole_validation_set(tmp_path: Path) -> None:
+    """A matrix added up over three minibatches on two workers, and what is made of it."""
+    spec = harness.job(tmp_path, with_code(CONV2, CONFUSION), (1, 2))
+    outcomes = harness.run(spec)
+    file = ModelFile.load(spec.model, trusted=True)
+    model, valid = file.build(spec.seed).eval(), file.dataset("valid")
+    model.load_state_dict(weights(outcomes), strict=True)
+    *_, line = read_metrics(spec.out / "metrics.jsonl")
+    with torch.no_grad():
+        output = model(valid.x)
+    expected = file.summarize_metrics(file.metrics(output, valid.y)) | {"loss": float(file.loss(output, valid.y))}
+    assert {name: line[name] for name in expected} == pytest.approx(expected)

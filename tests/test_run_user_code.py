@@ -285,8 +285,38 @@ def optimizer(named): return Broken([p for n, p in named], lr=0.1)
 
 def test_a_metric_of_several_elements_is_refused(tmp_path):
     file = load(tmp_path, more="def metrics(output, target): return {'a': (output, 1)}\n")
-    with pytest.raises(ModelError, match=r"metrics\(\) returned .*; return {name: \(sum, count\)}"):
+    with pytest.raises(
+        ModelError, match=r"metrics\(\) returned .*; return {name: \(sum, count\)}; sums that are tensors need"
+    ):
         file.metrics(torch.ones(2), None)
+
+
+SUMMED = "def metrics(output, target): return {'a': (output, 1)}\n"
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        ("3", r"summarize_metrics\(\) returned 3; return {name: number}"),
+        ("{'a': torch.ones(2)}", r"summarize_metrics\(\) returned .*; return {name: number}"),
+        ("{'epoch': 1}", r"summarize_metrics\(\) names 'epoch', which pdtool logs itself; rename it"),
+        ("{'a' * 101: 1}", r"summarize_metrics\(\) names .* cannot be printed in a table"),
+        ("{'a': 1 / 0}", r"11: summarize_metrics\(\) raised ZeroDivisionError"),
+    ],
+)
+def test_figures_that_cannot_be_logged_are_refused(tmp_path, returned, match):
+    file = load(tmp_path, more=f"{SUMMED}def summarize_metrics(totals): return {returned}\n")
+    totals = file.metrics(torch.ones(2), None)
+    assert torch.equal(totals["a"][0], torch.ones(2))
+    with pytest.raises(ModelError, match=rf"^user.py:.*{match}"):
+        file.summarize_metrics(totals)
+
+
+def test_what_fails_after_an_update_names_its_line(tmp_path):
+    more = "def after_update(named_parameters, update):\n    dict(named_parameters)['tail']\n"
+    optimizer = optimizer_of(load(tmp_path, more=more))
+    with pytest.raises(ModelError, match=r"^user.py:11: after_update\(\) raised KeyError: 'tail'"):
+        optimizer.step()
 
 
 def detached_loss(output, target):

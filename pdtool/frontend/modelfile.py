@@ -207,24 +207,53 @@ class ModelFile:
         """Whether scheduler() asks for `total_steps`."""
         return self.has("scheduler") and takes_total(self.module.scheduler)
 
-    def metrics(self, output: Any, target: Any) -> dict[str, tuple[float, float]]:
-        """Return the user's metrics as {name: (sum, count)}; {} without any."""
+    def after_update(self, named_parameters: NamedParameters, update: int) -> None:
+        """Call the user's function, if there is one, with parameters after their update number `update`, from 1."""
+        if self.has("after_update"):
+            with torch.no_grad():
+                self._call(self.module.after_update, named_parameters, update)
+
+    def metrics(self, output: Any, target: Any) -> dict[str, tuple[Any, float]]:
+        """Return the user's metrics as {name: (sum, count)}; {} without any.
+
+        A sum is a number, or for `summarize_metrics` also a tensor of any shape, then on the CPU.
+        """
         if not self.has("metrics"):
             return {}
         returned = self._call(self.module.metrics, output, target)
+        as_sum = _tensor_or_number if self.has("summarize_metrics") else float
         try:
-            metrics = {str(name): (float(total), float(number)) for name, (total, number) in returned.items()}
+            metrics = {str(name): (as_sum(total), float(number)) for name, (total, number) in returned.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise self.error(f"metrics() returned {returned!r}", "return {name: (sum, count)}") from error
-        for name in metrics:
+            remedy = "return {name: (sum, count)}; sums that are tensors need a function summarize_metrics"
+            raise self.error(f"metrics() returned {returned!r:.200}", remedy) from error
+        self._check_metric_names("metrics", metrics)
+        return metrics
+
+    def summarize_metrics(self, totals: Mapping[str, tuple[Any, float]]) -> dict[str, float]:
+        """Return the figures of a validation: the means, or what the user's function makes of the totals.
+
+        Args:
+            totals: what `metrics` returned, {name: (sum, count)}, added up over all minibatches.
+        """
+        if not self.has("summarize_metrics"):
+            return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+        returned = self._call(self.module.summarize_metrics, dict(totals))
+        try:
+            figures = {str(name): float(value) for name, value in returned.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise self.error(f"summarize_metrics() returned {returned!r:.200}", "return {name: number}") from error
+        self._check_metric_names("summarize_metrics", figures)
+        return figures
+
+    def _check_metric_names(self, function: str, names: Iterable[str]) -> None:
+        for name in names:
             if not 0 < len(name) <= _MAX_METRIC_NAME or not name.isprintable():
                 short = repr(name if len(name) <= _MAX_METRIC_NAME else name[:_MAX_METRIC_NAME] + "…")
                 remedy = f"use 1 to {_MAX_METRIC_NAME} printable characters"
-                raise self.error(f"metrics() names {short}, which cannot be printed in a table", remedy)
-        taken = sorted(metrics.keys() & RESERVED_METRICS)
-        if taken:
-            raise self.error(f"metrics() names {taken[0]!r}, which pdtool logs itself", "rename it")
-        return metrics
+                raise self.error(f"{function}() names {short}, which cannot be printed in a table", remedy)
+            if name in RESERVED_METRICS:
+                raise self.error(f"{function}() names {name!r}, which pdtool logs itself", "rename it")
 
     @cached_property
     def hints(self) -> Hints:
@@ -277,6 +306,11 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def _tensor_or_number(total: Any) -> Any:
+    """A sum as it is added up and sent to other workers."""
+    return total.detach().cpu() if isinstance(total, Tensor) else float(total)
 
 
 def _seed_generators(seed: int) -> None:

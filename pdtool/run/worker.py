@@ -26,10 +26,8 @@ sent before those of the parameters are computed. The first stage loads in (1), 
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -38,12 +36,12 @@ from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.chrome_trace import chrome_trace
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
-from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
 from pdtool.run.config import derive_seed
 from pdtool.run.data import DataPass, Minibatches, sample_order, seed_torch
 from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
 from pdtool.run.measure.epoch_timer import EpochTimer
+from pdtool.run.measure.metric_totals import MetricTotals
 from pdtool.run.measure.metrics_log import MetricsLog
 from pdtool.run.processes.collectives import all_gather
 from pdtool.run.stage_replica import StageReplica
@@ -133,7 +131,7 @@ class Worker:
             max_samples: validate with the first samples only.
 
         Returns:
-            The means over all samples, on every worker.
+            The figures over all samples, on every worker.
 
         Raises:
             PdtoolError: one of them is not a number.
@@ -142,7 +140,7 @@ class Worker:
         minibatches = Minibatches(range(samples)[:max_samples], self._config.plan.batch_size)
         action_list = self._forward_list(len(minibatches))
         self._begin_phase("valid", epoch, minibatches, action_list)
-        sums: dict[str, tuple[float, float]] = {}
+        totals = MetricTotals(self._context.file)
         for replica in self._stages.values():
             replica.stage.module.eval()
         with torch.no_grad():
@@ -153,17 +151,11 @@ class Worker:
                 outputs = replica.stage.evaluate(inputs)  # (2)
                 replica.io.send_outputs(action.minibatch, outputs)  # (3)
                 if replica is self._context.last_stage:
-                    self._add_metrics(sums, outputs[0], target, minibatches.samples(action.minibatch))
+                    totals.add(outputs[0], target, minibatches.samples(action.minibatch))
         for replica in self._stages.values():
             replica.io.end_phase()
             replica.stage.module.train()
-        means = self._means(sums)
-        for name, value in means.items():
-            if not math.isfinite(value):
-                raise PdtoolError(
-                    f"the validation after epoch {epoch} gives {name} {value}", "try a lower learning rate"
-                )
-        return means
+        return totals.summarize(self._context.groups.world, f"the validation after epoch {epoch}")
 
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
@@ -229,20 +221,6 @@ class Worker:
         if self._log and replica is self._context.last_stage:
             step = replica.optimizer.updates + 1
             self._log.write({"split": "train", "epoch": epoch, "step": step, "loss": loss})
-
-    def _add_metrics(self, sums: dict[str, tuple[float, float]], output: Any, target: Any, samples: int) -> None:
-        metrics = {"loss": (float(self._context.file.loss(output, target)) * samples, float(samples))}
-        metrics |= self._context.file.metrics(output, target)
-        for name, (total, count) in metrics.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = (before[0] + total, before[1] + count)
-
-    def _means(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-        """The means over the workers of the last stage, in order, so that all workers compute the same numbers."""
-        workers = all_gather(sums, self._context.groups.world, "the validation metrics")
-        names = dict.fromkeys(name for worker in workers for name in worker)
-        totals = {n: [sum(worker[n][k] for worker in workers if n in worker) for k in (0, 1)] for n in names}
-        return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
 
     def _is_target_reached(self) -> bool:
         target = self._config.target

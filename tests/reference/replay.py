@@ -102,6 +102,7 @@ def asynchronous(
     pipeline: Pipeline,
     tied: Sequence[str] = (),
     max_norm: float | None = None,
+    after_update: Callable[[Any, int], object] = lambda named, update: None,
 ) -> dict[str, Tensor]:
     """Train with updates while minibatches are in flight; the weights after the last epoch, by name.
 
@@ -113,12 +114,14 @@ def asynchronous(
             those still due are taken.
         max_norm: before a step the gradients of a stage are clipped by the norm of those that are not tied, and the
             tied one by its own.
+        after_update: called with the named parameters of a stage and how many updates it has made.
     """
     named = dict(model.named_parameters())
     stage = {n: stage_of(n) for n in named}
     lag = {n: pipeline.lag(stage[n], stage[tied[0]]) if n in tied else 0 for n in named}
     own = [[n for n in named if stage[n] == s and n not in tied[1:]] for s in range(len(pipeline.replicas))]
     optimizers = [make_optimizer([(n, named[n]) for n in names]) for names in own]
+    updates = [0] * len(own)
     for batches in epochs:
         history = {n: [named[n].detach().clone()] for names in own for n in names}  # by updates in this epoch
         for n in tied[1:]:
@@ -142,6 +145,8 @@ def asynchronous(
                         clip_grad_norm_([named[n] for n in names if n in tied], max_norm)
                     optimizers[s].step()
                     optimizers[s].zero_grad()
+                    updates[s] += 1
+                    after_update([(n, named[n]) for n in names], updates[s])
                     for n in names:
                         history[n].append(named[n].detach().clone())
     return {n: named[tied[0] if n in tied else n].detach() for n in named}

@@ -52,7 +52,7 @@ class NamedOptimizer:
         self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
 
     def step(self) -> None:
-        """Take one step with the gradients of the parameters, and clear them.
+        """Take one step with the gradients of the parameters, and clear them; then what the user does after an update.
 
         Raises:
             ModelError: the optimizer or the learning-rate schedule cannot be stepped after each update.
@@ -64,6 +64,7 @@ class NamedOptimizer:
                 raise self._file.error_at(error, f"step {self.updates} of {type(self.optimizer).__name__}") from error
             self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
+        self._file.after_update(list(self.parameters.items()), self.updates)
         if self._schedule:
             self._schedule.update_done()
 
