@@ -245,6 +245,6 @@ def test_the_readme_names_what_a_model_file_may_hold():
     for constant in ("MAX_GRAD_NORM", "SCHEDULER_STEP", "DROP_LAST", "HINTS"):
         assert f"| `{constant} = " in README
     training = ("optimizer", "scheduler", "metrics", "summarize_metrics", "after_update")
-    for function in ("model", "example_inputs", "dataset", "loss", *training):
+    for function in ("model", "example_inputs", "dataset", "sampler", "loss", *training):
         assert f"| `{function}(" in README
         assert function in source

@@ -19,6 +19,7 @@ from test_laws_training import BW2, pipeline
 
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig
+from pdtool.run.data import MinibatchLoader
 from pdtool.run.measure.metrics_log import read_metrics
 
 MAX_NORM = 0.3  # of gradients that have a norm of one or two
@@ -267,3 +268,34 @@ def test_metrics_that_are_no_means_are_those_of_the_whole_validation_set(tmp_pat
         output = model(valid.x)
     expected = file.summarize_metrics(file.metrics(output, valid.y)) | {"loss": float(file.loss(output, valid.y))}
     assert {name: line[name] for name in expected} == pytest.approx(expected)
+
+
+WEIGHTED = """
+def sampler(dataset, epoch):
+    weights = [1.0 + epoch * (i % 3) for i in range(len(dataset))]
+    return torch.utils.data.WeightedRandomSampler(weights, 14)
+"""
+
+
+def test_a_sampler_chooses_the_samples_of_each_epoch(tmp_path: Path) -> None:
+    """With replacement, 14 of 26 by weights that change; drawn from the seed and the epoch alone, so that a run of
+    another plan, or one that goes on from a checkpoint, has the same."""
+    file, data, orders = None, None, []
+    results = []
+    for name, toy, replicas in (("straight", CONV3, (1, 1, 1)), ("replicas", CONV2, (2, 2))):
+        spec = harness.job(
+            tmp_path / name, with_code(toy, WEIGHTED), replicas, schedule="gpipe", microbatches=4, epochs=2
+        )
+        results.append(harness.without_statistics(weights(harness.run(spec))))
+        file = ModelFile.load(spec.model, trusted=True)
+        data = file.dataset("train")
+        orders.append([MinibatchLoader(file, "train", ()).sample_order(spec.seed, epoch) for epoch in (1, 2)])
+    assert orders[0] == orders[1]
+    assert [len(order) for order in orders[0]] == [14, 14]
+    assert orders[0][0] != orders[0][1]
+    epochs = [
+        [(data.x[part], data.y[part]) for part in (order[i : i + 4] for i in range(0, 14, 4))] for order in orders[0]
+    ]
+    expected = replay.synchronous(file.build(spec.seed), epochs, file.loss, file.optimizer, 4)
+    for found in results:
+        assert_same(found, harness.without_statistics(expected))

@@ -1,14 +1,9 @@
 """What a worker says of the user's data and optimizer."""
 
-import pickle
-import sys
-from dataclasses import replace
+from types import SimpleNamespace
 
-import harness
 import pytest
 import torch
-from harness import CONV2
-from test_run_nodes import end, script, start  # noqa: F401
 
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.envelope import ModelRef
@@ -19,6 +14,7 @@ from pdtool.run.data import MinibatchLoader
 from pdtool.run.stage import PipelineStage
 from pdtool.run.weights.learning_rate import RunLength
 from pdtool.run.weights.optimizer import NamedOptimizer
+from pdtool.run.worker_context import WorkerContext
 
 TEXT = """
 import numpy, torch
@@ -88,6 +84,30 @@ def test_the_seed_fixes_numpys_random_numbers_too(tmp_path):
     first, again, other = (loader.load([0, 1], seed)[0][0] for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        ("3", r"sampler\(\) returned 3, which does not give numbers of samples \(.*\); return a list of them"),
+        ("[[0, 1]]", r"sampler\(\) returned \[\[0, 1\]\], which does not give numbers"),
+        ("[0, 4]", r"sampler\(\) gives sample 4, of 4 samples, in epoch 2; return numbers from 0"),
+        ("[]", r"sampler\(\) gives no samples, in epoch 2"),
+        ("[1 / 0]", r"sampler\(\) raised ZeroDivisionError"),
+    ],
+)
+def test_samples_that_cannot_be_chosen_are_refused(tmp_path, returned, match):
+    loader = MinibatchLoader(load(tmp_path, more=f"def sampler(data, epoch): return {returned}\n"), "train", INPUTS)
+    with pytest.raises(ModelError, match=f"^user.py:.*{match}"):
+        loader.sample_order(0, 2)
+
+
+def test_a_sampler_draws_from_seed_and_epoch(tmp_path):
+    more = "def sampler(data, epoch): return [*torch.randint(2, (9,)) + torch.tensor(numpy.random.randint(3))]\n"
+    loader = MinibatchLoader(load(tmp_path, more=more), "train", INPUTS)
+    first, again, other_epoch, other_seed = (loader.sample_order(*at) for at in ((0, 1), (0, 1), (0, 2), (1, 1)))
+    assert first == again
+    assert first not in (other_epoch, other_seed)
 
 
 def parameters():
@@ -188,6 +208,7 @@ def test_sparse_gradients_become_dense_ones(tmp_path, kind):
     assert torch.equal(built.weight.grad, sparse.weight.grad.to_dense())
 
 
+NAMES = {0: (), 1: ("body.weight", "body.bias")}  # parameters of the stages of a worker
 CLIPPING = """
 class Clipping(torch.optim.SGD):
     def step(self, closure=None):
@@ -344,10 +365,26 @@ def test_a_loss_of_a_model_that_is_frozen_needs_no_gradient():
     stage.forward(0, [torch.ones(1, 2)])
 
 
-def test_a_warning_says_once_that_each_stage_has_its_own_optimizer(tmp_path, script):  # noqa: F811
-    code = CLIPPING + "def optimizer(named): return Clipping([p for _, p in named], lr=0.1)\n"
-    spec = harness.job(tmp_path, replace(CONV2, model=CONV2.model + code), steps=1)
-    (tmp_path / "spec").write_bytes(pickle.dumps(spec))
-    ((status, _, errors),) = end([start([sys.executable, str(script), str(tmp_path / "spec")])])
-    assert status == 0, errors
-    assert errors.count("warning: a step of Clipping seems to compute a norm over all") == 1, errors
+@pytest.mark.parametrize(
+    ("rank", "replicas", "kind", "warnings"),
+    [(0, (1, 1), "Clipping", 1), (1, (1, 1), "Clipping", 0), (0, (2,), "Clipping", 0), (0, (1, 1), "Scaled", 0)],
+)
+def test_a_warning_says_that_each_stage_has_its_own_optimizer(tmp_path, capsys, rank, replicas, kind, warnings):
+    """Once, by the first worker; not where one stage has all parameters."""
+    more = CLIPPING + f"def optimizer(named): return {kind}([p for _, p in named], lr=0.1)\n"
+    stages = {
+        s: SimpleNamespace(optimizer=optimizer_of(load(tmp_path, more=more), names)) for s, names in NAMES.items()
+    }
+    context = SimpleNamespace(
+        stages=stages, assignment=SimpleNamespace(rank=rank), shape=SimpleNamespace(replicas=replicas)
+    )
+    WorkerContext._warn_of_optimizer(context)
+    assert capsys.readouterr().err.count("warning: a step of Clipping seems to compute a norm over all") == warnings
+
+
+def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
+    file = load(tmp_path, more="def sampler(data, epoch): return range(epoch)\n")
+    context = SimpleNamespace(file=file, _sampled=lambda epoch: file.sampler(None, epoch), _chosen=1, epoch_samples=1)
+    assert WorkerContext.sample_order(context, 1) == [0]
+    with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, and 1 in epoch 1; return"):
+        WorkerContext.sample_order(context, 2)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import random
 import sys
@@ -163,6 +164,19 @@ class ModelFile:
             return len(data)
         except Exception as error:
             raise self.error_at(error, f"the length of {name}") from error
+
+    def sampler(self, data: Any, epoch: int) -> list[int]:
+        """Return which samples of the training set `data` an epoch has, in order, as the user's function says.
+
+        Raises:
+            ModelError: it fails, or gives something else than numbers.
+        """
+        returned = self._call(self.module.sampler, data, epoch)
+        try:
+            return [operator.index(index) for index in returned]
+        except TypeError as error:
+            what = f"sampler() returned {returned!r:.80}, which does not give numbers of samples ({error})"
+            raise self.error(what, "return a list of them, or a torch Sampler") from error
 
     def collate(self, data: Any, indices: Sequence[int], name: str) -> tuple[Any, Any]:
         """Return (inputs, target) of some samples of a split of the dataset, which `name` names in an error.

@@ -82,7 +82,7 @@ def samples_in_epoch(samples: int, config: RunConfig, *, drop_last: bool) -> int
     """Return how many samples of the training set are in an epoch.
 
     Args:
-        samples: of the whole training set.
+        samples: of the training set, or those that sampler() chooses.
         drop_last: whether a short last minibatch is left out.
 
     Raises:
@@ -101,6 +101,13 @@ def sample_order(seed: int, epoch: int, samples: int) -> list[int]:
     """Return the permutation of the training set in `epoch`: a function of these numbers only (law 8)."""
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, "order"))
     return torch.randperm(samples, generator=generator).tolist()
+
+
+def seed_generators(seed: int) -> None:
+    """Seed what the user's code may draw from: torch, Python and numpy."""
+    seed_torch(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
@@ -127,6 +134,20 @@ class MinibatchLoader:
         _, target = self.file.collate(self.data, [0], self.where)
         return DatasetSplit(self.file.samples(self.data, self.where), target)
 
+    def sample_order(self, run_seed: int, epoch: int) -> list[int]:
+        """Return the samples that the user's sampler() chooses for an epoch: a function of seed and epoch only.
+
+        Raises:
+            ModelError: it fails, or gives no samples, or one that the dataset does not have.
+        """
+        seed_generators(derive_seed(run_seed, epoch, "order"))
+        order, samples = self.file.sampler(self.data, epoch), self.file.samples(self.data, self.where)
+        wrong = [index for index in order if not 0 <= index < samples]
+        if wrong or not order:
+            what = f"gives sample {wrong[0]}, of {samples} samples" if wrong else "gives no samples"
+            raise self.file.error(f"sampler() {what}, in epoch {epoch}", "return numbers from 0 to len(dataset) - 1")
+        return order
+
     def load(self, indices: Sequence[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
         """Load one minibatch.
 
@@ -141,9 +162,7 @@ class MinibatchLoader:
             ModelError: a sample cannot be read or does not go with the others, or the inputs are not what the stages
                 were generated for.
         """
-        seed_torch(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_generators(seed)
         inputs, target = self.file.collate(self.data, indices, self.where)
         inputs = list(self.file.as_inputs(inputs))
         loaded = [(tuple(value.shape), value.dtype) for value in inputs]

@@ -38,7 +38,7 @@ from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
 from pdtool.run import checkpoint
 from pdtool.run.config import derive_seed
-from pdtool.run.data import DataPass, Minibatches, sample_order, seed_torch
+from pdtool.run.data import DataPass, Minibatches, seed_torch
 from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.metric_totals import MetricTotals
@@ -163,7 +163,7 @@ class Worker:
         resumed = done = self._resume()
         if self._context.last_stage and self._context.is_replica_0:
             self._log = MetricsLog(config.out, epochs_done=done)
-        samples, count = self._context.splits["train"].samples, self._context.epoch_samples
+        count = self._context.epoch_samples
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             config.target.is_reached(self.validate(0, size))
         self._meter.restart()
@@ -173,7 +173,7 @@ class Worker:
                 self._timer.restart()
                 self._meter.restart()
             done += 1
-            minibatches = Minibatches(sample_order(config.seed, done, samples)[:count], size)
+            minibatches = Minibatches(self._context.sample_order(done), size)
             start_s = time.perf_counter()
             self.train(done, minibatches)
             self._timer.epoch_ended(len(minibatches), count, time.perf_counter() - start_s)

@@ -14,7 +14,7 @@ from pdtool.frontend.graph_check import check_bundle
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.training_contract import looks_at_all_parameters
 from pdtool.run.config import RunConfig, assign_ranks
-from pdtool.run.data import DatasetSplit, MinibatchLoader, samples_in_epoch
+from pdtool.run.data import DatasetSplit, MinibatchLoader, sample_order, samples_in_epoch
 from pdtool.run.last_minibatch import check_last_minibatch
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.open_channels import Channels, open_channels
@@ -91,7 +91,8 @@ class WorkerContext:
         described = {name: loader.describe() for name, loader in self.loaders.items()}
         source = self.groups.replicas[0].ranks[0]
         self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
-        self.epoch_samples = samples_in_epoch(self.splits["train"].samples, config, drop_last=options.drop_last)
+        self._chosen = len(self._sampled(1)) if self.file.has("sampler") else self.splits["train"].samples
+        self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=options.drop_last)
         check_last_minibatch(modules, bundle, self.epoch_samples, device)
         self.status.set("the building of the stages")
         builder = _StageBuilder(self, model)
@@ -126,6 +127,27 @@ class WorkerContext:
                 "but each stage has its own optimizer, which sees the parameters of that stage only: to clip gradients "
                 "by their norm over all stages, set MAX_GRAD_NORM in model.py instead\n"
             )
+
+    def sample_order(self, epoch: int) -> Sequence[int]:
+        """Return the samples of an epoch, in order; the same on all workers, which call it together.
+
+        Raises:
+            ModelError: sampler() chooses another number of samples than in the first epoch.
+        """
+        is_sampled = self.file.has("sampler")
+        order = self._sampled(epoch) if is_sampled else sample_order(self.config.seed, epoch, self._chosen)
+        if len(order) != self._chosen:
+            what = f"sampler() gives {len(order)} samples in epoch {epoch}, and {self._chosen} in epoch 1"
+            raise self.file.error(what, "return as many in each, which the schedule of the run rests on")
+        return order[: self.epoch_samples]
+
+    def _sampled(self, epoch: int) -> list[int]:
+        """The samples that sampler() chooses; the first worker, which has the dataset, asks it."""
+        source = self.groups.replicas[0].ranks[0]
+        is_source = self.assignment.rank == source
+        own = self.loaders["train"].sample_order(self.config.seed, epoch) if is_source else None
+        order: list[int] = broadcast(own, source, "the order of the samples")
+        return order
 
     @property
     def is_replica_0(self) -> bool:
