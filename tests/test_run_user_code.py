@@ -196,6 +196,15 @@ def test_optimizers_that_one_step_does_not_update_are_refused(tmp_path, returned
         optimizer_of(load(tmp_path, more=more))
 
 
+def test_a_parameter_that_is_not_the_models_is_refused(tmp_path):
+    """Such as one of another model: it would be stepped, or nothing would, without a word."""
+    more = "def optimizer(named): return torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1)\n"
+    with pytest.raises(
+        ModelError, match=r"takes a parameter of shape \[2, 3\] that is not one of the model's; take only"
+    ):
+        optimizer_of(load(tmp_path, more=more))
+
+
 @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
 def test_sparse_gradients_become_dense_ones(tmp_path, kind):
     """With the same values, so that SGD and Adagrad, which take both, train the same weights."""
@@ -238,6 +247,8 @@ def test_a_step_that_looks_at_all_parameters_is_seen(tmp_path, kind, looks):
     ("line", "match"),
     [
         ("MAX_GRAD_NORM = 0", "MAX_GRAD_NORM: 0 is no positive finite number; write 1.0"),
+        ("MAX_GRAD_NORM = 10**400", "MAX_GRAD_NORM: 1000"),
+        ("MAX_GRAD_NORM = float('nan')", "MAX_GRAD_NORM: nan is no positive"),
         ("MAX_GRAD_NORM = float('inf')", "MAX_GRAD_NORM: inf is no positive"),
         ("MAX_GRAD_NORM = True", "MAX_GRAD_NORM: True is no positive"),
         ("MAX_GRAD_NORM = '1'", "MAX_GRAD_NORM: '1' is no positive"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer, SparseAdam
@@ -31,12 +32,11 @@ class TrainingOptions:
     drop_last: bool = False
 
     @classmethod
-    def of(cls, names: Mapping[str, object]) -> TrainingOptions:
+    def of(cls, names: Mapping[str, Any]) -> TrainingOptions:
         """Check what the user wrote, by name; raises FieldError, whose text ends with what to write."""
         norm = names.get("MAX_GRAD_NORM")
-        if norm is not None and (
-            isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 < norm < math.inf
-        ):
+        is_number = isinstance(norm, Real) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and 0 < norm <= sys.float_info.max):
             raise FieldError("MAX_GRAD_NORM", f"{norm!r:.80} is no positive finite number; write 1.0, or leave it out")
         step = names.get("SCHEDULER_STEP", "update")
         if step not in ("update", "epoch"):

@@ -114,10 +114,19 @@ class NamedOptimizer:
 def _user_optimizer(
     file: ModelFile, model_parameters: Mapping[str, nn.Parameter], kept: Mapping[str, nn.Parameter]
 ) -> Optimizer | None:
-    """The user's optimizer, for the kept parameters alone; None where it has none of them to train."""
+    """The user's optimizer, for the kept parameters alone; None where it has none of them to train.
+
+    Raises:
+        ModelError: it cannot be used; or it has a parameter that is not the model's, which no stage would update.
+    """
     if not any(p.requires_grad for p in kept.values()):
         return None
     optimizer = file.optimizer(list(model_parameters.items()))
+    known = {id(p) for p in model_parameters.values()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in known:
+            what = f"optimizer() takes a parameter of shape {list(parameter.shape)} that is not one of the model's"
+            raise file.error(what, "take only those that it is called with")
     keep_parameters(optimizer, {id(p) for p in kept.values()})
     return optimizer if any(group["params"] for group in optimizer.param_groups) else None
 
