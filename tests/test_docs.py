@@ -242,6 +242,9 @@ def test_this_version_stands_in_the_changelog():
 
 def test_the_readme_names_what_a_model_file_may_hold():
     source = (ROOT / "pdtool/frontend/modelfile.py").read_text()
-    for function in ("model", "example_inputs", "dataset", "loss", "optimizer", "scheduler", "metrics"):
+    for constant in ("MAX_GRAD_NORM", "SCHEDULER_STEP", "DROP_LAST", "HINTS"):
+        assert f"| `{constant} = " in README
+    training = ("optimizer", "scheduler", "metrics", "summarize_metrics", "after_update")
+    for function in ("model", "example_inputs", "dataset", "sampler", "loss", *training):
         assert f"| `{function}(" in README
         assert function in source

@@ -105,6 +105,23 @@ def test_a_failing_worker_is_named_and_takes_all_others_with_it(
     assert workers_left() == []
 
 
+def test_a_worker_that_others_wait_for_with_the_norm_of_all_stages_is_named(tmp_path: Path) -> None:
+    """The last stage has done its backwards, and waits for the sum over all workers."""
+    toy = faulty("a.register_hook(lambda gradient: time.sleep(600)) if self.n == 4 else 0")
+    spec = harness.job(
+        tmp_path,
+        replace(toy, model=toy.model + "\nMAX_GRAD_NORM = 1.0\n"),
+        schedule="1f1b-flush",
+        microbatches=2,
+        timeout_s=3.0,
+    )
+    message = r"^rank 1 .* did not answer; it was last at 1B4 of epoch 1; others waited 3 s for it"
+    with pytest.raises(WorkerDiedError, match=message):
+        launch(spec)
+    assert "the norm of the gradients was not summed over all workers" in (spec.out / "failure.txt").read_text()
+    assert workers_left() == []
+
+
 SCRIPT = """
 import sys, pickle
 from pathlib import Path

@@ -1,5 +1,7 @@
 """What a worker says of the user's data and optimizer."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,9 +9,12 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.training_contract import looks_at_all_parameters
 from pdtool.run.data import MinibatchLoader
 from pdtool.run.stage import PipelineStage
+from pdtool.run.weights.learning_rate import RunLength
 from pdtool.run.weights.optimizer import NamedOptimizer
+from pdtool.run.worker_context import WorkerContext
 
 TEXT = """
 import numpy, torch
@@ -151,32 +156,222 @@ def test_the_seed_fixes_numpys_random_numbers_too(tmp_path):
     assert not torch.equal(first, other)
 
 
-def parameter(trainable=True):
-    return {"w": torch.nn.Parameter(torch.ones(2), requires_grad=trainable)}
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        ("3", r"sampler\(\) returned 3, which does not give numbers of samples \(.*\); return a list of them"),
+        ("[[0, 1]]", r"sampler\(\) returned \[\[0, 1\]\], which does not give numbers"),
+        ("[0, 4]", r"sampler\(\) gives sample 4, of 4 samples, in epoch 2; return numbers from 0"),
+        ("[]", r"sampler\(\) gives no samples, in epoch 2"),
+        ("[1 / 0]", r"sampler\(\) raised ZeroDivisionError"),
+    ],
+)
+def test_samples_that_cannot_be_chosen_are_refused(tmp_path, returned, match):
+    loader = MinibatchLoader(load(tmp_path, more=f"def sampler(data, epoch): return {returned}\n"), "train", INPUTS)
+    with pytest.raises(ModelError, match=f"^user.py:.*{match}"):
+        loader.sample_order(0, 2)
+
+
+def test_a_sampler_draws_from_seed_and_epoch(tmp_path):
+    more = "def sampler(data, epoch): return [*torch.randint(2, (9,)) + torch.tensor(numpy.random.randint(3))]\n"
+    loader = MinibatchLoader(load(tmp_path, more=more), "train", INPUTS)
+    first, again, other_epoch, other_seed = (loader.sample_order(*at) for at in ((0, 1), (0, 1), (0, 2), (1, 1)))
+    assert first == again
+    assert first not in (other_epoch, other_seed)
+
+
+def parameters():
+    return {name: torch.nn.Parameter(torch.ones(2)) for name in ("body.weight", "body.bias", "head.weight")}
+
+
+def optimizer_of(file, names=("body.weight", "body.bias"), model=None):
+    """The optimizer of the stage that has these parameters."""
+    model = model or parameters()
+    return NamedOptimizer(file, model, {name: model[name] for name in names})
 
 
 def test_a_stage_with_nothing_to_train_has_no_optimizer(tmp_path):
-    assert NamedOptimizer(load(tmp_path), parameter(trainable=False)).optimizer is None
-    assert NamedOptimizer(load(tmp_path, pick="'head' in n"), parameter()).optimizer is None
-    assert NamedOptimizer(load(tmp_path), parameter()).optimizer is not None
+    frozen = {"w": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
+    assert optimizer_of(load(tmp_path), ["w"], frozen).optimizer is None
+    assert optimizer_of(load(tmp_path, pick="'head' in n")).optimizer is None
+    assert optimizer_of(load(tmp_path), []).optimizer is None
+    assert optimizer_of(load(tmp_path)).optimizer is not None
 
 
 def test_other_faults_of_the_optimizer_are_not_hidden(tmp_path):
     with pytest.raises(ModelError, match="division by zero"):
-        NamedOptimizer(load(tmp_path, pick="1 / 0"), parameter())
+        optimizer_of(load(tmp_path, pick="1 / 0"))
 
 
-def test_a_schedule_that_wants_a_metric_is_refused(tmp_path):
-    plateau = "def scheduler(o): return torch.optim.lr_scheduler.ReduceLROnPlateau(o)\n"
-    updater = NamedOptimizer(load(tmp_path, more=plateau), parameter())
-    with pytest.raises(ModelError, match="ReduceLROnPlateau cannot be stepped"):
-        updater.step()
+EVERY = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "Adafactor",
+)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("named", [False, True], ids=["tensors", "names"])
+def test_a_stage_keeps_its_parameters_in_the_groups_of_all(tmp_path, kind, named):
+    """And steps them as if all were there, beside a group that has become empty."""
+    text = f"""
+def optimizer(named):
+    pick = lambda layer: [(n, p) if {named} else p for n, p in named if n.startswith(layer)]
+    groups = [{{"params": pick("head")}}, {{"params": pick("body"), "lr": 0.5}}]
+    return torch.optim.{kind}(groups, lr=0.1)
+"""
+    file = load(tmp_path, more=text)
+    model, whole = parameters(), parameters()
+    part = optimizer_of(file, model=model).optimizer
+    assert [group["params"] for group in part.param_groups] == [[], [model["body.weight"], model["body.bias"]]]
+    assert not {*part.state} - {model["body.weight"], model["body.bias"]}
+    if named:
+        assert [group["param_names"] for group in part.param_groups] == [[], ["body.weight", "body.bias"]]
+    everything = file.optimizer(whole.items())
+    for _ in range(3):
+        for values, optimizer in ((model, part), (whole, everything)):
+            for p in values.values():
+                p.grad = p.detach() * 0.3
+            optimizer.step()
+    assert torch.equal(model["body.weight"], whole["body.weight"])
+    assert torch.equal(model["head.weight"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        (
+            "[torch.optim.SGD(p, 0.1), torch.optim.Adam(p)]",
+            r"returned 2 values in a list, .* \(GANs\) cannot be pipelined;",
+        ),
+        (
+            "torch.optim.SparseAdam(p)",
+            "returned SparseAdam, which takes sparse gradients only, but stages compute dense",
+        ),
+        ("torch.optim.LBFGS(p)", "returned LBFGS, whose step needs a closure that computes the loss again"),
+    ],
+)
+def test_optimizers_that_one_step_does_not_update_are_refused(tmp_path, returned, match):
+    more = f"def optimizer(named):\n    p = [p for _, p in named]\n    return {returned}\n"
+    with pytest.raises(ModelError, match=rf"^user.py: optimizer\(\) {match}.*; .*use|return"):
+        optimizer_of(load(tmp_path, more=more))
+
+
+def test_a_parameter_that_is_not_the_models_is_refused(tmp_path):
+    """Such as one of another model: it would be stepped, or nothing would, without a word."""
+    more = "def optimizer(named): return torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1)\n"
+    with pytest.raises(
+        ModelError, match=r"takes a parameter of shape \[2, 3\] that is not one of the model's; take only"
+    ):
+        optimizer_of(load(tmp_path, more=more))
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_sparse_gradients_become_dense_ones(tmp_path, kind):
+    """With the same values, so that SGD and Adagrad, which take both, train the same weights."""
+    more = f"def model():\n    return torch.nn.{kind}(5, 3, sparse=True)\n"
+    built = load(tmp_path, more=more).build()
+    sparse = getattr(torch.nn, kind)(5, 3, sparse=True, _weight=built.weight.detach().clone())
+    for module in (built, sparse):
+        module(torch.tensor([[1, 4], [1, 2]])).square().sum().backward()
+    assert not built.weight.grad.is_sparse
+    assert torch.equal(built.weight.grad, sparse.weight.grad.to_dense())
+
+
+NAMES = {0: (), 1: ("body.weight", "body.bias")}  # parameters of the stages of a worker
+CLIPPING = """
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+class Scaled(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+def clip_first(optimizer, args, kwargs):
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+def hooked(params, lr):
+    made = torch.optim.SGD(params, lr)
+    made.register_step_pre_hook(clip_first)
+    return made
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "looks"), [("Clipping", True), ("hooked", True), ("Scaled", False), ("torch.optim.SGD", False)]
+)
+def test_a_step_that_looks_at_all_parameters_is_seen(tmp_path, kind, looks):
+    more = CLIPPING + f"def optimizer(named): return {kind}([p for _, p in named], lr=0.1)\n"
+    assert looks_at_all_parameters(optimizer_of(load(tmp_path, more=more)).optimizer) == looks
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("MAX_GRAD_NORM = 0", "MAX_GRAD_NORM: 0 is no positive finite number; write 1.0"),
+        ("MAX_GRAD_NORM = 10**400", "MAX_GRAD_NORM: 1000"),
+        ("MAX_GRAD_NORM = float('nan')", "MAX_GRAD_NORM: nan is no positive"),
+        ("MAX_GRAD_NORM = float('inf')", "MAX_GRAD_NORM: inf is no positive"),
+        ("MAX_GRAD_NORM = True", "MAX_GRAD_NORM: True is no positive"),
+        ("MAX_GRAD_NORM = '1'", "MAX_GRAD_NORM: '1' is no positive"),
+        ("SCHEDULER_STEP = 'minibatch'", 'SCHEDULER_STEP: \'minibatch\' is unknown; write "update" or "epoch"'),
+        ("DROP_LAST = 1", "DROP_LAST: 1 is neither True nor False; write True"),
+    ],
+)
+def test_constants_are_checked(tmp_path, line, match):
+    with pytest.raises(ModelError, match=f"^user.py: {match}"):
+        _ = load(tmp_path, more=line).training
+
+
+def test_a_schedule_that_wants_an_argument_is_refused(tmp_path):
+    more = """
+class Metric:
+    def step(self, metric):
+        pass
+def scheduler(o): return Metric()
+"""
+    with pytest.raises(ModelError, match=r"Metric cannot be stepped \(.*\); use ReduceLROnPlateau, or one whose step"):
+        optimizer_of(load(tmp_path, more=more)).step()
+
+
+def test_what_is_no_schedule_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"scheduler\(\) returned NoneType, not an LRScheduler"):
+        optimizer_of(load(tmp_path, more="def scheduler(optimizer): pass\n"))
+
+
+@pytest.mark.parametrize(
+    ("signature", "total"), [("o", None), ("o, total", 7), ("o, warmup=3", None), ("o, *, warmup=3", None)]
+)
+def test_a_schedule_is_told_how_often_it_will_be_stepped_if_it_asks(tmp_path, signature, total):
+    arguments = "total" if total else "4"
+    more = f"def scheduler({signature}): return torch.optim.lr_scheduler.StepLR(o, {arguments})\n"
+    file, model = load(tmp_path, more=more), parameters()
+    assert file.scheduler(file.optimizer(model.items()), 7).step_size == (total or 4)
+
+
+def test_a_schedule_of_the_whole_run_goes_on_at_the_same_part_of_it(tmp_path):
+    """After the first of two epochs, whose plan made seven updates of it, while this one makes three."""
+    more = "def scheduler(o, total): return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=total)\n"
+    file, model = load(tmp_path, more=more), parameters()
+    resumed, expected = (NamedOptimizer(file, model, model, RunLength(epochs=2, updates=6)) for _ in range(2))
+    resumed.load({name: {"updates": torch.tensor(7)} for name in model}, [1.0])
+    for _ in range(3):
+        expected.step()
+    assert resumed.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"] != 0.1
 
 
 def test_a_schedule_that_fails_names_its_line(tmp_path):
     more = "def scheduler(o): return torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 - step))\n"
     with pytest.raises(ModelError, match=r"^user.py:10: the learning-rate schedule LambdaLR raised ZeroDivisionError"):
-        NamedOptimizer(load(tmp_path, more=more), parameter()).step()
+        optimizer_of(load(tmp_path, more=more)).step()
 
 
 def test_an_optimizer_whose_step_fails_names_its_line(tmp_path):
@@ -187,13 +382,43 @@ class Broken(torch.optim.SGD):
 def optimizer(named): return Broken([p for n, p in named], lr=0.1)
 """
     with pytest.raises(ModelError, match=r"^user.py:13: step 0 of Broken raised KeyError: 'momentum'"):
-        NamedOptimizer(load(tmp_path, more=more), parameter()).step()
+        optimizer_of(load(tmp_path, more=more)).step()
 
 
 def test_a_metric_of_several_elements_is_refused(tmp_path):
     file = load(tmp_path, more="def metrics(output, target): return {'a': (output, 1)}\n")
-    with pytest.raises(ModelError, match=r"metrics\(\) returned .*; return {name: \(sum, count\)}"):
+    with pytest.raises(
+        ModelError, match=r"metrics\(\) returned .*; return {name: \(sum, count\)}; sums that are tensors need"
+    ):
         file.metrics(torch.ones(2), None)
+
+
+SUMMED = "def metrics(output, target): return {'a': (output, 1)}\n"
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        ("3", r"summarize_metrics\(\) returned 3; return {name: number}"),
+        ("{'a': torch.ones(2)}", r"summarize_metrics\(\) returned .*; return {name: number}"),
+        ("{'epoch': 1}", r"summarize_metrics\(\) names 'epoch', which pdtool logs itself; rename it"),
+        ("{'a' * 101: 1}", r"summarize_metrics\(\) names .* cannot be printed in a table"),
+        ("{'a': 1 / 0}", r"11: summarize_metrics\(\) raised ZeroDivisionError"),
+    ],
+)
+def test_figures_that_cannot_be_logged_are_refused(tmp_path, returned, match):
+    file = load(tmp_path, more=f"{SUMMED}def summarize_metrics(totals): return {returned}\n")
+    totals = file.metrics(torch.ones(2), None)
+    assert torch.equal(totals["a"][0], torch.ones(2))
+    with pytest.raises(ModelError, match=rf"^user.py:.*{match}"):
+        file.summarize_metrics(totals)
+
+
+def test_what_fails_after_an_update_names_its_line(tmp_path):
+    more = "def after_update(named_parameters, update):\n    dict(named_parameters)['tail']\n"
+    optimizer = optimizer_of(load(tmp_path, more=more))
+    with pytest.raises(ModelError, match=r"^user.py:11: after_update\(\) raised KeyError: 'tail'"):
+        optimizer.step()
 
 
 def detached_loss(output, target):
@@ -219,3 +444,28 @@ def test_a_loss_of_a_model_that_is_frozen_needs_no_gradient():
     stage = PipelineStage(torch.nn.Linear(2, 2).requires_grad_(False), lambda output, target: output.mean())
     stage.weights.begin_phase({0: 0})
     stage.forward(0, [torch.ones(1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("rank", "replicas", "kind", "warnings"),
+    [(0, (1, 1), "Clipping", 1), (1, (1, 1), "Clipping", 0), (0, (2,), "Clipping", 0), (0, (1, 1), "Scaled", 0)],
+)
+def test_a_warning_says_that_each_stage_has_its_own_optimizer(tmp_path, capsys, rank, replicas, kind, warnings):
+    """Once, by the first worker; not where one stage has all parameters."""
+    more = CLIPPING + f"def optimizer(named): return {kind}([p for _, p in named], lr=0.1)\n"
+    stages = {
+        s: SimpleNamespace(optimizer=optimizer_of(load(tmp_path, more=more), names)) for s, names in NAMES.items()
+    }
+    context = SimpleNamespace(
+        stages=stages, assignment=SimpleNamespace(rank=rank), shape=SimpleNamespace(replicas=replicas)
+    )
+    WorkerContext._warn_of_optimizer(context)
+    assert capsys.readouterr().err.count("warning: a step of Clipping seems to compute a norm over all") == warnings
+
+
+def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
+    file = load(tmp_path, more="def sampler(data, epoch): return range(epoch)\n")
+    context = SimpleNamespace(file=file, _sampled=lambda epoch: file.sampler(None, epoch), _chosen=1, epoch_samples=1)
+    assert WorkerContext.sample_order(context, 1) == [0]
+    with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, and 1 in epoch 1; return"):
+        WorkerContext.sample_order(context, 2)

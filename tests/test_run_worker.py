@@ -55,7 +55,8 @@ def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch
         meter=WorkerMeter(CPU),
         status=None,
         last_stage=None,
-        splits={"train": DatasetSplit(6, ())},
+        epoch_samples=6,
+        sample_order=lambda epoch: range(6),
     )
     for name in ("train", "validate", "_save", "_report"):
         monkeypatch.setattr(Worker, name, lambda *_: {"loss": 1.0})

@@ -30,6 +30,8 @@ class CheckpointManifest(Artifact):
         epoch: epochs that were trained.
         seed: of the run.
         metrics: of the validation after that epoch; finite.
+        validation_losses: of each epoch until then, which learning-rate schedules may depend on; finite. Older
+            checkpoints have none.
         files: the safetensors files in the same folder, each with the state of one stage.
     """
 
@@ -41,3 +43,4 @@ class CheckpointManifest(Artifact):
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     metrics: dict[Label, Annotated[float, Field(allow_inf_nan=False)]]
     files: dict[StageFile, StoredFile]
+    validation_losses: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()

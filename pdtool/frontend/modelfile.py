@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import random
 import sys
@@ -28,6 +29,7 @@ from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_io import CONSTANTS, ModelInputs
+from pdtool.frontend.training_contract import TrainingOptions, check_optimizer, takes_total
 from pdtool.frontend.user_code import collate, error_at
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
@@ -105,7 +107,11 @@ class ModelFile:
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
-        return _in_training(_unwrapped(model))
+        model = _in_training(_unwrapped(model))
+        for module in model.modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                module.sparse = False  # the same gradients; stages, replicas and messages have dense ones only
+        return model
 
     def example_inputs(self, batch_size: int) -> ModelInputs:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
@@ -168,6 +174,19 @@ class ModelFile:
         except Exception as error:
             raise self.error_at(error, f"the length of {name}") from error
 
+    def sampler(self, data: Any, epoch: int) -> list[int]:
+        """Return which samples of the training set `data` an epoch has, in order, as the user's function says.
+
+        Raises:
+            ModelError: it fails, or gives something else than numbers.
+        """
+        returned = self._call(self.module.sampler, data, epoch)
+        try:
+            return [operator.index(index) for index in returned]
+        except TypeError as error:
+            what = f"sampler() returned {returned!r:.80}, which does not give numbers of samples ({error})"
+            raise self.error(what, "return a list of them, or a torch Sampler") from error
+
     def collate(self, data: Any, indices: Sequence[int], name: str) -> tuple[Any, Any]:
         """Return (inputs, target) of some samples of a split of the dataset, which `name` names in an error.
 
@@ -185,40 +204,93 @@ class ModelFile:
         return value
 
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
-        """Make the user's optimizer over one stage's parameters, under their original names."""
-        optimizer = self._call(self._function("optimizer"), named_parameters)
-        if not isinstance(optimizer, Optimizer):
-            raise self.error(f"optimizer() returned {type(optimizer).__name__}, not an Optimizer")
-        return optimizer
+        """Make the user's optimizer over all parameters of the model, under their original names."""
+        returned = self._call(self._function("optimizer"), named_parameters)
+        try:
+            return check_optimizer(returned)
+        except FieldError as fault:
+            raise self.error(f"{fault.field} {fault}") from fault
 
-    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the user's learning-rate schedule, which is stepped once for each update; None without one."""
-        return self._call(self.module.scheduler, optimizer) if self.has("scheduler") else None
+    def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
+        """Make the user's learning-rate schedule; None without one.
 
-    def metrics(self, output: Any, target: Any) -> dict[str, tuple[float, float]]:
-        """Return the user's metrics as {name: (sum, count)}; {} without any."""
+        Args:
+            total_steps: how often it will be stepped in the whole run, for a scheduler() that asks for it.
+        """
+        if not self.has("scheduler"):
+            return None
+        total = [total_steps] if self.scheduler_takes_total else []
+        scheduler = self._call(self.module.scheduler, optimizer, *total)
+        if not callable(getattr(scheduler, "step", None)):
+            raise self.error(f"scheduler() returned {type(scheduler).__name__}, not an LRScheduler")
+        return scheduler  # type: ignore[no-any-return]
+
+    @property
+    def scheduler_takes_total(self) -> bool:
+        """Whether scheduler() asks for `total_steps`."""
+        return self.has("scheduler") and takes_total(self.module.scheduler)
+
+    def after_update(self, named_parameters: NamedParameters, update: int) -> None:
+        """Call the user's function, if there is one, with parameters after their update number `update`, from 1."""
+        if self.has("after_update"):
+            with torch.no_grad():
+                self._call(self.module.after_update, named_parameters, update)
+
+    def metrics(self, output: Any, target: Any) -> dict[str, tuple[Any, float]]:
+        """Return the user's metrics as {name: (sum, count)}; {} without any.
+
+        A sum is a number, or for `summarize_metrics` also a tensor of any shape, then on the CPU.
+        """
         if not self.has("metrics"):
             return {}
         returned = self._call(self.module.metrics, output, target)
+        as_sum = _tensor_or_number if self.has("summarize_metrics") else float
         try:
-            metrics = {str(name): (float(total), float(number)) for name, (total, number) in returned.items()}
+            metrics = {str(name): (as_sum(total), float(number)) for name, (total, number) in returned.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise self.error(f"metrics() returned {returned!r}", "return {name: (sum, count)}") from error
-        for name in metrics:
+            remedy = "return {name: (sum, count)}; sums that are tensors need a function summarize_metrics"
+            raise self.error(f"metrics() returned {returned!r:.200}", remedy) from error
+        self._check_metric_names("metrics", metrics)
+        return metrics
+
+    def summarize_metrics(self, totals: Mapping[str, tuple[Any, float]]) -> dict[str, float]:
+        """Return the figures of a validation: the means, or what the user's function makes of the totals.
+
+        Args:
+            totals: what `metrics` returned, {name: (sum, count)}, added up over all minibatches.
+        """
+        if not self.has("summarize_metrics"):
+            return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+        returned = self._call(self.module.summarize_metrics, dict(totals))
+        try:
+            figures = {str(name): float(value) for name, value in returned.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise self.error(f"summarize_metrics() returned {returned!r:.200}", "return {name: number}") from error
+        self._check_metric_names("summarize_metrics", figures)
+        return figures
+
+    def _check_metric_names(self, function: str, names: Iterable[str]) -> None:
+        for name in names:
             if not 0 < len(name) <= _MAX_METRIC_NAME or not name.isprintable():
                 short = repr(name if len(name) <= _MAX_METRIC_NAME else name[:_MAX_METRIC_NAME] + "…")
                 remedy = f"use 1 to {_MAX_METRIC_NAME} printable characters"
-                raise self.error(f"metrics() names {short}, which cannot be printed in a table", remedy)
-        taken = sorted(metrics.keys() & RESERVED_METRICS)
-        if taken:
-            raise self.error(f"metrics() names {taken[0]!r}, which pdtool logs itself", "rename it")
-        return metrics
+                raise self.error(f"{function}() names {short}, which cannot be printed in a table", remedy)
+            if name in RESERVED_METRICS:
+                raise self.error(f"{function}() names {name!r}, which pdtool logs itself", "rename it")
 
     @cached_property
     def hints(self) -> Hints:
         """`HINTS`, checked."""
         try:
             return Hints.of(getattr(self.module, "HINTS", {}))
+        except FieldError as fault:
+            raise self.error(f"{fault.field}: {fault}") from fault
+
+    @cached_property
+    def training(self) -> TrainingOptions:
+        """The constants of training, checked."""
+        try:
+            return TrainingOptions.of(vars(self.module))
         except FieldError as fault:
             raise self.error(f"{fault.field}: {fault}") from fault
 
@@ -277,6 +349,11 @@ def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
     for child in module.children():
         child.train(mode)
     return module
+
+
+def _tensor_or_number(total: Any) -> Any:
+    """A sum as it is added up and sent to other workers."""
+    return total.detach().cpu() if isinstance(total, Tensor) else float(total)
 
 
 def _seed_generators(seed: int) -> None:

@@ -214,19 +214,18 @@ class ProfiledModel:
         """Return the user's optimizer over all parameters after one step with gradients of zero; None without one.
 
         Raises:
-            ModelError: its step needs a closure.
+            ModelError: its step fails, or needs a closure.
         """
         if not self.model_file.has("optimizer"):
             return None
-        named = [(name, p) for name, p in self.traced.model.named_parameters() if p.requires_grad]
+        named = list(self.traced.model.named_parameters())
         optimizer = self.model_file.optimizer(named)
         for _, parameter in named:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         try:
             optimizer.step()
-        except TypeError as error:
-            what = f"{type(optimizer).__name__}.step() cannot be called alone ({error})"
-            raise self.model_file.error(what, "use an optimizer that needs no closure") from error
+        except Exception as error:
+            raise self.model_file.error_at(error, f"a step of {type(optimizer).__name__}") from error
         return optimizer
 
     def state_bytes_per_parameter_byte(self, optimizer: Optimizer) -> float:

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pdtool.artifacts.bundle import TensorSpec
+from pdtool.errors import ModelError
 from pdtool.frontend.model_io import register_containers
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.config import derive_seed
+from pdtool.run.config import RunConfig, derive_seed
 from pdtool.run.messages.routes import dtype_of
 
 
@@ -80,6 +81,25 @@ class DataPass:
         return derive_seed(self.run_seed, self.split_name, self.epoch, "data", minibatch)
 
 
+def samples_in_epoch(samples: int, config: RunConfig, *, drop_last: bool) -> int:
+    """Return how many samples of the training set are in an epoch.
+
+    Args:
+        samples: of the training set, or those that sampler() chooses.
+        drop_last: whether a short last minibatch is left out.
+
+    Raises:
+        ModelError: none is.
+    """
+    size = config.plan.batch_size
+    count = min(samples, config.steps * size) if config.steps else samples
+    count -= count % size if drop_last else 0
+    if not count:
+        what = f"with DROP_LAST the training set of {samples} samples has no minibatch of {size}"
+        raise ModelError(what, "leave DROP_LAST out of model.py, or plan for a smaller minibatch")
+    return count
+
+
 def sample_order(seed: int, epoch: int, samples: int) -> list[int]:
     """Return the permutation of the training set in `epoch`: a function of these numbers only (law 8)."""
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, "order"))
@@ -121,6 +141,20 @@ class MinibatchLoader:
         self._described = DatasetSplit(self.file.samples(self.data, self.where), target)
         self._check_target(target, 1)
         return self._described
+
+    def sample_order(self, run_seed: int, epoch: int) -> list[int]:
+        """Return the samples that the user's sampler() chooses for an epoch: a function of seed and epoch only.
+
+        Raises:
+            ModelError: it fails, or gives no samples, or one that the dataset does not have.
+        """
+        seed_generators(derive_seed(run_seed, epoch, "order"))
+        order, samples = self.file.sampler(self.data, epoch), self.file.samples(self.data, self.where)
+        wrong = [index for index in order if not 0 <= index < samples]
+        if wrong or not order:
+            what = f"gives sample {wrong[0]}, of {samples} samples" if wrong else "gives no samples"
+            raise self.file.error(f"sampler() {what}, in epoch {epoch}", "return numbers from 0 to len(dataset) - 1")
+        return order
 
     def load(self, indices: Sequence[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
         """Load one minibatch.

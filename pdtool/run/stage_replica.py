@@ -6,7 +6,7 @@ A worker has one; with an interleaved schedule it has several.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,8 +57,8 @@ class StageReplica:
         """
         self._round[minibatch] = weight
 
-    def update(self, epoch: int) -> float:
-        """End a round: average the gradients over the replicas, then step to a new weight version.
+    def end_round(self, epoch: int) -> float:
+        """Average the gradients of a round over the replicas, and start summing those of tied parameters.
 
         Returns:
             The mean loss of the round's samples.
@@ -72,10 +72,13 @@ class StageReplica:
         for tied in self.tied:
             tied.start_sum(weight)
         weight, loss = self.averager.average_gradients(weight, loss)
+        return loss / weight
+
+    def step(self) -> None:
+        """Step to a new weight version with the gradients of the round; tied parameters have steps of their own."""
         self.stage.weights.prepare_update()
         self.optimizer.step()
         self._extrapolate_weights()
-        return loss / weight
 
     def take_due_tied_steps(self) -> None:
         """Take the steps of tied parameters that are due, before the stage's next action.
@@ -84,6 +87,7 @@ class StageReplica:
         """
         for tied in self.tied:
             while tied.is_step_due:
+                tied.take_sum()
                 tied.step()
                 self._extrapolate_weights()
 
@@ -99,9 +103,15 @@ class StageReplica:
         self.stage.weights.bind_newest()
         for tied in self.tied:
             while not tied.is_drained:
+                tied.take_sum()
                 tied.step()
         self._extrapolate_weights()
         self.averager.average_buffers(self.stage.module.buffers(), minibatches)
+
+    def epoch_done(self, validation_loss: float) -> None:
+        """Step learning-rate schedules of epochs."""
+        for optimizer in self._optimizers:
+            optimizer.epoch_done(validation_loss)
 
     def state(self, canonical: Mapping[str, str]) -> dict[str, Tensor]:
         """Return this stage's part of a checkpoint; the state of a tied parameter's optimizer is its first holder's.
@@ -116,11 +126,12 @@ class StageReplica:
             state |= {f"optimizer.{canonical[name]}.{key}": value for name, key, value in optimizer.state()}
         return state
 
-    def load(self, folder: Path, canonical: Mapping[str, str]) -> None:
+    def load(self, folder: Path, canonical: Mapping[str, str], validation_losses: Sequence[float]) -> None:
         """Take over what `state` returned from a checkpoint, also of another plan.
 
         Args:
             canonical: parameter name -> its first name in the whole model.
+            validation_losses: of each epoch until then.
 
         Raises:
             UsageError: the checkpoint is of another model.
@@ -135,7 +146,7 @@ class StageReplica:
             if key not in model_keys:
                 by_parameter.setdefault(names[_parameter_name(key)], {})[key.rpartition(".")[2]] = value
         for optimizer in self._optimizers:
-            optimizer.load(by_parameter)
+            optimizer.load(by_parameter, validation_losses)
         self._extrapolate_weights()
 
     def _load_module(self, saved: Mapping[str, Tensor], folder: Path) -> None:

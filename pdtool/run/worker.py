@@ -26,10 +26,8 @@ sent before those of the parameters are computed. The first stage loads in (1), 
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -38,11 +36,11 @@ from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.chrome_trace import chrome_trace
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
-from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
-from pdtool.run.data import DataPass, Minibatches, sample_order
+from pdtool.run.data import DataPass, Minibatches
 from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
 from pdtool.run.measure.epoch_timer import EpochTimer
+from pdtool.run.measure.metric_totals import MetricTotals
 from pdtool.run.measure.metrics_log import MetricsLog
 from pdtool.run.processes.collectives import all_gather
 from pdtool.run.stage_replica import StageReplica
@@ -82,6 +80,7 @@ class Worker:
         self._context, self._config, self._assignment = context, context.config, context.assignment
         self._stages, self._meter, self._status = context.stages, context.meter, context.status
         self.metrics: dict[str, float] = {}
+        self._losses: list[float] = []  # of the validation after each epoch
         self._log: MetricsLog | None = None
         self._timer = EpochTimer()
         self._action_lists: dict[int, ActionList] = {}
@@ -115,7 +114,8 @@ class Worker:
                     case ActionKind.BACKWARD_WEIGHT:
                         replica.stage.backward_weight(i, minibatches.weight(i), on_gradient)  # (5), begins (7)
                     case ActionKind.UPDATE:
-                        self._log_update(epoch, replica, replica.update(epoch))  # (7), (8)
+                        self._log_update(epoch, replica, replica.end_round(epoch))  # (7)
+                        self._context.updates.update(replica)  # (8)
                 if action.kind.completes_backward:
                     replica.backward_done(i, minibatches.weight(i))
         for stage, replica in self._stages.items():
@@ -129,7 +129,7 @@ class Worker:
             max_samples: validate with the first samples only.
 
         Returns:
-            The means over all samples, on every worker.
+            The figures over all samples, on every worker.
 
         Raises:
             PdtoolError: one of them is not a number.
@@ -138,7 +138,7 @@ class Worker:
         minibatches = Minibatches(range(samples)[:max_samples], self._config.plan.batch_size)
         action_list = self._forward_list(len(minibatches))
         self._begin_phase("valid", epoch, minibatches, action_list)
-        sums: dict[str, tuple[float, float]] = {}
+        totals = MetricTotals(self._context.file)
         for replica in self._stages.values():
             replica.stage.module.eval()
         with torch.no_grad():
@@ -150,17 +150,11 @@ class Worker:
                 replica.io.send_outputs(action.minibatch, outputs)  # (3)
                 if replica is self._context.last_stage:
                     replica.stage.seeds.seed_user_code("loss")
-                    self._add_metrics(sums, outputs[0], target, minibatches.samples(action.minibatch))
+                    totals.add(outputs[0], target, minibatches.samples(action.minibatch))
         for replica in self._stages.values():
             replica.io.end_phase()
             replica.stage.module.train()
-        means = self._means(sums)
-        for name, value in means.items():
-            if not math.isfinite(value):
-                raise PdtoolError(
-                    f"the validation after epoch {epoch} gives {name} {value}", "try a lower learning rate"
-                )
-        return means
+        return totals.summarize(self._context.groups.world, f"the validation after epoch {epoch}")
 
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
@@ -168,8 +162,7 @@ class Worker:
         resumed = done = self._resume()
         if self._context.last_stage and self._context.is_replica_0:
             self._log = MetricsLog(config.out, epochs_done=done)
-        samples = self._context.splits["train"].samples
-        count = min(samples, config.steps * size) if config.steps else samples
+        count = self._context.epoch_samples
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             config.target.is_reached(self.validate(0, size))
         self._meter.restart()
@@ -179,12 +172,13 @@ class Worker:
                 self._timer.restart()
                 self._meter.restart()
             done += 1
-            minibatches = Minibatches(sample_order(config.seed, done, samples)[:count], size)
+            minibatches = Minibatches(self._context.sample_order(done), size)
             start_s = time.perf_counter()
             self.train(done, minibatches)
             self._timer.epoch_ended(len(minibatches), count, time.perf_counter() - start_s)
             with self._meter.paused():
                 self.metrics = self.validate(done)
+            self._epoch_done()
             self._save(done)
         return self._report(done, count)
 
@@ -220,22 +214,8 @@ class Worker:
 
     def _log_update(self, epoch: int, replica: StageReplica, loss: float) -> None:
         if self._log and replica is self._context.last_stage:
-            step = replica.optimizer.updates
+            step = replica.optimizer.updates + 1
             self._log.write({"split": "train", "epoch": epoch, "step": step, "loss": loss})
-
-    def _add_metrics(self, sums: dict[str, tuple[float, float]], output: Any, target: Any, samples: int) -> None:
-        metrics = {"loss": (float(self._context.file.loss(output, target)) * samples, float(samples))}
-        metrics |= self._context.file.metrics(output, target)
-        for name, (total, count) in metrics.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = (before[0] + total, before[1] + count)
-
-    def _means(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-        """The means over the workers of the last stage, in order, so that all workers compute the same numbers."""
-        workers = all_gather(sums, self._context.groups.world, "the validation metrics")
-        names = dict.fromkeys(name for worker in workers for name in worker)
-        totals = {n: [sum(worker[n][k] for worker in workers if n in worker) for k in (0, 1)] for n in names}
-        return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
 
     def _is_target_reached(self) -> bool:
         target = self._config.target
@@ -247,16 +227,25 @@ class Worker:
             return 0
         folder = checkpoint.latest(self._config.resume)
         manifest = checkpoint.read_manifest(folder)
-        self._context.load(folder)
         self.metrics = dict(manifest.metrics)
+        self._losses = [*manifest.validation_losses] or [self.metrics.get("loss", 0.0)] * manifest.epoch
+        self._context.load(folder, self._losses)
         return manifest.epoch
+
+    def _epoch_done(self) -> None:
+        """Step learning-rate schedules of epochs."""
+        self._losses.append(self.metrics["loss"])
+        for replica in self._stages.values():
+            replica.epoch_done(self.metrics["loss"])
 
     def _save(self, epoch: int) -> None:
         if self._log:  # first: should the run end in between, the epoch is trained again and its lines are dropped
             step = self._context.last_stage.optimizer.updates if self._context.last_stage else 0
             self._log.write({"split": "valid", "epoch": epoch, "step": step} | self.metrics)
         self._status.set(f"the checkpoint of epoch {epoch}")
-        manifest = CheckpointManifest(epoch=epoch, seed=self._config.seed, metrics=self.metrics, files={})
+        manifest = CheckpointManifest(
+            epoch=epoch, seed=self._config.seed, metrics=self.metrics, validation_losses=tuple(self._losses), files={}
+        )
         checkpoint.save(self._config.out, manifest, self._context.states(), self._context.groups.world)
 
     def _report(self, epochs: int, samples: int) -> Report:

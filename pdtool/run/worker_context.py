@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from pdtool.frontend.graph_check import check_bundle
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.training_contract import looks_at_all_parameters
 from pdtool.run.config import RunConfig, assign_ranks
-from pdtool.run.data import DatasetSplit, MinibatchLoader
+from pdtool.run.data import DatasetSplit, MinibatchLoader, sample_order, samples_in_epoch
+from pdtool.run.last_minibatch import check_last_minibatch
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.open_channels import Channels, open_channels
 from pdtool.run.messages.routes import describe_targets, dtype_of, list_edges, list_routes
@@ -24,7 +27,9 @@ from pdtool.run.processes.status import Status
 from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.stage_module import load_stage_module
 from pdtool.run.stage_replica import StageReplica
+from pdtool.run.weights.clipped_updates import ClippedUpdates
 from pdtool.run.weights.initial_weights import equalize_weights
+from pdtool.run.weights.learning_rate import RunLength
 from pdtool.run.weights.optimizer import NamedOptimizer
 from pdtool.run.weights.replica_averager import ReplicaAverager
 from pdtool.run.weights.tied_parameters import TiedHolders, TiedParameterSync
@@ -47,7 +52,9 @@ class WorkerContext:
         canonical: parameter name -> its first name in the whole model, under which its optimizer state is saved.
         loaders: at the first stage, by the name of the split.
         splits: by name.
+        epoch_samples: samples of the training set in an epoch.
         stages: its replicas of stages, by the stage's number.
+        updates: updates them.
 
     Raises:
         PeerError: a worker does not come.
@@ -62,6 +69,7 @@ class WorkerContext:
         self.groups = make_process_groups(config, device, local_workers)
         self.status.set("the loading of the model")
         self.file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
+        options = self.file.training
         self.shape = config.plan.shape(tuple(tied.stages for tied in bundle.tied))
         model = self.file.build(config.seed)
         if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
@@ -84,9 +92,21 @@ class WorkerContext:
         described = {name: loader.describe() for name, loader in self.loaders.items()}
         source = self.groups.replicas[0].ranks[0]
         self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
+        self._chosen = len(self._sampled(1)) if self.file.has("sampler") else self.splits["train"].samples
+        self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=options.drop_last)
+        check_last_minibatch(modules, bundle, self.epoch_samples, device)
         self.status.set("the building of the stages")
         builder = _StageBuilder(self, model)
         self.stages = {s: builder.build(s, module) for s, module in modules.items()}
+        updates_together = not is_asynchronous(config.plan.schedule) and len(self.shape.replicas) > 1
+        self.updates = ClippedUpdates(
+            options.max_grad_norm,
+            self.groups.world if updates_together else None,
+            stages=len(self.stages),
+            is_replica_0=self.is_replica_0,
+            meter=self.meter,
+        )
+        self._warn_of_optimizer()
 
     def _equalize(self, modules: Mapping[int, nn.Module]) -> None:
         """Let replicas and tied copies begin alike; worker 0 says so where they did not."""
@@ -97,6 +117,38 @@ class WorkerContext:
                 f"warning: model() gave {names} other values on some workers, which now have those of the first: draw "
                 "initial weights from the generators of torch, numpy or random, which pdtool seeds\n"
             )
+
+    def _warn_of_optimizer(self) -> None:
+        """Say once, at worker 0, that an optimizer which looks at all of its parameters sees those of a stage only."""
+        optimizer = next((r.optimizer.optimizer for r in self.stages.values() if r.optimizer.optimizer), None)
+        is_divided = self.assignment.rank == 0 and len(self.shape.replicas) > 1
+        if is_divided and optimizer and looks_at_all_parameters(optimizer):
+            sys.stderr.write(
+                f"warning: a step of {type(optimizer).__name__} seems to compute a norm over all of its parameters, "
+                "but each stage has its own optimizer, which sees the parameters of that stage only: to clip gradients "
+                "by their norm over all stages, set MAX_GRAD_NORM in model.py instead\n"
+            )
+
+    def sample_order(self, epoch: int) -> Sequence[int]:
+        """Return the samples of an epoch, in order; the same on all workers, which call it together.
+
+        Raises:
+            ModelError: sampler() chooses another number of samples than in the first epoch.
+        """
+        is_sampled = self.file.has("sampler")
+        order = self._sampled(epoch) if is_sampled else sample_order(self.config.seed, epoch, self._chosen)
+        if len(order) != self._chosen:
+            what = f"sampler() gives {len(order)} samples in epoch {epoch}, and {self._chosen} in epoch 1"
+            raise self.file.error(what, "return as many in each, which the schedule of the run rests on")
+        return order[: self.epoch_samples]
+
+    def _sampled(self, epoch: int) -> list[int]:
+        """The samples that sampler() chooses; the first worker, which has the dataset, asks it."""
+        source = self.groups.replicas[0].ranks[0]
+        is_source = self.assignment.rank == source
+        own = self.loaders["train"].sample_order(self.config.seed, epoch) if is_source else None
+        order: list[int] = broadcast(own, source, "the order of the samples")
+        return order
 
     @property
     def is_replica_0(self) -> bool:
@@ -112,14 +164,17 @@ class WorkerContext:
         """Return what this worker writes of a checkpoint: the state of each of its stages, if it is replica 0."""
         return {s: replica.state(self.canonical) for s, replica in self.stages.items() if self.is_replica_0}
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, validation_losses: Sequence[float]) -> None:
         """Take over parameters, buffers and optimizer state from a checkpoint of any plan of the same model.
+
+        Args:
+            validation_losses: of each epoch until then.
 
         Raises:
             UsageError: the checkpoint is of another model.
         """
         for replica in self.stages.values():
-            replica.load(folder, self.canonical)
+            replica.load(folder, self.canonical, validation_losses)
 
 
 def _channels(context: WorkerContext) -> Channels:
@@ -137,6 +192,7 @@ class _StageBuilder:
     def __init__(self, context: WorkerContext, model: nn.Module) -> None:
         self._context, self._config, self._channels = context, context.config, _channels(context)
         self._model_state = model.state_dict(keep_vars=True)
+        self._model_parameters = dict(model.named_parameters())
         self._delays = gradient_delays(self._config.plan.schedule, context.shape)
 
     def build(self, s: int, module: nn.Module) -> StageReplica:
@@ -191,11 +247,22 @@ class _StageBuilder:
                 lag = tied_update_lag(context.shape, described.stages, s) if is_late else 0
                 holders = TiedHolders(group, len(names), lag, is_first=first == s)
                 optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
-                tied.append(TiedParameterSync(optimizer, holders, context.meter))
+                max_norm = context.file.training.max_grad_norm if is_late else None
+                tied.append(TiedParameterSync(optimizer, holders, context.meter, max_norm))
         return tied
 
     def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
-        return NamedOptimizer(self._context.file, parameters, self._config.delay_compensation, self._delays[s])
+        context, config = self._context, self._config
+        minibatches = math.ceil(context.epoch_samples / config.plan.batch_size)
+        updates = config.epochs * math.ceil(minibatches / context.shape.update_every[s])
+        return NamedOptimizer(
+            context.file,
+            self._model_parameters,
+            parameters,
+            RunLength(config.epochs, updates),
+            config.delay_compensation,
+            self._delays[s],
+        )
 
     def _unused_state(self, s: int, stage: PipelineStage, saved_names: Sequence[str]) -> dict[str, Tensor]:
         """See StageReplica.unused_state."""

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import clip_grad_norm_
 
 Batch = tuple[Tensor, Any]
 
@@ -100,6 +101,8 @@ def asynchronous(
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     pipeline: Pipeline,
     tied: Sequence[str] = (),
+    max_norm: float | None = None,
+    after_update: Callable[[Any, int], object] = lambda named, update: None,
 ) -> dict[str, Tensor]:
     """Train with updates while minibatches are in flight; the weights after the last epoch, by name.
 
@@ -109,12 +112,16 @@ def asynchronous(
             All copies take the same steps, each with the sum over the holders of their gradients of one round, but
             holder s begins `lag` rounds late: its version v has seen max(0, v - lag) of them. At an epoch's end
             those still due are taken.
+        max_norm: before a step the gradients of a stage are clipped by the norm of those that are not tied, and the
+            tied one by its own.
+        after_update: called with the named parameters of a stage and how many updates it has made.
     """
     named = dict(model.named_parameters())
     stage = {n: stage_of(n) for n in named}
     lag = {n: pipeline.lag(stage[n], stage[tied[0]]) if n in tied else 0 for n in named}
     own = [[n for n in named if stage[n] == s and n not in tied[1:]] for s in range(len(pipeline.replicas))]
     optimizers = [make_optimizer([(n, named[n]) for n in names]) for names in own]
+    updates = [0] * len(own)
     for batches in epochs:
         history = {n: [named[n].detach().clone()] for names in own for n in names}  # by updates in this epoch
         for n in tied[1:]:
@@ -132,19 +139,24 @@ def asynchronous(
             for s, names in enumerate(own):
                 if (t + 1) % pipeline.every[s] == 0 or t + 1 == len(batches):
                     part = range(t - t % pipeline.every[s], t + 1)
-                    _step(optimizers[s], named, names, part, gradients, [len(b[1]) for b in batches])
+                    _average(named, names, part, gradients, [len(b[1]) for b in batches])
+                    if max_norm:
+                        clip_grad_norm_([named[n] for n in names if n not in tied], max_norm)
+                        clip_grad_norm_([named[n] for n in names if n in tied], max_norm)
+                    optimizers[s].step()
+                    optimizers[s].zero_grad()
+                    updates[s] += 1
+                    after_update([(n, named[n]) for n in names], updates[s])
                     for n in names:
                         history[n].append(named[n].detach().clone())
     return {n: named[tied[0] if n in tied else n].detach() for n in named}
 
 
-def _step(optimizer: Any, named: Any, names: Any, part: range, gradients: Any, sizes: Sequence[int]) -> None:
-    """One update with the mean over the samples of the minibatches `part`."""
+def _average(named: Any, names: Any, part: range, gradients: Any, sizes: Sequence[int]) -> None:
+    """The mean over the samples of the minibatches `part`, for one update."""
     samples = sum(sizes[i] for i in part)
     for n in names:
         named[n].grad = sum(gradients[i][n] * sizes[i] for i in part) / samples
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @_one_thread()
@@ -154,6 +166,10 @@ def synchronous(
     loss: Callable[[Any, Any], Tensor],
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     every: int,
+    *,
+    max_norm: float | None = None,
+    after_update: Callable[[], object] = lambda: None,
+    after_epoch: Callable[[], object] = lambda: None,
 ) -> dict[str, Tensor]:
     """Train the unsplit model, an update every `every` minibatches with the mean over their samples."""
     optimizer = make_optimizer(model.named_parameters())
@@ -163,8 +179,12 @@ def synchronous(
             samples = sum(len(y) for _, y in part)
             for x, y in part:
                 (loss(model(x), y) * len(y) / samples).backward()
+            if max_norm:
+                clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
+            after_update()
+        after_epoch()
     return {n: p.detach() for n, p in model.state_dict().items()}
 
 

@@ -1,17 +1,20 @@
-"""The user's optimizer and learning-rate scheduler over some of the parameters, with its state by name."""
+"""The user's optimizer and learning-rate schedule over some of the parameters, with its state by name.
+
+optimizer() of model.py is called with all parameters of the model, as in a plain training loop, so that its parameter
+groups are those that the user means. Each part of the model then keeps its own parameters, in the same groups.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.weights.delay_compensation import CompensatedSteps, DelayCompensation
+from pdtool.run.weights.learning_rate import LearningRateSchedule, RunLength
 
 _LAST_STEP = "last_step"  # key of the delay compensation's state in a checkpoint
 _NUMBER = ":number"  # suffix of a key whose value is a Python number
@@ -21,10 +24,13 @@ class NamedOptimizer:
     """Steps some of the parameters, and saves and loads its state under their names.
 
     Args:
-        parameters: by their names in the original model.
+        model_parameters: all parameters of the model, each once, by their names there; what optimizer() is called with.
+        parameters: those of them that are stepped here, by their names in a stage.
+        length: of the run, in updates of these parameters.
         compensation: for steps that come `delay` updates late.
 
     Attributes:
+        optimizer: None where nothing is trained: all parameters are frozen, or the user's optimizer takes none of them.
         steps: the optimizer's steps, compensated for their delay.
         updates: steps taken, including those of the runs that this one resumed.
     """
@@ -32,22 +38,24 @@ class NamedOptimizer:
     def __init__(
         self,
         file: ModelFile,
+        model_parameters: Mapping[str, nn.Parameter],
         parameters: Mapping[str, nn.Parameter],
+        length: RunLength | None = None,
         compensation: DelayCompensation | None = None,
         delay: int = 0,
     ) -> None:
         self._file, self.parameters = file, dict(parameters)
         self.updates = 0
-        self.optimizer = _user_optimizer(file, self.parameters)
+        self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
-        self._scheduler = file.scheduler(self.optimizer) if self.optimizer else None
+        self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
 
     def step(self) -> None:
-        """Take one step with the gradients of the parameters, and clear them.
+        """Take one step with the gradients of the parameters, and clear them; then what the user does after an update.
 
         Raises:
-            ModelError: the optimizer or the learning-rate scheduler cannot be stepped after each update.
+            ModelError: the optimizer or the learning-rate schedule cannot be stepped after each update.
         """
         if self.optimizer:
             try:
@@ -56,20 +64,14 @@ class NamedOptimizer:
                 raise self._file.error_at(error, f"step {self.updates} of {type(self.optimizer).__name__}") from error
             self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        self._step_scheduler()
+        self._file.after_update(list(self.parameters.items()), self.updates)
+        if self._schedule:
+            self._schedule.update_done()
 
-    def _step_scheduler(self) -> None:
-        if self._scheduler:
-            name = type(self._scheduler).__name__
-            try:
-                self._scheduler.step()
-            except TypeError as error:
-                raise self._file.error(
-                    f"the learning-rate schedule {name} cannot be stepped ({error})",
-                    "use one that is stepped after each update, without a metric",
-                ) from error
-            except Exception as error:
-                raise self._file.error_at(error, f"the learning-rate schedule {name}") from error
+    def epoch_done(self, validation_loss: float) -> None:
+        """Step a learning-rate schedule of epochs, at the end of an epoch and of its validation."""
+        if self._schedule:
+            self._schedule.epoch_done(validation_loss)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter, key, value): momentum and the like, and the number of updates; numbers as tensors."""
@@ -84,16 +86,17 @@ class NamedOptimizer:
             if parameter in self.steps.last_steps:
                 yield name, _LAST_STEP, self.steps.last_steps[parameter]
 
-    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what `state` yielded, as {parameter: {key: value}}; the scheduler catches up by `updates` steps."""
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], validation_losses: Sequence[float] = ()) -> None:
+        """Take over what `state` yielded, as {parameter: {key: value}}; the learning-rate schedule catches up.
+
+        Args:
+            validation_losses: of each epoch until then.
+        """
         for name, parameter in self.parameters.items():
             for key, value in state.get(name, {}).items():
                 self._load_value(parameter, key, value)
-        if self._scheduler:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
-                for _ in range(self.updates):
-                    self._step_scheduler()
+        if self._schedule:
+            self._schedule.catch_up(self.updates, validation_losses)
 
     def _load_value(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         if key == "updates":
@@ -108,13 +111,36 @@ class NamedOptimizer:
             self.optimizer.state[parameter][key] = value if value.dim() == 0 else value.to(parameter.device)
 
 
-def _user_optimizer(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> Optimizer | None:
-    """The user's optimizer; None where nothing is trained: all is frozen, or it takes none of these parameters."""
-    if not any(p.requires_grad for p in parameters.values()):
+def _user_optimizer(
+    file: ModelFile, model_parameters: Mapping[str, nn.Parameter], kept: Mapping[str, nn.Parameter]
+) -> Optimizer | None:
+    """The user's optimizer, for the kept parameters alone; None where it has none of them to train.
+
+    Raises:
+        ModelError: it cannot be used; or it has a parameter that is not the model's, which no stage would update.
+    """
+    if not any(p.requires_grad for p in kept.values()):
         return None
-    try:
-        return file.optimizer(list(parameters.items()))
-    except ModelError as error:
-        if "empty parameter list" in str(error.__cause__):
-            return None
-        raise
+    optimizer = file.optimizer(list(model_parameters.items()))
+    known = {id(p) for p in model_parameters.values()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in known:
+            what = f"optimizer() takes a parameter of shape {list(parameter.shape)} that is not one of the model's"
+            raise file.error(what, "take only those that it is called with")
+    keep_parameters(optimizer, {id(p) for p in kept.values()})
+    return optimizer if any(group["params"] for group in optimizer.param_groups) else None
+
+
+def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
+    """Let an optimizer keep some of its parameters, in the groups where they are; a group may become empty.
+
+    Args:
+        kept: ids of these parameters.
+    """
+    for group in optimizer.param_groups:
+        is_kept = [id(p) in kept for p in group["params"]]
+        for key in ("params", "param_names"):  # names where the optimizer was given them
+            if key in group:
+                group[key] = [value for value, keep in zip(group[key], is_kept, strict=True) if keep]
+    for parameter in [p for p in optimizer.state if id(p) not in kept]:
+        del optimizer.state[parameter]

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.processes.collectives import PeerErrorContext
+from pdtool.run.weights.gradient_norm import clip
 from pdtool.run.weights.optimizer import NamedOptimizer
 
 
@@ -57,10 +58,13 @@ class TiedParameterSync:
 
     Args:
         optimizer: of this parameter alone, under its name at the first holder.
+        max_norm: that its gradient is clipped to by itself; None where it is not clipped, or together with others.
     """
 
-    def __init__(self, optimizer: NamedOptimizer, holders: TiedHolders, meter: WorkerMeter) -> None:
-        self.optimizer, self.holders, self._meter = optimizer, holders, meter
+    def __init__(
+        self, optimizer: NamedOptimizer, holders: TiedHolders, meter: WorkerMeter, max_norm: float | None = None
+    ) -> None:
+        self.optimizer, self.holders, self._meter, self._max_norm = optimizer, holders, meter, max_norm
         [(self._name, self.parameter)] = optimizer.parameters.items()
         self._due: deque[tuple[Any, Tensor, float]] = deque()
 
@@ -90,14 +94,19 @@ class TiedParameterSync:
         """Whether all steps were taken."""
         return not self._due
 
-    def step(self) -> None:
-        """Step with the oldest gradient: summed over the holders, the mean over the samples of its round."""
+    def take_sum(self) -> None:
+        """Give the parameter its oldest gradient: summed over the holders, the mean over the samples of its round."""
         work, message, started_s = self._due.popleft()
         with self._meter.averaging, self._peer_error():
             work.wait()
         self._meter.all_reduce_ended(started_s, message.nbytes)
         gradient = message[:-1].div_(message[-1] / self.holders.count)
         self.parameter.grad = gradient.view_as(self.parameter).to(self.parameter.device)
+        if self._max_norm:
+            clip([self.parameter], self._max_norm)
+
+    def step(self) -> None:
+        """Step with the gradient that `take_sum` has given."""
         self.optimizer.step()
 
     def _peer_error(self) -> PeerErrorContext:

@@ -1,0 +1,97 @@
+"""What model.py says of training beside its functions: constants, and which optimizers it may return."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from torch.optim import Optimizer, SparseAdam
+
+from pdtool.errors import FieldError
+
+_LOOKS_AT_ALL = re.compile(r"clip_grad|grad_norm|total_norm|global_norm")
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The constants of model.py that concern training.
+
+    Attributes:
+        max_grad_norm: `MAX_GRAD_NORM`, to which the norm of the gradients is clipped before each update.
+        scheduler_step: `SCHEDULER_STEP`, after what the learning-rate schedule is stepped: "update" or "epoch".
+        drop_last: `DROP_LAST`, whether a short last minibatch of an epoch of training is left out.
+    """
+
+    max_grad_norm: float | None = None
+    scheduler_step: str = "update"
+    drop_last: bool = False
+
+    @classmethod
+    def of(cls, names: Mapping[str, Any]) -> TrainingOptions:
+        """Check what the user wrote, by name; raises FieldError, whose text ends with what to write."""
+        norm = names.get("MAX_GRAD_NORM")
+        is_number = isinstance(norm, Real) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and 0 < norm <= sys.float_info.max):
+            raise FieldError("MAX_GRAD_NORM", f"{norm!r:.80} is no positive finite number; write 1.0, or leave it out")
+        step = names.get("SCHEDULER_STEP", "update")
+        if step not in ("update", "epoch"):
+            raise FieldError("SCHEDULER_STEP", f'{step!r:.80} is unknown; write "update" or "epoch"')
+        drop_last = names.get("DROP_LAST", False)
+        if not isinstance(drop_last, bool):
+            raise FieldError("DROP_LAST", f"{drop_last!r:.80} is neither True nor False; write True")
+        return cls(None if norm is None else float(norm), str(step), drop_last)
+
+
+def check_optimizer(returned: object) -> Optimizer:
+    """Return what optimizer() returned; raises FieldError, whose text says why it cannot be used and what can."""
+    if isinstance(returned, (list, tuple, dict)):
+        raise FieldError(
+            "optimizer()",
+            f"returned {len(returned)} values in a {type(returned).__name__}, but an update is one step of one "
+            "optimizer, so that models which several optimizers train in turn (GANs) cannot be pipelined; "
+            "return one optimizer, with a parameter group for each learning rate or weight decay",
+        )
+    if not isinstance(returned, Optimizer):
+        raise FieldError("optimizer()", f"returned {type(returned).__name__}, not an Optimizer; return one")
+    if isinstance(returned, SparseAdam):
+        raise FieldError(
+            "optimizer()",
+            "returned SparseAdam, which takes sparse gradients only, but stages compute dense ones, also where an "
+            "Embedding has sparse=True; use Adam or SGD",
+        )
+    closure = inspect.signature(type(returned).step).parameters.get("closure")
+    if closure and closure.default is inspect.Parameter.empty:
+        raise FieldError(
+            "optimizer()",
+            f"returned {type(returned).__name__}, whose step needs a closure that computes the loss again, which a "
+            "pipeline computes once for each update; use one without a closure, such as SGD or AdamW",
+        )
+    return returned
+
+
+def takes_total(scheduler: Callable[..., Any]) -> bool:
+    """Whether scheduler() wants to know how often it will be stepped: its second argument, if it has no default."""
+    parameters = inspect.signature(scheduler).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 and positional[1].default is inspect.Parameter.empty
+
+
+def looks_at_all_parameters(optimizer: Optimizer) -> bool:
+    """Whether a step is seen to compute something over all parameters, such as their norm; it cannot always be seen."""
+    return any(_LOOKS_AT_ALL.search(source) for source in _step_sources(optimizer))
+
+
+def _step_sources(optimizer: Optimizer) -> Iterator[str]:
+    """The source of the optimizer's own step, and of what is called before it, but for torch's own optimizers."""
+    own = (vars(kind).get("step") for kind in type(optimizer).__mro__ if not kind.__module__.startswith("torch."))
+    functions: list[Any] = [step for step in own if step]
+    for function in [*functions, *optimizer._optimizer_step_pre_hooks.values()]:
+        try:
+            yield inspect.getsource(function)
+        except (OSError, TypeError):
+            continue
