@@ -81,16 +81,21 @@ def verify_values(model: nn.Module, texts: Mapping[str, str], bundle: Bundle, ba
     """
     stages = load_stages(texts, bundle)
     copy_state(model, stages, bundle)
-    before = attributes(model)
+    before = settled = attributes(model)
     try:
-        _compare_minibatches(model, stages, bundle, [ModelInputs.of(inputs) for inputs in batches])
-    finally:  # if the values differ, this is why
-        _refuse_kept_state(model, before)
+        for index, _ in enumerate(_compared_minibatches(model, stages, bundle, list(map(ModelInputs.of, batches)))):
+            if index == 0:
+                settled = attributes(model)  # what is set once, at the first call, is no state
+    except VerificationError:
+        _refuse_kept_state(model, before)  # if the values differ, this is why
+        raise
+    _refuse_kept_state(model, settled)
 
 
-def _compare_minibatches(
+def _compared_minibatches(
     model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[ModelInputs]
-) -> None:
+) -> Iterator[str]:
+    """Compare minibatch after minibatch, in training and in evaluation mode, and yield which it was."""
     for training in (True, False):
         for module in (model, *stages):
             module.train(training)
@@ -105,6 +110,7 @@ def _compare_minibatches(
             if training:
                 _compare_gradients(model, stages, expected, composed, where)
             _compare_buffers(model, stages, where)
+            yield where
 
 
 def _refuse_kept_state(model: nn.Module, before: Attributes) -> None:
@@ -200,7 +206,7 @@ def _stage_gradients(model: nn.Module, stages: Sequence[nn.Module]) -> dict[int,
 
 
 def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) -> None:
-    original = dict(model.named_buffers(remove_duplicate=False))
+    original = named_state(model)
     for stage in stages:
         for name, buffer in stage.named_buffers(remove_duplicate=False):
             _compare(original[name], buffer, f"buffer {name} ({where})")

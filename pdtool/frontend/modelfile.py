@@ -105,7 +105,11 @@ class ModelFile:
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
-        return _unwrapped(model).train()
+        model = _unwrapped(model).train()
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False  # of `transformers`, for generation: the cache would be an output
+        return model
 
     def example_inputs(self, batch_size: int) -> ModelInputs:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.

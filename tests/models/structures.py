@@ -188,6 +188,41 @@ class _Trained(nn.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+# --- what a model holds -----------------------------------------------------------------------------------------------
+
+
+class _Table(_Net):
+    """A mask that is a mere attribute, as rotary tables and relative positions are in many models."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = _Net()
+        self.inner.table = torch.randn(12, 8)
+        self.second = nn.Linear(12, 8)
+        self.small = torch.full((8,), 2.0)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)) @ self.inner.table.T) * self.small
+
+
+class _TableOfNumbers(_Net):
+    def forward(self, x):
+        return self.first(x) @ torch.tensor([[float(i == j) for i in range(9)] for j in range(8)])
+
+
+class _SetOnce(_Net):
+    """As Hugging Face's classifiers do with `config.problem_type`."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = {"problem": None}
+
+    def forward(self, x):
+        if self.config["problem"] is None:
+            self.config["problem"] = "regression"
+        return self.second(torch.tanh(self.first(x))) * len(self.config["problem"])
+
+
 def vectors(n):
     return torch.randn(n, 8)
 
@@ -224,5 +259,8 @@ siamese = _Siamese
 views = _Views
 halves = _Halves
 sections = _Sections
+table = _Table
+table_of_numbers = _TableOfNumbers
+set_once = _SetOnce
 checkpointed = _Checkpointed
 trained = _Trained
