@@ -42,7 +42,6 @@ STRUCTURES = {
     "halves": "[batch:2 * batch]",
     "sections": "[batch, batch]",
     "table": 'self.inner.register_buffer("table", torch.zeros(12, 8), persistent=False)',
-    "set_once": "x * 10",
     "checkpointed": "self.first(x)",
     "trained": "self.net.first(",
 }
@@ -120,15 +119,15 @@ def test_a_large_tensor_made_of_numbers_in_forward_is_refused():
 
 
 def test_a_model_of_transformers_called_with_a_dict_and_labels(tmp_path):
-    (tmp_path / "model.py").write_text(CLASSIFIER)
+    (tmp_path / "model.py").write_text(LANGUAGE_MODEL)
     model_file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
     assert model_file.build().config.use_cache is False
     profile = skeleton(model_file)
     bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
     assert bundle.inputs == ("attention_mask", "input_ids", "labels")
     text = texts_in(tmp_path / "b")["stage_1.py"]
-    assert "class SequenceClassifierOutputWithPast(dict):" in text
-    assert "    past_key_values = hidden_states = attentions = None\n" in text
+    assert "class CausalLMOutputWithCrossAttentions(dict):" in text
+    assert "    past_key_values = hidden_states = attentions = cross_attentions = None\n" in text
 
 
 def test_arguments_are_recorded(tmp_path):
@@ -177,18 +176,17 @@ def test_lengths_that_differ_from_minibatch_to_minibatch(tmp_path):
         generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
 
 
-CLASSIFIER = """
+LANGUAGE_MODEL = """
 import torch
 
 def model():
-    from transformers import GPT2Config, GPT2ForSequenceClassification
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = dict(n_layer=1, n_embd=8, n_head=2, n_positions=6, vocab_size=20)
-    return GPT2ForSequenceClassification(GPT2Config(pad_token_id=0, num_labels=3, **sizes))
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=6, vocab_size=20))
 
 def example_inputs(n):
     mask = torch.tensor([1, 1, 1, 1, 1, 0]).repeat(n, 1)
-    return {"input_ids": torch.randint(1, 20, (n, 6)), "attention_mask": mask, "labels": torch.randint(3, (n,))}
+    return {"input_ids": torch.randint(1, 20, (n, 6)), "attention_mask": mask, "labels": torch.randint(20, (n, 6))}
 """
 BY_NAME = """
 import torch

@@ -81,21 +81,16 @@ def verify_values(model: nn.Module, texts: Mapping[str, str], bundle: Bundle, ba
     """
     stages = load_stages(texts, bundle)
     copy_state(model, stages, bundle)
-    before = settled = attributes(model)
+    before = attributes(model)
     try:
-        for index, _ in enumerate(_compared_minibatches(model, stages, bundle, list(map(ModelInputs.of, batches)))):
-            if index == 0:
-                settled = attributes(model)  # what is set once, at the first call, is no state
-    except VerificationError:
-        _refuse_kept_state(model, before)  # if the values differ, this is why
-        raise
-    _refuse_kept_state(model, settled)
+        _compare_minibatches(model, stages, bundle, [ModelInputs.of(inputs) for inputs in batches])
+    finally:  # if the values differ, this is why
+        _refuse_kept_state(model, before)
 
 
-def _compared_minibatches(
+def _compare_minibatches(
     model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[ModelInputs]
-) -> Iterator[str]:
-    """Compare minibatch after minibatch, in training and in evaluation mode, and yield which it was."""
+) -> None:
     for training in (True, False):
         for module in (model, *stages):
             module.train(training)
@@ -110,7 +105,6 @@ def _compared_minibatches(
             if training:
                 _compare_gradients(model, stages, expected, composed, where)
             _compare_buffers(model, stages, where)
-            yield where
 
 
 def _refuse_kept_state(model: nn.Module, before: Attributes) -> None:

@@ -210,19 +210,6 @@ class _TableOfNumbers(_Net):
         return self.first(x) @ torch.tensor([[float(i == j) for i in range(9)] for j in range(8)])
 
 
-class _SetOnce(_Net):
-    """As Hugging Face's classifiers do with `config.problem_type`."""
-
-    def __init__(self):
-        super().__init__()
-        self.config = {"problem": None}
-
-    def forward(self, x):
-        if self.config["problem"] is None:
-            self.config["problem"] = "regression"
-        return self.second(torch.tanh(self.first(x))) * len(self.config["problem"])
-
-
 def vectors(n):
     return torch.randn(n, 8)
 
@@ -261,6 +248,5 @@ halves = _Halves
 sections = _Sections
 table = _Table
 table_of_numbers = _TableOfNumbers
-set_once = _SetOnce
 checkpointed = _Checkpointed
 trained = _Trained
