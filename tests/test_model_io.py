@@ -20,6 +20,7 @@ from pdtool.frontend.tracing.trace import trace
 from pdtool.profile.measure import measure
 from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order
+from pdtool.run.stage_module import load_stage_module
 
 MODELS = Path(__file__).parent / "models" / "model_io.py"
 # Each with a line that its stage files must have: as a person would write it.
@@ -40,6 +41,7 @@ STRUCTURES = {
     "views": "x.split([batch, batch, batch], dim=0)",
     "halves": "[batch:2 * batch]",
     "sections": "[batch, batch]",
+    "table": 'self.inner.register_buffer("table", torch.zeros(12, 8), persistent=False)',
     "checkpointed": "self.first(x)",
     "trained": "self.net.first(",
 }
@@ -95,6 +97,39 @@ def test_what_a_loss_does_with_the_output(tmp_path):
     assert torch.equal(found.indices, expected.indices)
 
 
+def test_a_large_tensor_that_is_an_attribute_is_taken_from_the_model(tmp_path):
+    model_file, bundle, _ = generated("table", tmp_path / "b")
+    model = model_file.build(seed=3)
+    holders = [s for s, stage in enumerate(bundle.stages) if "inner.table" in stage.buffers]
+    assert holders
+    for s in holders:
+        stage = load_stage_module(bundle, tmp_path / "b", s, model)
+        assert stage.inner.table is model.inner.table
+        assert "inner.table" not in stage.state_dict()
+
+
+def test_a_large_tensor_made_of_numbers_in_forward_is_refused():
+    model_file = load("table_of_numbers")
+    line = next(i for i, text in enumerate(MODELS.read_text().splitlines(), 1) if "torch.tensor([[" in text)
+    message = (
+        rf"^structures.py:{line}: the model makes a tensor of 72 elements from Python numbers .*; make it in __init__"
+    )
+    with pytest.raises(TraceError, match=message):
+        trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
+
+
+def test_a_model_of_transformers_called_with_a_dict_and_labels(tmp_path):
+    (tmp_path / "model.py").write_text(LANGUAGE_MODEL)
+    model_file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
+    assert model_file.build().config.use_cache is False
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    assert bundle.inputs == ("attention_mask", "input_ids", "labels")
+    text = texts_in(tmp_path / "b")["stage_1.py"]
+    assert "class CausalLMOutputWithCrossAttentions(dict):" in text
+    assert "    past_key_values = hidden_states = attentions = cross_attentions = None\n" in text
+
+
 def test_arguments_are_recorded(tmp_path):
     _, bundle, _ = generated("keywords", tmp_path / "a")
     assert bundle.arguments == ("labels", "mask", "scale=2.0", "words")
@@ -141,6 +176,18 @@ def test_lengths_that_differ_from_minibatch_to_minibatch(tmp_path):
         generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
 
 
+LANGUAGE_MODEL = """
+import torch
+
+def model():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=6, vocab_size=20))
+
+def example_inputs(n):
+    mask = torch.tensor([1, 1, 1, 1, 1, 0]).repeat(n, 1)
+    return {"input_ids": torch.randint(1, 20, (n, 6)), "attention_mask": mask, "labels": torch.randint(20, (n, 6))}
+"""
 BY_NAME = """
 import torch
 import torch.nn.functional as F

@@ -11,7 +11,7 @@ from torch import nn
 
 from pdtool.codegen.module_tree import ModuleTree, access, access_state, constructor_call, set_parameter
 from pdtool.codegen.wiring import Wiring
-from pdtool.frontend.operators import Operator
+from pdtool.frontend.operators import Operator, is_persistent
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class InitWriter:
         zeros = f"torch.zeros({sizes}{dtype})"
         if isinstance(tensor, nn.Parameter):
             return set_parameter(name, f"nn.Parameter({zeros})")
-        persistent = ", persistent=False" if attribute in owner._non_persistent_buffers_set else ""
+        persistent = "" if is_persistent(owner, attribute) else ", persistent=False"
         return f'{access(path)}.register_buffer("{attribute}", {zeros}{persistent})'
 
     def _ties(self) -> Iterator[str]:

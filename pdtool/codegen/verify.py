@@ -242,7 +242,7 @@ def _stage_gradients(model: nn.Module, stages: Sequence[nn.Module]) -> dict[int,
 
 
 def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) -> None:
-    original = dict(model.named_buffers(remove_duplicate=False))
+    original = named_state(model)
     for stage in stages:
         for name, buffer in stage.named_buffers(remove_duplicate=False):
             _compare(original[name], buffer, f"buffer {name} ({where})")

@@ -40,7 +40,17 @@ from torch.utils import _pytree as pytree
 
 from pdtool.frontend.leaf_modules import constructor_arguments
 from pdtool.frontend.model_io import children
-from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, State, Traced, Value, is_default
+from pdtool.frontend.operators import (
+    LAYOUT_ARGUMENTS,
+    ByMode,
+    Operator,
+    Size,
+    State,
+    Traced,
+    Value,
+    is_default,
+    is_persistent,
+)
 
 # A size is told by its values here: its expression may be written in another way by another version of torch.
 _BATCH_SIZES = (2, 3, 5, 64, 1009)
@@ -116,9 +126,9 @@ def _buffers(traced: Traced) -> dict[str, Any]:
     content = {}
     for name in {name for op in traced.operators for name in op.buffers}:
         path, _, last = name.rpartition(".")
-        buffer = traced.model.get_buffer(name)
-        persistent = last not in traced.model.get_submodule(path)._non_persistent_buffers_set
-        content[name] = [list(buffer.shape), str(buffer.dtype), persistent]
+        owner = traced.model.get_submodule(path)
+        buffer = getattr(owner, last)
+        content[name] = [list(buffer.shape), str(buffer.dtype), is_persistent(owner, last)]
     return content
 
 

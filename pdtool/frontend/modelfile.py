@@ -111,6 +111,9 @@ class ModelFile:
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 module.sparse = False  # the same gradients; stages, replicas and messages have dense ones only
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False  # of `transformers`, for generation: the cache would be an output
         return model
 
     def example_inputs(self, batch_size: int) -> ModelInputs:

@@ -43,7 +43,7 @@ class ByMode:
 
 @dataclass(frozen=True)
 class State:
-    """A parameter or buffer of the model, used directly by an operator."""
+    """A parameter or buffer of the model, or a large tensor that is a mere attribute, used directly by an operator."""
 
     name: str
 
@@ -195,9 +195,24 @@ def _values_by_mode(leaf: Any) -> Sequence[Value]:
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers, each under all of its names."""
+    """Return all parameters and buffers, each under all of its names, and tensors that are mere attributes."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    return {**tensor_attributes(model), **parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that modules hold as mere attributes, `self.mask = torch.ones(8, 8)`, under their paths."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def is_persistent(owner: nn.Module, name: str) -> bool:
+    """Whether a tensor of a module, a buffer or a mere attribute, is in its state_dict."""
+    return name in owner._buffers and name not in owner._non_persistent_buffers_set
 
 
 def is_default(value: Any, argument: Any) -> bool:

@@ -40,7 +40,8 @@ class Executor:
     @classmethod
     def of(cls, traced: Traced, batch: int, device: torch.device) -> Executor:
         """Make an executor over the traced model itself, which stands on `device`."""
-        return cls(traced, batch, device, named_state(traced.model.train()))
+        state = named_state(traced.model.train())
+        return cls(traced, batch, device, {name: tensor.to(device) for name, tensor in state.items()})
 
     def __call__(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
         """Run an operator and return its output tensors."""

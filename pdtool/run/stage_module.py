@@ -57,12 +57,16 @@ def _take_over(module: nn.Module, model: nn.Module, kind: str, path: Path) -> No
 
 
 def _entry(model: nn.Module, kind: str, name: str) -> Tensor | None:
+    """The model's parameter or buffer of this name; a tensor that is a mere attribute is a buffer of its stage."""
     prefix, _, key = name.rpartition(".")
     try:
-        value: Tensor | None = getattr(model.get_submodule(prefix), kind).get(key)
+        owner = model.get_submodule(prefix)
     except AttributeError:
-        value = None
-    return value
+        return None
+    value = getattr(owner, kind).get(key)
+    if value is None and kind == "_buffers":
+        value = vars(owner).get(key)
+    return value if isinstance(value, Tensor) else None
 
 
 def _description(value: Tensor | None) -> str:

@@ -188,6 +188,28 @@ class _Trained(nn.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+# --- what a model holds -----------------------------------------------------------------------------------------------
+
+
+class _Table(_Net):
+    """A mask that is a mere attribute, as rotary tables and relative positions are in many models."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = _Net()
+        self.inner.table = torch.randn(12, 8)
+        self.second = nn.Linear(12, 8)
+        self.small = torch.full((8,), 2.0)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)) @ self.inner.table.T) * self.small
+
+
+class _TableOfNumbers(_Net):
+    def forward(self, x):
+        return self.first(x) @ torch.tensor([[float(i == j) for i in range(9)] for j in range(8)])
+
+
 def vectors(n):
     return torch.randn(n, 8)
 
@@ -224,5 +246,7 @@ siamese = _Siamese
 views = _Views
 halves = _Halves
 sections = _Sections
+table = _Table
+table_of_numbers = _TableOfNumbers
 checkpointed = _Checkpointed
 trained = _Trained

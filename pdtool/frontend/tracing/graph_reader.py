@@ -17,7 +17,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import PartialWriteError, TraceError
-from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Value
+from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Value, tensor_attributes
 from pdtool.frontend.tracing.graph_passes import (
     drop_dead_operators,
     first_names,
@@ -115,7 +115,7 @@ class GraphReader:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             return State(spec.target)
         if spec.kind is InputKind.CONSTANT_TENSOR:
-            return self._constant(self.program.constants[spec.target], node)
+            return self._constant(spec.target, node)
         if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
             return spec.arg.value
         if spec.kind is not InputKind.USER_INPUT or not isinstance(node.meta.get("val"), Tensor):
@@ -125,11 +125,18 @@ class GraphReader:
         self.operators.append(Operator(name=name, op="input", module="", outputs=(value,)))
         return value
 
-    def _constant(self, tensor: Tensor, node: fx.Node) -> Tensor:
-        if tensor.numel() > _MAX_LITERAL_ELEMENTS:
-            what = f"the model holds a tensor of {tensor.numel()} elements that is neither parameter nor buffer"
-            raise TraceError(what, "use register_buffer for it", location=_location(next(iter(node.users), node)))
-        return tensor.detach().clone()
+    def _constant(self, name: str, node: fx.Node) -> Tensor | State:
+        """A small tensor itself; a large one that is an attribute of a module as a buffer of that name."""
+        tensor: Any = self.program.constants[name]
+        if tensor.numel() <= _MAX_LITERAL_ELEMENTS:
+            small: Tensor = tensor.detach().clone()
+            return small
+        if name in tensor_attributes(self.model):
+            self.buffers[name] = tensor
+            return State(name)
+        what = f"the model makes a tensor of {tensor.numel()} elements from Python numbers in forward"
+        remedy = "make it in __init__, as an attribute or with register_buffer"
+        raise TraceError(what, remedy, location=_location(next(iter(node.users), node)))
 
     def _call(self, node: fx.Node) -> None:
         """Read one node: a leaf call, an ATen operator, or bookkeeping, which adds no operator."""
