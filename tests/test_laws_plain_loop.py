@@ -66,6 +66,23 @@ def test_the_norm_of_all_stages_clips_as_in_a_plain_loop(
     assert not is_near(plain_loop(spec, 4), expected)
 
 
+SOME = """
+def optimizer(named):
+    return torch.optim.SGD([p for name, p in named if name.startswith(("conv1", "fc.weight"))], lr=0.05)
+"""
+
+
+def test_gradients_that_the_optimizer_does_not_take_count_once(tmp_path: Path) -> None:
+    """Each in the norm of its own update, as where a loop clears the gradients of the whole model."""
+    spec = harness.job(tmp_path, with_code(CONV3, CLIPPED + SOME), schedule="gpipe", microbatches=2, epochs=2)
+    file = ModelFile.load(spec.model, trusted=True)
+    model = file.build(spec.seed)
+    expected = replay.synchronous(
+        model, batches(spec), file.loss, file.optimizer, 2, max_norm=MAX_NORM, after_update=model.zero_grad
+    )
+    assert_same(weights(harness.run(spec)), expected)
+
+
 def test_data_parallelism_clips_as_a_plain_loop(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, with_code(CONV1, CLIPPED), (2,), epochs=2)
     outcomes = harness.run(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import harness
@@ -51,5 +52,17 @@ def test_data_parallelism_with_nccl(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     file = ModelFile.load(spec.model, trusted=True)
     expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, replicas)
+    for name in ("conv1.weight", "conv2.weight", "fc.weight"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-3)
+
+
+def test_the_norm_of_all_stages_clips_as_in_a_plain_loop(tmp_path: Path) -> None:
+    toy = replace(CONV3, model=CONV3.model + "\nMAX_GRAD_NORM = 0.3\n")
+    spec = harness.job(tmp_path, toy, schedule="gpipe", microbatches=3, optimizer="plain", device="cuda")
+    launch(spec)
+    checkpoint.export(spec.out, tmp_path / "model.pt")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    file = ModelFile.load(spec.model, trusted=True)
+    expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, 3, max_norm=0.3)
     for name in ("conv1.weight", "conv2.weight", "fc.weight"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-3)

@@ -62,7 +62,8 @@ class NamedOptimizer:
                 self.steps.step(self.optimizer, self.updates)
             except Exception as error:
                 raise self._file.error_at(error, f"step {self.updates} of {type(self.optimizer).__name__}") from error
-            self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():  # also of those that the user's optimizer does not take
+            parameter.grad = None
         self.updates += 1
         self._file.after_update(list(self.parameters.items()), self.updates)
         if self._schedule:
