@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.codegen.kept_state import Attributes, attributes, kept_attributes
-from pdtool.errors import PdtoolError
+from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.operators import named_state
 
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -141,7 +141,7 @@ def _run(what: str, call: Callable[[], Any], where: str) -> Any:
     except PdtoolError:
         raise
     except Exception as error:
-        raise VerificationError(f"{what} failed ({where}): {type(error).__name__}: {error}") from error
+        raise VerificationError(f"{what} failed ({where}): {describe_error(error)}") from error
 
 
 def _compare_outputs(expected: Any, composed: Any, where: str) -> None:

@@ -104,7 +104,9 @@ class ModelFile:
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
-        return _unwrapped(model).train()
+        model = _unwrapped(model)
+        self._call(model.train)
+        return model
 
     def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
@@ -313,8 +315,10 @@ def _import(source: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
         return module
     except SyntaxError as error:
+        file = Path(error.filename or source)  # the model's own, or one that it imports
+        name = source if file.resolve() == path.resolve() else file.name
         line = f":{error.lineno}" if error.lineno else ""
-        raise ModelError(f"{source}{line}: {error.msg}") from error
+        raise ModelError(f"{name}{line}: {error.msg}") from error
     except Exception as error:
         raise error_at(path, error, "importing it") from error
     finally:

@@ -24,7 +24,7 @@ from torch.distributions import Distribution
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
-from pdtool.errors import PartialWriteError, TraceError
+from pdtool.errors import PartialWriteError, TraceError, describe_error
 from pdtool.frontend.graph_reader import GraphReader, LeafCall
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.operators import ByMode, Operator, Traced
@@ -149,9 +149,11 @@ def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], pat
             model(*inputs)
     except Exception as failure:
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
-        what = f"the model fails on inputs of shape {shapes}: {type(failure).__name__}: {failure}"
+        what = f"the model fails on inputs of shape {shapes}: {describe_error(failure)}"
         return TraceError(f"{user_line(failure, path)}{what}", "mend the model or example_inputs")
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    name = type(error).__name__
+    text = describe_error(error).removeprefix(f"{name}: ")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     specialized = next((line for line in lines if "specialized" in line), "")
     if specialized or lines[0].startswith("Constraints violated"):
         return TraceError(
@@ -159,7 +161,7 @@ def _explained(error: Exception, model: nn.Module, inputs: Sequence[Tensor], pat
             "use x.shape[0] or -1 for the batch dimension, and keep no state between minibatches",
         )
     return TraceError(
-        f"{user_line(error, path)}torch.export cannot trace this model: {type(error).__name__}: {lines[0]}",
+        f"{user_line(error, path)}torch.export cannot trace this model: {name}: {lines[0]}",
         "keep Python branches independent of tensor values (torch.where), and packed sequences out of forward",
     )
 

@@ -198,7 +198,7 @@ class ProfiledModel:
         """Return the user's optimizer over all parameters after one step with gradients of zero; None without one.
 
         Raises:
-            ModelError: its step needs a closure.
+            ModelError: its step fails or needs a closure.
         """
         if not self.model_file.has("optimizer"):
             return None
@@ -208,9 +208,12 @@ class ProfiledModel:
             parameter.grad = torch.zeros_like(parameter)
         try:
             optimizer.step()
-        except TypeError as error:
-            what = f"{type(optimizer).__name__}.step() cannot be called alone ({error})"
-            raise self.model_file.error(what, "use an optimizer that needs no closure") from error
+        except Exception as error:
+            name = type(optimizer).__name__
+            if isinstance(error, TypeError) and "closure" in str(error):
+                what = f"{name}.step() cannot be called alone ({error})"
+                raise self.model_file.error(what, "use an optimizer that needs no closure") from error
+            raise self.model_file.error_at(error, f"a step of {name}") from error
         return optimizer
 
     def state_bytes_per_parameter_byte(self, optimizer: Optimizer) -> float:
