@@ -48,6 +48,72 @@ def test_models_that_profile_cannot_use(folder, text, options, code, match):
     assert not (folder.path / "profiles").exists()
 
 
+MISTAKES = """
+class Unreadable(Exception):
+    def __str__(self): raise RuntimeError
+
+class Stop(BaseException): pass
+
+class Net(nn.Linear):
+    def forward(self, x):
+        FORWARD
+        return super().forward(x)
+
+def model():
+    MODEL
+    return Net(4, 2)
+
+def loss(output, target):
+    LOSS
+    return nn.functional.cross_entropy(output, target)
+
+class Keyless(torch.optim.SGD):
+    def step(self): raise KeyError("momentum")
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "statement", "match"),
+    [
+        ("FORWARD", "assert len(x) == 3", r"the model fails on inputs of shape \(8, 4\): AssertionError; mend"),
+        ("FORWARD", "raise Unreadable", "the model fails on .*: Unreadable: its text cannot be read; mend"),
+        ("FORWARD", "raise Stop('now')", "Stop: now was raised, which is no Exception"),
+        ("FORWARD", "raise GeneratorExit", "GeneratorExit was raised, which is no Exception"),
+        ("MODEL", "return model()", r"model\(\) raised RecursionError"),
+        ("MODEL", "print('\\ud800')", r"model\(\) raised UnicodeEncodeError"),
+        ("MODEL", "raise Stop", "Stop was raised, which is no Exception"),
+        ("MODEL", "Net.train = lambda *_: 1 / 0", r"<lambda>\(\) raised ZeroDivisionError"),
+        ("LOSS", "raise Unreadable", r"loss\(\) raised Unreadable: its text cannot be read"),
+        ("", "def optimizer(named): return Keyless([p for _, p in named])", "a step of Keyless raised KeyError"),
+    ],
+)
+def test_a_mistake_of_any_kind_names_its_line(folder, part, statement, match):
+    """Also an exception that is no Exception, or cannot be printed; never a traceback."""
+    text = NET + (MISTAKES.replace(part, statement) if part else MISTAKES + statement)
+    for other in ("FORWARD", "MODEL", "LOSS"):
+        text = text.replace(other, "pass")
+    folder.write("model.py", text)
+    fault = statement if part else 'raise KeyError("momentum")'
+    line = next(number for number, written in enumerate(text.splitlines(), 1) if fault in written)
+    stderr = folder.pdtool("profile", "model.py", "--batch-size", "8", code=1).stderr
+    assert re.search(rf"^error: model.py:{line}: {match}", stderr, re.MULTILINE), stderr
+
+
+@pytest.mark.parametrize(
+    ("helper", "match"),
+    [
+        ("x = 1\ndef f(:\n", "helper.py:2: invalid syntax"),
+        ("if x:\ny = 2\n", "helper.py:2: expected an indented block"),
+        ("x = 1\nassert x == 2\n", "helper.py:2: importing it raised AssertionError"),
+    ],
+)
+def test_a_mistake_in_a_file_that_the_model_imports_names_that_file(folder, helper, match):
+    folder.write("model.py", "import helper\n" + NET)
+    folder.write("helper.py", helper)
+    assert match in folder.pdtool("profile", "model.py", code=1).stderr
+
+
 def test_a_model_that_is_not_there(folder):
     assert "there is no file gone.py" in folder.pdtool("profile", "gone.py", code=2).stderr
     assert "'a b' in 'gone.py:a b' is not the name" in folder.pdtool("profile", "gone.py:a b", code=2).stderr

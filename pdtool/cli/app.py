@@ -31,7 +31,7 @@ from pdtool.cli.commands.show import show
 from pdtool.cli.commands.simulate import simulate
 from pdtool.cli.console.printable import printable
 from pdtool.cli.console.terminal import note
-from pdtool.errors import PdtoolError
+from pdtool.errors import PdtoolError, describe_error
 
 _EPILOG = """\b
 Exit codes:
@@ -74,9 +74,7 @@ class CommandGroup(click.Group):
             note(f"error: {error}")
             ctx.exit(error.exit_code)
         except SystemExit as end:  # of the user's code: pdtool's own ends are click's
-            frames = traceback.extract_tb(end.__traceback__)
-            place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
-            note(f"error: {place}: sys.exit({end.code!r}) was called; raise an error in model.py instead")
+            note(f"error: {_place(end)}: sys.exit({end.code!r}) was called; raise an error in model.py instead")
             ctx.exit(1)
         except BrokenPipeError:
             raise
@@ -86,9 +84,21 @@ class CommandGroup(click.Group):
         except KeyboardInterrupt:
             note("interrupted")
             ctx.exit(130)
+        except BaseException as error:
+            if isinstance(error, (Exception, SystemExit)):
+                raise
+            # of the user's code, which no `except Exception` has caught
+            note(f"error: {_place(error)}: {describe_error(error)} was raised, which is no Exception")
+            ctx.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order in which they are used, not of the alphabet
+
+
+def _place(error: BaseException) -> str:
+    """Return `model.py:12`, the line that raised an error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.codegen.kept_state import KeptAttribute, attributes, has_same_content, kept_attributes
-from pdtool.errors import PdtoolError
+from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
 from pdtool.frontend.operators import named_state
 
@@ -183,7 +183,7 @@ def _run(what: str, call: Callable[[], Any], where: str) -> Any:
     except PdtoolError:
         raise
     except Exception as error:
-        raise VerificationError(f"{what} failed ({where}): {type(error).__name__}: {error}") from error
+        raise VerificationError(f"{what} failed ({where}): {describe_error(error)}") from error
 
 
 def _compare_outputs(expected: Any, composed: Any, where: str) -> None:

@@ -107,7 +107,7 @@ class ModelFile:
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
-        model = _in_training(_unwrapped(model))
+        model = self._call(_in_training, _unwrapped(model))
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 module.sparse = False  # the same gradients; stages, replicas and messages have dense ones only
@@ -422,8 +422,10 @@ def _import(source: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
         return module
     except SyntaxError as error:
+        file = Path(error.filename or source)  # the model's own, or one that it imports
+        name = source if file.resolve() == path.resolve() else file.name
         line = f":{error.lineno}" if error.lineno else ""
-        raise ModelError(f"{source}{line}: {error.msg}") from error
+        raise ModelError(f"{name}{line}: {error.msg}") from error
     except Exception as error:
         raise error_at(path, error, "importing it") from error
     finally:

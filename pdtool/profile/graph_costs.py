@@ -199,7 +199,7 @@ def batch_size_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
             what = f"a minibatch of {batch_size} does not fit in memory ({error})"
             raise model_file.error(what, "choose a smaller --batch-size") from error
-        raise model_file.error(f"{type(error).__name__}: {error}") from error
+        raise model_file.error_at(error, "a minibatch") from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise

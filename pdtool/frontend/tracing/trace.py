@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.export import ShapesCollection
 
-from pdtool.errors import PartialWriteError, TraceError
+from pdtool.errors import PartialWriteError, TraceError, describe_error
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
@@ -152,9 +152,11 @@ def _explained(error: Exception, model: nn.Module, inputs: ModelInputs, path: Pa
             inputs.call(model)
     except Exception as failure:
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
-        what = f"the model fails on inputs of shape {shapes}: {type(failure).__name__}: {failure}"
+        what = f"the model fails on inputs of shape {shapes}: {describe_error(failure)}"
         return TraceError(f"{user_line(failure, path)}{what}", "mend the model or example_inputs")
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    name = type(error).__name__
+    text = describe_error(error).removeprefix(f"{name}: ")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     specialized = next((line for line in lines if "specialized" in line), "")
     if specialized or lines[0].startswith("Constraints violated"):
         return TraceError(
@@ -165,7 +167,7 @@ def _explained(error: Exception, model: nn.Module, inputs: ModelInputs, path: Pa
     reason = lines[0].partition(" (unhinted")[0]
     writers = modules_writing_data(model) if "constant's list" in reason else []
     return TraceError(
-        f"{user_line(error, path)}torch.export cannot trace this line: {type(error).__name__}: {reason}",
+        f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}",
         "put this line into a module of its own, which pdtool then calls whole",
         module=next(iter(writers), None) or failing_module(error, model),
     )
