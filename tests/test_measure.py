@@ -180,3 +180,11 @@ def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
     text = TEXT.replace("torch.optim.Adam([p for _, p in named])", "torch.optim.LBFGS([p for _, p in named])")
     with pytest.raises(ModelError, match=r"LBFGS, whose step needs a closure"):
         measure(write(tmp_path, text), batch_size=4)
+
+
+def test_an_optimizer_whose_step_fails_names_its_line(tmp_path):
+    broken = "class Broken(torch.optim.SGD):\n    def step(self):\n        raise KeyError('momentum')\n"
+    text = TEXT.replace("torch.optim.Adam([p for _, p in named])", "Broken([p for _, p in named], 0.1)") + broken
+    line = next(i for i, t in enumerate(text.splitlines(), 1) if "raise KeyError" in t)
+    with pytest.raises(ModelError, match=rf"net.py:{line}: a step of Broken raised KeyError: 'momentum'"):
+        measure(write(tmp_path, text), batch_size=4)

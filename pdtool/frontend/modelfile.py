@@ -107,7 +107,9 @@ class ModelFile:
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
-        model = self._call(_in_training, _unwrapped(model))
+        model = _unwrapped(model)
+        _keep_evaluation(model)
+        self._call(model.train)
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 module.sparse = False  # the same gradients; stages, replicas and messages have dense ones only
@@ -334,18 +336,15 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _in_training(model: nn.Module) -> nn.Module:
-    """Put the model into training mode, but for the modules that model() put into evaluation mode inside of it.
+def _keep_evaluation(model: nn.Module) -> None:
+    """Let the modules that model() put into evaluation mode stay in it, whatever mode the model is put into.
 
-    A frozen batch norm, or a teacher, stays in evaluation mode from then on, whatever mode the model is put into; an
-    overridden train() decides for itself. Where all of the model is in evaluation mode, as what `from_pretrained`
-    returns, nothing is meant by it.
+    Such are a frozen batch norm, or a teacher; an overridden train() decides for itself. Where all of the model is in
+    evaluation mode, as what `from_pretrained` returns, nothing is meant by it.
     """
-    if model.training:
-        for module in model.modules():
-            if not module.training:
-                module.train = partial(_train_children, module)  # type: ignore[method-assign]
-    return model.train()
+    for module in model.modules() if model.training else ():
+        if not module.training:
+            module.train = partial(_train_children, module)  # type: ignore[method-assign]
 
 
 def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
