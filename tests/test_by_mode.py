@@ -21,6 +21,7 @@ LINES = {
     "running_mean": "if self.training:\n            ",
     "evaluation_only": "else:\n            training = self.second(x)\n",
     "modes_apart": "if self.training:\n            ",
+    "moving_target": "self.target_weight.lerp_(detach, ",
     "spectral_norm": "",
     "old_spectral_norm": "",
 }

@@ -136,7 +136,10 @@ class StageWriter:
 
     def _forward(self) -> Iterator[str]:
         yield from self._prologue()
+        module = ""
         for op in self.operators:
+            yield from _comment(op, module)
+            module = _container(op)
             yield from self._lines(op)
         if self.is_last:
             yield f"return {self._output.text()}"
@@ -296,6 +299,18 @@ class StageWriter:
                 return f"[{inner}]"
             return f"({inner},)" if len(argument) == 1 else f"({inner})"
         return literal(argument)
+
+
+def _comment(op: Operator, previous: str) -> Iterator[str]:
+    """Yield `# layers.1.attention` where the operators of that module begin; leaf modules show where they are."""
+    container = _container(op)
+    if (op.target is not None or op.branch) and container and not f"{previous}.".startswith(f"{container}."):
+        yield f"# {container}"
+
+
+def _container(op: Operator) -> str:
+    """The module whose forward calls the operator."""
+    return op.module.rpartition(".")[0] if op.target is None and not op.branch else op.module
 
 
 def _zeros(op: Operator, branch: Branch) -> list[Value]:

@@ -129,6 +129,25 @@ class RunningMean(nn.Module):
         return x - self.mean
 
 
+class MovingTarget(nn.Module):
+    """A target's weights, in a buffer, follow those that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("target_weight", torch.zeros(8, 8))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.target_weight.lerp_(self.online.weight, 0.1)
+        return self.head(self.online(x) - F.linear(x, self.target_weight))
+
+
+def moving_target():
+    return MovingTarget()
+
+
 def running_mean():
     return nn.Sequential(nn.Linear(8, 8), RunningMean(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 

@@ -188,10 +188,17 @@ class GraphReader:
             remedy = "keep autocast, enable_grad and control-flow operators out of forward"
             raise TraceError(f"{kind} cannot be cut into stages", remedy, location=_location(node))
         arguments = [self._argument(a) for a in node.args[body_index + 1 :]]
-        if no_grad:
-            arguments = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in arguments]
         body = getattr(self.program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
         body_nodes = list(body.graph.nodes)
+        if no_grad:
+            writes = any(_writes_in_place(n.target) for n in body_nodes)  # maybe a parameter into a buffer
+            arguments = [
+                self._detached_parameter(v.name, n)
+                if writes and isinstance(v, State) and v.name in self.parameters
+                else v
+                for v, n in zip(arguments, node.args[body_index + 1 :], strict=True)
+            ]
+            arguments = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in arguments]
         self.values.update(zip((n for n in body_nodes if n.op == "placeholder"), arguments, strict=True))
         for body_node in body_nodes:
             if body_node.op == "call_function":
@@ -200,6 +207,13 @@ class GraphReader:
         if no_grad:  # a parameter that is used there would have a gradient
             results = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in results]
         self.values[node] = results
+
+    def _detached_parameter(self, name: str, node: Any) -> Value:
+        value = self._value(node.meta["val"], self._unique("detach"), 0, differentiable=False)
+        kwargs, target = {"self": State(name)}, torch.ops.aten.detach.default
+        operator = Operator(name=value.operator, op="detach", module="", target=target, kwargs=kwargs)
+        self.operators.append(replace(operator, outputs=(value,), parameters=(name,)))
+        return value
 
     def _detached(self, value: Value) -> Value:
         name = self._unique("detach")
@@ -417,6 +431,11 @@ class GraphReader:
         kinds = self.program.graph_signature.output_specs
         users = [o for o, spec in zip(outputs, kinds, strict=True) if spec.kind.name == "USER_OUTPUT"]
         return pytree.tree_unflatten([self._argument(o) for o in users], self.program.call_spec.out_spec)
+
+
+def _writes_in_place(target: Any) -> bool:
+    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
+    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
 
 
 def _module_path(node: fx.Node) -> str:
