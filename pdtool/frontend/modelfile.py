@@ -27,7 +27,7 @@ from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, fields_checked, 
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
-from pdtool.frontend.user_code import collate, error_at
+from pdtool.frontend.user_code import collate, definition_line, error_at
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 _MAX_METRIC_NAME = 100
@@ -103,7 +103,8 @@ class ModelFile:
             raise self.error(what, f"it takes: {known}") from error
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
-            raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
+            what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"
+            raise self._error_in(self.ref.function, what)
         model = _unwrapped(model)
         self._call(model.train)
         return model
@@ -149,9 +150,10 @@ class ModelFile:
         _seed_generators(0)
         data = self._call(self._function("dataset"), split)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise self.error(f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset")
+            what = f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset"
+            raise self._error_in("dataset", what)
         if self.samples(data, f"dataset({split!r})") == 0:
-            raise self.error(f"dataset({split!r}) is empty")
+            raise self._error_in("dataset", f"dataset({split!r}) is empty")
         return data  # type: ignore[no-any-return]
 
     def samples(self, data: Any, name: str) -> int:
@@ -174,14 +176,14 @@ class ModelFile:
         value = self._call(self._function("loss"), output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise self.error(f"loss() returned {shape}, not a scalar tensor")
+            raise self._error_in("loss", f"loss() returned {shape}, not a scalar tensor")
         return value
 
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
         """Make the user's optimizer over one stage's parameters, under their original names."""
         optimizer = self._call(self._function("optimizer"), named_parameters)
         if not isinstance(optimizer, Optimizer):
-            raise self.error(f"optimizer() returned {type(optimizer).__name__}, not an Optimizer")
+            raise self._error_in("optimizer", f"optimizer() returned {type(optimizer).__name__}, not an Optimizer")
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -196,7 +198,9 @@ class ModelFile:
         try:
             metrics = {str(name): (float(total), float(number)) for name, (total, number) in returned.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise self.error(f"metrics() returned {returned!r}", "return {name: (sum, count)}") from error
+            raise self._error_in(
+                "metrics", f"metrics() returned {returned!r}", "return {name: (sum, count)}"
+            ) from error
         for name in metrics:
             if not 0 < len(name) <= _MAX_METRIC_NAME or not name.isprintable():
                 short = repr(name if len(name) <= _MAX_METRIC_NAME else name[:_MAX_METRIC_NAME] + "…")
@@ -222,6 +226,10 @@ class ModelFile:
     def error(self, what: str, remedy: str = "") -> ModelError:
         """Make an error whose text begins with the file's name."""
         return ModelError(f"{self.path.name}: {what}", remedy)
+
+    def _error_in(self, function: str, what: str, remedy: str = "") -> ModelError:
+        """Make an error of what a function returned; its text begins with the line where the function is defined."""
+        return ModelError(f"{definition_line(self._function(function), self.path)}{what}", remedy)
 
     def error_at(self, error: Exception, what: str) -> ModelError:
         """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
