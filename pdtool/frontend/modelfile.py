@@ -246,7 +246,8 @@ class ModelFile:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            raise self.error_at(error, f"{function.__name__}()") from error
+            name = getattr(function, "__name__", type(function).__name__)  # nn.CrossEntropyLoss() has none
+            raise self.error_at(error, f"{name}()") from error
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
