@@ -120,7 +120,7 @@ def test_missing_function_lists_what_there_is(tmp_path):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("def model():\n    return 3\n", "returned int, not a torch.nn.Module"),
+        ("def model():\n    return 3\n", r"model.py:1: model\(\) returned int, not a torch.nn.Module"),
         ("def model():\n    x = 1\n    raise ValueError('no')\n", r"model.py:3: model\(\) raised ValueError: no"),
         ("def model(layers):\n    pass\n", r"does not take these settings .*it takes: layers"),
     ],
@@ -264,7 +264,7 @@ def test_a_model_that_is_one_leaf_is_traced():
 @pytest.mark.parametrize(
     ("returned", "what"),
     [
-        ("3", r"metrics\(\) returned 3"),
+        ("3", r"model.py:2: metrics\(\) returned 3"),
         ("{'a': 1}", r"return \{name: \(sum, count\)\}"),
         ("{'loss': (1, 1)}", "names 'loss'"),
     ],
@@ -273,6 +273,25 @@ def test_faulty_metrics_are_explained(returned, what, tmp_path):
     text = f"def model(): pass\ndef metrics(o, t): return {returned}\n"
     with pytest.raises(ModelError, match=what):
         write(tmp_path, text).metrics(None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def loss(o, t): return None\n", r"model.py:2: loss\(\) returned NoneType, not a scalar tensor"),
+        ("def optimizer(named): return 3\n", r"model.py:2: optimizer\(\) returned int, not an Optimizer"),
+        ("def dataset(split): return []\n", r"model.py:2: dataset\('train'\) is empty"),
+        (
+            "from operator import attrgetter\ndataset = attrgetter('x')\n",
+            r"^model.py: attrgetter\(\) raised .*has no attribute 'x'",
+        ),
+        ("from builtins import id as dataset\n", r"^model.py: dataset\('train'\) returned int, not a map-style"),
+    ],
+)
+def test_what_a_function_wrongly_returns_is_told_with_its_line(text, what, tmp_path):
+    file = write(tmp_path, "def model(): pass\n" + text)
+    with pytest.raises(ModelError, match=what):
+        file.loss(None, None) if "loss" in text else file.optimizer([]) if "named" in text else file.dataset("train")
 
 
 def test_replicas_begin_alike_however_the_weights_are_drawn(tmp_path):

@@ -30,7 +30,7 @@ from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_io import CONSTANTS, ModelInputs
 from pdtool.frontend.training_contract import TrainingOptions, check_optimizer, takes_total
-from pdtool.frontend.user_code import collate, error_at
+from pdtool.frontend.user_code import collate, definition_line, error_at
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 _MAX_METRIC_NAME = 100
@@ -106,7 +106,8 @@ class ModelFile:
             raise self.error(what, f"it takes: {known}") from error
         model = self._call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
-            raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
+            what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"
+            raise self._error_in(self.ref.function, what)
         model = _unwrapped(model)
         _keep_evaluation(model)
         self._call(model.train)
@@ -167,9 +168,10 @@ class ModelFile:
         _seed_generators(0)
         data = self._call(self._function("dataset"), split)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise self.error(f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset")
+            what = f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset"
+            raise self._error_in("dataset", what)
         if self.samples(data, f"dataset({split!r})") == 0:
-            raise self.error(f"dataset({split!r}) is empty")
+            raise self._error_in("dataset", f"dataset({split!r}) is empty")
         return data  # type: ignore[no-any-return]
 
     def samples(self, data: Any, name: str) -> int:
@@ -205,7 +207,7 @@ class ModelFile:
         value = self._call(self._function("loss"), output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise self.error(f"loss() returned {shape}, not a scalar tensor")
+            raise self._error_in("loss", f"loss() returned {shape}, not a scalar tensor")
         return value
 
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
@@ -214,7 +216,7 @@ class ModelFile:
         try:
             return check_optimizer(returned)
         except FieldError as fault:
-            raise self.error(f"{fault.field} {fault}") from fault
+            raise self._error_in("optimizer", f"{fault.field} {fault}") from fault
 
     def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
         """Make the user's learning-rate schedule; None without one.
@@ -254,7 +256,7 @@ class ModelFile:
             metrics = {str(name): (as_sum(total), float(number)) for name, (total, number) in returned.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             remedy = "return {name: (sum, count)}; sums that are tensors need a function summarize_metrics"
-            raise self.error(f"metrics() returned {returned!r:.200}", remedy) from error
+            raise self._error_in("metrics", f"metrics() returned {returned!r:.200}", remedy) from error
         self._check_metric_names("metrics", metrics)
         return metrics
 
@@ -270,7 +272,9 @@ class ModelFile:
         try:
             figures = {str(name): float(value) for name, value in returned.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise self.error(f"summarize_metrics() returned {returned!r:.200}", "return {name: number}") from error
+            raise self._error_in(
+                "summarize_metrics", f"summarize_metrics() returned {returned!r:.200}", "return {name: number}"
+            ) from error
         self._check_metric_names("summarize_metrics", figures)
         return figures
 
@@ -307,6 +311,10 @@ class ModelFile:
         """Make an error whose text begins with the file's name."""
         return ModelError(f"{self.path.name}: {what}", remedy)
 
+    def _error_in(self, function: str, what: str, remedy: str = "") -> ModelError:
+        """Make an error of what a function returned; its text begins with the line where the function is defined."""
+        return ModelError(f"{definition_line(self._function(function), self.path)}{what}", remedy)
+
     def error_at(self, error: Exception, what: str) -> ModelError:
         """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
         return error_at(self.path, error, what)
@@ -322,7 +330,8 @@ class ModelFile:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            raise self.error_at(error, f"{function.__name__}()") from error
+            name = getattr(function, "__name__", type(function).__name__)  # nn.CrossEntropyLoss() has none
+            raise self.error_at(error, f"{name}()") from error
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ def user_line(error: BaseException, path: Path) -> str:
             line, name = trace.tb_lineno, file.name
         trace = trace.tb_next
     return f"{name}:{line}: " if line else f"{path.name}: "
+
+
+def definition_line(function: Callable[..., Any], path: Path) -> str:
+    """Return `model.py:12: `, where a function of the user's is defined, for a message; `path` is the user's file."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or Path(code.co_filename).resolve() != path.resolve():
+        return f"{path.name}: "
+    return f"{path.name}:{code.co_firstlineno}: "
 
 
 def _sample(path: Path, data: Any, index: int, name: str) -> Any:
