@@ -106,9 +106,7 @@ class ModelFile:
         if not isinstance(model, nn.Module):
             raise self.error(f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module")
         model = _unwrapped(model).train()
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            config.use_cache = False  # of `transformers`, for generation: the cache would be an output
+        _switch_off_caches(model)
         return model
 
     def example_inputs(self, batch_size: int) -> ModelInputs:
@@ -261,6 +259,14 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def _switch_off_caches(model: nn.Module) -> None:
+    """Let a model of `transformers` make no cache of keys, which is for generation and would be among its outputs."""
+    for module in model.modules() if hasattr(model, "config") else ():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
 
 
 def _seed_generators(seed: int) -> None:

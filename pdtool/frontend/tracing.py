@@ -33,6 +33,7 @@ from pdtool.frontend.graph_reader import GraphReader, LeafCall
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import CONSTANTS, ModelInputs, named_leaves, register_containers
 from pdtool.frontend.operators import ByMode, Operator, Traced
+from pdtool.frontend.symbolic_len import symbolic_len
 from pdtool.frontend.user_code import user_line
 
 _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -148,7 +149,7 @@ def _export(
     try:
         with _opaque_leaves(model), _without_data_dependent_checks(), warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
-            with _named_arguments(model, inputs), _known_outputs(model), _EvenChunks():
+            with _named_arguments(model, inputs), _known_outputs(model), _EvenChunks(), symbolic_len(model):
                 shapes = dynamic.dynamic_shapes(model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
                 program = torch.export.export(model, inputs.args, inputs.kwargs, strict=False, dynamic_shapes=shapes)
             if functional:
