@@ -112,9 +112,11 @@ def _definition(value: Any) -> str:
         fields = "\n".join(f"    {field}: object" for field, _ in _items(value) or ())
         return _DATACLASS.format(name=name, fields=fields)
     if isinstance(value, Mapping) and _has_attributes(value):
-        left_out = [name for name in getattr(value, "__dataclass_fields__", ()) if name not in value]
+        left_out = [name for name in getattr(type(value), "__dataclass_fields__", ()) if name not in value]
         return _MAPPING.format(
-            name=name, key=next(iter(value)), left_out=f"    {' = '.join(left_out)} = None\n\n" if left_out else ""
+            name=name,
+            key=next((key for key in value if key.isidentifier()), "name"),
+            left_out=f"    {' = '.join(left_out)} = None\n\n" if left_out else "",
         )
     return ""
 

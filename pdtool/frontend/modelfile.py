@@ -265,7 +265,7 @@ def _switch_off_caches(model: nn.Module) -> None:
     """Let a model of `transformers` make no cache of keys, which is for generation and would be among its outputs."""
     for module in model.modules() if hasattr(model, "config") else ():
         config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:
+        if getattr(config, "__dict__", {}).get("use_cache") is True:
             config.use_cache = False
 
 
