@@ -187,8 +187,9 @@ class _EvenChunks(TorchFunctionMode):
     `net(torch.cat([x1, x2])).chunk(2)`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DIVIDING and len(args) > 1 and not isinstance(args[1], (list, tuple)):
-            tensor, number, *rest = args
+        given = [*args, *(value for key, value in (kwargs or {}).items() if key != "dim")]
+        if func in _DIVIDING and len(given) > 1 and not isinstance(given[1], (list, tuple)):
+            tensor, number, *rest = given
             dim = rest[0] if rest else (kwargs or {}).get("dim", 0)
             if sizes := _even_sizes(tensor.shape[dim], number, is_count=func in _DIVIDING[:2]):
                 return tensor.split(sizes, dim)

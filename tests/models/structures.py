@@ -134,7 +134,7 @@ class _Unused(_Net):
 
 class _Siamese(_Net):
     def forward(self, a, b):
-        left, right = self.second(torch.tanh(self.first(torch.cat([a, b])))).chunk(2)
+        left, right = self.second(torch.tanh(self.first(torch.cat([a, b])))).chunk(chunks=2, dim=0)
         return F.cosine_similarity(left, right)
 
 
