@@ -40,6 +40,7 @@ STRUCTURES = {
     "siamese": "x.split([batch, batch], dim=0)",
     "views": "x.split([batch, batch, batch], dim=0)",
     "halves": "[batch:2 * batch]",
+    "lengths": "torch.arange(batch, ",
     "sections": "[batch, batch]",
     "table": 'self.inner.register_buffer("table", torch.zeros(12, 8), persistent=False)',
     "checkpointed": "self.first(x)",

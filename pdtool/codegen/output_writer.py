@@ -119,7 +119,9 @@ def _definition(value: Any) -> str:
     if isinstance(value, Mapping) and _has_attributes(value):
         left_out = [name for name in getattr(type(value), "__dataclass_fields__", ()) if name not in value]
         return _MAPPING.format(
-            name=name, key=next(iter(value)), left_out=f"    {' = '.join(left_out)} = None\n\n" if left_out else ""
+            name=name,
+            key=next((key for key in value if key.isidentifier()), "name"),
+            left_out=f"    {' = '.join(left_out)} = None\n\n" if left_out else "",
         )
     return ""
 

@@ -114,9 +114,7 @@ class ModelFile:
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 module.sparse = False  # the same gradients; stages, replicas and messages have dense ones only
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            config.use_cache = False  # of `transformers`, for generation: the cache would be an output
+        _switch_off_caches(model)
         return model
 
     def example_inputs(self, batch_size: int) -> ModelInputs:
@@ -365,6 +363,14 @@ def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
 def _tensor_or_number(total: Any) -> Any:
     """A sum as it is added up and sent to other workers."""
     return total.detach().cpu() if isinstance(total, Tensor) else float(total)
+
+
+def _switch_off_caches(model: nn.Module) -> None:
+    """Let a model of `transformers` make no cache of keys, which is for generation and would be among its outputs."""
+    for module in model.modules() if hasattr(model, "config") else ():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "__dict__", {}).get("use_cache") is True:
+            config.use_cache = False
 
 
 def _seed_generators(seed: int) -> None:

@@ -134,7 +134,7 @@ class _Unused(_Net):
 
 class _Siamese(_Net):
     def forward(self, a, b):
-        left, right = self.second(torch.tanh(self.first(torch.cat([a, b])))).chunk(2)
+        left, right = self.second(torch.tanh(self.first(torch.cat([a, b])))).chunk(chunks=2, dim=0)
         return F.cosine_similarity(left, right)
 
 
@@ -160,6 +160,12 @@ class _Sections(_Net):
         x = torch.tanh(self.first(torch.cat([a, b])))
         left, right = x.split([a.shape[0], b.shape[0]])
         return self.second(left) * right + x.tensor_split(2)[1] + x.view(2, -1, 8).mean(0)
+
+
+class _Lengths(_Net):
+    def forward(self, a, b):
+        scores = self.first(a) @ self.second(b).T
+        return scores, F.cross_entropy(scores, torch.arange(len(scores)))
 
 
 # --- around a model ---------------------------------------------------------------------------------------------------
@@ -226,6 +232,7 @@ INPUTS = {
     "views": lambda n: torch.randn(n, 3, 8),
     "trained": lambda n: torch.randn(n, 3, 8),
     "halves": lambda n: (vectors(n), vectors(n)),
+    "lengths": lambda n: (vectors(n), vectors(n)),
     "sections": lambda n: (vectors(n), vectors(n)),
 }
 
@@ -246,6 +253,7 @@ siamese = _Siamese
 views = _Views
 halves = _Halves
 sections = _Sections
+lengths = _Lengths
 table = _Table
 table_of_numbers = _TableOfNumbers
 checkpointed = _Checkpointed

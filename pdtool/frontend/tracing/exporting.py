@@ -23,6 +23,7 @@ from pdtool.errors import TraceError
 from pdtool.frontend.model_io import CONSTANTS, ModelInputs, named_leaves, register_containers
 from pdtool.frontend.tracing.leaf_calls import calls
 from pdtool.frontend.tracing.opaque_modules import untraceable_refused
+from pdtool.frontend.tracing.symbolic_len import symbolic_len
 
 
 def exported(
@@ -39,7 +40,7 @@ def exported(
         Exception: whatever torch.export or the model raises.
     """
     with _quiet(), untraceable_refused(), _without_data_dependent_checks():
-        with _named_arguments(model, inputs), _known_outputs(model), _EvenChunks():
+        with _named_arguments(model, inputs), _known_outputs(model), _EvenChunks(), symbolic_len(model):
             shapes = dynamic.dynamic_shapes(model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
             program = torch.export.export(model, inputs.args, inputs.kwargs, strict=False, dynamic_shapes=shapes)
         if functional:
@@ -73,8 +74,9 @@ class _EvenChunks(TorchFunctionMode):
     `net(torch.cat([x1, x2])).chunk(2)`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DIVIDING and len(args) > 1 and not isinstance(args[1], (list, tuple)):
-            tensor, number, *rest = args
+        given = [*args, *(value for key, value in (kwargs or {}).items() if key != "dim")]
+        if func in _DIVIDING and len(given) > 1 and not isinstance(given[1], (list, tuple)):
+            tensor, number, *rest = given
             dim = rest[0] if rest else (kwargs or {}).get("dim", 0)
             if sizes := _even_sizes(tensor.shape[dim], number, is_count=func in _DIVIDING[:2]):
                 return tensor.split(sizes, dim)
