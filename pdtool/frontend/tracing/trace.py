@@ -111,7 +111,7 @@ class _Tracer:
             traced = GraphReader(self.model, program, list(calls), functional=functional).read()
             return replace(traced, arguments=inputs.signature)
         except TraceError as error:
-            if error.module is not None or isinstance(error, PartialWriteError):
+            if error.module is not None or error.location or isinstance(error, PartialWriteError):
                 raise
             where, module = user_line(error, self.path), failing_module(error, self.model)
             raise TraceError(f"{where}{error.what}", error.remedy, module=module) from error
