@@ -22,6 +22,7 @@ OPAQUE = {
     "branch_on_values": {"1"},
     "scan": {"1"},
     "two_outputs": {"1.two"},
+    "with_table": {"1"},
     "many_alike": {"0", "1", "2", "3", "4", "5"},
     "called_twice": {"branch"},
 }

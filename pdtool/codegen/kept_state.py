@@ -120,7 +120,9 @@ def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
         return a.keys() == b.keys() and all(has_same_content(a[key], b[key], depth - 1) for key in a)
     if isinstance(a, (list, tuple)) or type(a).__name__ == "deque":
         return len(a) == len(b) and all(has_same_content(x, y, depth - 1) for x, y in zip(a, b, strict=True))
-    return isinstance(a, (*_PLAIN, torch.dtype, torch.device, torch.Size)) and bool(a == b)
+    if isinstance(a, (*_PLAIN, torch.dtype, torch.device)):
+        return bool(a == b)
+    return hasattr(a, "__dict__") and not callable(a) and has_same_content(vars(a), vars(b), depth - 1)
 
 
 def _fingerprint(value: Any, depth: int) -> object:

@@ -57,7 +57,7 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
     state = named_state(model)
     with torch.no_grad():
         for stage, spec in zip(stages, bundle.stages, strict=True):
-            stage_state = named_state(stage)
+            stage_state = _registered_state(stage)
             missing = set(stage_state) ^ {*spec.parameters, *spec.buffers}
             if missing:
                 raise VerificationError(f"{spec.file} and the model name their state differently: {sorted(missing)}")
@@ -133,8 +133,8 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
         with _repeatable(), torch.no_grad():
             for inputs in batches[:-1]:
                 _run("the model", partial(inputs.call, old), "a minibatch before")
-            state = named_state(new)
-            for name, tensor in named_state(old).items():
+            state = _registered_state(new)
+            for name, tensor in _registered_state(old).items():
                 state[name].copy_(tensor)
             for model in (old, new):
                 _run("the model", partial(batches[-1].call, model), "the last minibatch")
@@ -239,6 +239,12 @@ def _stage_gradients(model: nn.Module, stages: Sequence[nn.Module]) -> dict[int,
                 key = id(original[name])
                 gradients[key] = gradients[key] + parameter.grad if key in gradients else parameter.grad
     return gradients
+
+
+def _registered_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, each under all of its names."""
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    return dict(module.named_parameters(remove_duplicate=False)) | buffers
 
 
 def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) -> None:

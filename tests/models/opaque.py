@@ -165,6 +165,23 @@ def many_alike():
     return nn.Sequential(*(Branch() for _ in range(6)), nn.Linear(8, 4))
 
 
+class WithTable(nn.Module):
+    """Keeps a table in a mere attribute, and what it chose last."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table, self.chosen = nn.Linear(8, 8), torch.linspace(0, 1, 80).reshape(10, 8), None
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.chosen = y.detach().argmax(-1)
+        return y + self.table[self.chosen.tolist()]
+
+
+def with_table():
+    return _around(WithTable())
+
+
 class CalledTwice(nn.Module):
     """Calls one opaque module twice."""
 
