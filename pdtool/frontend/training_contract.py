@@ -1,4 +1,4 @@
-"""What model.py says of training beside its functions: constants, and which optimizers it may return."""
+"""What model.py says of training beside its functions: constants, and which optimizers and losses it may return."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
-from pdtool.errors import FieldError
+from pdtool.errors import FieldError, ModelError
+from pdtool.frontend.model_io import tensors_of
 
 _LOOKS_AT_ALL = re.compile(r"clip_grad|grad_norm|total_norm|global_norm")
 
@@ -72,6 +75,16 @@ def check_optimizer(returned: object) -> Optimizer:
             "pipeline computes once for each update; use one without a closure, such as SGD or AdamW",
         )
     return returned
+
+
+def check_gradient(loss: Tensor, output: Any) -> None:
+    """Check that a training step leads from the loss back to an output that can be trained; raises ModelError."""
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(output))
+    if trains and not loss.requires_grad:
+        raise ModelError(
+            "loss() returned a tensor without a gradient, so that nothing can be trained",
+            "compute it from the model's output without detach(), item(), argmax() or torch.no_grad()",
+        )
 
 
 def takes_total(scheduler: Callable[..., Any]) -> bool:

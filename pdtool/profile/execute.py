@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
+from pdtool.frontend.training_contract import check_gradient
 
 Environment = dict[Value, Tensor]
 Work = Callable[[], Any]
@@ -208,8 +209,10 @@ class ProfiledModel:
         return self.traced.output_with(lambda v: environment[v] if isinstance(v, Value) else state[v.name], self.batch)
 
     def loss(self, output: Any) -> Tensor:
-        """Compute the user's loss of this minibatch, a scalar."""
-        return self.model_file.loss(output, self.target)
+        """Compute the user's loss of this minibatch, a scalar; raises ModelError where nothing can be trained by it."""
+        loss = self.model_file.loss(output, self.target)
+        check_gradient(loss, output)
+        return loss
 
     def stepped_optimizer(self) -> Optimizer | None:
         """Return the user's optimizer over all parameters after one step with gradients of zero; None without one.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pdtool.errors import ModelError
-from pdtool.frontend.model_io import tensors_of
+from pdtool.frontend.training_contract import check_gradient
 from pdtool.run.backward.recompute import ForwardState, Recomputation
 from pdtool.run.backward.split_backward import WeightBackward, backward_input
 from pdtool.run.operator_seeds import OperatorSeeds
@@ -180,11 +180,7 @@ class PipelineStage:
         assert self._loss
         self.seeds.seed_user_code("loss")
         loss = self._loss(output, target)
-        if not loss.requires_grad and torch.is_grad_enabled() and _requires_grad(output):
-            raise ModelError(
-                "loss() returned a tensor without a gradient, so that nothing can be trained",
-                "compute it from the model's output without detach(), item(), argmax() or torch.no_grad()",
-            )
+        check_gradient(loss, output)
         if loss.requires_grad and not self._is_loss_checked:  # once: its graph is the same in each minibatch
             self._is_loss_checked = True
             known = {id(tensor) for tensor in (*self.module.parameters(), *inputs)}
@@ -215,10 +211,6 @@ class PipelineStage:
             if output.requires_grad and (self._loss is not None or gradient is not None)
         ]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def _requires_grad(output: Any) -> bool:
-    return any(tensor.requires_grad for tensor in tensors_of(output))
 
 
 def graph_leaves(tensor: Tensor) -> list[Tensor]:
