@@ -1,5 +1,6 @@
 """A module that torch.export cannot see through is one operator, taken whole from the user's model."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ MODELS = Path(__file__).parent / "models" / "opaque.py"
 OPAQUE = {
     "experts": {"1"},
     "packed_sequence": {"1"},
-    "straight_through": {"1"},
+    "straight_through": set(),
+    "gradient_reversal": set(),
     "reentrant_checkpoint": set(),
     "branch_on_values": {"1"},
     "scan": {"1"},
@@ -53,6 +55,16 @@ def test_it_is_one_operator_of_a_stage_that_equals_the_model(name, tmp_path):
     text = "".join(texts_in(tmp_path / "b").values())
     for path in OPAQUE[name]:
         assert f'model.get_submodule("{path}")' in text, text
+
+
+def test_an_autograd_function_is_imported_from_the_users_file(tmp_path):
+    model_file = load("gradient_reversal")
+    profile = skeleton(model_file)
+    generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    text = "".join(texts_in(tmp_path / "b").values())
+    assert "from opaque import GradientReversal  # an autograd.Function\n" in text
+    assert "GradientReversal.apply(" in text
+    assert "opaque" not in sys.modules, "only stage files can import it by this name"
 
 
 def test_its_state_is_not_changed_by_tracing():

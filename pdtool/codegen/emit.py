@@ -19,6 +19,7 @@ from pdtool.codegen.wiring import Wiring
 from pdtool.errors import TraceError
 from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Value
 from pdtool.frontend.random_operators import operator_draws, values_drawn_like
+from pdtool.frontend.user_code import user_module
 
 _SEED_OPERATOR = '''
 def seed_operator(name, *tensors):
@@ -87,6 +88,7 @@ class StageWriter:
             "import torch",
             "from torch import nn",
             *(["from torch.nn import functional as F"] if uses_functional else []),
+            *self._function_imports(),
             "",
             *self._output.classes(),
             *(_SEED_OPERATOR.splitlines() if any("seed_operator(" in line for line in body) else []),
@@ -100,6 +102,12 @@ class StageWriter:
             *self._train(),
         ]
         return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    def _function_imports(self) -> list[str]:
+        """Import each autograd.Function of the user's; pdtool finds the user's file wherever it is."""
+        functions = [part.function for op in self.operators for part in op.parts if part.function]
+        lines = [f"from {user_module(f.__module__)} import {f.__name__}  # an autograd.Function" for f in functions]
+        return ["", *dict.fromkeys(lines)] if lines else []
 
     def _train(self) -> Iterator[str]:
         """Yield a method `train` where leaf modules do not follow the mode of the model, as in the model."""
@@ -129,7 +137,7 @@ class StageWriter:
             yield ""
             for path in self.opaque:
                 kind = type(self.wiring.traced.model.get_submodule(path))
-                yield f"        {path}: {kind.__qualname__} of {kind.__module__.removeprefix('pdtool_user_')}"
+                yield f"        {path}: {kind.__qualname__} of {user_module(kind.__module__)}"
         yield '    """'
 
     # Each operator is a line of forward. A tensor that only the next line takes is called `x`, as people do.
@@ -279,7 +287,8 @@ class StageWriter:
         if op.target is not None:
             return expression(op, self._write)
         arguments = [self._write(a) for a in op.args] + [f"{k}={self._write(v)}" for k, v in op.kwargs.items()]
-        return f"{access(op.module)}({', '.join(arguments)})"
+        called = f"{op.function.__name__}.apply" if op.function else access(op.module)
+        return f"{called}({', '.join(arguments)})"
 
     def _write(self, argument: Any) -> str:
         if isinstance(argument, Value):
@@ -304,13 +313,13 @@ class StageWriter:
 def _comment(op: Operator, previous: str) -> Iterator[str]:
     """Yield `# layers.1.attention` where the operators of that module begin; leaf modules show where they are."""
     container = _container(op)
-    if (op.target is not None or op.branch) and container and not f"{previous}.".startswith(f"{container}."):
+    if not op.is_module and container and not f"{previous}.".startswith(f"{container}."):
         yield f"# {container}"
 
 
 def _container(op: Operator) -> str:
     """The module whose forward calls the operator."""
-    return op.module.rpartition(".")[0] if op.target is None and not op.branch else op.module
+    return op.module.rpartition(".")[0] if op.is_module else op.module
 
 
 def _zeros(op: Operator, branch: Branch) -> list[Value]:

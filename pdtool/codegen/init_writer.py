@@ -54,7 +54,7 @@ class InitWriter:
     @cached_property
     def leaf_paths(self) -> list[str]:
         """The modules that are called whole."""
-        return list(dict.fromkeys(op.module for op in self._operators if op.target is None))
+        return list(dict.fromkeys(op.module for op in self._operators if op.is_module))
 
     @cached_property
     def opaque_paths(self) -> list[str]:

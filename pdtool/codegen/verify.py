@@ -24,6 +24,7 @@ from pdtool.codegen.kept_state import KeptAttribute, attributes, has_same_conten
 from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
 from pdtool.frontend.operators import named_state
+from pdtool.frontend.user_code import user_modules_importable
 
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 _STAGES = "the generated stages"
@@ -45,7 +46,8 @@ def load_stages(
     model = build() if build and any(stage.opaque for stage in bundle.stages) else None
     for stage in bundle.stages:
         module = ModuleType(stage.file.removesuffix(".py"))
-        exec(compile(texts[stage.file], stage.file, "exec", dont_inherit=True), module.__dict__)
+        with user_modules_importable():
+            exec(compile(texts[stage.file], stage.file, "exec", dont_inherit=True), module.__dict__)
         with torch.device(device):
             kind = getattr(module, stage.class_name)
             modules.append((kind(model) if stage.opaque else kind()).train())

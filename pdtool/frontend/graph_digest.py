@@ -10,7 +10,8 @@ What counts is everything that a stage file or a placement follows from:
 - the shape of each tensor as a function of the minibatch's size, its dtype, and whether a gradient flows through it;
 - the parameters and buffers that operators use: names, shapes, dtypes, which of them are trainable or persistent, and
   which are tied;
-- of an opaque module, the source of its class and of the classes of the modules inside it, without comments;
+- of an opaque module, the source of its class and of the classes of the modules inside it, without comments; of an
+  autograd.Function its source;
 - groups of operators that share changing state, and so must stand in one stage.
 
 What does not count: the values of parameters and buffers, which the model brings along at each run; parameters that no
@@ -51,6 +52,7 @@ from pdtool.frontend.operators import (
     is_default,
     is_persistent,
 )
+from pdtool.frontend.user_code import user_module
 
 # A size is told by its values here: its expression may be written in another way by another version of torch.
 _BATCH_SIZES = (2, 3, 5, 64, 1009)
@@ -89,6 +91,8 @@ def _operator(op: Operator, model: nn.Module) -> dict[str, Any]:
         arguments = op.target._schema.arguments
         changed = [a.name for a in arguments if not is_default(op.kwargs[a.name], a) and a.name not in LAYOUT_ARGUMENTS]
         content |= {"target": str(op.target), "kwargs": {name: _plain(op.kwargs[name]) for name in changed}}
+    elif op.function:
+        content |= {"source": [_source(op.function)]}
     elif not op.is_input:
         module = model.get_submodule(op.module)
         if op.opaque:
@@ -101,7 +105,7 @@ def _operator(op: Operator, model: nn.Module) -> dict[str, Any]:
 
 def _source(kind: type) -> list[str]:
     """The name of a class, and its source where it is there and not torch's: comments and layout make no difference."""
-    text = f"{kind.__module__.removeprefix('pdtool_user_')}.{kind.__qualname__}"
+    text = f"{user_module(kind.__module__)}.{kind.__qualname__}"
     if kind.__module__.startswith("torch."):
         return [text]
     try:

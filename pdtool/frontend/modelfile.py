@@ -30,7 +30,7 @@ from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_io import CONSTANTS, ModelInputs
 from pdtool.frontend.training_contract import TrainingOptions, check_optimizer, takes_total
-from pdtool.frontend.user_code import collate, definition_line, error_at
+from pdtool.frontend.user_code import collate, definition_line, error_at, module_name
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 _MAX_METRIC_NAME = 100
@@ -428,7 +428,7 @@ def _import(source: str, path: Path) -> ModuleType:
     try:
         if is_module:
             return importlib.import_module(source)
-        spec = importlib.util.spec_from_file_location(f"pdtool_user_{path.stem}", path.resolve())
+        spec = importlib.util.spec_from_file_location(module_name(path), path.resolve())
         assert spec
         assert spec.loader
         module = importlib.util.module_from_spec(spec)

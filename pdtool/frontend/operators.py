@@ -107,6 +107,7 @@ class Operator:
         parameters, buffers: names of the model's state that it uses.
         location: `file.py:12` in the user's code.
         branch: operators that are run in one of the modes only, of which it consists; its args are what they take.
+        function: the user's autograd.Function that it applies.
         opaque: whether it is a whole call of a module that the stage takes from the model, for lack of operators.
         constant: computed from nothing but constants and unchanging buffers; repeated in each stage that needs it.
     """
@@ -123,8 +124,14 @@ class Operator:
     buffers: tuple[str, ...] = ()
     location: str = ""
     branch: Branch | None = None
+    function: Any = None
     opaque: bool = False
     constant: bool = False
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is a whole call of a module."""
+        return not (self.target or self.branch or self.function or self.is_input)
 
     @property
     def is_input(self) -> bool:

@@ -36,7 +36,7 @@ def is_user_module(module: nn.Module) -> bool:
 def operator_draws(op: Operator, model: nn.Module) -> bool:
     """Whether an operator of `model` may draw random numbers, in training or in evaluation mode."""
     if op.target is None:
-        return not op.is_input and module_draws(model.get_submodule(op.module))
+        return op.is_module and module_draws(model.get_submodule(op.module))
     if torch.Tag.nondeterministic_seeded not in op.target.tags:
         return False
     is_off = any(op.kwargs.get(name) is False for name in _MODES)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,34 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from pdtool.errors import ModelError, describe_error
+
+_PREFIX = "pdtool_user_"  # of the names under which the users' files are imported
+
+
+def module_name(path: Path) -> str:
+    """Return the name under which the user's file is imported, which cannot be that of another module."""
+    return f"{_PREFIX}{path.stem}"
+
+
+def user_module(name: str) -> str:
+    """Return the name of the user's module as its own files import it: `model` for model.py."""
+    return name.removeprefix(_PREFIX)
+
+
+@contextmanager
+def user_modules_importable() -> Iterator[None]:
+    """Let stage files import from the users' files by their own names."""
+    files = {user_module(name): module for name, module in sys.modules.items() if name.startswith(_PREFIX)}
+    before = {name: sys.modules.get(name) for name in files}
+    sys.modules.update(files)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 def collate(

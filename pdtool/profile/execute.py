@@ -67,7 +67,8 @@ class Executor:
         if op.branch:
             return partial(self._run_branch, op, environment)
         args, kwargs = pytree.tree_map(resolve, (op.args, op.kwargs))
-        call: Any = op.target or self.traced.model.get_submodule(op.module)
+        module = self.traced.model.get_submodule(op.module)
+        call: Any = op.target or (op.function.apply if op.function else module)
         return partial(call, *args, **kwargs)
 
     def _run_branch(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:

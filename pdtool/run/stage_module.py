@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import ArtifactError, describe_error
+from pdtool.frontend.user_code import user_modules_importable
 
 
 def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module) -> nn.Module:
@@ -28,7 +29,8 @@ def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module
     code = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = code
     try:
-        spec.loader.exec_module(code)
+        with user_modules_importable():
+            spec.loader.exec_module(code)
         kind = getattr(code, described.class_name)
         module: nn.Module = kind(model) if described.opaque else kind()
     except Exception as error:

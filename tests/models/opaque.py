@@ -133,6 +133,35 @@ def _around(module):
     return nn.Sequential(nn.Linear(8, 8), module, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
+class GradientReversal(torch.autograd.Function):
+    """The identity, whose gradient is reversed."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient, None
+
+
+class DomainAdversarial(nn.Module):
+    """Two heads, of which one's gradient is reversed."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.classes, self.domains = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 2)
+
+    def forward(self, x):
+        features = self.features(x).relu()
+        return self.classes(features), self.domains(GradientReversal.apply(features, 0.5))
+
+
+def gradient_reversal():
+    return DomainAdversarial()
+
+
 def experts():
     return _around(SparseExperts())
 

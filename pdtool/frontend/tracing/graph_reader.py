@@ -229,6 +229,9 @@ class GraphReader:
         number, tensors = node.args
         call = self.calls[number]  # type: ignore[index]
         args, kwargs = self._leaf_arguments(call, self._argument(tensors), node)
+        if call.function:
+            self._function(node, call, args)
+            return
         module = self.modules[call.path]
         name = self._leaf_name(call.path)
         parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
@@ -257,13 +260,33 @@ class GraphReader:
         if getattr(module, "inplace", False) and inputs and not recorded:
             self._replace_value(inputs[0], outputs[0])
 
+    def _function(self, node: fx.Node, call: LeafCall, args: tuple[Any, ...]) -> None:
+        """Read a call of an autograd.Function; its name is not that of the class, which the stage file imports."""
+        leaves = pytree.tree_leaves(args)
+        states = [leaf.name for leaf in leaves if isinstance(leaf, State)]
+        parameters = tuple(name for name in states if name in self.parameters)
+        flows = self._trainable(parameters) or any(leaf.differentiable for leaf in leaves if isinstance(leaf, Value))
+        kind = call.function.__name__
+        module, name = self._module_and_name(node, f"{kind.lower()}_apply")
+        operator = Operator(
+            name=name,
+            op=kind,
+            module=module,
+            args=args,
+            structure=call.result,
+            parameters=parameters,
+            buffers=tuple(name for name in states if name in self.buffers),
+            function=call.function,
+        )
+        self.values[node] = list(self._append(operator, node, node.meta["val"], flows))
+
     def _leaf_arguments(self, call: LeafCall, tensors: list[Any], node: fx.Node) -> Any:
         """(args, kwargs) of the call, with `tensors` in the places of its tensors."""
         remaining = iter(tensors)
         flat = [next(remaining) if isinstance(a, Tensor) else self._size(a, node) for a in call.arguments]
         if others := [a for a in flat if not isinstance(a, (Value, State, Tensor, Size, *_CONSTANTS))]:
-            what = f"{call.path} takes a {type(others[0]).__name__} as an argument"
-            caller = call.path.rpartition(".")[0]
+            what = f"{call.path or call.function.__name__} takes a {type(others[0]).__name__} as an argument"
+            caller = call.path.rpartition(".")[0] if call.path else _module_path(node)
             raise TraceError(what, "let it take tensors and numbers", location=_location(node), module=caller)
         return pytree.tree_unflatten(flat, call.spec)
 

@@ -1,4 +1,4 @@
-"""Make each whole call of a leaf module, or of an opaque one, a single operator while torch.export runs.
+"""Make each whole call of a leaf module, an opaque one, or an autograd.Function a single operator for torch.export.
 
 The forward of a leaf module runs on meta tensors meanwhile. That of an opaque module, which torch.export cannot see
 through (it loops over the values of tensors, say), ran before that on real minibatches of two sizes; its outputs have
@@ -76,13 +76,14 @@ class RecordedCall:
 
 @dataclass
 class LeafCall:
-    """One call of a leaf module or an opaque one, made while torch.export runs.
+    """One call of a leaf module, an opaque one, or an autograd.Function, made while torch.export runs.
 
     Attributes:
-        path: of the module.
-        forward: the module's own, which is replaced meanwhile.
+        path: of the module; "" for a function.
+        forward: the module's own, which is replaced meanwhile; or the function's `apply`.
         arguments: positional and keyword arguments as a flat list; `spec` is their pytree.
         recorded: of an opaque module.
+        function: the user's autograd.Function.
         result: what the module returned: a pytree of indices into its tensors, None elsewhere.
         outputs: these tensors, on the meta device.
         is_recorded: whether they are those of this export, and the module need not be run again.
@@ -93,6 +94,7 @@ class LeafCall:
     arguments: list[Any]
     spec: pytree.TreeSpec
     recorded: RecordedCall | None = None
+    function: Any = None
     result: Any = None
     outputs: list[Tensor] = field(default_factory=list)
     is_recorded: bool = False
@@ -134,11 +136,7 @@ def single_operators(model: nn.Module, recorded: Sequence[RecordedCall] = ()) ->
     def replaced(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             flat, spec = pytree.tree_flatten((args, kwargs))
-            leaf_call = LeafCall(path, forward, flat, spec, next(remaining) if path in opaque else None)
-            calls.append(leaf_call)
-            outputs = torch.ops.pdtool.leaf(len(calls) - 1, [a for a in flat if isinstance(a, Tensor)])
-            indices, result_spec = pytree.tree_flatten(leaf_call.result, is_leaf=lambda x: x is None)
-            return pytree.tree_unflatten([None if i is None else outputs[i] for i in indices], result_spec)
+            return _as_operator(LeafCall(path, forward, flat, spec, next(remaining) if path in opaque else None))
 
         return call
 
@@ -146,6 +144,19 @@ def single_operators(model: nn.Module, recorded: Sequence[RecordedCall] = ()) ->
     calls.clear()
     with _forwards_replaced(model, [*leaves, *opaque], replaced):
         yield
+
+
+def call_function(function: Any, apply: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Make a call of an autograd.Function one `pdtool::leaf` operator, kept in `calls`; return what it returns."""
+    flat, spec = pytree.tree_flatten((tuple(args), {}))
+    return _as_operator(LeafCall("", apply, flat, spec, function=function))
+
+
+def _as_operator(call: LeafCall) -> Any:
+    calls.append(call)
+    outputs = torch.ops.pdtool.leaf(len(calls) - 1, [a for a in call.arguments if isinstance(a, Tensor)])
+    indices, spec = pytree.tree_flatten(call.result, is_leaf=lambda x: x is None)
+    return pytree.tree_unflatten([None if i is None else outputs[i] for i in indices], spec)
 
 
 def record_calls(

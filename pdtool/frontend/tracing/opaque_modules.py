@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pdtool.errors import TraceError
 from pdtool.frontend.leaf_modules import is_leaf
+from pdtool.frontend.tracing.leaf_calls import call_function
 
 _DRAWING = "random randint randrange uniform choice choices sample shuffle gauss getrandbits"
 _DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation shuffle binomial"
@@ -92,12 +93,11 @@ def _callers(paths: Mapping[int, str]) -> list[str]:
 def untraceable_refused() -> Iterator[None]:
     """Refuse what torch.export would trace without an error, and wrongly.
 
-    These are each autograd.Function of the user, whose backward would be lost, gradients taken in forward, and numbers
-    of Python's and numpy's generators, which would be drawn once and for all. Reentrant checkpointing, an
-    autograd.Function as well, is left out.
+    These are gradients taken in forward, and numbers of Python's and numpy's generators, which would be drawn once and
+    for all. An autograd.Function is kept whole; reentrant checkpointing, which is one too, is left out.
     """
     with ExitStack() as stack:
-        stack.enter_context(_functions_refused())
+        stack.enter_context(_functions_kept())
         stack.enter_context(patch.object(torch.autograd, "grad", _refusing("torch.autograd.grad")))
         for module, names in (("random", _DRAWING), ("numpy.random", _DRAWING_NUMPY)):
             for name in names.split() if module in sys.modules else ():
@@ -120,19 +120,22 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _functions_refused() -> Iterator[None]:
+def _functions_kept() -> Iterator[None]:
+    """Keep each autograd.Function of the user whole: torch.export would lose its backward."""
     apply = vars(Function)["apply"]
 
-    def refused(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    def kept(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:  # when to compute again is the plan's to say
             function, _, *inputs = args
             return function(*inputs)
         if cls.__module__.startswith("torch."):
             return apply.__get__(None, cls)(*args, **kwargs)
-        what = f"{cls.__name__} has a backward of its own, which operators do not show"
-        raise TraceError(what, "apply it in a module of its own, which pdtool then calls whole")
+        if vars(sys.modules[cls.__module__]).get(cls.__name__) is not cls:
+            what = f"{cls.__name__} has a backward of its own, and a stage file cannot import it from {cls.__module__}"
+            raise TraceError(what, "define it at the top level of the file")
+        return call_function(cls, apply.__get__(None, cls), args)
 
-    with patch.object(Function, "apply", classmethod(refused)):
+    with patch.object(Function, "apply", classmethod(kept)):
         yield
 
 
