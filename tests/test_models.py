@@ -13,9 +13,8 @@ import pytest
 import test_codegen
 import torch
 from collection import FAMILIES, differences, tasks, trained_in_stages, trained_plainly, write_model
-from test_codegen import plan_of, skeleton, traced_once
+from test_codegen import plan_of, shared_traces, skeleton  # noqa: F401  a fixture: each model is traced once
 
-from pdtool.codegen import generate as generate_module
 from pdtool.codegen.generate import generate
 
 # What should pass and does not yet, and why. Whoever mends it takes it out.
@@ -90,10 +89,9 @@ def parameters(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_one_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The models are small, and tracing takes most of the time."""
+def one_thread_and_no_old_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The models are so small that a second thread only costs."""
     monkeypatch.setattr(test_codegen, "TRACES", {})
-    monkeypatch.setattr(generate_module, "trace", traced_once)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

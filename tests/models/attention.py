@@ -44,7 +44,7 @@ class GPT(nn.Module):
             m = self.mlp
             return x + m.c_proj(m.act(m.c_fc(self.ln_2(x))))
 
-    def __init__(self, width=8, layers=3, length=8):
+    def __init__(self, width=8, layers=2, length=8):
         super().__init__()
         self.transformer = nn.ModuleDict(
             dict(
@@ -283,7 +283,7 @@ class T5(nn.Module):
             weights = F.softmax(scores.float(), dim=-1).type_as(scores)
             return self.o((weights @ v).transpose(1, 2).flatten(2)), position_bias
 
-    def __init__(self, width=8, layers=2):
+    def __init__(self, width=8, layers=1):
         super().__init__()
         self.shared, self.lm_head = nn.Embedding(20, width), nn.Linear(width, 20, bias=False)
         self.encoder = nn.ModuleList([self.Attention(width, i == 0) for i in range(layers)])

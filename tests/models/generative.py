@@ -118,7 +118,7 @@ def vq_loss(output, x):
 class RealNVP(nn.Module):
     """Coupling layers, and the logarithm of their determinant."""
 
-    def __init__(self, dim=6, layers=4):
+    def __init__(self, dim=6, layers=3):
         super().__init__()
         masks = [[i % 2 if n % 2 else 1 - i % 2 for i in range(dim)] for n in range(layers)]
         self.register_buffer("mask", torch.tensor(masks, dtype=torch.float32))
@@ -343,7 +343,7 @@ class HamiltonianNet(nn.Module):
 
 
 class NeuralODE(nn.Module):
-    """Four steps of Runge and Kutta."""
+    """Two steps of Runge and Kutta."""
 
     class Dynamics(nn.Module):
         def __init__(self, dim):
@@ -353,7 +353,7 @@ class NeuralODE(nn.Module):
         def forward(self, t, y):
             return self.net(torch.cat([y, torch.full_like(y[:, :1], t)], dim=1))
 
-    def __init__(self, dim=4, steps=4):
+    def __init__(self, dim=4, steps=2):
         super().__init__()
         self.func, self.head, self.steps = self.Dynamics(dim), nn.Linear(dim, 3), steps
 

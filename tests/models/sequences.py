@@ -243,7 +243,7 @@ class Mamba(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(20, 8)
-        self.layers = nn.ModuleList([self.Block(8) for _ in range(2)])
+        self.layers = nn.ModuleList([self.Block(8)])
         self.norm, self.lm_head = nn.LayerNorm(8), nn.Linear(8, 20, bias=False)
         self.lm_head.weight = self.embedding.weight
 
@@ -395,21 +395,21 @@ class Retention(nn.Module):
         return self.head(out)
 
 
-TOKENS, CLASS = classes(20, 6), classes(3)
+TOKENS, SHORT, CLASS = classes(20, 6), classes(20, 3), classes(3)
 MODELS = {
     "lstm_language_model": Task(LanguageModel, TOKENS, TOKENS, token_loss),
     "tagger": Task(Tagger, TOKENS, classes(5, 6), tag_loss),
-    "seq2seq_attention": Task(Seq2Seq, both(TOKENS, TOKENS), TOKENS, token_loss),
-    "greedy_decoder": Task(Greedy, both(TOKENS, TOKENS), TOKENS, token_loss),
-    "lstm_cells": Task(Cells, numbers(5), numbers(7), F.mse_loss),
+    "seq2seq_attention": Task(Seq2Seq, both(TOKENS, SHORT), SHORT, token_loss),
+    "greedy_decoder": Task(Greedy, both(TOKENS, SHORT), SHORT, token_loss),
+    "lstm_cells": Task(Cells, numbers(3), numbers(5), F.mse_loss),
     "packed_sequences": Task(Packed, both(TOKENS, lengths(6)), CLASS),
     "wavenet": Task(WaveNet, numbers(1, 16), classes(8, 16)),
     "tcn": Task(TCN, numbers(2, 12), CLASS),
     "text_cnn": Task(TextCNN, TOKENS, CLASS),
-    "mamba": Task(Mamba, TOKENS, TOKENS, token_loss, adamw),
+    "mamba": Task(Mamba, SHORT, SHORT, token_loss, adamw),
     "ctc_speech": Task(SpeechModel, numbers(4, 12), both(classes(5, 4), lengths(4)), ctc_loss),
     "char_cnn_highway": Task(CharCNN, TOKENS, CLASS),
-    "conv_lstm": Task(ConvLSTM, numbers(3, 1, 6, 6), numbers(1, 6, 6), F.mse_loss),
+    "conv_lstm": Task(ConvLSTM, numbers(2, 1, 6, 6), numbers(1, 6, 6), F.mse_loss),
     "long_convolution": Task(LongConv, numbers(16), numbers(16), F.smooth_l1_loss),
     "spectrogram": Task(Spectrogram, numbers(64), CLASS),
     "retention": Task(Retention, TOKENS, TOKENS, token_loss),
