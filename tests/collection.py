@@ -59,13 +59,9 @@ def write_model(folder: Path, name: str) -> ModelFile:
     return ModelFile.load(ModelRef(source=str(path)), trusted=True)
 
 
-def trained_plainly(file: ModelFile, scale: float = 1.0) -> dict[str, Tensor]:
-    """The model's state after all epochs of a plain loop; its initial weights are multiplied by `scale`."""
+def trained_plainly(file: ModelFile) -> dict[str, Tensor]:
+    """The model's state after all epochs of a plain loop."""
     model = file.build(_SEED)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-    torch.manual_seed(_SEED)
     _train(model, file, model)
     return model.state_dict()
 
@@ -84,22 +80,12 @@ def trained_in_stages(file: ModelFile, bundle: Bundle, folder: Path) -> dict[str
     return model.state_dict() | {name: value for stage in stages for name, value in stage.state_dict().items()}
 
 
-def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float = _RELATIVE) -> list[str]:
-    """Where two trained states differ by more than `limit`, each with by how much."""
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Where two trained states differ by too much, each with by how much."""
     missing = [f"{name} is missing" for name in expected.keys() - found.keys()]
     errors = {name: _error(found[name], value) for name, value in expected.items() if name in found}
-    differing = {name: error for name, error in errors.items() if not error <= limit}
+    differing = {name: error for name, error in errors.items() if not error <= _RELATIVE}
     return missing + [f"{name} by {error:.2g} of its largest value" for name, error in differing.items()]
-
-
-def rounding_limit(file: ModelFile) -> float:
-    """How far two trained states may differ where training makes rounding errors grow, as some large networks do.
-
-    Ten times as far as the plain loop comes from initial weights changed by one rounding error; but a hundredth, since
-    more would hide mistakes.
-    """
-    exact, rounded = trained_plainly(file), trained_plainly(file, 1 + torch.finfo(torch.float32).eps)
-    return min(0.01, 10 * max(_error(rounded[name], value) for name, value in exact.items()))
 
 
 @dataclass(frozen=True)
@@ -135,11 +121,8 @@ def take_the_road(folder: Path, name: str, *, noisy: bool) -> Outcome:
     if noisy and (failed := _train_on(1)):
         return failed
     expected = torch.load("1.pt") if noisy else trained_plainly(file)
-    wrong = differences(found, expected)
-    if wrong:
-        wrong = differences(found, expected, max(_RELATIVE, rounding_limit(file)))
     opaque = tuple(path or "the model" for stage in bundle.stages for path in getattr(stage, "opaque", ()))
-    return Outcome(wrong=tuple(wrong), stages=len(bundle.stages), opaque=opaque)
+    return Outcome(wrong=tuple(differences(found, expected)), stages=len(bundle.stages), opaque=opaque)
 
 
 def _train_on(workers: int) -> Outcome | None:

@@ -1,7 +1,7 @@
 """What a model of the collection trains on: random samples that are the same each time, a loss and an optimizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,15 @@ def adamw(named_parameters):
 def numbers(*shape: int) -> Draw:
     """Normal numbers of this shape."""
     return lambda generator: torch.randn(shape, generator=generator)
+
+
+def in_double(task: Task) -> Task:
+    """The same in double precision, for networks in which rounding errors grow: batch norms over few numbers."""
+
+    def inputs(generator: Generator) -> Any:
+        return task.inputs(generator).double()
+
+    return replace(task, build=lambda: task.build().double(), inputs=inputs)
 
 
 def classes(count: int, *shape: int) -> Draw:

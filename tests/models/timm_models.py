@@ -3,7 +3,7 @@
 import torchvision_models  # noqa: F401  first, for timm imports torchvision as it is
 
 import timm  # isort: skip
-from task import Task, classes, numbers
+from task import Task, classes, in_double, numbers
 from timm.models.convmixer import ConvMixer
 from timm.models.metaformer import MetaFormer
 from timm.models.mlp_mixer import MlpMixer
@@ -50,3 +50,4 @@ MODELS = {
     "mobilevit": Task(model("mobilevit_xxs"), IMAGE, CLASS),
     "edgenext": Task(model("edgenext_xx_small"), IMAGE, CLASS),
 }
+MODELS = {name: in_double(task) for name, task in MODELS.items()}

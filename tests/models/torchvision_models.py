@@ -5,7 +5,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from task import Task, classes, numbers
+from task import Task, classes, in_double, numbers
 from torch import nn
 
 try:
@@ -149,3 +149,4 @@ MODELS = {
     "lraspp": Task(segmentation, numbers(3, 64, 64), classes(4, 64, 64), segmentation_loss),
     "fcn": Task(fcn, IMAGE, classes(4, 32, 32), segmentation_loss),
 }
+MODELS = {name: in_double(task) for name, task in MODELS.items()}

@@ -3,8 +3,13 @@
 Inputs are dicts with the labels in them; the loss is the one that the model returns.
 """
 
+import importlib.util
+
 import torch
 import torch.nn.functional as F
+
+if importlib.util.find_spec("torchvision"):  # which transformers imports as it is
+    import torchvision_models  # noqa: F401
 import transformers as hf
 from task import Task, classes, named, numbers
 
