@@ -19,7 +19,7 @@ DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 .DELETE_ON_ERROR:
 .SECONDARY:
 .SECONDEXPANSION:
-.PHONY: help venv test check fuzz demo bench-road bench-planner bench-runtime bench-transport bench-long-run soak chaos gpu-check examples clean
+.PHONY: help venv test test-models check fuzz demo bench-road bench-planner bench-runtime bench-transport bench-long-run soak chaos gpu-check examples clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ $(STAMP): setup.cfg pyproject.toml
 
 test: $(STAMP) ## run all tests (about eleven minutes on two cores)
 	$(PYTEST)
+
+test-models: $(STAMP) ## take all models of tests/models, and of the libraries installed, through the commands (half an hour)
+	$(BIN)/python tests/models_table.py
 
 check: $(STAMP) ## run ruff, mypy --strict and all tests
 	$(BIN)/ruff check pdtool tests
@@ -75,7 +78,10 @@ soak: $(STAMP) ## train for 2,000 updates on four workers, twice, and compare me
 chaos: $(STAMP) ## kill, damage and misconfigure runs at random, and say what happened (about ten minutes)
 	PYTHONPATH=. $(BIN)/python tests/chaos
 
-gpu-check: $(STAMP) ## run the tests that need a CUDA device; without one they are skipped
+gpu-test-models: $(STAMP) ## take all models of tests/models, and of the libraries installed, through the commands (half an hour)
+	$(BIN)/python tests/models_table.py
+
+check: $(STAMP) ## run the tests that need a CUDA device; without one they are skipped
 	$(BIN)/python -m pytest -m gpu -rs
 
 examples: $(STAMP) ## write the checked-in examples again
