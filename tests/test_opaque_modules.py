@@ -13,6 +13,7 @@ from pdtool.errors import TraceError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace_file
+from pdtool.run.stage_module import load_stage_module
 
 MODELS = Path(__file__).parent / "models" / "opaque.py"
 OPAQUE = {
@@ -55,6 +56,18 @@ def test_it_is_one_operator_of_a_stage_that_equals_the_model(name, tmp_path):
     text = "".join(texts_in(tmp_path / "b").values())
     for path in OPAQUE[name]:
         assert f'model.get_submodule("{path}")' in text, text
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_parameter_that_is_tied_to_the_outside_is_the_models_own(stages, tmp_path):
+    model_file = load("tied_to_the_outside")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, stages), profile, model_file, tmp_path / "b")
+    model = model_file.build(seed=3)
+    modules = [load_stage_module(bundle, tmp_path / "b", s, model) for s in range(stages)]
+    for path in ("first", "branch.linear"):
+        stage = next(m for m in modules if path in dict(m.named_modules()))
+        assert stage.get_parameter(f"{path}.weight") is model.first.weight, path
 
 
 def test_an_autograd_function_is_imported_from_the_users_file(tmp_path):

@@ -87,14 +87,20 @@ class InitWriter:
     def _ties(self) -> Iterator[str]:
         """Yield an assignment for each parameter that is the same as one before it in this stage."""
         first: dict[str, str] = {}
-        whole = tuple(f"{path}." for path in self.opaque_paths)
-        for name in self.wiring.parameters(self.stage):
+        names = sorted(self.wiring.parameters(self.stage), key=lambda name: self._opaque_owner(name) is None)
+        for name in names:  # what is taken from the model first, for it is not ours to change
             original = first.setdefault(self.wiring.traced.tied[name], name)
-            if original != name and not (name.startswith(whole) and original.startswith(whole)):
-                yield f"{set_parameter(name, access_state(original))}  # tied"
+            if original != name and not self._opaque_owner(name):
+                owner = self._opaque_owner(original)
+                inside = f'{access(owner)}.get_parameter("{original[len(owner) + 1 :]}")' if owner else None
+                yield f"{set_parameter(name, inside or access_state(original))}  # tied"
+
+    def _opaque_owner(self, name: str) -> str | None:
+        """The opaque module in which a parameter is; None elsewhere."""
+        return next((path for path in self.opaque_paths if name.startswith(f"{path}.")), None)
 
     def _frozen(self) -> Iterator[str]:
-        whole = tuple(f"{path}." for path in self.opaque_paths)
         for name in self.wiring.parameters(self.stage):
-            if not self.wiring.traced.model.get_parameter(name).requires_grad and not name.startswith(whole):
+            is_frozen = not self.wiring.traced.model.get_parameter(name).requires_grad
+            if is_frozen and not self._opaque_owner(name):
                 yield f"{access_state(name)}.requires_grad_(False)"

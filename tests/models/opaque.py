@@ -211,6 +211,22 @@ def with_table():
     return _around(WithTable())
 
 
+class TiedToTheOutside(nn.Module):
+    """An opaque module shares its weight with an ordinary one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.branch, self.head = nn.Linear(8, 8), Branch(), nn.Linear(8, 4)
+        self.branch.linear.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(self.branch(self.first(x)))
+
+
+def tied_to_the_outside():
+    return TiedToTheOutside()
+
+
 class CalledTwice(nn.Module):
     """Calls one opaque module twice."""
 
