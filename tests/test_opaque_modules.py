@@ -9,6 +9,7 @@ from test_codegen import plan_of, skeleton, texts_in
 
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.codegen.generate import generate
+from pdtool.codegen.verify import VerificationError
 from pdtool.errors import TraceError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
@@ -26,6 +27,7 @@ OPAQUE = {
     "scan": {"1"},
     "two_outputs": {"1.two"},
     "with_table": {"1"},
+    "two_tied": {"a", "b"},
     "many_alike": {"0", "1", "2", "3", "4", "5"},
     "called_twice": {"branch"},
 }
@@ -70,6 +72,26 @@ def test_a_parameter_that_is_tied_to_the_outside_is_the_models_own(stages, tmp_p
         assert stage.get_parameter(f"{path}.weight") is model.first.weight, path
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("inner_called", "branch.linear is called from outside of branch, which is called whole"),
+        ("hooked", "parameter branch.linear.weight has a hook on its gradient"),
+    ],
+)
+def test_what_a_stage_could_not_do_is_refused(name, message):
+    model_file = load(name)
+    with pytest.raises(TraceError, match=message):
+        trace_file(model_file, model_file.build(), 4)
+
+
+def test_what_it_keeps_from_minibatch_to_minibatch_is_refused(tmp_path):
+    model_file = load("remembering")
+    profile = skeleton(model_file)
+    with pytest.raises(VerificationError, match=r"forward changes self.last of 1 and reads it again"):
+        generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+
+
 def test_an_autograd_function_is_imported_from_the_users_file(tmp_path):
     model_file = load("gradient_reversal")
     profile = skeleton(model_file)
@@ -102,9 +124,11 @@ def test_hints_name_what_is_called_whole(monkeypatch):
     monkeypatch.setattr(model_file.module, "HINTS", {"opaque": ["0"]})
     assert trace_file(model_file, model_file.build(), 4).opaque["0"] == "HINTS"
     del model_file.__dict__["hints"]
-    monkeypatch.setattr(model_file.module, "HINTS", {"opaque": ["nowhere"]})
-    with pytest.raises(TraceError, match="'nowhere' as opaque, which is no module"):
-        trace_file(model_file, model_file.build(), 4)
+    for path in ("nowhere", ""):
+        model_file.__dict__.pop("hints", None)
+        monkeypatch.setattr(model_file.module, "HINTS", {"opaque": [path]})
+        with pytest.raises(TraceError, match=f"'{path}' as opaque, which is no module"):
+            trace_file(model_file, model_file.build(), 4)
 
 
 def test_its_source_is_part_of_the_graph(tmp_path):

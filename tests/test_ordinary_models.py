@@ -20,6 +20,7 @@ EXPRESSIONS = {
     "positions": "self.embed(self.position_ids)",
     "diagonal": ".mT",
     "spectrum": ".imag",
+    "where_number": "torch.where(",
     "fill": ".bernoulli_(0.9)",
     "reparameterised": "normal_(0.0, 1.0)",
     "parameter_lists": 'self.scales.get_parameter("1")',

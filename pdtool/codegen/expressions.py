@@ -92,8 +92,8 @@ def expression(op: Operator, write: Write) -> str:
             lambda m: _spread(arguments[m[1]], write) if m[2] else _operand(arguments[m[1]], write), template
         )
     required, options = _call_arguments(schema, arguments, changed, write)
-    is_method = hasattr(Tensor, name) and "out" not in arguments and _has_python_form(op)
-    if isinstance(arguments.get("self"), (Value, State)) and is_method:
+    is_method = schema.arguments[0].name == "self" and "out" not in arguments and hasattr(Tensor, name)
+    if is_method and isinstance(arguments["self"], (Value, State)) and _has_python_form(op):
         if not callable(getattr(Tensor, name)):
             return f"{required[0]}.{name}"  # a property, such as x.mT
         return f"{required[0]}.{name}({', '.join(required[1:] + options)})"

@@ -40,17 +40,17 @@ def load_stages(
     """Make the stage modules from the texts just generated, on `device` (`meta`: without storage).
 
     Args:
-        build: makes a model, of which the stages take the opaque modules.
+        build: makes a model, of which a stage takes its opaque modules; each stage has one of its own.
     """
     modules = []
-    model = build() if build and any(stage.opaque for stage in bundle.stages) else None
     for stage in bundle.stages:
         module = ModuleType(stage.file.removesuffix(".py"))
         with user_modules_importable():
             exec(compile(texts[stage.file], stage.file, "exec", dont_inherit=True), module.__dict__)
         with torch.device(device):
             kind = getattr(module, stage.class_name)
-            modules.append((kind(model) if stage.opaque else kind()).train())
+            module_of_stage = kind(build()) if stage.opaque and build else kind()
+        modules.append(module_of_stage.train())
     return modules
 
 
@@ -126,22 +126,23 @@ def _compare_minibatches(
 
 
 def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> bool:
-    """Whether what an attribute holds after a minibatch depends on the minibatches before that one.
+    """Whether what an attribute holds, or what the model returns, depends on the minibatches before the last one.
 
-    It does not where a hook puts the activations of each minibatch, or a table is made in the first one.
+    It does not where a hook puts the activations of each minibatch, or a table is made in the first one. The last two
+    minibatches are of one size: what is kept may be for that size only.
     """
+    *before, last = (batches[-1], *batches[:-1])
     for training in (True, False):
         old, new = build().train(training), build().train(training)
         with _repeatable(), torch.no_grad():
-            for inputs in batches[:-1]:
+            for inputs in before:
                 _run("the model", partial(inputs.call, old), "a minibatch before")
             state = _registered_state(new)
             for name, tensor in _registered_state(old).items():
                 state[name].copy_(tensor)
-            for model in (old, new):
-                _run("the model", partial(batches[-1].call, model), "the last minibatch")
+            outputs = [_run("the model", partial(last.call, model), "the last minibatch") for model in (old, new)]
         a, b = (vars(model.get_submodule(kept.module)).get(kept.name) for model in (old, new))
-        if not has_same_content(a, b):
+        if not (has_same_content(a, b) and has_same_content(tensors_of(outputs[0]), tensors_of(outputs[1]))):
             return True
     return False
 

@@ -189,3 +189,18 @@ pow_, remainder, functional_norms = _Pow, _Remainder, _FunctionalNorms
 infinities, positions, diagonal, spectrum, fill = _Infinities, _Positions, _Diagonal, _Spectrum, _Fill
 reparameterised, parameter_lists, returned_parameter = _Reparameterised, _ParameterLists, _ReturnedParameter
 unpooling, short_time_fourier, causal_encoder = _Unpooling, _ShortTimeFourier, _CausalEncoder
+
+
+class Where(nn.Module):
+    """torch.where with a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.where(x > 0, self.linear(x), -1.0)
+
+
+def where_number():
+    return Where()

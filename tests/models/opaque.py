@@ -227,6 +227,72 @@ def tied_to_the_outside():
     return TiedToTheOutside()
 
 
+class TwoTied(nn.Module):
+    """Two opaque modules share their weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.middle, self.b, self.head = Branch(), nn.Linear(8, 8), Branch(), nn.Linear(8, 4)
+        self.b.linear.weight = self.a.linear.weight
+
+    def forward(self, x):
+        return self.head(self.b(self.middle(self.a(x))))
+
+
+def two_tied():
+    return TwoTied()
+
+
+class InnerCalled(nn.Module):
+    """Calls a part of an opaque module from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch, self.head = Branch(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.branch(x) + self.branch.linear(x))
+
+
+def inner_called():
+    return InnerCalled()
+
+
+class Hooked(nn.Module):
+    """Changes a gradient by a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch, self.head = Branch(), nn.Linear(8, 4)
+        self.branch.linear.weight.register_hook(lambda gradient: gradient * 3)
+
+    def forward(self, x):
+        return self.head(self.branch(x))
+
+
+def hooked():
+    return Hooked()
+
+
+class Remembering(Branch):
+    """Adds the minibatch before, if it is of the same size."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.last is not None and self.last.shape == x.shape:
+            y = y + self.last
+        self.last = x.detach()
+        return y
+
+
+def remembering():
+    return _around(Remembering())
+
+
 class CalledTwice(nn.Module):
     """Calls one opaque module twice."""
 

@@ -50,12 +50,14 @@ def trace(
     tracer = _Tracer(model, lambda size: ModelInputs.of(example(size)), max(2, batch_size), path)
     was_training = model.training
     reasons = dict.fromkeys(opaque, "HINTS")
-    if unknown := reasons.keys() - dict(model.named_modules()).keys():
-        raise TraceError(f"HINTS names {min(unknown)!r} as opaque, which is no module of the model")
+    _check_paths(model, opaque)
+    _check_hooks(model)
     try:
         while True:
             try:
-                return replace(tracer.trace(reasons), opaque=reasons)
+                traced = tracer.trace(reasons)
+                _check_opaque(traced, reasons)
+                return replace(traced, opaque=reasons)
             except TraceError as error:
                 found = _alike(model, error.module)
                 if found <= reasons.keys():
@@ -63,6 +65,32 @@ def trace(
                 reasons = without_inner(reasons | dict.fromkeys(found, error.what))
     finally:
         model.train(was_training)
+
+
+def _check_paths(model: nn.Module, opaque: Sequence[str]) -> None:
+    known = dict(model.named_modules())
+    for path in opaque:
+        if not path or path not in known:
+            remedy = "name modules inside of the model by their paths"
+            raise TraceError(f"HINTS names {path!r} as opaque, which is no module of the model", remedy)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            what = f"parameter {name} has a hook on its gradient, which a stage would not call: it has other tensors"
+            raise TraceError(what, "change gradients in the optimizer's step, or by MAX_GRAD_NORM")
+
+
+def _check_opaque(traced: Traced, opaque: Collection[str]) -> None:
+    """Check that what is inside of an opaque module is called from there only, and that each of them is called."""
+    parts = [part for op in traced.operators for part in op.parts]
+    for path in opaque:
+        if inner := next((part for part in parts if part.module.startswith(f"{path}.")), None):
+            what = f"{inner.module} is called from outside of {path}, which is called whole"
+            raise TraceError(what, f"call it from {path} only", location=inner.location, module=path.rpartition(".")[0])
+        if not any(part.opaque and part.module == path for part in parts):
+            raise TraceError(f"{path} is to be called whole, and is not called", "take it out of HINTS")
 
 
 def trace_file(file: ModelFile, model: nn.Module, batch_size: int) -> Traced:
