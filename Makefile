@@ -33,7 +33,7 @@ $(STAMP): setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@
 
-test: $(STAMP) ## run all tests (about eleven minutes on two cores)
+test: $(STAMP) ## run all tests (about a quarter of an hour on two cores)
 	$(PYTEST)
 
 test-models: $(STAMP) ## take all models of tests/models, and of the libraries installed, through the commands (half an hour)
@@ -78,10 +78,7 @@ soak: $(STAMP) ## train for 2,000 updates on four workers, twice, and compare me
 chaos: $(STAMP) ## kill, damage and misconfigure runs at random, and say what happened (about ten minutes)
 	PYTHONPATH=. $(BIN)/python tests/chaos
 
-gpu-test-models: $(STAMP) ## take all models of tests/models, and of the libraries installed, through the commands (half an hour)
-	$(BIN)/python tests/models_table.py
-
-check: $(STAMP) ## run the tests that need a CUDA device; without one they are skipped
+gpu-check: $(STAMP) ## run the tests that need a CUDA device; without one they are skipped
 	$(BIN)/python -m pytest -m gpu -rs
 
 examples: $(STAMP) ## write the checked-in examples again
