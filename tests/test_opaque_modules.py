@@ -10,10 +10,12 @@ from test_codegen import plan_of, skeleton, texts_in
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError
-from pdtool.errors import TraceError
+from pdtool.errors import ModelError, TraceError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace_file
+from pdtool.profile.devices import find_device
+from pdtool.profile.estimate import estimate
 from pdtool.run.stage_module import load_stage_module
 
 MODELS = Path(__file__).parent / "models" / "opaque.py"
@@ -90,6 +92,11 @@ def test_what_it_keeps_from_minibatch_to_minibatch_is_refused(tmp_path):
     profile = skeleton(model_file)
     with pytest.raises(VerificationError, match=r"forward changes self.last of 1 and reads it again"):
         generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+
+
+def test_an_estimate_says_that_it_needs_values():
+    with pytest.raises(ModelError, match="depends on the values of tensors.*measure it with --device cpu"):
+        estimate(load("branch_on_values"), batch_size=4, device=find_device("v100"))
 
 
 def test_an_autograd_function_is_imported_from_the_users_file(tmp_path):

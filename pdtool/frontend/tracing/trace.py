@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export import ShapesCollection
 
 from pdtool.errors import PartialWriteError, TraceError, describe_error
@@ -178,6 +179,8 @@ def _explained(error: Exception, model: nn.Module, inputs: ModelInputs, path: Pa
     try:
         with torch.no_grad(), unchanged(model):
             inputs.call(model)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        pass  # fake tensors, which an estimate has, hold no values
     except Exception as failure:
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
         what = f"the model fails on inputs of shape {shapes}: {describe_error(failure)}"
@@ -185,7 +188,7 @@ def _explained(error: Exception, model: nn.Module, inputs: ModelInputs, path: Pa
     name = type(error).__name__
     text = describe_error(error).removeprefix(f"{name}: ")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    specialized = next((line for line in lines if "specialized" in line), "")
+    specialized = next((line for line in lines if "specialized" in line or line.startswith("- ")), "")
     if specialized or lines[0].startswith("Constraints violated"):
         return TraceError(
             f"{path.name}: the model works for one minibatch size only: {specialized or lines[-1]}",
