@@ -12,6 +12,7 @@ from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError
 from pdtool.errors import ModelError, TraceError
 from pdtool.frontend.graph_digest import graph_sha256
+from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace_file
 from pdtool.profile.devices import find_device
@@ -39,7 +40,7 @@ class OpaqueModel(ModelFile):
     """A model of tests/models/opaque.py."""
 
     def example_inputs(self, batch_size):
-        return (torch.randn(batch_size, *self.module.INPUTS.get(self.ref.function, (8,))),)
+        return ModelInputs.of(torch.randn(batch_size, *self.module.INPUTS.get(self.ref.function, (8,))))
 
 
 def load(name):
@@ -87,6 +88,13 @@ def test_what_a_stage_could_not_do_is_refused(name, message):
         trace_file(model_file, model_file.build(), 4)
 
 
+def test_parameters_that_forward_changes_are_refused(tmp_path):
+    model_file = load("moving_teacher")
+    profile = skeleton(model_file)
+    with pytest.raises(VerificationError, match=r"forward changes parameter 1.teacher.weight at each call"):
+        generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+
+
 def test_what_it_keeps_from_minibatch_to_minibatch_is_refused(tmp_path):
     model_file = load("remembering")
     profile = skeleton(model_file)
@@ -95,7 +103,7 @@ def test_what_it_keeps_from_minibatch_to_minibatch_is_refused(tmp_path):
 
 
 def test_an_estimate_says_that_it_needs_values():
-    with pytest.raises(ModelError, match="depends on the values of tensors.*measure it with --device cpu"):
+    with pytest.raises(ModelError, match=r"depends on the values of tensors.*measure it with --device cpu"):
         estimate(load("branch_on_values"), batch_size=4, device=find_device("v100"))
 
 

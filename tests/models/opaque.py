@@ -293,6 +293,23 @@ def remembering():
     return _around(Remembering())
 
 
+class MovingTeacher(Branch):
+    """A teacher whose parameters follow those of a student in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        if self.training:
+            self.teacher.weight.data.mul_(0.9).add_(self.linear.weight.data, alpha=0.1)
+        return super().forward(x) - self.teacher(x)
+
+
+def moving_teacher():
+    return _around(MovingTeacher())
+
+
 class CalledTwice(nn.Module):
     """Calls one opaque module twice."""
 
