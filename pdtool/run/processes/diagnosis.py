@@ -89,12 +89,7 @@ class WorkersLeft:
 
     def lost_fork_server(self) -> PdtoolError | None:
         """Return the error of a fork server that has ended, for which no worker is to blame."""
-        if _LOST_FORK_SERVER not in self._exit_codes.values():
-            return None
-        ended = _fork_server_end()
-        if not ended:
-            return None
-        return WorkerDiedError(f"the fork server, the process that all workers come from, {ended}")
+        return lost_fork_server() if _LOST_FORK_SERVER in self._exit_codes.values() else None
 
     def silent_death(self) -> PdtoolError | None:
         """Return the error of a worker that ended and left no failure."""
@@ -219,6 +214,12 @@ def _peer(rank: int) -> str:
 
 def _is_timeout(failure: WorkerFailure) -> bool:
     return _TIMED_OUT.search(failure.what) is not None
+
+
+def lost_fork_server() -> WorkerDiedError | None:
+    """Return the error of a fork server that has ended; None while it runs."""
+    ended = _fork_server_end()
+    return WorkerDiedError(f"the fork server, the process that all workers come from, {ended}") if ended else None
 
 
 def _fork_server_end() -> str:

@@ -29,14 +29,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pdtool.artifacts.envelope import write_remedy
 from pdtool.artifacts.report import Report
-from pdtool.errors import PdtoolError, StaleError, UsageError
+from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError
 from pdtool.machine_rendezvous import gather_machines
 from pdtool.machines import end_with_parent, is_started_by_torchrun, worker_environment
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.measure.metrics_log import following_metrics
 from pdtool.run.processes.collectives import short_reason
-from pdtool.run.processes.diagnosis import diagnose
+from pdtool.run.processes.diagnosis import diagnose, lost_fork_server
 from pdtool.run.processes.reaper import Reaper
 from pdtool.run.processes.semaphores import name_semaphores_after_this_process, remove_stale_semaphores
 from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
@@ -115,6 +115,10 @@ def _launch_workers(
         what = f"torch elastic could not start the workers ({short_reason(error)})"
         raise PdtoolError(what, "start it again on every machine") from error
     except (json.JSONDecodeError, EOFError, pickle.UnpicklingError) as error:
+        if str(error) == "unexpected EOF":  # of multiprocessing, where it waited for the number of a new process
+            lost = lost_fork_server()
+            what = lost.what if lost else "the fork server, the process that all workers come from, ended"
+            raise WorkerDiedError(f"{what} while it started workers", "start it again") from error
         # what torch elastic reads when a worker could not write how it ended
         what = f"a worker died, and could not write why into {config.out}"
         raise PdtoolError(what, "see whether the disk is full") from error
