@@ -50,6 +50,11 @@ def sgd(named_parameters):
     return torch.optim.SGD([p for _, p in named_parameters if p.requires_grad], lr=0.02, momentum=0.9)
 
 
+def gentle(named_parameters):
+    """SGD in small steps."""
+    return torch.optim.SGD([p for _, p in named_parameters if p.requires_grad], lr=1e-4, momentum=0.9)
+
+
 def adamw(named_parameters):
     """Weight decay for matrices only, in two parameter groups, as language models are trained."""
     named = [p for _, p in named_parameters if p.requires_grad]
@@ -64,12 +69,13 @@ def numbers(*shape: int) -> Draw:
 
 
 def in_double(task: Task) -> Task:
-    """The same in double precision, for networks in which rounding errors grow: batch norms over few numbers."""
+    """The same in double precision and small steps, for networks in which rounding errors grow: batch norms over few
+    numbers."""
 
     def inputs(generator: Generator) -> Any:
         return task.inputs(generator).double()
 
-    return replace(task, build=lambda: task.build().double(), inputs=inputs)
+    return replace(task, build=lambda: task.build().double(), inputs=inputs, optimizer=gentle)
 
 
 def classes(count: int, *shape: int) -> Draw:

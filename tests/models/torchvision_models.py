@@ -133,7 +133,7 @@ MODELS = {
     "resnext": Task(small_resnext, IMAGE, CLASS),
     "densenet": Task(small_densenet, IMAGE, CLASS),
     "densenet_checkpointed": Task(checkpointed_densenet, IMAGE, CLASS),
-    "mobilenet_v2": Task(small_mobilenet_v2, IMAGE, CLASS),
+    "mobilenet_v2": Task(small_mobilenet_v2, numbers(3, 64, 64), CLASS),
     "mobilenet_v3": Task(small_mobilenet_v3, numbers(3, 64, 64), CLASS),
     "shufflenet": Task(small_shufflenet, numbers(3, 64, 64), CLASS),
     "mnasnet": Task(small_mnasnet, numbers(3, 64, 64), CLASS),
