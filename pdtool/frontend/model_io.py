@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-CONSTANTS = (bool, int, float, type(None))
+LEAVES = (Tensor, bool, int, float, type(None))
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class ModelInputs:
         """Return what `example_inputs` or a dataset gives: a dict is passed by name, a tuple or a list by position."""
         if isinstance(inputs, ModelInputs):
             return inputs
+        if isinstance(inputs, Tensor):
+            return cls((inputs,), {})
         register_containers(inputs)
         if isinstance(inputs, Mapping):
             return cls((), _ordered(dict(inputs)))
@@ -84,16 +86,20 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 def register_containers(value: Any) -> None:
     """Make the dataclasses and subclasses of dict in `value` known to torch's pytrees."""
-    kind = type(value)
+    held, kind = children(value), type(value)
+    if held is None:
+        return
     if kind not in pytree.SUPPORTED_NODES and (isinstance(value, dict) or _is_dataclass(value)):
         unflatten = _made_dict if isinstance(value, dict) else _made_dataclass
         pytree.register_pytree_node(kind, _flatten, partial(unflatten, kind), flatten_with_keys_fn=_flatten_with_keys)
-    for _, child in children(value) or ():
+    for _, child in held:
         register_containers(child)
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
     """Return (key, value) of what a container holds; None for what is no container."""
+    if isinstance(value, LEAVES):  # first, for it is asked of each minibatch, mostly of tensors
+        return None
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (tuple, list)):

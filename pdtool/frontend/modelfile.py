@@ -28,7 +28,7 @@ from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, fields_checked, 
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
-from pdtool.frontend.model_io import CONSTANTS, ModelInputs
+from pdtool.frontend.model_io import LEAVES, ModelInputs
 from pdtool.frontend.training_contract import TrainingOptions, check_optimizer, takes_total
 from pdtool.frontend.user_code import collate, definition_line, error_at, module_name
 
@@ -132,8 +132,9 @@ class ModelFile:
     def as_inputs(self, inputs: Any) -> ModelInputs:
         """Return the inputs of a minibatch as the model's arguments; raises ModelError for what is no input."""
         arguments = ModelInputs.of(inputs)
-        allowed = (Tensor, *CONSTANTS) if arguments.tensors else (Tensor,)
-        for name, value in arguments.leaves:
+        leaves = arguments.leaves
+        allowed = LEAVES if any(isinstance(value, Tensor) for _, value in leaves) else (Tensor,)
+        for name, value in leaves:
             if not isinstance(value, allowed):
                 raise self.error(
                     f"input {name} of a minibatch is {type(value).__name__}, not a tensor",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
@@ -32,16 +33,25 @@ class DatasetSplit:
     samples: int
     target: Any
 
-    @property
+    @cached_property
     def leaves(self) -> list[Any]:
         """The tensors of that target, [1, ...] each; it may hold None besides."""
-        register_containers(self.target)
-        return [leaf for leaf in tree_leaves(self.target) if leaf is not None]
+        return _tensors_of(self.target)
+
+    @cached_property
+    def shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each of these tensors."""
+        return _shapes_of(self.leaves)
 
     def unflatten(self, leaves: Sequence[Tensor]) -> Any:
         """Return a target as the user's loss takes it, from its tensors, [samples, ...] each."""
-        remaining = iter(leaves)
-        return tree_map(lambda leaf: None if leaf is None else next(remaining), self.target)
+        remaining, (flat, structure) = iter(leaves), self._flat
+        return tree_unflatten([None if leaf is None else next(remaining) for leaf in flat], structure)
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], TreeSpec]:
+        register_containers(self.target)
+        return tree_flatten(self.target)
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,7 @@ class MinibatchLoader:
         arguments = self.file.as_inputs(given)
         self.file.check_arguments(arguments, self.arguments, self.where)
         inputs = arguments.tensors
-        loaded = [(tuple(value.shape), value.dtype) for value in inputs]
+        loaded = _shapes_of(inputs)
         expected = [(tensor.sizes(len(indices)), dtype_of(tensor)) for tensor in self.inputs]
         if loaded != expected:
             raise self.file.error(
@@ -188,13 +198,11 @@ class MinibatchLoader:
 
     def _check_target(self, target: Any, samples: int) -> list[Any]:
         """Return the tensors of a minibatch's target, [samples, ...] each as those of one sample are [1, ...]."""
-        leaves = DatasetSplit(samples, target).leaves
+        leaves = _tensors_of(target)
         if self._described is None:
             return leaves
-        expected = [
-            ((samples, *leaf.shape[1:]), leaf.dtype) for leaf in self._described.leaves if isinstance(leaf, Tensor)
-        ]
-        loaded = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+        expected = [((samples, *shape[1:]), dtype) for shape, dtype in self._described.shapes]
+        loaded = _shapes_of(leaves)
         if loaded != expected:
             raise self.file.error(
                 f"{self.where} gives targets {_shapes(loaded)}, where the first sample alone makes them "
@@ -202,6 +210,19 @@ class MinibatchLoader:
                 "let targets have one row for each sample, and pad to a fixed length",
             )
         return leaves
+
+
+def _tensors_of(target: Any) -> list[Any]:
+    """The tensors of a target, and whatever else but None it holds."""
+    if isinstance(target, Tensor):
+        return [target]
+    register_containers(target)
+    return [leaf for leaf in tree_leaves(target) if leaf is not None]
+
+
+def _shapes_of(values: Sequence[Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor among the values."""
+    return [(tuple(value.shape), value.dtype) for value in values if isinstance(value, Tensor)]
 
 
 def _shapes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:

@@ -20,7 +20,7 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from pdtool.errors import TraceError
-from pdtool.frontend.model_io import CONSTANTS, ModelInputs, named_leaves, register_containers
+from pdtool.frontend.model_io import LEAVES, ModelInputs, named_leaves, register_containers
 from pdtool.frontend.tracing.leaf_calls import calls
 from pdtool.frontend.tracing.opaque_modules import untraceable_refused
 from pdtool.frontend.tracing.symbolic_len import symbolic_len
@@ -110,7 +110,7 @@ def _known_outputs(model: nn.Module) -> Iterator[None]:
     def check(module: nn.Module, arguments: Any, output: Any) -> None:
         register_containers(output)
         for name, leaf in named_leaves(output, "output"):
-            if not isinstance(leaf, (Tensor, torch.SymInt, str, *CONSTANTS)):
+            if not isinstance(leaf, (torch.SymInt, str, *LEAVES)):
                 what = f"the model returns {name}, which is {type(leaf).__name__}"
                 raise TraceError(what, "return tensors and numbers, in tuples, dicts or dataclasses")
 

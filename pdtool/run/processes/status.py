@@ -22,9 +22,10 @@ WORKERS_FOLDER = ".workers"
 FAILURE_FILE = "failure.txt"
 ANY_PEER, OWN_ERROR, NOBODY = -1, -2, -3  # where the rank of a peer may stand
 _HEADER = struct.Struct("<iqdi")  # fields of LastStatus: pid, oom_kills, since_s, waits_for
+_STATUS_BYTES = 160
 _STATE = struct.Struct("<di")  # since_s, waits_for
 _STATE_AT = _HEADER.size - _STATE.size
-_STATUS_BYTES = 160
+_STATE_AND_TEXT = struct.Struct(f"<di{_STATUS_BYTES - _HEADER.size}s")
 _FAILURE_BYTES = 4096
 
 
@@ -51,10 +52,7 @@ class Status:
     def set(self, text: str) -> None:
         """Say what begins now: `1F7 of epoch 2`."""
         self._waits = 0
-        self.waits_for(NOBODY)
-        self._memory[_HEADER.size :] = text.encode()[: _STATUS_BYTES - _HEADER.size].ljust(
-            _STATUS_BYTES - _HEADER.size, b"\0"
-        )
+        _STATE_AND_TEXT.pack_into(self._memory, _STATE_AT, time.time(), NOBODY, text.encode())
 
     def waits_for(self, peer: int) -> None:
         """Say whom it waits for from now on: a rank, ANY_PEER or NOBODY."""
