@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import time
 from dataclasses import replace
 from multiprocessing import forkserver
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -298,6 +300,33 @@ def test_a_fork_server_that_was_killed_is_named(left: Left, monkeypatch: pytest.
         error = left.diagnosis({0: 255})
     assert str(error).startswith("the fork server, the process that all workers come from, was killed by SIGKILL;")
     assert error.exit_code == WorkerDiedError.exit_code
+
+
+@pytest.mark.parametrize("process", [1, 2], ids=["the reaper", "a worker"])
+def test_a_fork_server_that_is_killed_while_it_starts_a_process_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: int
+) -> None:
+    server, started = ForkServer(), []
+    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(server, name))
+    monkeypatch.setattr(forkserver, "_forkserver", server)
+
+    def connect(fds: list[int]) -> tuple[int, int]:
+        """Stop the server, so that it cannot start the process that it is asked for; then kill it."""
+        started.append(fds)
+        server.ensure_running()
+        if len(started) != process:
+            return server.connect_to_new_process(fds)
+        os.kill(server._forkserver_pid, signal.SIGSTOP)
+        pipes = server.connect_to_new_process(fds)
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        return pipes
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", connect)
+    error = failure_of(harness.job(tmp_path, CONV2))
+    assert isinstance(error, WorkerDiedError)
+    assert re.search(r"^the fork server, the process that all workers come from, .* while it started them", str(error))
+    assert len(started) == process
 
 
 def test_every_workers_story_is_in_a_file(left: Left) -> None:

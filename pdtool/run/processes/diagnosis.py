@@ -89,7 +89,8 @@ class WorkersLeft:
 
     def lost_fork_server(self) -> PdtoolError | None:
         """Return the error of a fork server that has ended, for which no worker is to blame."""
-        return lost_fork_server() if _LOST_FORK_SERVER in self._exit_codes.values() else None
+        end = fork_server_end() if _LOST_FORK_SERVER in self._exit_codes.values() else ""
+        return WorkerDiedError(f"the fork server, the process that all workers come from, {end}") if end else None
 
     def silent_death(self) -> PdtoolError | None:
         """Return the error of a worker that ended and left no failure."""
@@ -216,14 +217,8 @@ def _is_timeout(failure: WorkerFailure) -> bool:
     return _TIMED_OUT.search(failure.what) is not None
 
 
-def lost_fork_server() -> WorkerDiedError | None:
-    """Return the error of a fork server that has ended; None while it runs."""
-    ended = _fork_server_end()
-    return WorkerDiedError(f"the fork server, the process that all workers come from, {ended}") if ended else None
-
-
-def _fork_server_end() -> str:
-    """How the fork server of this process ended; "" when it runs. It stays for multiprocessing to be waited for."""
+def fork_server_end() -> str:
+    """Return how the fork server of this process ended; "" when it runs. It stays for multiprocessing to wait for."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     ended = None
     if pid is not None:

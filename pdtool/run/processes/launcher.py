@@ -36,7 +36,7 @@ from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.measure.metrics_log import following_metrics
 from pdtool.run.processes.collectives import short_reason
-from pdtool.run.processes.diagnosis import diagnose, lost_fork_server
+from pdtool.run.processes.diagnosis import diagnose, fork_server_end
 from pdtool.run.processes.reaper import Reaper
 from pdtool.run.processes.semaphores import name_semaphores_after_this_process, remove_stale_semaphores
 from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
@@ -47,6 +47,7 @@ from pdtool.schedule import build, is_asynchronous, validate
 
 _GRACE_S = 2.0  # for workers to end after one has failed
 _POLL_S = 0.2
+_NO_FORK_SERVER = "unexpected EOF"  # multiprocessing's error where it waits for the number of a new process
 # What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
 _PRELOADED = ["torch", "torch._dynamo", "pdtool.run.processes.worker_main"]
 
@@ -101,7 +102,7 @@ def _launch_workers(
     try:
         with (
             handling_signals() as hand_over,
-            _os_errors_explained(),
+            _start_errors_explained(),
             following_metrics(config.out, on_metrics, after=epochs_done) if on_metrics else nullcontext(),
             closing(Reaper()) as reaper,
             _killing_stragglers(config, local, reaper),
@@ -115,10 +116,6 @@ def _launch_workers(
         what = f"torch elastic could not start the workers ({short_reason(error)})"
         raise PdtoolError(what, "start it again on every machine") from error
     except (json.JSONDecodeError, EOFError, pickle.UnpicklingError) as error:
-        if str(error) == "unexpected EOF":  # of multiprocessing, where it waited for the number of a new process
-            lost = lost_fork_server()
-            what = lost.what if lost else "the fork server, the process that all workers come from, ended"
-            raise WorkerDiedError(f"{what} while it started workers", "start it again") from error
         # what torch elastic reads when a worker could not write how it ended
         what = f"a worker died, and could not write why into {config.out}"
         raise PdtoolError(what, "see whether the disk is full") from error
@@ -245,10 +242,17 @@ def _has_ended(out: Path, rank: int) -> bool:
 
 
 @contextmanager
-def _os_errors_explained() -> Iterator[None]:
+def _start_errors_explained() -> Iterator[None]:
+    """Say why multiprocessing could not start a process: the reaper, or a worker."""
     try:
         yield
-    except OSError as error:
+    except (OSError, EOFError) as error:
+        end = fork_server_end() or ("ended" if str(error) == _NO_FORK_SERVER else "")
+        if end:
+            what = f"the fork server, the process that all workers come from, {end} while it started them"
+            raise WorkerDiedError(what, "start it again") from error
+        if isinstance(error, EOFError):
+            raise
         is_too_long = "AF_UNIX path too long" in str(error)  # of the fork server's socket
         remedy = "set TMPDIR to a shorter path" if is_too_long else write_remedy(error)
         raise PdtoolError(f"the workers could not be started ({error})", remedy) from error

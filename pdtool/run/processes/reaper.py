@@ -22,7 +22,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal
 
 
 class Reaper:
-    """The reaper of one launch; it is there when the constructor returns.
+    """The reaper of one launch; it is there when the constructor returns, which raises WorkerDiedError if it is not.
 
     Attributes:
         pid: of its process, and number of the process group.
@@ -36,7 +36,10 @@ class Reaper:
         self._process = context.Process(target=_lead_group, args=arguments, name="reaper", daemon=True)
         self._process.start()
         pipe_of_reaper.close()
-        self.pid: int = self._pipe.recv()
+        try:
+            self.pid: int = self._pipe.recv()
+        except EOFError as error:
+            raise WorkerDiedError("the process that ends the workers died as it started", "start it again") from error
 
     def kill(self) -> None:
         """End the group at once."""
