@@ -115,7 +115,7 @@ class Graph:
     def compress(self, nodes: Collection[str]) -> list[str]:
         """Write a set of nodes as module paths where it holds all nodes of a module, as node names elsewhere."""
         chosen = set(nodes)
-        complete = {m for m in self._members if m and self._members[m] <= chosen}
+        complete = {m for m in self.members if m and self.members[m] <= chosen}
         entries: dict[str, None] = {}
         for name in self.inputs:
             if name in chosen:
@@ -128,8 +128,8 @@ class Graph:
         wanted: set[str] = set()
         unknown = []
         for entry in entries:
-            if entry in self._members and entry:
-                wanted |= self._members[entry]
+            if entry in self.members and entry:
+                wanted |= self.members[entry]
             elif entry in self.inputs:
                 wanted.add(entry)
             else:
@@ -137,7 +137,7 @@ class Graph:
         return [name for name in self.inputs if name in wanted] + unknown
 
     @cached_property
-    def _members(self) -> Mapping[str, set[str]]:
+    def members(self) -> Mapping[str, set[str]]:
         """Module path -> all nodes in it, at any depth."""
         members: dict[str, set[str]] = {}
         for name, module in self.modules.items():

@@ -18,6 +18,12 @@ def profile_of(nodes, **fields):
     return made
 
 
+def with_nodes(profile: Profile, nodes) -> Profile:
+    """A profile with other nodes; unlike model_copy without the graph that was made of the old ones."""
+    fields = {name: getattr(profile, name) for name in Profile.model_fields}
+    return Profile.model_validate(fields | {"nodes": tuple(nodes)})
+
+
 def chain(seconds, *, parameters=0, crossing=0, stash=0):
     """input -> a0 -> a1 ...; one forward second of three is forward, the others backward."""
     nodes = [Node(name="x", op="input", module="")]

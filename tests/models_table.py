@@ -30,6 +30,7 @@ from test_models import FAILS
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 _PROCESSES = 2
+_MODELS_PER_POOL = 40
 _HEAD = """# Models that pdtool trains
 
 Written by `make test-models` with {versions}.
@@ -69,10 +70,11 @@ def _installed() -> list[str]:
 
 def _outcomes(names: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(_PROCESSES, context, max_tasks_per_child=20) as pool:
-        futures = {pool.submit(_outcome, name): name for name in names}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+    for begin in range(0, len(names), _MODELS_PER_POOL):  # what models leave in a process ends with it
+        with ProcessPoolExecutor(_PROCESSES, context) as pool:
+            futures = {pool.submit(_outcome, name): name for name in names[begin : begin + _MODELS_PER_POOL]}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
 
 
 def _outcome(name: str) -> Outcome:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from graphs import chain, plan_of, random_cluster, random_profile
+from graphs import chain, plan_of, random_cluster, random_profile, with_nodes
 from reference.local_search import LocalSearch
 from reference.reference_cost import Division, ReferenceCost
 
@@ -48,7 +48,7 @@ def random_question(seed):
     cluster = random_cluster(rng)
     if seed % 3 == 0:
         nodes = [n.model_copy(update={"output_bytes": n.output_bytes * 20}) for n in profile.nodes]
-        profile = profile.model_copy(update={"nodes": tuple(nodes)})
+        profile = with_nodes(profile, nodes)
         sizes = rng.choice([(2, 2), (2, 3), (3, 2), (2, 4), (2, 2, 2)])
         rates = sorted(rng.choice([1e3, 3e3, 2e4, 1e5]) for _ in sizes)
         cluster = make_cluster(sizes, rates, latencies=[0.01] * len(sizes), memory_bytes=rng.choice([None, 90_000]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from graphs import random_profile
+from graphs import random_profile, with_nodes
 
 from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError
@@ -20,12 +20,17 @@ WINDOW = 1.01  # a simulation sees some 32 minibatches of its steady state; the 
 
 
 def question(seed):
-    """A search, every other with larger tensors and slow links between servers, so that links are what counts."""
+    """A search, every other with larger tensors and slow links between servers, so that links are what counts.
+
+    Without modules, between which borders would be moved (test_module_borders.py).
+    """
     rng = random.Random(seed)
     profile = random_profile(rng, rng.randint(2, 8))
-    if seed % 2:
-        nodes = [n.model_copy(update={"output_bytes": n.output_bytes * 9}) for n in profile.nodes]
-        profile = profile.model_copy(update={"nodes": tuple(nodes)})
+    larger = 9 if seed % 2 else 1
+    nodes = [
+        node.model_copy(update={"module": "", "output_bytes": larger * node.output_bytes}) for node in profile.nodes
+    ]
+    profile = with_nodes(profile, nodes)
     sizes = rng.choice([(3,), (4,), (2, 2), (2, 3), (3, 2), (2, 4), (2, 2, 2)])
     rates = sorted(rng.choice([300.0, 1e3, 5e3, 1e5]) for _ in sizes)
     cluster = make_cluster(

@@ -12,6 +12,7 @@ from pdtool.cluster import Cluster
 from pdtool.partition.baselines import baselines, rivals
 from pdtool.partition.cost.plan_cost import Candidate, Evaluator
 from pdtool.partition.infeasible import explain_infeasible
+from pdtool.partition.module_borders import move_to_module_borders
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.predictions import predict, with_formulas
 from pdtool.partition.search.search import PlanSearch, SearchOptions
@@ -46,6 +47,8 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     named = list(baselines(search, execution))
     alike = [plan for _, plan in named if plan.placement.execution == execution]
     selected = select(search, optima, alike)
+    if options.simplest and not options.straight and options.cost_model == "ours":
+        selected = move_to_module_borders(search, selected)
     return _finished(search, profile_path, selected.candidate, selected.simulated_s, optima, named)
 
 

@@ -29,14 +29,17 @@ _MAX_PLANS_PER_SEARCH = 8  # those with the smallest lower bounds, for each slow
 
 @dataclass(frozen=True)
 class Selected:
-    """A plan, and its simulated seconds per minibatch; None: it was not simulated.
+    """The chosen plan.
 
-    That is so where it is too large, where PipeDream's formulas are asked for, and where no plan of the shortlist can
-    be simulated.
+    Attributes:
+        simulated_s: its simulated seconds per minibatch; None: it was not simulated, because it is too large, because
+            PipeDream's formulas are asked for, or because no plan of the shortlist can be simulated.
+        limit_s: seconds per minibatch that were allowed; simulated, or by the formulas where it was not simulated.
     """
 
     candidate: Candidate
     simulated_s: float | None
+    limit_s: float
 
 
 def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[Candidate]) -> Selected:
@@ -53,11 +56,12 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if not search.options.straight:
         simplest_plan = search.simplest_plan(optimum_s * (1 + margin)) or simplest_plan
     if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement):
-        return Selected(wanted_in_flight(search.evaluator, simplest_plan, margin), None)
+        wanted = wanted_in_flight(search.evaluator, simplest_plan, margin)
+        return Selected(wanted, None, optimum_s * (1 + margin))
     if search.options.straight or not margin:  # then the optimum by the formulas was asked for
         selection = _Selection(search, [simplest_plan])
         selection.simulate()
-        return selection.selected() or Selected(simplest_plan, None)
+        return selection.selected() or Selected(simplest_plan, None, optimum_s * (1 + margin))
     goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
     execution = simplest_plan.placement.execution
     selection = _Selection(search, [simplest_plan, *optima, *baselines])
@@ -67,7 +71,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if selection.fastest_s > goal_s:
         selection.add_plans_by_stage_count(execution, selection.fastest_s)
         selection.simulate()
-    return selection.selected() or Selected(simplest_plan, None)
+    return selection.selected() or Selected(simplest_plan, None, goal_s)
 
 
 @dataclass
@@ -141,7 +145,8 @@ class _Selection:
         limits_s = [self._limit_s(chosen, other) for other in self._plans if other is not chosen]
         limit_s = max(chosen.fastest_s, min([chosen.fastest_s * self._max_slowdown, *limits_s]))
         simulated = zip(chosen.choices, chosen.times_s, strict=False)
-        return next(Selected(choice, time_s) for choice, time_s in simulated if time_s <= limit_s)
+        choice, time_s = next((choice, time_s) for choice, time_s in simulated if time_s <= limit_s)
+        return Selected(choice, time_s, max(time_s, self.fastest_s * (1 + self.margin)))
 
     def _limit_s(self, plan: _Simulated, other: _Simulated) -> float:
         """Seconds per minibatch up to which a plan wins over another."""

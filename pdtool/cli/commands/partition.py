@@ -53,7 +53,8 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
     default="3%",
     callback=lambda ctx, parameter, text: _share(text),
     metavar="SHARE",
-    help="Prefer fewer stages as long as the plan is at most this much slower than the fastest.",
+    help="Prefer fewer stages, and borders between modules, as long as the plan is at most this much slower than the "
+    "fastest.",
 )
 @options.count(
     "--cuts",

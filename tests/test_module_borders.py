@@ -1,0 +1,84 @@
+"""The borders of a plan lie where modules begin and end, as far as the margin allows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from graphs import chain, random_profile, with_nodes
+
+from pdtool.cluster import make_cluster
+from pdtool.partition.module_borders import modules_divided, move_to_module_borders
+from pdtool.partition.planner import make_plan
+from pdtool.partition.search.cuts import find_cuts
+from pdtool.partition.search.search import PlanSearch, SearchOptions
+from pdtool.partition.selection import select
+from pdtool.partition.simulator.steady_state import steady_state_s
+
+SECONDS = [1.0, 0.98, 0.02, 1.0, 1.0]
+MODULES = ["layers.0.attention", "layers.0.mlp", "layers.1.norm", "layers.1.attention", "layers.1.mlp"]
+
+
+def two_layers():
+    """A chain of two layers whose fastest border is behind the norm of the second one; averaging takes far too long."""
+    profile = chain(SECONDS, parameters=100_000)
+    modules = zip(profile.nodes, ["", *MODULES], strict=True)
+    return with_nodes(profile, [node.model_copy(update={"module": module}) for node, module in modules])
+
+
+@pytest.mark.parametrize(
+    ("simplest", "first_stage", "time_s"),
+    [(0.03, ["x", "layers.0"], 2.02), (0.005, ["x", "layers.0", "layers.1.norm"], 2.0)],
+)
+def test_a_border_inside_of_a_layer_moves_between_two_layers_within_the_margin(simplest, first_stage, time_s):
+    plan = make_plan(two_layers(), "p", make_cluster((2,), [1e3]), SearchOptions(simplest=simplest))
+    assert plan.config == "1-1"
+    assert list(plan.stages[0].nodes) == first_stage
+    assert plan.predicted.simulated_s == pytest.approx(time_s, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [SearchOptions(simplest=0.0), SearchOptions(straight=True)])
+def test_it_stays_where_the_fastest_plan_is_asked_for(options):
+    plan = make_plan(two_layers(), "p", make_cluster((2,), [1e3]), options)
+    assert list(plan.stages[0].nodes) == ["x", "layers.0", "layers.1.norm"]
+
+
+def test_modules_are_counted_at_any_depth():
+    profile = two_layers()
+    cuts = find_cuts(profile)
+    counts = {int(cut.sum()): int(n) for cut, n in zip(cuts.inside, modules_divided(profile.graph, cuts), strict=True)}
+    assert counts == {0: 0, 2: 2, 3: 1, 4: 2, 5: 2, 6: 0}  # `layers` alone between the two layers
+
+
+def test_any_plan_keeps_its_margin_and_divides_no_more_modules():
+    moved_plans = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        profile = random_profile(rng, rng.randint(4, 10))
+        cluster = make_cluster(
+            (rng.choice([3, 4]),), [rng.choice([300.0, 3e3, 1e5])], memory_bytes=rng.choice([None, 90_000])
+        )
+        search = PlanSearch(profile, cluster, SearchOptions(simplest=0.2))
+        optima = search.fastest_plans()
+        if not optima:
+            continue
+        chosen = select(search, optima, [])
+        moved = move_to_module_borders(search, chosen)
+        before, after = (divided(profile, plan.candidate.placement.stages) for plan in (chosen, moved))
+        assert all(b <= a for a, b in zip(before, after, strict=True)), seed
+        assert profile.graph.stage_faults(moved.candidate.placement.stages) == [], seed
+        assert search.evaluator.fits(moved.candidate), seed
+        if moved.simulated_s is not None:
+            assert moved.simulated_s <= chosen.limit_s, seed
+            assert moved.simulated_s == steady_state_s(moved.candidate.placement, profile, cluster), seed
+        moved_plans += before != after
+    assert moved_plans >= 3
+
+
+def divided(profile, stages):
+    """For each border, the modules with operators on both sides; counted anew."""
+    counts = []
+    for border in range(1, len(stages)):
+        earlier = {name for nodes in stages[:border] for name in nodes}
+        counts.append(sum(bool(names & earlier) and not names <= earlier for names in profile.graph.members.values()))
+    return counts
