@@ -60,10 +60,10 @@ def write_model(folder: Path, name: str) -> ModelFile:
     return ModelFile.load(ModelRef(source=str(path)), trusted=True)
 
 
-def trained_plainly(file: ModelFile) -> dict[str, Tensor]:
-    """The model's state after all epochs of a plain loop."""
+def trained_plainly(file: ModelFile, *, validates: bool = False) -> dict[str, Tensor]:
+    """The model's state after all epochs of a plain loop, each followed by a validation if it `validates`."""
     model = file.build(_SEED)
-    _train(model, file, model)
+    _train(model, file, model, validates=validates)
     return model.state_dict()
 
 
@@ -121,7 +121,7 @@ def take_the_road(folder: Path, name: str, *, noisy: bool) -> Outcome:
     found = torch.load(f"{WORKERS}.pt")
     if noisy and (failed := _train_on(1)):
         return failed
-    expected = torch.load("1.pt") if noisy else trained_plainly(file)
+    expected = torch.load("1.pt") if noisy else trained_plainly(file, validates=True)
     opaque = tuple(path or "the model" for stage in bundle.stages for path in getattr(stage, "opaque", ()))
     return Outcome(wrong=tuple(differences(found, expected)), stages=len(bundle.stages), opaque=opaque)
 
@@ -149,7 +149,7 @@ def _run(*command: str) -> Outcome | None:
     return Outcome(result.exit_code, result.output.strip().splitlines()[-1])
 
 
-def _train(model: nn.Module, file: ModelFile, original: nn.Module) -> None:
+def _train(model: nn.Module, file: ModelFile, original: nn.Module, *, validates: bool = False) -> None:
     """Train a model as `pdtool run` does: the same samples in the same order, the same updates.
 
     Args:
@@ -164,6 +164,7 @@ def _train(model: nn.Module, file: ModelFile, original: nn.Module) -> None:
         file.module.optimizer(original.named_parameters()),
         batch_size=_BATCH_SIZE,
         accumulation=_MICROBATCHES,
+        validation=file.dataset("valid") if validates else (),
     )
 
 

@@ -39,7 +39,7 @@ Each model is profiled, planned for three workers, generated, trained there for 
 (1F1B with a flush), and exported. Its weights must then equal those of a plain training loop in PyTorch on the same
 samples, within 1e-6 of a tensor's largest value; those of a model that draws random numbers of its own must equal the
 weights that the same commands train on one worker. The models are small, and written as users write them
-(`tests/models`); those of torchvision and timm are in double precision, since rounding errors grow in them.
+(`tests/models`); where rounding errors grow, as in all of torchvision and timm, they are in double precision.
 
 | family | models | trained | refused | wrong |
 |---|---|---|---|---|

@@ -23,7 +23,7 @@ EXPRESSIONS = {
     "where_number": "torch.where(",
     "fill": ".bernoulli_(0.9)",
     "reparameterised": "normal_(0.0, 1.0)",
-    "parameter_lists": 'self.scales.get_parameter("1")',
+    "parameter_lists": 'getattr(self.scales, "1")',
     "returned_parameter": "return (linear, self.scale)",
     "unpooling": "max_unpool2d",
     "short_time_fourier": "stft",

@@ -49,9 +49,12 @@ def access(path: str) -> str:
 
 
 def access_state(name: str) -> str:
-    """Return the expression of a parameter or buffer; one in a ParameterList is `self.scales.get_parameter("0")`."""
+    """Return the expression of a parameter or buffer; one in a ParameterList is `getattr(self.scales, "0")`.
+
+    `get_parameter` refuses the tensors of a weight version, which stand in the places of parameters in a run.
+    """
     path, _, attribute = name.rpartition(".")
-    return access(name) if _is_attribute(attribute) else f'{access(path)}.get_parameter("{attribute}")'
+    return access(name) if _is_attribute(attribute) else f'getattr({access(path)}, "{attribute}")'
 
 
 def set_parameter(name: str, value: str) -> str:

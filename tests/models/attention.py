@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from task import Task, adamw, both, classes, named, numbers, token_loss
+from task import Task, adamw, both, classes, in_double, named, numbers, token_loss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -573,7 +573,7 @@ MODELS = {
     "transformer_lm_dropout": Task(transformer_lm_with_dropout, TOKENS, TOKENS, token_loss, noisy=True),
     "translation": Task(Translation, both(padded, padded), padded, translation_loss),
     "bert": Task(Bert, BERT, TOKENS, bert_loss),
-    "albert": Task(Albert, TOKENS, CLASS),
+    "albert": in_double(Task(Albert, TOKENS, CLASS)),
     "dense_experts": Task(DenseExperts, TOKENS, TOKENS, token_loss),
     "sparse_experts": Task(SparseExperts, TOKENS, TOKENS, token_loss),
     "switch_transformer": Task(SwitchTransformer, TOKENS, TOKENS, balanced_loss),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Generator, nn
+from torch.utils._pytree import tree_map_only
 
 # Two epochs are 20 minibatches each, the last one short, and 20 updates in all with two minibatches in each.
 SAMPLES, VALIDATION_SAMPLES = 78, 6
@@ -69,11 +70,11 @@ def numbers(*shape: int) -> Draw:
 
 
 def in_double(task: Task) -> Task:
-    """The same in double precision and small steps, for networks in which rounding errors grow: batch norms over few
-    numbers."""
+    """The same in double precision and small steps, for networks in which rounding errors grow: norms over few
+    numbers, many layers with the same weights."""
 
     def inputs(generator: Generator) -> Any:
-        return task.inputs(generator).double()
+        return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, task.inputs(generator))
 
     return replace(task, build=lambda: task.build().double(), inputs=inputs, optimizer=gentle)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 if importlib.util.find_spec("torchvision"):  # which transformers imports as it is
     import torchvision_models  # noqa: F401
 import transformers as hf
-from task import Task, classes, named, numbers
+from task import Task, classes, in_double, named, numbers
 
 COMMON = dict(
     vocab_size=40,
@@ -247,9 +247,10 @@ SENTENCE = named(input_ids=TOKENS, attention_mask=mask, labels=CLASS)
 TAGGED = named(input_ids=TOKENS, attention_mask=mask, labels=classes(3, 8))
 PAIR = named(input_ids=TOKENS, attention_mask=mask, labels=TOKENS)
 PICTURE = named(pixel_values=IMAGE, labels=CLASS)
-CAUSAL = (gpt2, llama, mistral, mixtral, qwen2, qwen3, gemma2, phi, bloom, gpt_neox, mamba)
+CAUSAL = (gpt2, llama, mistral, mixtral, qwen2, qwen3, phi, bloom, gpt_neox, mamba)
 MODELS = {
     **{build.__name__: Task(build, text, CLASS, own_loss) for build in CAUSAL},
+    "gemma2": in_double(Task(gemma2, text, CLASS, own_loss)),
     "gpt2_with_dropout": Task(gpt2_with_dropout, text, CLASS, own_loss, noisy=True),
     "falcon": Task(falcon, text, CLASS, own_loss),
     "opt": Task(opt, PAIR, CLASS, own_loss, noisy=True),  # attention_dropout is left as it is
@@ -264,7 +265,7 @@ MODELS = {
     "bart": Task(bart, PAIR, CLASS, own_loss),
     "vit": Task(vit, PICTURE, CLASS, own_loss),
     "swin": Task(swin, PICTURE, CLASS, own_loss, noisy=True),
-    "convnext": Task(convnext, PICTURE, CLASS, own_loss),
+    "convnext": in_double(Task(convnext, PICTURE, CLASS, own_loss)),
     "resnet": Task(resnet, PICTURE, CLASS, own_loss),
     "segformer": Task(segformer, named(pixel_values=IMAGE, labels=classes(3, 32, 32)), CLASS, own_loss),
     "clip": Task(clip, named(input_ids=TOKENS, pixel_values=IMAGE), CLASS, pair_loss),

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from task import Task, both, classes, named, numbers
+from task import Task, both, classes, in_double, named, numbers
 from torch import nn
 
 
@@ -723,7 +723,7 @@ MODELS = {
     "densenet": Task(DenseNet, IMAGE, CLASS),
     "inception": Task(InceptionNet, IMAGE, CLASS),
     "googlenet": Task(GoogLeNet, IMAGE, CLASS, auxiliary_loss),
-    "mobilenet": Task(MobileNet, IMAGE, CLASS),
+    "mobilenet": in_double(Task(MobileNet, IMAGE, CLASS)),
     "convnext": Task(ConvNeXt, IMAGE, CLASS),
     "stochastic_depth": Task(stochastic_depth, IMAGE, CLASS, noisy=True),
     "shufflenet": Task(ShuffleNet, IMAGE, CLASS),
@@ -736,10 +736,10 @@ MODELS = {
     "super_resolution": Task(SuperResolution, numbers(3, 8, 8), numbers(3, 16, 16), F.l1_loss),
     "deeplab": Task(DeepLab, IMAGE, classes(4, 16, 16)),
     "cbam": Task(CBAM, IMAGE, CLASS),
-    "weight_standardised": Task(EfficientNet, IMAGE, CLASS),
+    "weight_standardised": in_double(Task(EfficientNet, IMAGE, CLASS)),
     "surviving": Task(surviving, IMAGE, CLASS, noisy=True),
     "siamese": Task(Siamese, both(IMAGE, IMAGE), classes(2), contrastive_loss),
-    "simclr": Task(SimCLR, both(IMAGE, IMAGE), CLASS, nt_xent),
+    "simclr": in_double(Task(SimCLR, both(IMAGE, IMAGE), CLASS, nt_xent)),
     "triplet": Task(TripletNet, both(*[numbers(3, 4, 4)] * 3), CLASS, triplet_loss),
     "capsules": Task(CapsuleNet, IMAGE, CLASS, margin_loss),
 }

@@ -26,10 +26,12 @@ def train(
     *,
     batch_size: int,
     accumulation: int,
+    validation: Sequence[Any] = (),
 ) -> None:
-    """Train a model.
+    """Train a model, and validate it after each epoch, in which a model may change parameters, too.
 
     Args:
+        validation: a minibatch of (inputs, target).
         dataset: of (inputs, target).
         orders: the numbers of the samples in each epoch, in the order in which they come.
         accumulation: minibatches in an update, which takes the mean over all their samples.
@@ -44,3 +46,8 @@ def train(
                 (loss(call(model, inputs), target) * len(numbers) / samples).backward()
             optimizer.step()
             optimizer.zero_grad()
+        if validation:
+            model.eval()
+            with torch.no_grad():
+                call(model, default_collate(validation)[0])
+            model.train()
