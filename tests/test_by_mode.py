@@ -8,6 +8,7 @@ from test_codegen import plan_of, skeleton, texts_in
 
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.codegen.generate import generate
+from pdtool.errors import ArtifactError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace_file
 
@@ -47,3 +48,16 @@ def test_stages_equal_the_model_in_both_modes(name, count, tmp_path):
     assert bundle.proof == "values"
     text = "".join(texts_in(tmp_path / "b").values())
     assert LINES[name] in text, text
+
+
+def test_a_stage_that_sends_nothing_is_refused(tmp_path):
+    model_file = ModelByMode.load(ModelRef(source=str(MODELS), function="counting_norm"), trusted=True)
+    profile = skeleton(model_file)
+    plan = plan_of(profile, 3)
+    nodes = [["input", "0"], ["1.training"], ["1.batch_norm", "2", "3", "4"]]
+    stages = tuple(s.model_copy(update={"nodes": tuple(n)}) for s, n in zip(plan.stages, nodes, strict=True))
+    with pytest.raises(
+        ArtifactError, match=r"by_mode\.py:8\d: no later stage takes anything from stage 1 .*partition again"
+    ):
+        generate(plan.model_copy(update={"stages": stages}), profile, model_file, tmp_path / "b")
+    assert not (tmp_path / "b").exists()

@@ -14,6 +14,7 @@ ROAD = [
     "vision.unet",
     "vision.detector",
     "vision.stochastic_depth",
+    "vision.counting_norms",
     "sequences.tagger",
     "sequences.packed_sequences",
     "attention.llama",

@@ -77,12 +77,38 @@ def test_inputs_are_in_the_first_stage_and_the_loss_in_the_last():
         Node(name="x", op="input", module=""),
         Node(name="a", op="op", module="", inputs=("x",)),
         Node(name="dangling", op="op", module="", inputs=("a",)),
+        Node(name="b", op="op", module="", inputs=("a",)),
         Node(name="target", op="input", module=""),
-        Node(name="loss", op="loss", module="", inputs=("a", "target")),
+        Node(name="loss", op="loss", module="", inputs=("b", "target")),
     ]
     space = find_cuts(profile_of(nodes))
     cuts = [set(space.nodes(0, i)) for i in range(1, len(space.inside))]
-    assert cuts == [{"x", "target", "a"}, set(profile_of(nodes).graph.names)]
+    assert cuts == [{"x", "target", "a", "dangling"}, set(profile_of(nodes).graph.names)]
+
+
+def counting_chain(length):
+    """Pairs of a counter, from and to which no tensor goes, and an operator; then a counter, and the loss."""
+    nodes = [Node(name="x", op="input", module="")]
+    for i in range(length):
+        nodes.append(Node(name=f"count{i}", op="add_", module="", forward_s=0.1))
+        nodes.append(Node(name=f"a{i}", op="op", module="", inputs=(f"a{i - 1}" if i else "x",), forward_s=1.0))
+    nodes.append(Node(name="last", op="add_", module="", forward_s=0.1))
+    nodes.append(Node(name="loss", op="loss", module="", inputs=(f"a{length - 1}",)))
+    return profile_of(nodes)
+
+
+def test_what_only_writes_a_buffer_stays_with_a_neighbour():
+    """Without a neighbour 40 counters would make 2 ** 40 cuts, and stages that send nothing."""
+    space = find_cuts(counting_chain(40))
+    assert (space.max_stages, space.coarsened) == (40, "")
+    assert all({f"count{i}", f"a{i}"} <= set(block) for i in range(40) for block in space.blocks if f"a{i}" in block)
+    assert ["count39", "a39", "last"] in [list(block) for block in space.blocks]
+
+
+def test_a_pinned_counter_stays_where_it_is_pinned():
+    profile = profile_of(counting_chain(3).nodes, pin={"count2": 0})
+    space = find_cuts(profile)
+    assert all("count2" in space.nodes(0, cut) for cut in range(1, len(space.inside)))
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def _written(
 ) -> tuple[dict[str, str], Bundle]:
     """The stage files, file name -> text, and the bundle that describes them."""
     wiring = Wiring.of(traced, stages)
+    wiring.check_outputs()
     writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
     texts = {f"stage_{writer.stage}.py": writer.text() for writer in writers}
     return texts, _bundle(plan, wiring, writers, texts, proof)

@@ -16,6 +16,7 @@ from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.baselines import MICROBATCHES_PER_STAGE
 from pdtool.partition.placement import ExecutionConfig, Placement
+from pdtool.partition.search.cuts import unbroken_groups
 from pdtool.partition.search.search import SearchOptions
 from pdtool.schedule import default_shape
 
@@ -76,7 +77,7 @@ def even_pieces(profile: Profile, count: int) -> list[list[str]]:
         UsageError: one is pinned to another piece.
     """
     inputs = [node.name for node in profile.nodes if node.op == "input"]
-    blocks = profile.graph.contracted([*profile.together, *([inputs] if inputs else [])])
+    blocks = profile.graph.contracted([*unbroken_groups(profile), *([inputs] if inputs else [])])
     if len(blocks) < count:
         raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "take fewer stages")
     seconds = [sum(_compute_s(profile, name) for name in block) for block in blocks]

@@ -44,7 +44,7 @@ MODELS = {
     "xcit": Task(model("xcit_nano_12_p16_224", **SIZED, embed_dim=32, depth=2, num_heads=2), IMAGE, CLASS),
     "convmixer": Task(lambda: ConvMixer(16, 2, num_classes=4), IMAGE, CLASS),
     "lcnet": Task(model("lcnet_035"), IMAGE, CLASS),
-    "ghostnet": Task(model("ghostnet_050"), IMAGE, CLASS),
+    "ghostnet": Task(model("ghostnet_050"), IMAGE, CLASS, noisy=True),  # its drop_rate is left as it is
     "mobilenetv3": Task(model("mobilenetv3_small_050"), IMAGE, CLASS),
     "poolformer": Task(lambda: MetaFormer(depths=(1, 1), dims=(8, 16), num_classes=4), IMAGE, CLASS),
     "mobilevit": Task(model("mobilevit_xxs"), IMAGE, CLASS),

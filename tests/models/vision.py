@@ -716,6 +716,20 @@ def dice_loss(output, target):
     return 1 - (2 * (p * t).sum((2, 3)) / ((p + t).sum((2, 3)) + 1)).mean() + F.cross_entropy(output, target)
 
 
+class CountingNorm(nn.BatchNorm2d):
+    """Batch normalisation that counts minibatches itself, as timm writes it."""
+
+    def forward(self, x):
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1)
+
+
+def counting_norms():
+    blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1), CountingNorm(8), nn.ReLU()) for _ in range(16)]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), *blocks, nn.Flatten(), nn.Linear(512, 4))
+
+
 IMAGE, CLASS = numbers(3, 16, 16), classes(4)
 MODELS = {
     "resnet": Task(ResNet, IMAGE, CLASS),
@@ -742,4 +756,5 @@ MODELS = {
     "simclr": in_double(Task(SimCLR, both(IMAGE, IMAGE), CLASS, nt_xent)),
     "triplet": Task(TripletNet, both(*[numbers(3, 4, 4)] * 3), CLASS, triplet_loss),
     "capsules": Task(CapsuleNet, IMAGE, CLASS, margin_loss),
+    "counting_norms": Task(counting_norms, IMAGE, CLASS),
 }

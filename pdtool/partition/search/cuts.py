@@ -6,7 +6,7 @@ blocks. Where a graph has more cuts than can be searched it is coarsened first, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,7 +82,7 @@ def find_cuts(profile: Profile, max_cuts: int = MAX_CUTS, finer: CutSpace | None
     """
     pins = {node.name: NOT_OPERATORS[node.op] for node in profile.nodes if node.op in NOT_OPERATORS} | profile.pin
     same_pin = ([name for name, pin in pins.items() if pin == index] for index in sorted(set(pins.values())))
-    blocks = _BlockGraph(profile, pins, [*(group for group in profile.together if group), *same_pin])
+    blocks = _BlockGraph(profile, pins, [*unbroken_groups(profile), *same_pin])
     original = len(blocks.members)
     if finer:
         blocks = _BlockGraph(profile, pins, finer.blocks)
@@ -107,6 +107,46 @@ def find_cuts(profile: Profile, max_cuts: int = MAX_CUTS, finer: CutSpace | None
         coarsened=coarsened,
         merged_free_blocks=original - without_free,
     )
+
+
+def unbroken_groups(profile: Profile) -> list[Sequence[str]]:
+    """Return groups of nodes that no cut may separate: those of the profile, and each dead end with a neighbour.
+
+    A dead end is what nothing takes a tensor from: it only writes a buffer, such as a batch norm's counter. A stage of
+    nothing else would have nothing to send; and dead ends that take no tensor either would double the cuts, each.
+    Operators that make what the model returns are none, since the loss takes that; without a loss nothing tells them.
+    """
+    groups: list[Sequence[str]] = [group for group in profile.together if group]
+    by_name, takers = profile.by_name, profile.graph.consumers
+    if all(node.op != "loss" for node in profile.nodes):
+        return groups
+    ends = {name for name, node in by_name.items() if node.op not in NOT_OPERATORS and not takers[name]}
+    while ends:
+        blocks = profile.graph.contracted(groups)
+        pairs = [block + blocks[b] for block, b in _dead_ends(profile, blocks, ends)]
+        if not pairs:
+            break
+        groups += pairs
+    return groups
+
+
+def _dead_ends(
+    profile: Profile, blocks: Sequence[Sequence[str]], ends: Collection[str]
+) -> Iterator[tuple[list[str], int]]:
+    """Yield each block that nothing is taken from, and the number of its neighbour among those that compute: the last
+    that it takes a tensor from, or else the next, or the one before. Blocks with a pin stay where that says."""
+    graph, pinned = profile.graph, profile.pin.keys()
+    block_of = {name: b for b, block in enumerate(blocks) for name in block}
+    computing = [b for b, block in enumerate(blocks) if any(profile.by_name[n].op not in NOT_OPERATORS for n in block)]
+    for b in sorted({block_of[name] for name in ends}):
+        if not pinned.isdisjoint(blocks[b]) or any(block_of[t] != b for n in blocks[b] for t in graph.consumers[n]):
+            continue
+        sources = {block_of[source] for name in blocks[b] for source in graph.inputs[name]}
+        others = [c for c in computing if c != b]
+        last_source = [c for c in others if c in sources][-1:]
+        neighbours = [*last_source, *(c for c in others if c > b), *reversed(others)]
+        if neighbours:
+            yield list(blocks[b]), neighbours[0]
 
 
 class _BlockGraph:
