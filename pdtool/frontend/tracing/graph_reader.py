@@ -153,7 +153,9 @@ class GraphReader:
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self._region(node, str(target))
         elif not isinstance(target, torch._ops.OpOverload):
-            raise TraceError(f"{target} is no operator of a stage", location=_location(node))
+            what = f"{getattr(target, '__name__', target)}, which this line calls, is no operator of a stage"
+            remedy = "call it in a module of its own, which pdtool then calls whole"
+            raise TraceError(what, remedy, location=_location(node))
         elif target._schema.name.split("::")[-1].startswith(("_assert", "sym_constrain")):
             return
         elif target is torch.ops.aten.contiguous.default and len(node.args) == 1 and not node.kwargs:
