@@ -47,16 +47,16 @@ class Wiring:
         return cls(traced, [[name for name in stage if name in compute] for stage in stages])
 
     def check_outputs(self) -> None:
-        """Check that every stage but the last makes a tensor that a later one takes.
+        """Check that every stage but the last that computes makes a tensor which a later one takes.
 
         Raises:
             ArtifactError: one does not: it would only write buffers, and had no gradient to wait for.
         """
         for stage, names in enumerate(self.stages[:-1]):
-            if not self.outputs(stage):
+            if names and not self.outputs(stage):
                 operators = [self.traced.by_name[name] for name in names]
                 where = next((f"{op.location}: " for op in operators if op.location), "")
-                what = f"{where}no later stage takes anything from stage {stage} ({', '.join(names[:3]) or 'empty'})"
+                what = f"{where}no later stage takes anything from stage {stage} ({', '.join(names[:3])})"
                 raise ArtifactError("plan", what, "move its operators into another stage, or partition again")
 
     @cached_property
