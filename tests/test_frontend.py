@@ -9,7 +9,8 @@ import torch
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError, StaleError, TraceError, UsageError
 from pdtool.frontend.graph_check import check_profile
-from pdtool.frontend.modelfile import ModelFile, parse_ref
+from pdtool.frontend.model_source import parse_ref
+from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace, trace_file
 from pdtool.profile.measure import measure
 

@@ -22,6 +22,7 @@ PICTURES = {  # name of the file -> the model, and the number of stages, of whic
     "writing_in_place": ("Recurrent", 1),
     "random_numbers": ("Dropping", 1),
     "expressions": ("Expressions", 1),
+    "masks_and_casts": ("Masked", 1),
     "structures": ("Structured", 1),
     "opaque_module": ("Opaque", 1),
     "modules": ("Layers", 1),
@@ -37,17 +38,34 @@ class Pictured(ModelFile):
 
 def stage_file(name: str, folder: Path) -> str:
     """The text of the first stage of a model."""
-    function, stages = PICTURES[name]
+    return stage_files(*PICTURES[name], folder)["stage_0.py"]
+
+
+def stage_files(function: str, stages: int, folder: Path) -> dict[str, str]:
+    """The texts of all stages of a model, which are proved equal to it."""
     model_file = Pictured.load(ModelRef(source=str(FOLDER / "models.py"), function=function), trusted=True)
     profile = skeleton(model_file)
     bundle = generate(plan_of(profile, stages), profile, model_file, folder)
     assert bundle.proof == "values"
-    return texts_in(folder)["stage_0.py"]
+    return texts_in(folder)
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_stage_file_reads_as_a_person_would_write_it(name, tmp_path):
     assert stage_file(name, tmp_path / "b") == (FOLDER / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 8, 13])
+def test_what_does_nothing_is_left_out_wherever_the_borders_are(stages, tmp_path):
+    lines = "\n".join(stage_files("Masked", stages, tmp_path / "b").values()).splitlines()
+    for text in ("dropout(", " + 0", "frequencies.to(", "alias"):
+        assert not [line for line in lines if text in line]
+    assert len([line for line in lines if " * 1.0" in line]) == 1  # what goes into ReLU(inplace=True) is a copy
+    assert len([line for line in lines if ".to(torch.float32)" in line]) == 1  # under autocast it may do something
+
+
+def test_each_operator_can_be_a_stage_also_one_that_does_nothing(tmp_path):
+    assert len(stage_files("Masked", 27, tmp_path / "b")) == 27
 
 
 if __name__ == "__main__":

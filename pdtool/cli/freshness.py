@@ -15,7 +15,8 @@ from pdtool.cli.inputs import bundle_folder, find_model, was_made_from
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.frontend.graph_check import first_difference
 from pdtool.frontend.graph_digest import graph_sha256
-from pdtool.frontend.modelfile import ModelFile, find_source
+from pdtool.frontend.model_source import find_source
+from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing.trace import trace_file
 

@@ -83,7 +83,7 @@ class Inputs:
         Raises:
             StaleError: it changed, and the plan does not record the operator graph that it was made for.
         """
-        from pdtool.frontend.modelfile import find_source
+        from pdtool.frontend.model_source import find_source
 
         expected = self.plan.digests.get(recorded.source)
         source = find_source(self.model.source) if self.trusted else find_model(self.path, self.model.source)
@@ -100,7 +100,7 @@ class Inputs:
 
 def find_model(path: str, source: str) -> Path:
     """Find the model's file that the plan in `path` names; raises StaleError when it is not there."""
-    from pdtool.frontend.modelfile import find_source
+    from pdtool.frontend.model_source import find_source
 
     try:
         return find_source(source)

@@ -109,7 +109,7 @@ def verify_values(
 def _compare_minibatches(
     model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[ModelInputs]
 ) -> None:
-    settled: dict[str, Tensor] = {}
+    after_first: dict[str, Tensor] = {}
     for training in (True, False):
         for module in (model, *stages):
             module.train(training)
@@ -125,8 +125,8 @@ def _compare_minibatches(
                 _compare_gradients(model, stages, expected, composed, where)
             _compare_buffers(model, stages, where)
             if training and number == 0:
-                settled = {name: p.detach().clone() for name, p in model.named_parameters()}
-    changed = [name for name, p in model.named_parameters() if not torch.equal(settled[name], p)]
+                after_first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    changed = [name for name, p in model.named_parameters() if not torch.equal(after_first[name], p)]
     if changed:  # at each call: a mask that is applied to a weight in the first one changes nothing afterwards
         raise VerificationError(
             f"forward changes parameter {changed[0]} at each call: minibatches in flight together cannot share it",

@@ -16,7 +16,8 @@ from pdtool.artifacts.envelope import file_sha256
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import StaleError
 from pdtool.frontend.graph_digest import graph_sha256
-from pdtool.frontend.modelfile import ModelFile, find_source
+from pdtool.frontend.model_source import find_source
+from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import OWN_NODES, Operator, Traced
 from pdtool.frontend.tracing.trace import trace_file
 from pdtool.units import format_bytes

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-import importlib.util
 import inspect
 import operator
-import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,13 +20,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, fields_checked, file_sha256
-from pdtool.artifacts.text_formats import check_plain
+from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_io import LEAVES, ModelInputs
+from pdtool.frontend.model_source import find_source, import_source, is_local
 from pdtool.frontend.training_contract import TrainingOptions, check_optimizer, takes_total
-from pdtool.frontend.user_code import collate, definition_line, error_at, module_name
+from pdtool.frontend.user_code import collate, definition_line, error_at
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 _MAX_METRIC_NAME = 100
@@ -68,7 +64,7 @@ class ModelFile:
             ModelError: it cannot be imported, or lacks the function.
         """
         path = find_source(ref.source)
-        if not trusted and not _is_local(path):
+        if not trusted and not is_local(path):
             raise UsageError(
                 f"the artifact names the model {ref.source!r}, outside the current folder",
                 "check that file, then name it yourself with --model",
@@ -77,7 +73,7 @@ class ModelFile:
         expected = digests.get(ref.source)
         if expected and OPERATOR_GRAPH not in digests and file_sha256(path) != expected:
             raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
-        file = cls(ref, path.absolute(), _import(ref.source, path.absolute()))  # the module may change the folder
+        file = cls(ref, path.absolute(), import_source(ref.source, path.absolute()))  # the module may change the folder
         file._function(ref.function)
         return file
 
@@ -380,76 +376,3 @@ def _seed_generators(seed: int) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
-
-
-def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
-    """Read `model.py`, `model.py:vgg16` or `package.module:vgg16` and settings `layers=12`; raises UsageError."""
-    source, _, function = text.rpartition(":") if ":" in text else (text, "", "model")
-    if not function.isidentifier() or not function.isascii():
-        raise UsageError(f"{function!r} in {text!r} is not the name of a function", "write model.py:function")
-    values: dict[str, str | int | float | bool] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.isidentifier():
-            raise UsageError(f"setting {setting!r} is not NAME=VALUE", "write --set layers=12")
-        values[key] = _literal(value)
-        try:
-            check_plain(values[key])
-        except FieldError as fault:
-            raise UsageError(f"--set {key}: {fault}", "give a number that a float holds, or a text") from None
-    with fields_checked(lambda fault: UsageError(f"model {text!r:.80}: {fault}", "give it another path or name")):
-        return ModelRef(source=source, function=function, settings=values)
-
-
-def find_source(source: str) -> Path:
-    """Find the file of `model.py` or `package.module`, without importing it; raises UsageError."""
-    names = source.split(".")
-    if source.endswith(".py") or "/" in source or not all(name.isidentifier() for name in names):
-        path = Path(source)
-    else:
-        roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
-        candidates = (root.joinpath(*names).with_suffix(".py") for root in roots)
-        path = next((file for file in candidates if os.path.isfile(file)), Path(*names).with_suffix(".py"))
-    if not os.path.isfile(path):  # unlike Path.is_file(), it takes any text
-        remedy = "name a Python file, or a module as package.module"
-        raise UsageError(f"model {source!r}: there is no file {path}", remedy)
-    return path
-
-
-def _is_local(path: Path) -> bool:
-    zoo = Path(__file__).parent.parent / "zoo"
-    resolved = path.resolve()
-    return resolved.is_relative_to(zoo) or resolved.is_relative_to(Path.cwd())
-
-
-def _import(source: str, path: Path) -> ModuleType:
-    is_module = not source.endswith(".py") and "/" not in source
-    # A file imports its neighbours, as `python model.py` would.
-    sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
-    try:
-        if is_module:
-            return importlib.import_module(source)
-        spec = importlib.util.spec_from_file_location(module_name(path), path.resolve())
-        assert spec
-        assert spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # pickling and dataclasses look the module up by name
-        spec.loader.exec_module(module)
-        return module
-    except SyntaxError as error:
-        file = Path(error.filename or source)  # the model's own, or one that it imports
-        name = source if file.resolve() == path.resolve() else file.name
-        line = f":{error.lineno}" if error.lineno else ""
-        raise ModelError(f"{name}{line}: {error.msg}") from error
-    except Exception as error:
-        raise error_at(path, error, "importing it") from error
-    finally:
-        sys.path.pop(0)
-
-
-def _literal(text: str) -> str | int | float | bool:
-    try:
-        value = ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return text
-    return value if isinstance(value, (int, float, str)) else text

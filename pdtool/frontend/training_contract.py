@@ -79,8 +79,9 @@ def check_optimizer(returned: object) -> Optimizer:
 
 def check_gradient(loss: Tensor, output: Any) -> None:
     """Check that a training step leads from the loss back to an output that can be trained; raises ModelError."""
-    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(output))
-    if trains and not loss.requires_grad:
+    if loss.requires_grad or not torch.is_grad_enabled():
+        return
+    if any(tensor.requires_grad for tensor in tensors_of(output)):
         raise ModelError(
             "loss() returned a tensor without a gradient, so that nothing can be trained",
             "compute it from the model's output without detach(), item(), argmax() or torch.no_grad()",

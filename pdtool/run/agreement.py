@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pdtool import __version__
 from pdtool.artifacts.envelope import file_sha256
 from pdtool.errors import UsageError
-from pdtool.frontend.modelfile import find_source
+from pdtool.frontend.model_source import find_source
 from pdtool.run import checkpoint
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.collectives import all_gather

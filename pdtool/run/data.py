@@ -45,6 +45,8 @@ class DatasetSplit:
 
     def unflatten(self, leaves: Sequence[Tensor]) -> Any:
         """Return a target as the user's loss takes it, from its tensors, [samples, ...] each."""
+        if isinstance(self.target, Tensor):
+            return leaves[0]
         remaining, (flat, structure) = iter(leaves), self._flat
         return tree_unflatten([None if leaf is None else next(remaining) for leaf in flat], structure)
 

@@ -26,6 +26,7 @@ class Stage1(nn.Module):
         })
 
     def forward(self, stem_2, block1_conv2):
+        # block1
         x = self.block1.norm2(block1_conv2)
         x = x + stem_2
         x = self.block1.relu(x)

@@ -25,6 +25,7 @@ class Stage2(nn.Module):
         self.head = nn.Linear(256, 10)
 
     def forward(self, relu, block2_conv1):
+        # block2
         x = self.block2.norm1(block2_conv1)
         x = self.block2.relu(x)
         x = self.block2.conv2(x)

@@ -65,6 +65,26 @@ class Expressions(nn.Module):
         return scores.softmax(-1) @ (x * self.scales[1])
 
 
+class Masked(nn.Module):
+    """Attention with a mask and a table of positions, casts, and scales of one, as libraries write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(8, 4)
+        self.register_buffer("frequencies", 10000 ** (-torch.arange(4) / 4))
+
+    def forward(self, x, padding):
+        q, k, v = (layer(x).view(len(x), 5, 2, 4).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        angles = (torch.arange(5) + 0)[:, None] * self.frequencies.to(x.device, torch.float32)
+        q, k = q.expand(len(x), 2, 5, 4) * angles.cos() * 1.0, k * angles.sin()
+        causal = torch.ones(5, 5).tril().bool()
+        mask = (causal & padding.to(torch.bool)[:, None, None]).to(torch.bool)
+        x = F.dropout(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), 0.0, self.training)
+        x = x.transpose(1, 2).reshape(len(x), 5, 8)
+        return self.head(x + self.relu(x * 1.0).to(torch.float32))
+
+
 @dataclass
 class Output:
     logits: Tensor
@@ -140,6 +160,7 @@ INPUTS = {
     "Recurrent": lambda n: (torch.randn(n, 3, 8),),
     "Dropping": lambda n: (torch.randn(n, 8),),
     "Expressions": lambda n: (torch.randn(n, 5, 8),),
+    "Masked": lambda n: (torch.randn(n, 5, 8), torch.ones(n, 5, dtype=torch.bool)),
     "Structured": lambda n: {"tokens": torch.randint(0, 10, (n, 5)), "mask": None, "scale": 2.0},
     "Opaque": lambda n: (torch.randn(n, 8),),
     "Layers": lambda n: (torch.randn(n, 5, 8),),

@@ -73,7 +73,8 @@ def profile(
         raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
     spec = None if measures else find_device(device)
     # From here on torch is imported, which takes seconds: the options were checked before.
-    from pdtool.frontend.modelfile import ModelFile, parse_ref
+    from pdtool.frontend.model_source import parse_ref
+    from pdtool.frontend.modelfile import ModelFile
     from pdtool.profile.estimate import estimate
     from pdtool.profile.measure import measure
 

@@ -7,17 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import PartialWriteError, TraceError
-from pdtool.frontend.operators import BATCH, Operator, Size, State, Traced, Value, tensor_attributes
+from pdtool.frontend.operators import Operator, Size, State, Traced, Value, tensor_attributes
 from pdtool.frontend.tracing.graph_passes import (
     drop_dead_operators,
     first_names,
@@ -25,8 +23,8 @@ from pdtool.frontend.tracing.graph_passes import (
     operators_sharing_state,
 )
 from pdtool.frontend.tracing.leaf_calls import LeafCall
+from pdtool.frontend.tracing.node_values import NodeValues, location
 
-_TORCH = str(Path(torch.__file__).parent)
 _MAX_LITERAL_ELEMENTS = 64  # of a constant tensor, to stand in a stage file as a literal
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _FUNCTIONAL_FORMS = {  # where the operator that writes in place has another name or overload
@@ -49,7 +47,7 @@ class GraphReader:
 
     Attributes:
         functional: whether no operator writes in place, and slices of the whole of a tensor stand for views.
-        values: what each node stands for: a Value, a State, a constant, a size, or a list of these.
+        values: what each node stands for.
         operators: those read so far.
         names: of operators and modules, which no other operator may have.
         call_counts: leaf module -> calls of it read so far.
@@ -71,8 +69,7 @@ class GraphReader:
         self.modules = dict(model.named_modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
-        self.batch = _batch_symbol(program)
-        self.values: dict[fx.Node, Any] = {}
+        self.values = NodeValues(program)
         self.operators: list[Operator] = []
         self.names: set[str] = set(self.modules) | {"loss", "target"}
         self.call_counts: Counter[str] = Counter()
@@ -136,7 +133,7 @@ class GraphReader:
             return State(name)
         what = f"the model makes a tensor of {tensor.numel()} elements from Python numbers in forward"
         remedy = "make it in __init__, as an attribute or with register_buffer"
-        raise TraceError(what, remedy, location=_location(next(iter(node.users), node)))
+        raise TraceError(what, remedy, location=location(next(iter(node.users), node)))
 
     def _call(self, node: fx.Node) -> None:
         """Read one node: a leaf call, an ATen operator, or bookkeeping, which adds no operator."""
@@ -145,9 +142,9 @@ class GraphReader:
         if isinstance(value, (int, float, bool, torch.SymInt)) and not isinstance(
             target, torch._ops.HigherOrderOperator
         ):
-            self.values[node] = self._size(value, node)
+            self.values[node] = self.values.size(value, node)
         elif target is python_operator.getitem:
-            self.values[node] = self._argument(node.args[0])[node.args[1]]
+            self.values[node] = self.values.argument(node.args[0])[node.args[1]]
         elif target is torch.ops.pdtool.leaf.default:
             self._leaf(node)
         elif isinstance(target, torch._ops.HigherOrderOperator):
@@ -155,16 +152,16 @@ class GraphReader:
         elif not isinstance(target, torch._ops.OpOverload):
             what = f"{getattr(target, '__name__', target)}, which this line calls, is no operator of a stage"
             remedy = "call it in a module of its own, which pdtool then calls whole"
-            raise TraceError(what, remedy, location=_location(node))
+            raise TraceError(what, remedy, location=location(node))
         elif target._schema.name.split("::")[-1].startswith(("_assert", "sym_constrain")):
             return
         elif target is torch.ops.aten.contiguous.default and len(node.args) == 1 and not node.kwargs:
             # Whether it copies depends on the mode; it can be left out, since `view` is read as `reshape`.
-            self.values[node] = self._argument(node.args[0])
+            self.values[node] = self.values.argument(node.args[0])
         elif (alias := self._alias(node, target)) is not None:
             self.values[node] = alias
-        elif target._schema.name.split("::")[-1] in _ALIASES and isinstance(self._argument(node.args[0]), Tensor):
-            self.values[node] = self._argument(node.args[0])
+        elif target._schema.name.split("::")[-1] in _ALIASES and isinstance(self.values.argument(node.args[0]), Tensor):
+            self.values[node] = self.values.argument(node.args[0])
         else:
             self._aten(node, target)
 
@@ -188,8 +185,8 @@ class GraphReader:
         no_grad = kind == "wrap_with_set_grad_enabled" and node.args[0] is False
         if body_index < 0 or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
             remedy = "keep autocast, enable_grad and control-flow operators out of forward"
-            raise TraceError(f"{kind} cannot be cut into stages", remedy, location=_location(node))
-        arguments = [self._argument(a) for a in node.args[body_index + 1 :]]
+            raise TraceError(f"{kind} cannot be cut into stages", remedy, location=location(node))
+        arguments = [self.values.argument(a) for a in node.args[body_index + 1 :]]
         body = getattr(self.program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
         body_nodes = list(body.graph.nodes)
         if no_grad:
@@ -201,11 +198,12 @@ class GraphReader:
                 for v, n in zip(arguments, node.args[body_index + 1 :], strict=True)
             ]
             arguments = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in arguments]
-        self.values.update(zip((n for n in body_nodes if n.op == "placeholder"), arguments, strict=True))
+        for placeholder, argument in zip((n for n in body_nodes if n.op == "placeholder"), arguments, strict=True):
+            self.values[placeholder] = argument
         for body_node in body_nodes:
             if body_node.op == "call_function":
                 self._call(body_node)
-        results = list(self._argument(body_nodes[-1].args[0]))
+        results = list(self.values.argument(body_nodes[-1].args[0]))
         if no_grad:  # a parameter that is used there would have a gradient
             results = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in results]
         self.values[node] = results
@@ -230,7 +228,7 @@ class GraphReader:
         """Read a whole call of a leaf module."""
         number, tensors = node.args
         call = self.calls[number]  # type: ignore[index]
-        args, kwargs = self._leaf_arguments(call, self._argument(tensors), node)
+        args, kwargs = self._leaf_arguments(call, self.values.argument(tensors), node)
         if call.function:
             self._function(node, call, args)
             return
@@ -260,7 +258,7 @@ class GraphReader:
         outputs = self._append(operator, node, node.meta["val"], flows)
         self.values[node] = list(outputs)
         if getattr(module, "inplace", False) and inputs and not recorded:
-            self._replace_value(inputs[0], outputs[0])
+            self.values.replace(inputs[0], outputs[0])
 
     def _function(self, node: fx.Node, call: LeafCall, args: tuple[Any, ...]) -> None:
         """Read a call of an autograd.Function; its name is not that of the class, which the stage file imports."""
@@ -285,11 +283,11 @@ class GraphReader:
     def _leaf_arguments(self, call: LeafCall, tensors: list[Any], node: fx.Node) -> Any:
         """(args, kwargs) of the call, with `tensors` in the places of its tensors."""
         remaining = iter(tensors)
-        flat = [next(remaining) if isinstance(a, Tensor) else self._size(a, node) for a in call.arguments]
+        flat = [next(remaining) if isinstance(a, Tensor) else self.values.size(a, node) for a in call.arguments]
         if others := [a for a in flat if not isinstance(a, (Value, State, Tensor, Size, *_CONSTANTS))]:
             what = f"{call.path or call.function.__name__} takes a {type(others[0]).__name__} as an argument"
             caller = call.path.rpartition(".")[0] if call.path else _module_path(node)
-            raise TraceError(what, "let it take tensors and numbers", location=_location(node), module=caller)
+            raise TraceError(what, "let it take tensors and numbers", location=location(node), module=caller)
         return pytree.tree_unflatten(flat, call.spec)
 
     def _leaf_name(self, path: str) -> str:
@@ -319,14 +317,14 @@ class GraphReader:
             self.changed_buffers.add(overwritten.name)
             self.values[node] = overwritten
         elif isinstance(overwritten, Value):
-            self._replace_value(overwritten, outputs[0])
+            self.values.replace(overwritten, outputs[0])
 
     def _aten_arguments(self, node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
         """All arguments by the names of the schema, defaults included."""
         names = [a.name for a in target._schema.arguments]
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
         return {
-            a.name: self._argument(given[a.name]) if a.name in given else a.default_value
+            a.name: self.values.argument(given[a.name]) if a.name in given else a.default_value
             for a in target._schema.arguments
         }
 
@@ -361,7 +359,7 @@ class GraphReader:
         """Append the operator that `node` stands for, and return its outputs; all are alike differentiable, or each."""
         each = [differentiable] * len(results) if isinstance(differentiable, bool) else differentiable
         outputs = tuple(self._value(tensor, op.name, i, each[i]) for i, tensor in enumerate(results))
-        self.operators.append(replace(op, outputs=outputs, location=_location(node)))
+        self.operators.append(replace(op, outputs=outputs, location=location(node)))
         return outputs
 
     def _out_of_place(self, node: fx.Node, target: torch._ops.OpOverload, overwritten: Any) -> torch._ops.OpOverload:
@@ -370,35 +368,11 @@ class GraphReader:
         packet = getattr(torch.ops.aten, name, None)
         has_form = packet is not None and overload in packet.overloads()
         functional = _FUNCTIONAL_FORMS.get(target) or (getattr(packet, overload) if has_form else None)
-        source = self._source(overwritten)
-        if functional is None or source is None or self._is_shared_view(source, node):
+        source = self.values.source(overwritten)
+        if functional is None or source is None or self.values.is_shared_view(source, node):
             remedy = "build the tensor with torch.cat, torch.where or masked_fill instead"
-            raise PartialWriteError(f"{target} writes into part of a tensor in place", remedy, location=_location(node))
+            raise PartialWriteError(f"{target} writes into part of a tensor in place", remedy, location=location(node))
         return functional
-
-    def _source(self, value: Any) -> fx.Node | None:
-        """The latest node that stands for `value`."""
-        return next((n for n in reversed(self.values) if self.values[n] is value), None)
-
-    def _is_shared_view(self, node: fx.Node, writer: fx.Node) -> bool:
-        """Whether `node` is a view of a tensor that is still used after `writer`."""
-        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
-        while isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(node.args[0], fx.Node):
-            alias = node.target._schema.returns[0].alias_info
-            if alias is None or alias.is_write:
-                return False
-            node = node.args[0]
-            if any(order[user] > order[writer] for user in node.users):
-                return True
-        return False
-
-    def _replace_value(self, old: Value, new: Value) -> None:
-        """Let later users of `old`, which was written in place, take `new`."""
-        for node, value in self.values.items():
-            if value is old:
-                self.values[node] = new
-            elif isinstance(value, list):
-                self.values[node] = [new if v is old else v for v in value]
 
     def _module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
         """Return the path of the module whose forward runs this node, and a unique name of the operator."""
@@ -414,24 +388,9 @@ class GraphReader:
         return name
 
     def _value(self, tensor: Tensor, operator: str, index: int, differentiable: bool) -> Value:
-        shape = tuple(self._size(dim, None) for dim in tensor.shape)
+        shape = tuple(self.values.size(dim) for dim in tensor.shape)
         floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         return Value(operator, index, shape, tensor.dtype, differentiable and floating)
-
-    def _size(self, value: Any, node: fx.Node | None) -> Any:
-        if not isinstance(value, torch.SymInt):
-            return value
-        expression = value.node.expr.subs(self.batch, BATCH) if self.batch is not None else value.node.expr
-        if expression.is_number:
-            return int(expression)
-        if expression.free_symbols != {BATCH}:
-            what = f"the size {value} depends on the values of a tensor"
-            remedy = "give every tensor a shape that follows from the minibatch size alone"
-            raise TraceError(what, remedy, location=_location(node) if node else "")
-        return Size(sympy.sympify(expression))
-
-    def _argument(self, argument: Any) -> Any:
-        return pytree.tree_map(lambda a: self.values[a] if isinstance(a, fx.Node) else self._size(a, None), argument)
 
     def _trainable(self, names: Any) -> bool:
         return any(self.parameters[name].requires_grad for name in names)
@@ -442,7 +401,11 @@ class GraphReader:
         outputs: Any = self._output_node.args[0]
         for source, spec in zip(outputs, self.program.graph_signature.output_specs, strict=True):
             if spec.kind is OutputKind.BUFFER_MUTATION:
-                arguments = {"self": State(str(spec.target)), "src": self._argument(source), "non_blocking": False}
+                arguments = {
+                    "self": State(str(spec.target)),
+                    "src": self.values.argument(source),
+                    "non_blocking": False,
+                }
                 self._aten_operator(source, target, arguments)
                 self.changed_buffers.add(str(spec.target))
 
@@ -455,7 +418,7 @@ class GraphReader:
         outputs: Any = self._output_node.args[0]
         kinds = self.program.graph_signature.output_specs
         users = [o for o, spec in zip(outputs, kinds, strict=True) if spec.kind.name == "USER_OUTPUT"]
-        return pytree.tree_unflatten([self._argument(o) for o in users], self.program.call_spec.out_spec)
+        return pytree.tree_unflatten([self.values.argument(o) for o in users], self.program.call_spec.out_spec)
 
 
 def _writes_in_place(target: Any) -> bool:
@@ -473,23 +436,3 @@ def _is_like(node: Any, result: Tensor) -> bool:
     """Whether what a node returns has the shape and dtype of `result`."""
     value = node.meta["val"]
     return tuple(map(str, value.shape)) == tuple(map(str, result.shape)) and value.dtype == result.dtype
-
-
-def _batch_symbol(program: torch.export.ExportedProgram) -> Any:
-    """The symbol of the minibatch's size in the shapes of the inputs; None where there is none."""
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, Tensor):
-            for dim in value.shape:
-                if isinstance(dim, torch.SymInt):
-                    return next(iter(dim.node.expr.free_symbols))
-    return None
-
-
-def _location(node: fx.Node) -> str:
-    """`file.py:12`: the innermost line outside torch that made this node."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [
-        (file, number) for file, number in lines if not file.startswith(_TORCH) and "/pdtool/frontend/" not in file
-    ]
-    return f"{Path(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""

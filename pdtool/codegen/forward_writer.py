@@ -1,0 +1,316 @@
+"""Write the body of a stage's forward: each operator is a line, but for those that do nothing.
+
+A tensor that only the next line takes is called `x`, as people do. What is computed from constants alone, such as a
+mask, is written in as few lines as its width allows.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pdtool.codegen.expressions import expression, literal
+from pdtool.codegen.module_tree import access, access_state
+from pdtool.codegen.output_writer import OutputWriter
+from pdtool.codegen.unchanged import Source, unchanged_values
+from pdtool.codegen.wiring import Wiring
+from pdtool.errors import TraceError
+from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Value, named_state
+from pdtool.frontend.random_operators import operator_draws, values_drawn_like
+
+_MAX_NESTED = 3  # operators in one line
+
+
+@dataclass(frozen=True)
+class ForwardWriter:
+    """Writes the body of the forward of one stage.
+
+    Attributes:
+        wiring: the whole model, cut into stages.
+        stage: index of the stage.
+    """
+
+    wiring: Wiring
+    stage: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage returns the model's own output."""
+        return self.stage == len(self.wiring.stages) - 1
+
+    @cached_property
+    def output(self) -> OutputWriter:
+        """Writes what the last stage returns."""
+        return OutputWriter(self.wiring.traced.output if self.is_last else None, self._write)
+
+    @cached_property
+    def operators(self) -> list[Operator]:
+        """The operators of the stage that do something, in order, with the constants that it needs."""
+        return [op for op in self.wiring.operators(self.stage) if not self._unchanged.keys() & set(op.outputs)]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the body, without indentation; raises TraceError where no input tells a size."""
+        yield from self._prologue()
+        module = ""
+        for op in self._written:
+            if (container := _container(op)) in self._commented and not f"{module}.".startswith(f"{container}."):
+                yield f"# {container}"
+            module = container
+            yield from self._lines(op)
+        if self.is_last:
+            yield f"return {self.output.text()}"
+        else:
+            yield f"return {', '.join(self._name(v) for v in self.wiring.outputs(self.stage))}"
+
+    @cached_property
+    def _commented(self) -> set[str]:
+        """The modules whose beginning is marked: those with operators of their own. A leaf module shows where it is."""
+        return {op.module for op in self._written if not op.is_module and op.module}
+
+    def _lines(self, op: Operator) -> Iterator[str]:
+        if op.branch:
+            yield from self._branch_lines(op, op.branch)
+            return
+        if self._is_seeded(op):
+            yield self._seeding(op)
+        if not _is_unpacked(op.structure):
+            returned = f"{self.wiring.names[op.outputs[0]]}_returned"
+            yield f"{returned} = {self._call(op)}"
+            for path, index in pytree.tree_flatten_with_path(op.structure)[0]:
+                if index is not None and op.outputs[index] in self._used:
+                    yield f"{self._name(op.outputs[index])} = {returned}{pytree.keystr(path)}".replace("'", '"')
+        else:
+            targets = self._targets(op)
+            yield self._call(op) if targets == "_" else f"{targets} = {self._call(op)}"
+
+    def _branch_lines(self, op: Operator, branch: Branch) -> Iterator[str]:
+        """Yield `if self.training:` with what runs in training, and `else:` with what runs in evaluation."""
+        training = list(self._mode_lines(op, branch.training, [value for value, _ in branch.results]))
+        evaluation = list(self._mode_lines(op, branch.evaluation, [value for _, value in branch.results]))
+        if training:
+            yield "if self.training:"
+            yield from (f"    {line}" for line in training)
+        if evaluation:
+            yield "else:" if training else "if not self.training:"
+            yield from (f"    {line}" for line in evaluation)
+
+    def _mode_lines(self, op: Operator, parts: Sequence[Operator], results: Sequence[Value | None]) -> Iterator[str]:
+        for part in parts:
+            yield from self._lines(part)
+        for output, value in zip(op.outputs, results, strict=True):
+            if value is None:
+                shape = self._write(output.shape)
+                yield f"{self._name(output)} = torch.zeros({shape}, dtype={output.dtype}, device=device)"
+            elif self._name(value) != self._name(output):
+                yield f"{self._name(output)} = {self._name(value)}"
+
+    @cached_property
+    def _result_names(self) -> dict[Value, str]:
+        """The tensors that an operator computes in one mode -> the name of its output."""
+        names: dict[Value, str] = {}
+        for op in self.operators:
+            for output, values in zip(op.outputs, op.branch.results, strict=True) if op.branch else ():
+                for value in values:
+                    if value and value not in op.values:
+                        names.setdefault(value, self.wiring.names[output])
+        return names
+
+    def _is_seeded(self, op: Operator) -> bool:
+        """Whether it is a random operator that has another name than a module."""
+        return op.name != op.module and operator_draws(op, self.wiring.traced.model)
+
+    def _seeding(self, op: Operator) -> str:
+        """Return the line before a random operator that has another name than a module."""
+        names = [self._name(value) for value in values_drawn_like(op) if isinstance(self._source(value), Value)]
+        call = f"seed_operator({', '.join([literal(op.name), *names])})"
+        return f"{', '.join(names)} = {call}" if names else call
+
+    def _prologue(self) -> Iterator[str]:
+        parts = [part for op in self.operators for part in op.parts]
+        zeros = [output for op in self.operators if op.branch for output in _zeros(op, op.branch)]
+        leaves = [leaf for op in parts for leaf in pytree.tree_leaves((op.args, op.kwargs))]
+        leaves += pytree.tree_leaves(self.output.output)
+        if any(isinstance(leaf, Size) for leaf in (*leaves, *(dim for value in zeros for dim in value.shape))):
+            yield f"batch = {self._batch()}"
+        factories = any(isinstance(leaf, (torch.device, torch.Tensor)) for leaf in leaves)
+        if zeros or factories or any(op.target and _is_factory(op) for op in parts):
+            yield f"device = {self._name(self.wiring.inputs(self.stage)[0])}.device"
+
+    def _batch(self) -> str:
+        """Return the size of the minibatch as an expression of an input's shape."""
+        inputs = self.wiring.inputs(self.stage)
+        for value in inputs:
+            for d, dim in enumerate(value.shape):
+                if str(dim) == "batch":
+                    return f"{self._name(value)}.shape[{d}]"
+        for value in inputs:
+            for d, dim in enumerate(value.shape):
+                if isinstance(dim, Size) and str(dim).endswith("*batch"):
+                    return f"{self._name(value)}.shape[{d}] // {str(dim).removesuffix('*batch')}"
+        raise TraceError(
+            f"stage {self.stage} computes with the minibatch's size, and takes no tensor that tells it",
+            "plan fewer stages, or keep modules together with HINTS no_split",
+        )
+
+    # Which tensors have a name of their own.
+
+    @cached_property
+    def _unchanged(self) -> dict[Value, Source]:
+        """Tensors that only repeat another one -> that one; a stage does not return what it takes as it is."""
+        traced, taken = self.wiring.traced, self.wiring.inputs(self.stage)
+        found = unchanged_values(self.wiring.operators(self.stage), traced.operators, named_state(traced.model))
+        sent = self.wiring.outputs(self.stage)
+        return {value: source for value, source in found.items() if not (value in sent and source in taken)}
+
+    def _source(self, value: Value) -> Source:
+        """The tensor that stands for `value`: another one where it only repeats that one."""
+        return self._unchanged.get(value, value)
+
+    def _taken(self, op: Operator) -> Iterator[Value]:
+        """Yield the tensors that the line of an operator names, those of the expressions inside of it included."""
+        for value in op.values:
+            source = self._source(value)
+            if source in self._nested:
+                yield from self._taken(self._nested[source])
+            elif isinstance(source, Value):
+                yield source
+
+    @cached_property
+    def _returned(self) -> set[Source]:
+        values = self.wiring.output_values if self.is_last else self.wiring.outputs(self.stage)
+        return {self._source(value) for value in values}
+
+    @cached_property
+    def _nested(self) -> dict[Any, Operator]:
+        """Constants that one operator takes, itself a constant -> the operator of their expression in its line."""
+        uses = Counter(self._source(value) for op in self.operators for value in op.values)
+        takers = {self._source(value): op for op in self.operators for value in op.values}
+        nested: dict[Any, Operator] = {}
+        operators_in_line: Counter[str] = Counter()
+        for op in self.operators:
+            operators_in_line[op.name] += 1
+            is_short = operators_in_line[op.name] < _MAX_NESTED and op.structure == 0 and not self._is_seeded(op)
+            for value in op.outputs[:1] if op.constant and is_short else ():
+                if uses[value] == 1 and takers[value].constant and value not in self._returned:
+                    nested[value] = op
+                    operators_in_line[takers[value].name] += operators_in_line[op.name]
+        return nested
+
+    @cached_property
+    def _written(self) -> list[Operator]:
+        """The operators that have a line."""
+        return [op for op in self.operators if not set(op.outputs) & self._nested.keys()]
+
+    @cached_property
+    def _short_lived(self) -> set[Value]:
+        """Tensors taken once, by the line right after theirs, and by no other stage."""
+        uses = Counter(value for op in self._written for value in self._taken(op))
+        short_lived = set()
+        for op, following in zip(self._written, self._written[1:], strict=False):
+            if op.branch or following.branch:
+                continue
+            if len(op.outputs) == 1 and op.outputs[0] in self._taken(following) and uses[op.outputs[0]] == 1:
+                short_lived.add(op.outputs[0])
+        return short_lived - self._returned
+
+    @cached_property
+    def _short_name(self) -> str:
+        """`x`, unless a tensor of that name is still needed after the first line."""
+        later = {v for op in self._written[1:] for v in self._taken(op)} | self._returned
+        named = {v for op in self._written for v in op.outputs} | (set(self.wiring.inputs(self.stage)) & later)
+        long_lived = {self.wiring.names[v] for v in named - self._short_lived}
+        return next(name for name in ("x", "h", "y", "z", "short_lived") if name not in long_lived)
+
+    def _name(self, value: Value) -> str:
+        source = self._source(value)
+        if isinstance(source, State):
+            return access_state(source.name)
+        if source in self._short_lived:
+            return self._short_name
+        return self._result_names.get(source, self.wiring.names[source])
+
+    @cached_property
+    def _used(self) -> set[Value]:
+        """Tensors that an operator of this stage takes, or that the stage or the model returns."""
+        taken = {value for op in self.operators for part in op.parts for value in part.values}
+        taken |= {value for op in self.operators if op.branch for pair in op.branch.results for value in pair if value}
+        taken |= set(self.wiring.outputs(self.stage)) | set(self.wiring.output_values)
+        return taken | {source for source in map(self._source, taken) if isinstance(source, Value)}
+
+    def _targets(self, op: Operator) -> str:
+        """Return what stands left of the `=`: names as the operator's result is nested, `_` for what nobody uses."""
+
+        def write(structure: Any) -> str:
+            if isinstance(structure, int):
+                return self._name(op.outputs[structure]) if op.outputs[structure] in self._used else "_"
+            if structure is None:
+                return "_"
+            parts = [write(part) for part in structure]
+            if all(part == "_" for part in parts):
+                return "_"
+            nested = [f"({p})" if "," in p and not p.startswith("(") else p for p in parts]
+            return ", ".join(nested) + ("," if len(parts) == 1 else "")
+
+        return write(op.structure)
+
+    # The texts of expressions.
+
+    def _call(self, op: Operator) -> str:
+        if op.target is not None:
+            return expression(op, self._write)
+        arguments = [self._write(a) for a in op.args] + [f"{k}={self._write(v)}" for k, v in op.kwargs.items()]
+        called = f"{op.function.__name__}.apply" if op.function else access(op.module)
+        return f"{called}({', '.join(arguments)})"
+
+    def _write(self, argument: Any) -> str:
+        if isinstance(argument, Value):
+            source = self._source(argument)
+            return self._parenthesized(self._nested[source]) if source in self._nested else self._name(argument)
+        if isinstance(argument, State):
+            return access_state(argument.name)
+        if isinstance(argument, ByMode):
+            training, evaluation = self._write(argument.training), self._write(argument.evaluation)
+            if (training, evaluation) == ("True", "False"):
+                return "self.training"
+            return f"{training} if self.training else {evaluation}"
+        if isinstance(argument, dict):
+            return "{" + ", ".join(f"{literal(k)}: {self._write(v)}" for k, v in argument.items()) + "}"
+        if isinstance(argument, (list, tuple)):
+            inner = ", ".join(self._write(a) for a in argument)
+            if isinstance(argument, list):
+                return f"[{inner}]"
+            return f"({inner},)" if len(argument) == 1 else f"({inner})"
+        return literal(argument)
+
+    def _parenthesized(self, op: Operator) -> str:
+        """The expression of an operator, as it stands inside another one."""
+        text = self._call(op)
+        return text if isinstance(ast.parse(text, mode="eval").body, (ast.Call, ast.Subscript)) else f"({text})"
+
+
+def _container(op: Operator) -> str:
+    """The module whose forward calls the operator."""
+    return op.module.rpartition(".")[0] if op.is_module else op.module
+
+
+def _zeros(op: Operator, branch: Branch) -> list[Value]:
+    """The outputs that one of the modes does not compute."""
+    return [output for output, values in zip(op.outputs, branch.results, strict=True) if None in values]
+
+
+def _is_unpacked(structure: Any) -> bool:
+    """Whether what an operator returns is nested tuples and lists, which names left of the `=` unpack."""
+    if isinstance(structure, (tuple, list)):
+        return all(_is_unpacked(part) for part in structure)
+    return structure is None or isinstance(structure, int)
+
+
+def _is_factory(op: Operator) -> bool:
+    return "device" in op.kwargs and not op.values
