@@ -10,6 +10,7 @@ tests expect of it.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from test_models import FAILS
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 _PROCESSES = 2
 _MODELS_PER_POOL = 40
+_TIMEOUT_S = 900  # for one model, after which its process ends, and this program with an error
 _HEAD = """# Models that pdtool trains
 
 Written by `make test-models` with {versions}.
@@ -82,9 +84,11 @@ def _outcome(name: str) -> Outcome:
     task = tasks(name.partition(".")[0])[name]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
+        faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True)
         try:
             return take_the_road(Path(folder), name, noisy=task.noisy)
         finally:
+            faulthandler.cancel_dump_traceback_later()
             os.chdir("/")
 
 

@@ -189,8 +189,13 @@ def test_optimizer_and_loss_are_checked(tmp_path):
 )
 def test_hints_of_the_wrong_kind_are_refused(hints, match, tmp_path):
     with pytest.raises(ModelError, match=match) as caught:
-        _ = write(tmp_path, f"def model(): pass\nHINTS = {hints}\n").hints
+        write(tmp_path, f"def model(): pass\nHINTS = {hints}\n")
     assert "HINTS" in str(caught.value)
+
+
+def test_constants_of_training_are_checked_when_the_file_is_loaded(tmp_path):
+    with pytest.raises(ModelError, match=r"MAX_GRAD_NORM: -1\.0 is no positive finite number"):
+        write(tmp_path, "def model(): pass\nMAX_GRAD_NORM = -1.0\n")
 
 
 def test_hints_are_read(tmp_path):

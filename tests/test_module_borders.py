@@ -8,6 +8,7 @@ import pytest
 from graphs import chain, random_profile, with_nodes
 
 from pdtool.cluster import make_cluster
+from pdtool.partition import module_borders
 from pdtool.partition.module_borders import modules_divided, move_to_module_borders
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.cuts import find_cuts
@@ -21,9 +22,13 @@ MODULES = ["layers.0.attention", "layers.0.mlp", "layers.1.norm", "layers.1.atte
 
 def two_layers():
     """A chain of two layers whose fastest border is behind the norm of the second one; averaging takes far too long."""
-    profile = chain(SECONDS, parameters=100_000)
-    modules = zip(profile.nodes, ["", *MODULES], strict=True)
-    return with_nodes(profile, [node.model_copy(update={"module": module}) for node, module in modules])
+    return in_modules(chain(SECONDS, parameters=100_000), MODULES)
+
+
+def in_modules(profile, modules):
+    """A chain whose nodes, but for its input, are of these modules."""
+    pairs = zip(profile.nodes, ["", *modules], strict=True)
+    return with_nodes(profile, [node.model_copy(update={"module": module}) for node, module in pairs])
 
 
 @pytest.mark.parametrize(
@@ -73,6 +78,37 @@ def test_any_plan_keeps_its_margin_and_divides_no_more_modules():
             assert moved.simulated_s == steady_state_s(moved.candidate.placement, profile, cluster), seed
         moved_plans += before != after
     assert moved_plans >= 3
+
+
+def test_borders_that_cannot_all_move_at_once_move_one_after_the_other(monkeypatch):
+    """With the plan in which both borders have moved called too slow, one of them moves."""
+    seconds = [1.0, 0.98, 0.02, 1.0, 0.98, 0.02, 1.0, 1.0]
+    modules = ["0.attention", "0.mlp", "1.norm", "1.attention", "1.mlp", "2.norm", "2.attention", "2.mlp"]
+    profile = in_modules(chain(seconds, parameters=100_000), [f"layers.{module}" for module in modules])
+    search = PlanSearch(profile, make_cluster((3,), [1e3]), SearchOptions(simplest=0.03))
+    chosen = select(search, search.fastest_plans(), [])
+    stages = chosen.candidate.placement.stages
+    assert borders_moved(stages, move_to_module_borders(search, chosen)) == 2
+    simulated = module_borders._Borders.simulated
+
+    def one_at_most(borders, selected):
+        return simulated(borders, selected) if borders_moved(stages, selected) <= 1 else None
+
+    monkeypatch.setattr(module_borders._Borders, "simulated", one_at_most)
+    moved = move_to_module_borders(search, chosen)
+    assert borders_moved(stages, moved) == 1
+    assert sum(divided(profile, moved.candidate.placement.stages)) < sum(divided(profile, stages))
+
+
+def borders_moved(stages, selected):
+    """How many borders of a plan are not where they were."""
+    held, held_before = set(), set()
+    moved = 0
+    for before, after in zip(stages[:-1], selected.candidate.placement.stages[:-1], strict=True):
+        held_before |= set(before)
+        held |= set(after)
+        moved += held != held_before
+    return moved
 
 
 def divided(profile, stages):

@@ -12,11 +12,13 @@ from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError
 from pdtool.errors import ModelError, TraceError
 from pdtool.frontend.graph_digest import graph_sha256
+from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace_file
 from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
+from pdtool.profile.measure import measure
 from pdtool.run.stage_module import load_stage_module
 
 MODELS = Path(__file__).parent / "models" / "opaque.py"
@@ -33,6 +35,7 @@ OPAQUE = {
     "two_tied": {"a", "b"},
     "many_alike": {"0", "1", "2", "3", "4", "5"},
     "called_twice": {"branch"},
+    "shared_inside": {"branch"},
 }
 
 
@@ -136,7 +139,7 @@ def test_a_loop_in_the_model_itself_names_the_line_and_what_to_do():
 
 def test_hints_name_what_is_called_whole(monkeypatch):
     model_file = load("branch_on_values")
-    monkeypatch.setattr(model_file.module, "HINTS", {"opaque": ["0"]})
+    monkeypatch.setitem(vars(model_file), "hints", Hints(opaque=("0",)))
     assert trace_file(model_file, model_file.build(), 4).opaque["0"] == "HINTS"
     del model_file.__dict__["hints"]
     for path in ("nowhere", ""):
@@ -159,3 +162,13 @@ def test_its_source_is_part_of_the_graph(tmp_path):
         )
         digests.append(graph_sha256(trace_file(model_file, model_file.build(), 4)))
     assert digests[0] == digests[2] != digests[1]
+
+
+def test_an_opaque_module_that_checkpoints_reentrantly_is_measured(tmp_path, monkeypatch):
+    model_file = load("reentrant_checkpoint")
+    monkeypatch.setitem(vars(model_file), "hints", Hints(opaque=("1",)))
+    samples = [(torch.randn(8), torch.randn(4)) for _ in range(8)]
+    monkeypatch.setattr(model_file.module, "dataset", lambda split: samples, raising=False)
+    node = measure(model_file, batch_size=4).by_name["1"]
+    assert node.op == "Checkpointed"
+    assert node.backward_s > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from multiprocessing import forkserver
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import harness
 import pytest
@@ -23,7 +25,7 @@ from pdtool.artifacts.plan import Predicted
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.process_memory import MemoryLimit, memory_limits, oom_kills
 from pdtool.run.config import RunConfig, assign_ranks
-from pdtool.run.processes import worker_main
+from pdtool.run.processes import launcher, reaper, worker_main
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext
 from pdtool.run.processes.diagnosis import diagnose
 from pdtool.run.processes.launcher import launch
@@ -327,6 +329,19 @@ def test_a_fork_server_that_is_killed_while_it_starts_a_process_is_named(
     assert isinstance(error, WorkerDiedError)
     assert re.search(r"^the fork server, the process that all workers come from, .* while it started them", str(error))
     assert len(started) == process
+
+
+def test_a_fork_server_that_has_ended_is_named_whatever_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "fork_server_end", lambda: "was killed by SIGKILL")
+    named = pytest.raises(WorkerDiedError, match=r"the fork server, .* was killed by SIGKILL while it started them")
+    with named, launcher._start_errors_explained():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+
+def test_a_reaper_that_dies_as_it_starts_is_named(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(reaper, "_lead_group", max)  # of a pipe and a text: it fails at once
+    with pytest.raises(WorkerDiedError, match="the process that ends the workers died as it started"):
+        reaper.Reaper()
 
 
 def test_every_workers_story_is_in_a_file(left: Left) -> None:

@@ -75,6 +75,7 @@ class ModelFile:
             raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
         file = cls(ref, path.absolute(), import_source(ref.source, path.absolute()))  # the module may change the folder
         file._function(ref.function)
+        _ = file.hints, file.training  # checked now, not when they are first needed
         return file
 
     @property

@@ -176,6 +176,7 @@ class ProfiledModel:
         """
         environment = self.environment()
         replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, outputs, gradient leaves)
+        opaque = {op.name for op in self.computed if op.opaque}
         forward: dict[str, R] = {}
         for done, op in enumerate(self.computed):
             progress(done, len(self.computed))
@@ -194,8 +195,12 @@ class ProfiledModel:
             ends = requiring_gradients(outputs)
             if ends and leaves:
                 gradients = [torch.ones_like(t) for t in ends]
-                work = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
+                work: Callable[[], Any] = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
+                if name in opaque:  # it may checkpoint reentrantly, which allows no other form
+                    work = partial(torch.autograd.backward, ends, gradients)
                 _, backward[name] = measure(work)
+                for leaf in leaves:
+                    leaf.grad = None
         progress(len(self.computed), len(self.computed))
         return forward, backward
 

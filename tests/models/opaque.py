@@ -326,6 +326,22 @@ def called_twice():
     return CalledTwice()
 
 
+class SharedInside(nn.Module):
+    """Calls what is inside of a module that is called whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(8, 8), Branch(), nn.Linear(8, 4)
+        self.shared = self.branch.linear
+
+    def forward(self, x):
+        return self.last(self.shared(self.branch(self.first(x))))
+
+
+def shared_inside():
+    return SharedInside()
+
+
 class LoopInTheModel(nn.Module):
     """Branches on values in the model's own forward."""
 

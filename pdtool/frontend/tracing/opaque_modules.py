@@ -30,13 +30,13 @@ def failing_module(error: BaseException, model: nn.Module) -> str | None:
 
     A leaf module is not to blame, but what calls it.
     """
-    paths = {id(module): path for path, module in model.named_modules() if not (path and is_leaf(module))}
+    paths = _paths(model)
     cause: BaseException | None = error
     while cause:
         found: str | None = None
         trace = cause.__traceback__
         while trace:
-            found = paths.get(id(trace.tb_frame.f_locals.get("self")), found)
+            found = _path(trace.tb_frame, paths, found)
             trace = trace.tb_next
         if found is not None:
             return found
@@ -58,7 +58,7 @@ def modules_writing_data(model: nn.Module) -> list[str]:
 @contextmanager
 def fixed_sizes(model: nn.Module) -> Iterator[list[str]]:
     """Note the paths of the modules whose code holds for some sizes of the minibatch only, such as `range(len(x))`."""
-    paths = {id(module): path for path, module in model.named_modules() if not (path and is_leaf(module))}
+    paths = _paths(model)
     found: list[str] = []
 
     def noting(guard: Callable[[SymNode, str, int], Any]) -> Callable[[SymNode, str, int], Any]:
@@ -79,11 +79,25 @@ def fixed_sizes(model: nn.Module) -> Iterator[list[str]]:
         yield found
 
 
+def _paths(model: nn.Module) -> dict[int, str]:
+    """The paths of the model's modules, but for leaf modules, by the id of their attributes.
+
+    A module that is called under two names is run by torch.export as another object, which shares its attributes.
+    """
+    modules = model.named_modules()
+    return {id(vars(module)): path for path, module in modules if not (path and is_leaf(module))}
+
+
+def _path(frame: FrameType, paths: Mapping[int, str], default: str | None = None) -> str | None:
+    """The path of the module whose method a frame runs."""
+    return paths.get(id(getattr(frame.f_locals.get("self"), "__dict__", None)), default)
+
+
 def _callers(paths: Mapping[int, str]) -> list[str]:
     """The path of the innermost module that is running; none outside of modules."""
     frame: FrameType | None = sys._getframe(2)
     while frame:
-        if (path := paths.get(id(frame.f_locals.get("self")))) is not None:
+        if (path := _path(frame, paths)) is not None:
             return [path]
         frame = frame.f_back
     return []

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export import ShapesCollection
 
-from pdtool.errors import PartialWriteError, TraceError, describe_error
+from pdtool.errors import ModelError, PartialWriteError, TraceError, describe_error
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
@@ -144,6 +144,8 @@ class _Tracer:
                 raise
             where, module = user_line(error, self.path), failing_module(error, self.model)
             raise TraceError(f"{where}{error.what}", error.remedy, module=module) from error
+        except ModelError:  # of example_inputs, or of the training set in its place
+            raise
         except Exception as error:
             raise _explained(error, self.model, inputs, self.path, fixed) from error
 
