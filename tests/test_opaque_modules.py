@@ -8,6 +8,7 @@ import torch
 from test_codegen import plan_of, skeleton, texts_in
 
 from pdtool.artifacts.envelope import ModelRef
+from pdtool.codegen import generate as generate_module
 from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError
 from pdtool.errors import ModelError, TraceError
@@ -172,3 +173,12 @@ def test_an_opaque_module_that_checkpoints_reentrantly_is_measured(tmp_path, mon
     node = measure(model_file, batch_size=4).by_name["1"]
     assert node.op == "Checkpointed"
     assert node.backward_s > 0
+
+
+def test_a_model_too_large_for_memory_cannot_be_proved_by_shapes(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_module, "_fits_in_memory", lambda traced: False)
+    model_file = load("branch_on_values")
+    profile = skeleton(model_file)
+    with pytest.raises(VerificationError, match="does not fit into this machine's memory, and what 1 returns"):
+        generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
