@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -393,14 +393,18 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def run(spec: RunConfig) -> list[Outcome]:
-    """Run a job on real processes and collect what they end with, by rank."""
+def run(spec: RunConfig, prepare: Callable[[], None] | None = None) -> list[Outcome]:
+    """Run a job on real processes and collect what they end with, by rank.
+
+    Args:
+        prepare: called in each process before anything else; a function that can be imported.
+    """
     context = multiprocessing.get_context("forkserver")
     start_server()
     spec.out.mkdir(parents=True, exist_ok=True)
     store = spec.out / f"store-{len(list(spec.out.glob('store-*')))}"
     world = spec.plan.workers
-    processes = [context.Process(target=_work, args=(spec, rank, world, store)) for rank in range(world)]
+    processes = [context.Process(target=_work, args=(spec, rank, world, store, prepare)) for rank in range(world)]
     for process in processes:
         process.start()
     for process in processes:
@@ -412,7 +416,7 @@ def run(spec: RunConfig) -> list[Outcome]:
     return [outcome for outcomes in loaded for outcome in outcomes]
 
 
-def _work(spec: RunConfig, rank: int, world: int, store: Path) -> None:
+def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable[[], None] | None) -> None:
     from pdtool.run.worker import Worker
     from pdtool.run.worker_context import WorkerContext
 
@@ -420,6 +424,8 @@ def _work(spec: RunConfig, rank: int, world: int, store: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    if prepare:
+        prepare()
     context = WorkerContext(spec, rank, torch.device("cpu"), world)
     Worker(context).run()
     outcomes = [

@@ -20,7 +20,7 @@ from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
-from pdtool.profile.probe import ProbeRequest
+from pdtool.profile.probe import ProbeRequest, agreed_memory_bytes
 from pdtool.profile.probe_launcher import probe
 
 ROOT = Path(__file__).parent.parent
@@ -222,3 +222,15 @@ def test_cuda_is_refused_where_a_worker_has_none():
     with pytest.raises(PdtoolError, match=r"worker [01] has no CUDA device of its own.*--device cpu") as caught:
         probe(ProbeRequest(name="x", sizes=(2,), device="cuda"), Machines(), lambda step: None)
     assert caught.value.exit_code == 2
+
+
+def test_gpus_are_taken_where_each_worker_has_one_of_its_own() -> None:
+    """A worker may see all GPUs of its machine, or one that is number 0 to each: UUIDs tell them apart."""
+    own = [("GPU-a", 80), ("GPU-b", 40)]
+    assert [agreed_memory_bytes(asked, own) for asked in ("auto", "cuda", "cpu")] == [40, 40, None]
+    assert agreed_memory_bytes("auto", [("GPU-a", 80), None]) is None
+    assert agreed_memory_bytes("auto", [("GPU-a", 80), ("GPU-b", 80), ("GPU-a", 80)]) is None
+    with pytest.raises(UsageError, match="worker 1 has no CUDA device of its own;"):
+        agreed_memory_bytes("cuda", [("GPU-a", 80), None])
+    with pytest.raises(UsageError, match="worker 2 has no CUDA device of its own, but that of worker 0;"):
+        agreed_memory_bytes("cuda", [("GPU-a", 80), ("GPU-b", 80), ("GPU-a", 80)])

@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -122,8 +122,9 @@ def run_probe_worker(request: ProbeRequest, store: Any, worker: ProbeWorker, on_
     if worker.is_one_machine:
         use_loopback(os.environ)
     rendezvous = Rendezvous(store, worker.rank, request.workers, request.timeout_s)
-    memory_bytes = _agreed_memory_bytes(request, rendezvous, worker.local_rank)
-    device = torch.device("cuda", worker.local_rank) if memory_bytes else torch.device("cpu")
+    gpu = _gpu(worker.local_rank)
+    memory_bytes = agreed_memory_bytes(request.device, rendezvous.exchange(gpu and _uuid_and_memory(gpu)))
+    device = gpu if gpu and memory_bytes else torch.device("cpu")
     if memory_bytes:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends when its time is over, with an error
         torch.cuda.set_device(device)
@@ -143,14 +144,37 @@ def run_probe_worker(request: ProbeRequest, store: Any, worker: ProbeWorker, on_
     )
 
 
-def _agreed_memory_bytes(request: ProbeRequest, rendezvous: Rendezvous, local_rank: int) -> int | None:
-    """Bytes of the smallest CUDA device; None when the CPU is used. All workers come to the same answer."""
-    has_device = torch.cuda.is_available() and dist.is_nccl_available() and local_rank < torch.cuda.device_count()
-    memory = rendezvous.exchange(torch.cuda.get_device_properties(local_rank).total_memory if has_device else 0)
-    if request.device == "cuda" and 0 in memory:
-        what = f"worker {memory.index(0)} has no CUDA device of its own"
-        raise UsageError(what, "use --device cpu, or fewer workers")
-    return None if request.device == "cpu" else min(memory) or None
+def _gpu(local_rank: int) -> torch.device | None:
+    """This worker's GPU, of those that it sees: all of the machine, or only its own."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _uuid_and_memory(gpu: torch.device) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(gpu)
+    return str(properties.uuid), properties.total_memory
+
+
+def agreed_memory_bytes(asked: str, gpus: Sequence[tuple[str, int] | None]) -> int | None:
+    """Return the bytes of the smallest GPU; None when the CPU is used. All workers come to the same answer.
+
+    Args:
+        asked: `auto`, `cpu` or `cuda`.
+        gpus: UUID and bytes of each worker's.
+
+    Raises:
+        UsageError: GPUs are asked for, and a worker has none, or shares one.
+    """
+    owner: dict[str, int] = {}
+    for worker, gpu in enumerate(gpus):
+        other = owner.setdefault(gpu[0], worker) if gpu else None
+        if other != worker and asked == "cuda":
+            what = f"worker {worker} has no CUDA device of its own" + (f", but that of worker {other}" if gpu else "")
+            raise UsageError(what, "use --device cpu, or fewer workers")
+        if other != worker:
+            return None
+    return None if asked == "cpu" else min(memory for _, memory in filter(None, gpus))
 
 
 class _LevelProber:

@@ -94,7 +94,8 @@ class Worker:
             self._status.set(f"{action} of epoch {epoch}")
             with self._meter.action(action):
                 replica.take_due_tied_steps()
-                on_gradient = replica.averager.gradient_ready if ends_round and replica.averager.has_peers else None
+                sums_now = ends_round and replica.averager.sums_in_backward
+                on_gradient = replica.averager.gradient_ready if sums_now else None
                 match action.kind:
                     case ActionKind.FORWARD:
                         inputs, target = replica.io.receive_inputs(i)  # (1)

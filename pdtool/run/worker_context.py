@@ -66,7 +66,7 @@ class WorkerContext:
         self.config, self.device, bundle = config, device, config.bundle
         self.assignment = assign_ranks(config.plan)[rank]
         self.status, self.meter = Status(config.out, self.assignment), WorkerMeter(device)
-        self.groups = make_process_groups(config, device, local_workers)
+        self.groups = make_process_groups(config, device)
         self.status.set("the loading of the model")
         self.file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
         options = self.file.training

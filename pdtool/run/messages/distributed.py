@@ -1,8 +1,10 @@
-"""Channels of torch.distributed, gloo or NCCL: receives posted ahead, sends waited for as late as possible.
+"""Channels of torch.distributed, gloo or NCCL: sends are waited for as late as possible.
 
-gloo's point-to-point is a rendezvous: a message starts only when its receiver has asked for it. So receives are posted
-before they are needed, and a sender keeps what it sends until it has gone. NCCL matches messages by their order on a
-group; gloo's are tagged.
+Both are a rendezvous: a message starts only when its receiver has asked for it. On gloo, receives are posted before
+they are needed, and a sender keeps what it sends until it has gone. On NCCL a receive is a kernel that runs until the
+message is there, and whatever synchronises the device would wait for it: it is posted when it is needed, and what a
+slow host would lose by that, an asynchronous device does not. NCCL matches messages by their order on a group; gloo's
+are tagged.
 """
 
 from __future__ import annotations
@@ -23,25 +25,44 @@ from pdtool.run.processes.collectives import PeerErrorContext, short_reason
 _TAGS = 2**31
 
 
-def make_route_groups(routes: Sequence[Route], timeout_s: float, *, nccl: bool) -> Mapping[int, Any]:
-    """Return the process group of each of these routes, by its number; all workers call it together.
+def make_gloo_groups(routes: Sequence[Route], timeout_s: float) -> Mapping[int, Any]:
+    """Return the gloo group of each of these routes, by its number; all workers call it together.
 
-    gloo has one group for each direction, since two ranks that send to each other on one group do it in turns. NCCL,
-    whose messages have no tags, has one for each route.
+    There is one for each direction, since two ranks that send to each other on one group do it in turns.
 
     Raises:
         PeerError: a worker does not come.
     """
     timeout = timedelta(seconds=timeout_s)
     with PeerErrorContext("the process groups between stages were not made"):
-        if nccl:
-            return {
-                route.number: dist.new_group(sorted((route.sender, route.receiver)), timeout=timeout, backend="nccl")
-                for route in routes
-            }
         directions = sorted({route.direction for route in routes})
         groups = {direction: dist.new_group(timeout=timeout, backend="gloo") for direction in directions}
     return {route.number: groups[route.direction] for route in routes}
+
+
+def make_nccl_groups(routes: Sequence[Route], timeout_s: float, device: torch.device) -> Mapping[int, Any]:
+    """Return the NCCL group of each of these routes, by its number; all workers call it together.
+
+    Messages of NCCL have no tags: each route has a group of its own. A group is used once here, since the first message
+    between two members makes their hosts wait for each other; all workers go through the routes in the same order.
+
+    Raises:
+        PeerError: a worker does not come.
+    """
+    timeout, groups = timedelta(seconds=timeout_s), {}
+    for route in routes:
+        with PeerErrorContext(f"ranks {route.sender} and {route.receiver} did not connect by NCCL"):
+            ranks = sorted((route.sender, route.receiver))
+            group = dist.new_group(ranks, timeout=timeout, backend="nccl", device_id=device)
+            if dist.get_rank() in ranks:
+                first = torch.zeros(1, device=device)
+                if dist.get_rank() == route.sender:
+                    dist.send(first, route.receiver, group)
+                else:
+                    dist.recv(first, route.sender, group)
+                first.item()  # the host waits until it has arrived
+        groups[route.number] = group
+    return groups
 
 
 class DistributedSender:
@@ -91,15 +112,14 @@ class DistributedSender:
 
 
 class DistributedReceiver:
-    """Receives on a process group.
+    """Receives on a gloo group.
 
     Args:
-        device: where the group puts tensors.
-        pinned: whether they are copied on to a GPU from there.
+        pinned: whether what comes is copied on to a GPU.
     """
 
-    def __init__(self, route: Route, group: Any, device: torch.device, *, pinned: bool = False) -> None:
-        self._route, self._group, self._device, self._pinned = route, group, device, pinned
+    def __init__(self, route: Route, group: Any, *, pinned: bool = False) -> None:
+        self._route, self._group, self._pinned = route, group, pinned
         self._posted: deque[list[tuple[Any, Tensor]]] = deque()
 
     def expect(self, minibatch: int, samples: int) -> None:
@@ -107,9 +127,7 @@ class DistributedReceiver:
         posted = []
         try:
             for edge in self._route.edges:
-                buffer = torch.empty(
-                    edge.shape(samples), dtype=edge.sent_dtype, device=self._device, pin_memory=self._pinned
-                )
+                buffer = torch.empty(edge.shape(samples), dtype=edge.sent_dtype, pin_memory=self._pinned)
                 work = dist.irecv(buffer, self._route.sender, group=self._group, tag=_tag(edge, minibatch))
                 posted.append((work, buffer))
         except RuntimeError as error:
@@ -125,6 +143,28 @@ class DistributedReceiver:
         except RuntimeError as error:
             raise self._route.not_received(minibatch, short_reason(error)) from error
         return [buffer for _, buffer in posted]
+
+
+class NcclReceiver:
+    """Receives on an NCCL group, onto a device. The host does not wait: kernels that are started later do."""
+
+    def __init__(self, route: Route, group: Any, device: torch.device) -> None:
+        self._route, self._group, self._device = route, group, device
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Do nothing: a receive that is posted is a kernel that runs."""
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Post the receives of the message."""
+        received = []
+        try:
+            for edge in self._route.edges:
+                buffer = torch.empty(edge.shape(samples), dtype=edge.sent_dtype, device=self._device)
+                dist.recv(buffer, self._route.sender, group=self._group)
+                received.append(buffer)
+        except RuntimeError as error:
+            raise self._route.not_received(minibatch, short_reason(error)) from error
+        return received
 
 
 def _tag(edge: Edge, minibatch: int) -> int:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pdtool.artifacts.plan import Plan
 from pdtool.errors import UsageError
 from pdtool.run.config import RunConfig
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import LocalChannel, Receiver, Sender
-from pdtool.run.messages.distributed import DistributedReceiver, DistributedSender, make_route_groups
+from pdtool.run.messages.distributed import (
+    DistributedReceiver,
+    DistributedSender,
+    NcclReceiver,
+    make_gloo_groups,
+    make_nccl_groups,
+)
 from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.run.messages.routes import Route
 from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, SlotLayout
 from pdtool.run.messages.shared_memory_setup import share_memory
 from pdtool.run.processes.process_groups import ProcessGroups
+from pdtool.schedule import is_asynchronous
 
 
 @dataclass
@@ -43,24 +51,30 @@ def open_channels(
         UsageError: memory cannot be shared, and must be.
         PeerError: a worker does not come.
     """
-    uses_nccl = groups.uses_nccl and config.transport == "auto"
     rank, size = dist.get_rank(), config.plan.batch_size
     layouts = {route.number: SlotLayout.of(route, size, route.depth(in_flight)) for route in routes}
+    uses_nccl = groups.uses_nccl and config.transport == "auto"
+    by_nccl = [route for route in routes if uses_nccl and can_use_nccl(route, config.plan)]
+    others = [route for route in routes if route not in by_nccl]
     agreed: set[int] = set()
     memory: dict[int, SharedMemory] = {}
-    if not uses_nccl and config.transport != "gloo":
-        sizes_bytes = {number: layout.total_bytes for number, layout in layouts.items()}
-        agreed, memory = share_memory(routes, rank, groups.world, sizes_bytes, config.timeout_s)
-    distributed = [route for route in routes if not route.is_local and route.number not in agreed]
-    if distributed and config.transport == "shared":
+    if others and config.transport != "gloo":
+        sizes_bytes = {route.number: layouts[route.number].total_bytes for route in others}
+        agreed, memory = share_memory(others, rank, groups.world, sizes_bytes, config.timeout_s)
+    by_gloo = [route for route in others if not route.is_local and route.number not in agreed]
+    if by_gloo and config.transport == "shared":
         raise UsageError(
-            f"rank {distributed[0].sender} and rank {distributed[0].receiver} cannot share memory",
+            f"rank {by_gloo[0].sender} and rank {by_gloo[0].receiver} cannot share memory",
             "leave --transport out: workers on one Linux machine share it, others use the network",
         )
-    route_groups = make_route_groups(distributed, config.timeout_s, nccl=uses_nccl)
-    is_pinned = groups.device.type == "cuda" and not uses_nccl
-    waiting = nullcontext() if is_pinned else meter.waiting  # the wait of a thread holds nobody up
-    opener = _ChannelOpener(layouts, memory, route_groups, groups.device, is_pinned, waiting)
+    opener = _ChannelOpener(
+        layouts,
+        memory,
+        make_gloo_groups(by_gloo, config.timeout_s),
+        make_nccl_groups(by_nccl, config.timeout_s, groups.device),
+        groups.device,
+        meter,
+    )
     channels = Channels()
     for route in routes:
         if route.is_local and route.sender == rank:
@@ -74,43 +88,56 @@ def open_channels(
     return channels
 
 
+def can_use_nccl(route: Route, plan: Plan) -> bool:
+    """Whether NCCL can carry the messages of a route without ever making workers wait for each other in a circle.
+
+    With NCCL a message that was sent is a kernel that runs until it is received, and whatever synchronises the device
+    waits for it (docs/architecture.md). Neighbours that send to each other at every minibatch cannot wait in a circle,
+    whenever that happens; stages further apart, several stages on a worker, and replicas without a flush can. The tests
+    prove both (tests/test_nccl_rules.py).
+    """
+    is_replicated = any(stage.replicas > 1 for stage in plan.stages)
+    if route.is_local or plan.chunks > 1 or (is_replicated and is_asynchronous(plan.schedule)):
+        return False
+    return abs(route.source - route.destination) == 1
+
+
 @dataclass(frozen=True)
 class _ChannelOpener:
     """Opens single channels.
 
     Attributes:
-        layouts, memory, groups: by the number of a route; those that do not share memory have a group.
-        is_pinned: whether tensors on a GPU go through CPU memory.
+        layouts, memory, by_gloo, by_nccl: by the number of a route; a route has memory, or a group.
     """
 
     layouts: Mapping[int, SlotLayout]
     memory: Mapping[int, SharedMemory]
-    groups: Mapping[int, Any]
+    by_gloo: Mapping[int, Any]
+    by_nccl: Mapping[int, Any]
     device: torch.device
-    is_pinned: bool
-    waiting: AbstractContextManager[None]
+    meter: WorkerMeter
 
     def sender(self, route: Route) -> Sender:
-        layout, shared = self.layouts[route.number], self.memory.get(route.number)
+        layout, number = self.layouts[route.number], route.number
+        if number in self.by_nccl:
+            return DistributedSender(route, self.by_nccl[number], layout.depth, self.device, self.meter.waiting)
+        is_pinned = self.device.type == "cuda"
+        waiting = nullcontext() if is_pinned else self.meter.waiting  # the wait of a thread holds nobody up
         sender: Sender
-        if shared:
-            sender = SharedMemorySender(route, layout, shared, self.waiting)
+        if number in self.memory:
+            sender = SharedMemorySender(route, layout, self.memory[number], waiting)
         else:
-            group = self.groups[route.number]
-            sender = DistributedSender(route, group, layout.depth, self._group_device, self.waiting)
-        return PinnedSender(route, sender, self.device) if self.is_pinned else sender
+            sender = DistributedSender(route, self.by_gloo[number], layout.depth, torch.device("cpu"), waiting)
+        return PinnedSender(route, sender, self.device) if is_pinned else sender
 
     def receiver(self, route: Route) -> Receiver:
-        layout, shared = self.layouts[route.number], self.memory.get(route.number)
+        number = route.number
+        if number in self.by_nccl:
+            return NcclReceiver(route, self.by_nccl[number], self.device)
+        is_pinned = self.device.type == "cuda"
         receiver: Receiver
-        if shared:
-            receiver = SharedMemoryReceiver(route, layout, shared)
+        if number in self.memory:
+            receiver = SharedMemoryReceiver(route, self.layouts[number], self.memory[number])
         else:
-            group = self.groups[route.number]
-            receiver = DistributedReceiver(route, group, self._group_device, pinned=self.is_pinned)
-        return PinnedReceiver(receiver, self.device) if self.is_pinned else receiver
-
-    @property
-    def _group_device(self) -> torch.device:
-        """Where the tensors are that a process group sends and receives."""
-        return torch.device("cpu") if self.is_pinned else self.device
+            receiver = DistributedReceiver(route, self.by_gloo[number], pinned=is_pinned)
+        return PinnedReceiver(receiver, self.device) if is_pinned else receiver

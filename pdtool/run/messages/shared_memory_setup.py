@@ -42,6 +42,7 @@ def share_memory(
     """Share memory with the workers of this machine; all workers call it together.
 
     Args:
+        routes: those whose messages may go through memory.
         world: process group of all workers.
         sizes_bytes: route number -> bytes of its memory.
         timeout_s: of the sockets, once they are in use.
@@ -64,7 +65,8 @@ def share_memory(
                 if memory:
                     offered[route.number] = memory
         all_offered = set().union(*all_gather(set(offered), world, "the offers to share memory"))
-        expected = {n: sizes_bytes[n] for n in all_offered if routes[n].receiver == rank}
+        received = [route.number for route in routes if route.receiver == rank and route.number in all_offered]
+        expected = {number: sizes_bytes[number] for number in received}
         accepted = accept_memory(listener, expected)
     agreed = set().union(*all_gather(set(accepted), world, "the memory shared"))
     shared = {n: memory for n, memory in (offered | accepted).items() if n in agreed}

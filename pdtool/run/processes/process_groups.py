@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,12 +22,14 @@ class ReplicaGroup:
         ranks: in the order of the replicas.
         group: their process group; None for one replica.
         device: where numbers are summed.
+        uses_nccl: whether the group is one of NCCL, else of gloo.
     """
 
     stage: int
     ranks: list[int]
     group: Any
     device: torch.device
+    uses_nccl: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,11 @@ class ProcessGroups:
     uses_nccl: bool
 
 
-def make_process_groups(config: RunConfig, device: torch.device, local_workers: int) -> ProcessGroups:
+def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroups:
     """Make all groups but those of routes (messages/distributed.py).
 
     Args:
         device: where this worker computes.
-        local_workers: number of workers on this machine.
 
     Raises:
         PeerError: a worker does not come.
@@ -62,15 +64,43 @@ def make_process_groups(config: RunConfig, device: torch.device, local_workers: 
     assignments = assign_ranks(plan)
     with PeerErrorContext("the process groups were not made"):
         world = dist.new_group([a.rank for a in assignments], timeout=timeout, backend="gloo")
-        has_devices = device.type == "cuda" and torch.cuda.device_count() >= local_workers
-        uses_nccl = all(all_gather(has_devices and dist.is_nccl_available(), world, "the choice of NCCL or gloo"))
-        backend = "nccl" if uses_nccl else "gloo"
+        uses_nccl = have_own_devices(all_gather(_nccl_device(device), world, "the choice of NCCL or gloo"))
         sum_device = device if uses_nccl else torch.device("cpu")
         members = [ranks_of_stage(assignments, s % plan.pipeline_depth) for s in range(len(plan.stages))]
-        groups = [dist.new_group(m, timeout=timeout, backend=backend) if len(m) > 1 else None for m in members]
-        replicas = [ReplicaGroup(s, members[s], group, sum_device) for s, group in enumerate(groups)]
+        groups = [_replica_group(m, timeout, device if uses_nccl else None) if len(m) > 1 else None for m in members]
+        replicas = [ReplicaGroup(s, members[s], group, sum_device, uses_nccl) for s, group in enumerate(groups)]
         tied = [
             dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
             for t in config.bundle.tied
         ]
     return ProcessGroups(world, replicas, tied, device, uses_nccl)
+
+
+def have_own_devices(names: Sequence[str]) -> bool:
+    """Whether every worker has a GPU of its own, which NCCL asks for.
+
+    Args:
+        names: of each worker's GPU, the same for the same one however it is numbered; "" without one.
+    """
+    return all(names) and len(set(names)) == len(names)
+
+
+def _nccl_device(device: torch.device) -> str:
+    """The UUID of this worker's GPU; "" if it has none, or NCCL is missing."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _replica_group(ranks: list[int], timeout: timedelta, device: torch.device | None) -> Any:
+    """The group of a stage's replicas: gloo, or on a device NCCL.
+
+    NCCL's is used once, since the first operation makes the hosts of all members wait for each other.
+    """
+    if device is None:
+        return dist.new_group(ranks, timeout=timeout, backend="gloo")
+    group = dist.new_group(ranks, timeout=timeout, backend="nccl", device_id=device)
+    if dist.get_rank() in ranks:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        torch.zeros(1, device=device).item()
+    return group

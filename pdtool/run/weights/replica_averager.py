@@ -38,9 +38,13 @@ class ReplicaAverager:
         self._begin_round()
 
     @property
-    def has_peers(self) -> bool:
-        """Whether there is another replica."""
-        return self._group is not None
+    def sums_in_backward(self) -> bool:
+        """Whether sums are started while the backward goes on.
+
+        With NCCL only those of the first stage are: a sum that was started holds up whatever synchronises the device,
+        and gradients for the stage before could then be held up until the other replicas have theirs.
+        """
+        return self._group is not None and (self._replicas.stage == 0 or not self._replicas.uses_nccl)
 
     def _begin_round(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
