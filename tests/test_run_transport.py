@@ -27,7 +27,7 @@ from pdtool.run.data import DataPass, DatasetSplit, Minibatches
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages import shared_memory_setup
 from pdtool.run.messages.channel import LocalChannel
-from pdtool.run.messages.open_channels import open_channels
+from pdtool.run.messages.open_channels import Channels, open_channels
 from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.run.messages.routes import Edge, list_edges, list_routes
 from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, SlotLayout
@@ -268,6 +268,21 @@ def stages_here(
         io.begin_phase(data, None, mine, [])
         made[stage] = io, meter, mine
     return made
+
+
+def test_a_missing_gradient_is_zeros_on_the_device_of_the_stage() -> None:
+    device, channels, sent = torch.device("meta"), Channels(), []
+    with_gradient = described("a", torch.float32, 3).model_copy(update={"gradient": True})
+    bundle = bundle_of([with_gradient], 2)
+    edges = list_edges(bundle, [])
+    forward, backward = list_routes(edges, [[0], [1]])
+    channels.receivers.append((forward, LocalChannel()))
+    sender: Any = SimpleNamespace(send=lambda minibatch, tensors: sent.extend(tensors) or 0)
+    channels.senders.append((backward, sender))
+    io = StageIO(bundle, 1, channels, prefetch=0, device=device, meter=WorkerMeter(torch.device("cpu")))
+    io.begin_phase(DataPass("train", DatasetSplit(BATCH, ()), Minibatches(range(BATCH), BATCH), 0, 1), None, [0], [0])
+    io.send_gradients(0, [None])
+    assert [(t.device, t.shape) for t in sent] == [(device, (BATCH, 3))]
 
 
 def everything_arrives(rank: int, transport: str, narrow: torch.dtype | None) -> None:

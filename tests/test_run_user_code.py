@@ -368,6 +368,17 @@ def test_a_schedule_of_the_whole_run_goes_on_at_the_same_part_of_it(tmp_path):
     assert resumed.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"] != 0.1
 
 
+@pytest.mark.parametrize(("options", "device"), [("capturable=True", "meta"), ("", "cpu")])
+def test_a_step_count_is_resumed_where_the_optimizer_keeps_it(tmp_path, options, device):
+    """Of a fused or capturable Adam on the parameter's device, here one without memory; else on the CPU."""
+    more = f"def optimizer(named): return torch.optim.Adam([p for _, p in named], {options})\n"
+    model = {"w": torch.nn.Parameter(torch.empty(2, device="meta"))}
+    resumed = NamedOptimizer(load(tmp_path, more=more), model, model)
+    resumed.load({"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}})
+    state = resumed.optimizer.state[model["w"]]
+    assert {key: value.device.type for key, value in state.items()} == {"step": device, "exp_avg": "meta"}
+
+
 def test_a_schedule_that_fails_names_its_line(tmp_path):
     more = "def scheduler(o): return torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 - step))\n"
     with pytest.raises(ModelError, match=r"^user.py:10: the learning-rate schedule LambdaLR raised ZeroDivisionError"):

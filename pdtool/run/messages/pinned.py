@@ -23,7 +23,7 @@ class PinnedSender:
     def __init__(self, route: Route, inner: Sender, device: torch.device) -> None:
         self._route, self._inner, self._device = route, inner, device
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(1, "pdtool-send")
+        self._thread = ThreadPoolExecutor(1, "pdtool-send", torch.cuda.set_device, (device,))  # which each thread has
         self._under_way: deque[Future[int]] = deque()
 
     def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:

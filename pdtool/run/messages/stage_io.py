@@ -155,9 +155,9 @@ class StageIO:
         for edge in self._incoming:
             if edge.tensor.gradient:
                 gradient = by_name[edge.name]
-                tensors[edge.number] = (
-                    torch.zeros(edge.shape(samples), dtype=edge.dtype) if gradient is None else gradient
-                )
+                if gradient is None:
+                    gradient = torch.zeros(edge.shape(samples), dtype=edge.dtype, device=self._device)
+                tensors[edge.number] = gradient
         self._send(self._backward, minibatch, tensors)
 
     def _load(self, loader: MinibatchLoader, minibatch: int) -> dict[str, Tensor]:

@@ -108,8 +108,15 @@ class NamedOptimizer:
         elif self.optimizer and key.endswith(_NUMBER):
             self.optimizer.state[parameter][key.removesuffix(_NUMBER)] = value.item()
         elif self.optimizer:
-            # Adam and its kind keep their step counts on the CPU
-            self.optimizer.state[parameter][key] = value if value.dim() == 0 else value.to(parameter.device)
+            is_on_device = value.dim() or self._keeps_counts_on_device(parameter)
+            self.optimizer.state[parameter][key] = value.to(parameter.device) if is_on_device else value
+
+    def _keeps_counts_on_device(self, parameter: nn.Parameter) -> bool:
+        """Whether the step count of a parameter is where the parameter is: Adam and its kind keep it on the CPU,
+        unless they are fused or capturable."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        own = [group for group in groups if any(p is parameter for p in group["params"])]
+        return any(group.get("fused") or group.get("capturable") for group in own)
 
 
 def _user_optimizer(
