@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
@@ -17,7 +18,7 @@ from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing.trace import trace_file
+from pdtool.frontend.tracing.trace import trace, trace_file
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 INPUTS = {
@@ -193,6 +194,39 @@ def test_the_proof_finds_a_wrong_stage(old, new, tmp_path):
     batches = [model_file.example_inputs(3), model_file.example_inputs(4)]
     with pytest.raises(VerificationError):
         verify_values(model_file.build, texts, bundle, batches)
+
+
+def test_the_proof_finds_a_border_without_the_gradient_that_it_needs(tmp_path):
+    """A run sends gradients for the tensors of the bundle that have one, and for no others."""
+    model_file = small("branchy")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 3), profile, model_file, tmp_path / "b")
+    sent = [tensor for tensor in bundle.tensors if tensor.gradient]
+    assert sent
+    for tensor in sent:
+        changed = [t.model_copy(update={"gradient": t.gradient and t is not tensor}) for t in bundle.tensors]
+        wrong = bundle.model_copy(update={"tensors": tuple(changed)})
+        batches = [model_file.example_inputs(samples) for samples in (3, 3, 4)]
+        with pytest.raises(VerificationError, match=r"gradient of .* (reaches only one|differs)"):
+            verify_values(model_file.build, texts_in(tmp_path / "b"), wrong, batches)
+
+
+class Cropped(nn.Module):
+    """Takes the whole of a tensor, as libraries crop what they have padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x)[:, :5].contiguous())
+
+
+def test_a_view_of_the_whole_has_the_gradient_of_what_it_views():
+    """Else a border behind it would cut off what is before: a run would not train it."""
+    traced = trace(Cropped(), lambda samples: (torch.randn(samples, 5, 8),), 4, Path("model.py"))
+    [view] = [op for op in traced.operators if op.op == "alias"]
+    assert view.outputs[0].differentiable
 
 
 def test_a_model_that_keeps_state_between_minibatches_is_found_out(tmp_path):

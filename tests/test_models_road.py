@@ -27,6 +27,7 @@ ROAD = [
     "tabular.gat",
     "structures.binary_net",
     "structures.distillation",
+    "structures.shared_norm",
 ]
 TASKS, REFUSED = tasks(*FAMILIES), tasks("refused")
 pytestmark = pytest.mark.filterwarnings("ignore")  # models warn, as they do in a plain loop

@@ -60,9 +60,10 @@ class ForwardWriter:
         yield from self._prologue()
         module = ""
         for op in self._written:
-            if (container := _container(op)) in self._commented and not f"{module}.".startswith(f"{container}."):
-                yield f"# {container}"
-            module = container
+            container = _container(op)
+            if container != module and container in self._commented and (container or not op.is_module):
+                yield f"# {container or 'the model'}"
+                module = container
             yield from self._lines(op)
         if self.is_last:
             yield f"return {self.output.text()}"
@@ -71,8 +72,11 @@ class ForwardWriter:
 
     @cached_property
     def _commented(self) -> set[str]:
-        """The modules whose beginning is marked: those with operators of their own. A leaf module shows where it is."""
-        return {op.module for op in self._written if not op.is_module and op.module}
+        """The modules that are marked where they begin and go on: those with operators of their own, "" the model.
+
+        The call of a leaf module shows where it is.
+        """
+        return {op.module for op in self._written if not op.is_module}
 
     def _lines(self, op: Operator) -> Iterator[str]:
         if op.branch:

@@ -68,14 +68,18 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
 
 
 def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor]) -> Any:
-    """Run all stages in this process, one after the other, and return the last one's output."""
+    """Run all stages in this process, one after the other, and return the last one's output.
+
+    As in a run, a gradient goes back over a border only for the tensors that have one in the bundle.
+    """
     tensors = dict(zip(bundle.inputs, inputs, strict=True))
     result: Any = None
     for stage, spec in zip(stages, bundle.stages, strict=True):
         result = stage(*(tensors[name] for name in spec.inputs))
         if spec.outputs:
             outputs = result if len(spec.outputs) > 1 else (result,)
-            tensors |= dict(zip(spec.outputs, outputs, strict=True))
+            for name, tensor in zip(spec.outputs, outputs, strict=True):
+                tensors[name] = tensor if bundle.by_name[name].gradient else tensor.detach()
     return result
 
 

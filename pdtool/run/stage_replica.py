@@ -32,7 +32,7 @@ class StageReplica:
         tied: the tied parameters of the stage.
         saved_names: parameters and persistent buffers of the stage that a checkpoint holds.
         unused_state: what else of the model's state a checkpoint holds, by name: second names of this stage's own
-            parameters and, at the first stage, what no operator uses.
+            parameters and buffers and, at the first stage, what no operator uses.
     """
 
     stage: PipelineStage

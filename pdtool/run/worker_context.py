@@ -49,7 +49,8 @@ class WorkerContext:
 
     Attributes:
         shape: what the schedule is built for; stages that share a parameter update together.
-        canonical: parameter name -> its first name in the whole model, under which its optimizer state is saved.
+        canonical: name of a parameter or buffer -> its first name in the whole model, under which the optimizer state
+            of a parameter is saved.
         loaders: at the first stage, by the name of the split.
         splits: by name.
         epoch_samples: samples of the training set in an epoch.
@@ -77,8 +78,8 @@ class WorkerContext:
         if config.check_stage_files:
             all_gather(None, self.groups.world, "the check of the stage files")
         first: dict[int, str] = {}
-        names = model.named_parameters(remove_duplicate=False)
-        self.canonical = {name: first.setdefault(id(p), name) for name, p in names}
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.canonical = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
         modules = {
             s: load_stage_module(bundle, config.bundle_dir, s, model).to(device)
             for s in self.shape.stages_on_same_workers(self.assignment.stage)
@@ -269,12 +270,13 @@ class _StageBuilder:
         canonical: Mapping[str, str] = self._context.canonical
         used = {name for d in self._config.bundle.stages for name in (*d.parameters, *d.buffers)}
         name_here = {canonical.get(name, name): name for name in saved_names}
+        held = stage.weights.by_name | dict(stage.module.named_buffers(remove_duplicate=False))
         used_canonical = {canonical.get(name, name) for name in used}
         unused: dict[str, Tensor] = {}
         for name in self._model_state.keys() - used:
             first_name = canonical.get(name, name)
             if first_name in name_here:
-                unused[name] = stage.weights.by_name[name_here[first_name]]
+                unused[name] = held[name_here[first_name]]
             elif s == 0 and first_name not in used_canonical:
                 unused[name] = self._model_state[name].detach()
         return unused

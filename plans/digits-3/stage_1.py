@@ -31,6 +31,7 @@ class Stage1(nn.Module):
         x = x + stem_2
         x = self.block1.relu(x)
         x = self.down(x)
+        # the model
         relu = F.relu(x)
         block2_conv1 = self.block2.conv1(relu)
         return relu, block2_conv1

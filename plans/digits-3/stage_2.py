@@ -33,6 +33,7 @@ class Stage2(nn.Module):
         x = x + relu
         x = self.block2.relu(x)
         x = self.pool(x)
+        # the model
         x = x.flatten(start_dim=1)
         x = self.dropout(x)
         head = self.head(x)

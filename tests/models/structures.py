@@ -568,7 +568,24 @@ def layerwise(named_parameters):
 
 
 INPUT, CLASS = numbers(8), classes(3)
+
+
+class SharedNorm(nn.Module):
+    """A batch norm that is called under two names, whose statistics are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(8)
+        self.norm_again = self.norm
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu()
+        return self.third(self.norm_again(self.second(x)).relu())
+
+
 MODELS = {
+    "shared_norm": Task(SharedNorm, INPUT, CLASS),
     "distillation": Task(Distillation, INPUT, CLASS, distillation_loss),
     "frozen_batch_norm": Task(FrozenBatchNorm, numbers(3, 8, 8), CLASS),
     "frozen_backbone": Task(frozen_backbone, INPUT, CLASS),

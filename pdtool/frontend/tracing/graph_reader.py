@@ -40,6 +40,7 @@ _END = 2**63 - 1  # of a slice
 _WHOLE_SLICES = {torch.ops.aten.slice.Tensor: "self", torch.ops.aten.slice_scatter.default: "src"}
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
+_DETACHING = {"detach", "detach_"}
 
 
 class GraphReader:
@@ -337,7 +338,7 @@ class GraphReader:
         parameters = tuple(name for name in state if name in self.parameters)
         op = target._schema.name.split("::")[-1]
         differentiable = any(leaf.differentiable for leaf in leaves if isinstance(leaf, Value))
-        differentiable = (differentiable or self._trainable(parameters)) and op not in _ALIASES
+        differentiable = (differentiable or self._trainable(parameters)) and op not in _DETACHING
         module, name = self._module_and_name(node, op)
         result = node.meta["val"]
         several = isinstance(result, (tuple, list))
