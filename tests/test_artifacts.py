@@ -28,7 +28,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.cluster import make_cluster
-from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError
+from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError
 from pdtool.schedule import POLICIES, is_asynchronous
 
 each = pytest.mark.parametrize("artifact", samples.ALL, ids=lambda a: a.KIND)
@@ -672,3 +672,18 @@ def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):
     assert os.read(reader, 10) == b"text"
     os.close(reader)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+@pytest.mark.parametrize("artifact", samples.ALL, ids=lambda artifact: artifact.KIND)
+def test_a_file_that_is_no_older_one_of_the_kind_is_not_overwritten(artifact, tmp_path):
+    own = tmp_path / "artifact"
+    own.touch()  # an empty one holds nothing
+    artifact.save(own)
+    artifact.save(own)
+    others = [other for other in samples.ALL if other.KIND != artifact.KIND]
+    for text in ("import torch\n", others[0].dump()):
+        path = tmp_path / "model.py"
+        path.write_text(text)
+        with pytest.raises(UsageError, match=f"is another file than a {artifact.KIND}, and would be overwritten"):
+            artifact.save(path)
+        assert path.read_text() == text

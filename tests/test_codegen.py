@@ -16,7 +16,7 @@ from pdtool.artifacts.profile import Device, Node, Profile
 from pdtool.codegen import generate as generate_module
 from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
-from pdtool.errors import ArtifactError, StaleError
+from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace, trace_file
 
@@ -291,3 +291,14 @@ def test_fewer_stages_leave_no_old_file_behind(tmp_path):
     generate(plan_of(profile, 3), profile, model_file, tmp_path / "b")
     generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bundle.yaml", "stage_0.py", "stage_1.py"]
+
+
+def test_files_that_codegen_has_not_written_stay(tmp_path):
+    model_file = small("branchy")
+    profile = skeleton(model_file)
+    own = tmp_path / "mine" / "stage_7.py"
+    own.parent.mkdir()
+    own.write_text("my own work\n")
+    with pytest.raises(UsageError, match=r"stage_7.py was not written by `pdtool codegen`"):
+        generate(plan_of(profile, 2), profile, model_file, own.parent)
+    assert texts_in(own.parent) == {"stage_7.py": "my own work\n"}

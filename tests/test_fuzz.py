@@ -211,7 +211,7 @@ def test_what_was_not_changed_is_accepted(tmp_path):
     """The seeds themselves load, and are used without an error: the mutations start from what works."""
     for artifacts in VALID.values():
         for artifact in artifacts:
-            artifact.save(tmp_path / "file")
-            assert type(artifact).load(tmp_path / "file") == artifact
+            artifact.save(tmp_path / artifact.KIND)
+            assert type(artifact).load(tmp_path / artifact.KIND) == artifact
             used(artifact)
     assert Profile.load(mutations.ROOT / "profiles" / "digits.json")

@@ -60,6 +60,16 @@ def test_it_is_found_by_shapes_alone(tmp_path: Path) -> None:
     check_last_minibatch(found, spec.bundle, 26, CPU)
 
 
+def test_a_sample_that_is_squeezed_away_is_refused_at_the_start(tmp_path: Path) -> None:
+    """As `x.squeeze()` does with a tensor [1, 4, 3, 3] of one sample; the bundle was made with more."""
+    spec = harness.job(tmp_path, CONV3, batch_size=5)
+    found = modules(spec)
+    found[0].register_forward_hook(lambda module, args, output: output.squeeze())
+    with pytest.raises(ModelError, match=r"one sample .* of shape \[[\d, ]+\], not \[1, .*; give squeeze"):
+        check_last_minibatch(found, spec.bundle, 26, CPU)
+    check_last_minibatch(found, spec.bundle, 25, CPU)
+
+
 def test_images_have_several_values_in_one_sample(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV1, batch_size=5)
     check_last_minibatch(modules(spec), spec.bundle, 26, CPU)

@@ -25,6 +25,7 @@ from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError
 from pdtool.units import format_bytes
 
 MAX_FILE_BYTES = 256 * 10**6  # of an artifact, or of a source file that one names; a large artifact has a few MB
+_HEAD_BYTES = 4096  # of an artifact, in which its format stands
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space
 OPERATOR_GRAPH = "operator graph"  # in Artifact.digests, among paths: the model as it was traced
 
@@ -121,11 +122,30 @@ class Artifact(FrozenModel):
         """Check what field types cannot express; raises FieldError."""
 
     def save(self, path: Path | str) -> None:
-        """Write atomically (`-` is stdout): a reader sees the old file or the new one, never half of one."""
+        """Write atomically (`-` is stdout): a reader sees the old file or the new one, never half of one.
+
+        Raises:
+            UsageError: another file than an artifact of this kind is there.
+            PdtoolError: the file could not be written.
+        """
         if str(path) == "-":
             sys.stdout.write(self.dump())
         else:
+            self.check_target(Path(path))
             write_atomically(Path(path), self.dump())
+
+    @classmethod
+    def check_target(cls, path: Path) -> None:
+        """Check that no other file than an artifact of this kind would be overwritten; raises UsageError."""
+        if path.name == "-" or not path.is_file():
+            return
+        try:
+            with path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+        except OSError:
+            return  # writing says why
+        if head and f"pdtool/{cls.KIND}/".encode() not in head:
+            raise UsageError(f"{path} is another file than a {cls.KIND}, and would be overwritten", "give another -o")
 
     @property
     def content_sha256(self) -> str:

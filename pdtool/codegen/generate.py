@@ -16,7 +16,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.verify import verify_shapes, verify_values
 from pdtool.codegen.wiring import Wiring
-from pdtool.errors import PdtoolError, StaleError, TraceError
+from pdtool.errors import PdtoolError, StaleError, TraceError, UsageError
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_io import ModelInputs
@@ -45,7 +45,9 @@ def generate(
         StaleError: the model's operator graph has changed since it was profiled.
         ArtifactError: the plan does not fit the profile, or the profile not the model.
         VerificationError: the stages are not equal to the model.
+        UsageError: `folder` holds files of these names that are no bundle's.
     """
+    _check_target(folder)
     stages = plan.stage_nodes(profile)
     progress("tracing the model")
     traced = trace_file(model_file, model_file.build(), plan.batch_size)
@@ -156,6 +158,14 @@ def _bundle(
 def _fits_in_memory(traced: Traced) -> bool:
     needed = _COPIES * sum(p.nbytes for p in traced.model.parameters())
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _check_target(folder: Path) -> None:
+    """Check that no files but those of an older bundle would be replaced, or removed; raises UsageError."""
+    Bundle.check_target(folder / "bundle.yaml")
+    found = next(folder.glob("stage_*.py"), None)
+    if found and not (folder / "bundle.yaml").exists():
+        raise UsageError(f"{found} was not written by `pdtool codegen`, which would replace it", "give another -o")
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

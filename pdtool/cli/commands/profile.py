@@ -73,13 +73,17 @@ def profile(
         raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
     spec = None if measures else find_device(device)
     # From here on torch is imported, which takes seconds: the options were checked before.
+    from pdtool.artifacts.profile import Profile
     from pdtool.frontend.model_source import parse_ref
     from pdtool.frontend.modelfile import ModelFile
     from pdtool.profile.estimate import estimate
     from pdtool.profile.measure import measure
 
+    folder = Path.cwd()
     with chdir("."), progress(f"{'measuring' if measures else 'estimating'} operators") as on_progress:
         file = ModelFile.load(parse_ref(model, settings), trusted=True)  # which may go to another folder
+        target = output or f"profiles/{options.file_name(file.name)}.json"
+        Profile.check_target(folder / target)  # now, not when all is measured
         if spec is None:
             result = measure(file, batch_size=batch_size, device=device, threads=threads, progress=on_progress)
         else:
@@ -92,7 +96,7 @@ def profile(
     show(profile_table(result, largest=12))
     _say_what_is_opaque(result)
     _warn_about_coverage(result)
-    write_artifact(result, output or f"profiles/{options.file_name(result.name)}.json", as_json=as_json)
+    write_artifact(result, target, as_json=as_json)
 
 
 def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> DeviceSpec:
