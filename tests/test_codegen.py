@@ -302,3 +302,23 @@ def test_files_that_codegen_has_not_written_stay(tmp_path):
     with pytest.raises(UsageError, match=r"stage_7.py was not written by `pdtool codegen`"):
         generate(plan_of(profile, 2), profile, model_file, own.parent)
     assert texts_in(own.parent) == {"stage_7.py": "my own work\n"}
+
+
+class Exact(nn.Module):
+    """Computes a part without autocast, and more in training than in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = x.float().softmax(-1)
+        return self.last(x * 2 if self.training else x)
+
+
+def test_where_autocast_is_switched_off_is_noted():
+    traced = trace(Exact(), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
+    [line] = traced.autocast_off
+    assert "softmax(-1)" in Path(__file__).read_text().splitlines()[int(line.partition(":")[2]) - 1]

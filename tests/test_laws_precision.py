@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import CONV3, LSTM3, TIED3, Toy, assert_same, batches, stage_of, weights
+from harness import CONV2, CONV3, LSTM3, TIED3, Toy, assert_same, batches, stage_of, weights
 from reference import replay
 from test_laws_training import pipeline
 from torch._dynamo.utils import counters
 
+from pdtool.errors import UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig
+from pdtool.run.processes.launcher import check_config
 from pdtool.run.stage import PipelineStage
 
 SAME_BF16 = {"rtol": 1e-3, "atol": 1e-4}
@@ -73,6 +76,15 @@ def test_bf16_equals_its_replay_and_is_near_fp32(tmp_path: Path, toy: Toy, repli
     assert_same(found, expected, **SAME_BF16)
     assert_same(found, exact, **NEAR_FP32)
     assert any(not torch.allclose(found[n], value, rtol=1e-5, atol=1e-6) for n, value in exact.items()), "it is fp32"
+
+
+def test_bf16_is_refused_where_the_model_switches_autocast_off(tmp_path: Path) -> None:
+    """Stages do not, and would compute that part in bf16."""
+    spec = harness.job(tmp_path, CONV2, precision="bf16")
+    bundle = spec.bundle.model_copy(update={"autocast_off": ("model.py:7",)})
+    with pytest.raises(UsageError, match=r"--precision bf16: the model switches autocast off at model\.py:7"):
+        check_config(replace(spec, bundle=bundle))
+    check_config(replace(spec, bundle=bundle, precision="fp32"))
 
 
 def test_all_weight_versions_go_through_one_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ OPAQUE = {
     "many_alike": {"0", "1", "2", "3", "4", "5"},
     "called_twice": {"branch"},
     "shared_inside": {"branch"},
+    "averaging_norm": {"1"},
 }
 
 

@@ -85,6 +85,7 @@ class Bundle(YamlArtifact):
         inputs: the model's inputs in order of its arguments, each a tensor with producer -1.
         arguments: what the model is called with, tensors as `input_ids` and constants as `use_cache=False`; () where
             all arguments are tensors by position.
+        autocast_off: the lines where the model switches autocast off, which the stages do not.
         proof: how codegen proved the files equal to the model: `values` (outputs, gradients and buffers of three
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
     """
@@ -98,6 +99,7 @@ class Bundle(YamlArtifact):
     proof: Literal["values", "shapes"]
     inputs: tuple[Identifier, ...]
     arguments: tuple[Label, ...] = ()
+    autocast_off: tuple[Label, ...] = ()
     stages: Annotated[tuple[StageModule, ...], Field(min_length=1)]
     tensors: tuple[TensorSpec, ...]
     tied: tuple[TiedParameter, ...] = ()

@@ -136,6 +136,7 @@ def _bundle(
         proof=proof,
         inputs=tuple(inputs),
         arguments=wiring.traced.arguments,
+        autocast_off=wiring.traced.autocast_off,
         stages=tuple(
             StageModule(
                 file=file,

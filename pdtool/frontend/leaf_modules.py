@@ -74,6 +74,7 @@ def is_leaf(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         and getattr(module, "max_norm", None) is None  # an Embedding that rewrites its weights in forward
+        and getattr(module, "momentum", 0.1) is not None  # a batch norm that computes with the number of its calls
         and getattr(module, "bias_k", None) is None  # attention with learned extra keys
         and getattr(module, "_qkv_same_embed_dim", True)
     )

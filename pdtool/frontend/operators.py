@@ -162,6 +162,7 @@ class Traced:
         arguments: what it was called with; see ModelInputs.signature.
         opaque: path of a module that is called whole, as no leaf module is -> why.
         changed_buffers: names of the buffers that an operator writes.
+        autocast_off: the lines where it switches autocast off, which its stages do not.
     """
 
     model: nn.Module
@@ -172,6 +173,7 @@ class Traced:
     arguments: tuple[str, ...] = ()
     opaque: dict[str, str] = field(default_factory=dict)
     changed_buffers: frozenset[str] = frozenset()
+    autocast_off: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Operator]:

@@ -20,7 +20,7 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         return NoPlanError(
             f"a straight pipeline on {search.workers} workers needs {search.workers} stages, but the model can be cut "
             f"into {max_stages} at most",
-            f"give --workers {max_stages}",
+            f"give --workers {max_stages}{', or loosen HINTS pin' if search.profile.pin else ''}",
         )
     smallest, limit = _smallest(search), search.cluster.memory_bytes
     if smallest is None or limit is None:

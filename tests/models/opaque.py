@@ -342,6 +342,10 @@ def shared_inside():
     return SharedInside()
 
 
+def averaging_norm():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4))
+
+
 class LoopInTheModel(nn.Module):
     """Branches on values in the model's own forward."""
 

@@ -53,6 +53,7 @@ class GraphReader:
         names: of operators and modules, which no other operator may have.
         call_counts: leaf module -> calls of it read so far.
         changed_buffers: names of the buffers that an operator writes.
+        autocast_off: the lines where the model switches autocast off.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class GraphReader:
         self.names: set[str] = set(self.modules) | {"loss", "target"}
         self.call_counts: Counter[str] = Counter()
         self.changed_buffers: set[str] = set()
+        self.autocast_off: list[str] = []
 
     def read(self) -> Traced:
         """Read all operators, model inputs first; raises TraceError."""
@@ -98,6 +100,7 @@ class GraphReader:
             together=operators_sharing_state(self.operators, self.changed_buffers),
             tied=first_names(self.parameters),
             changed_buffers=frozenset(self.changed_buffers),
+            autocast_off=tuple(dict.fromkeys(self.autocast_off)),
         )
 
     def _check_names(self) -> None:
@@ -190,6 +193,9 @@ class GraphReader:
         arguments = [self.values.argument(a) for a in node.args[body_index + 1 :]]
         body = getattr(self.program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
         body_nodes = list(body.graph.nodes)
+        if not no_grad:
+            lines = (location(n) for n in body_nodes if n.op == "call_function")
+            self.autocast_off.append(next(filter(None, lines), _module_path(node) or "the model"))
         if no_grad:
             writes = any(_writes_in_place(n.target) for n in body_nodes)  # maybe a parameter into a buffer
             arguments = [

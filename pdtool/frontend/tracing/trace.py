@@ -190,11 +190,12 @@ def _explained(error: Exception, model: nn.Module, inputs: ModelInputs, path: Pa
     name = type(error).__name__
     text = describe_error(error).removeprefix(f"{name}: ")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    is_about_sizes = "data-dependent" not in lines[0]
     specialized = next((line for line in lines if "specialized" in line or line.startswith("- ")), "")
-    if specialized or lines[0].startswith("Constraints violated"):
+    if is_about_sizes and (specialized or lines[0].startswith("Constraints violated")):
         return TraceError(
             f"{path.name}: the model works for one minibatch size only: {specialized or lines[-1]}",
-            "use x.shape[0] or -1 for the batch dimension, and keep no state between minibatches",
+            "use x.shape[0] or -1 for the batch dimension, let no branch depend on it, and keep no state in forward",
             module=next(iter(fixed), None),
         )
     reason = lines[0].partition(" (unhinted")[0]

@@ -139,7 +139,8 @@ def check_config(config: RunConfig) -> None:
 
     Raises:
         StaleError: the bundle was made for another plan, or was changed.
-        UsageError: the delay compensation, or where tied stages are, does not go with the schedule.
+        UsageError: the delay compensation, or where tied stages are, does not go with the schedule; or the precision
+            not with the model.
         ScheduleError: the schedule deadlocks, or breaks another rule.
     """
     plan, bundle = config.plan, config.bundle
@@ -154,6 +155,10 @@ def check_config(config: RunConfig) -> None:
             f"correction {config.delay_compensation} with schedule {plan.schedule}",
             "leave it out: with a flush no gradient comes late",
         )
+    if config.precision == "bf16" and bundle.autocast_off:
+        what = f"--precision bf16: the model switches autocast off at {bundle.autocast_off[0]}, which stages do not"
+        remedy = 'leave it out; or put that part into a module of its own, and name it in HINTS = {"opaque": [...]}'
+        raise UsageError(what, remedy)
     for tied in bundle.tied:
         if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
             raise UsageError(
