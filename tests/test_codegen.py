@@ -255,6 +255,9 @@ def test_tied_weight_is_listed_with_its_name_in_each_stage(tmp_path):
     (tie,) = bundle.tied
     assert tie.stages == (0, 2)
     assert tie.names == ("embedding.weight", "decoder.weight")
+    texts = texts_in(tmp_path / "b")
+    assert "# decoder.weight is embedding.weight of stage 0 as well: `pdtool run` keeps" in texts["stage_2.py"]
+    assert "# embedding.weight is decoder.weight of stage 2 as well" in texts["stage_0.py"]
 
 
 def test_skip_goes_straight_to_every_later_stage(tmp_path):

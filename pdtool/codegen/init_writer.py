@@ -45,6 +45,7 @@ class InitWriter:
         for name in self._direct_state:
             yield self._declaration(name)
         yield from self._ties()
+        yield from self._ties_to_other_stages()
         yield from self._frozen()
 
     @cached_property
@@ -94,6 +95,14 @@ class InitWriter:
                 owner = self._opaque_owner(original)
                 inside = f'{access(owner)}.get_parameter("{original[len(owner) + 1 :]}")' if owner else None
                 yield f"{set_parameter(name, inside or access_state(original))}  # tied"
+
+    def _ties_to_other_stages(self) -> Iterator[str]:
+        """Yield a comment for each parameter that another stage holds as well."""
+        for tied in self.wiring.tied:
+            names = dict(zip(tied.stages, tied.names, strict=True))
+            if own := names.pop(self.stage, None):
+                others = " and ".join(f"{name} of stage {stage}" for stage, name in names.items())
+                yield f"# {own} is {others} as well: `pdtool run` keeps them equal"
 
     def _opaque_owner(self, name: str) -> str | None:
         """The opaque module in which a parameter is; None elsewhere."""
