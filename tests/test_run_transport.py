@@ -30,7 +30,8 @@ from pdtool.run.messages.channel import LocalChannel
 from pdtool.run.messages.open_channels import Channels, open_channels
 from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.run.messages.routes import Edge, list_edges, list_routes
-from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, SlotLayout
+from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
+from pdtool.run.messages.slots import SlotLayout
 from pdtool.run.messages.stage_io import StageIO
 from pdtool.run.processes.collectives import PeerError
 from pdtool.run.processes.process_groups import ProcessGroups

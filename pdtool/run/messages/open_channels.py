@@ -1,4 +1,4 @@
-"""Open a channel for each route: within a worker, through shared memory, by NCCL or by gloo."""
+"""Open a channel for each route: within a worker, through memory of a GPU or of the host, by NCCL or by gloo."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pdtool.errors import UsageError
 from pdtool.run.config import RunConfig
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import LocalChannel, Receiver, Sender
+from pdtool.run.messages.cuda_ipc import SPARE_SLOTS, CudaIpcReceiver, CudaIpcSender, DeviceMemory
+from pdtool.run.messages.cuda_ipc_setup import share_device_memory
 from pdtool.run.messages.distributed import (
     DistributedReceiver,
     DistributedSender,
@@ -24,8 +26,9 @@ from pdtool.run.messages.distributed import (
 )
 from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.run.messages.routes import Route
-from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, SlotLayout
+from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
 from pdtool.run.messages.shared_memory_setup import share_memory
+from pdtool.run.messages.slots import SlotLayout
 from pdtool.run.processes.process_groups import ProcessGroups
 from pdtool.schedule import is_asynchronous
 
@@ -51,17 +54,23 @@ def open_channels(
         UsageError: memory cannot be shared, and must be.
         PeerError: a worker does not come.
     """
-    rank, size = dist.get_rank(), config.plan.batch_size
-    layouts = {route.number: SlotLayout.of(route, size, route.depth(in_flight)) for route in routes}
-    uses_nccl = groups.uses_nccl and config.transport == "auto"
-    by_nccl = [route for route in routes if uses_nccl and can_use_nccl(route, config.plan)]
-    others = [route for route in routes if route not in by_nccl]
+    rank, size, device = dist.get_rank(), config.plan.batch_size, groups.device
+    by_device = device.type == "cuda" and config.transport == "auto" and can_use_cuda_ipc(config.plan, groups.uses_nccl)
+    spare = SPARE_SLOTS if by_device else None
+    layouts = {route.number: SlotLayout.of(route, size, route.depth(in_flight), spare) for route in routes}
     agreed: set[int] = set()
     memory: dict[int, SharedMemory] = {}
-    if others and config.transport != "gloo":
-        sizes_bytes = {route.number: layouts[route.number].total_bytes for route in others}
-        agreed, memory = share_memory(others, rank, groups.world, sizes_bytes, config.timeout_s)
-    by_gloo = [route for route in others if not route.is_local and route.number not in agreed]
+    if config.transport != "gloo":
+        sizes_bytes = {number: layout.total_bytes for number, layout in layouts.items()}
+        agreed, memory = share_memory(routes, rank, groups.world, sizes_bytes, config.timeout_s)
+    by_ipc: set[int] = set()
+    device_memory: dict[int, DeviceMemory] = {}
+    if by_device:
+        within = [route for route in routes if route.number in agreed]
+        by_ipc, device_memory = share_device_memory(within, memory, layouts, rank, groups.world, device)
+    uses_nccl = groups.uses_nccl and config.transport == "auto"
+    by_nccl = [r for r in routes if uses_nccl and r.number not in by_ipc and can_use_nccl(r, config.plan)]
+    by_gloo = [r for r in routes if not r.is_local and r.number not in agreed and r not in by_nccl]
     if by_gloo and config.transport == "shared":
         raise UsageError(
             f"rank {by_gloo[0].sender} and rank {by_gloo[0].receiver} cannot share memory",
@@ -69,6 +78,7 @@ def open_channels(
         )
     opener = _ChannelOpener(
         layouts,
+        device_memory,
         memory,
         make_gloo_groups(by_gloo, config.timeout_s),
         make_nccl_groups(by_nccl, config.timeout_s, groups.device),
@@ -86,6 +96,17 @@ def open_channels(
         elif route.receiver == rank:
             channels.receivers.append((route, opener.receiver(route)))
     return channels
+
+
+def can_use_cuda_ipc(plan: Plan, uses_nccl: bool) -> bool:
+    """Whether workers can share memory of GPUs without ever waiting for each other in a circle.
+
+    A device waits for what another one has been told to do. Where that waits for an average by NCCL, it waits for the
+    host of another replica, too, which may wait for this very worker: not so with a flush, where all that a round
+    needs was sent before any worker begins the next one.
+    """
+    is_replicated = any(stage.replicas > 1 for stage in plan.stages)
+    return not (uses_nccl and is_replicated and is_asynchronous(plan.schedule))
 
 
 def can_use_nccl(route: Route, plan: Plan) -> bool:
@@ -107,10 +128,11 @@ class _ChannelOpener:
     """Opens single channels.
 
     Attributes:
-        layouts, memory, by_gloo, by_nccl: by the number of a route; a route has memory, or a group.
+        layouts, device_memory, memory, by_gloo, by_nccl: by the number of a route; it has memory, or a group.
     """
 
     layouts: Mapping[int, SlotLayout]
+    device_memory: Mapping[int, DeviceMemory]
     memory: Mapping[int, SharedMemory]
     by_gloo: Mapping[int, Any]
     by_nccl: Mapping[int, Any]
@@ -119,6 +141,8 @@ class _ChannelOpener:
 
     def sender(self, route: Route) -> Sender:
         layout, number = self.layouts[route.number], route.number
+        if number in self.device_memory:
+            return CudaIpcSender(route, layout, self.device_memory[number], self.meter.waiting)
         if number in self.by_nccl:
             return DistributedSender(route, self.by_nccl[number], layout.depth, self.device, self.meter.waiting)
         is_pinned = self.device.type == "cuda"
@@ -132,6 +156,8 @@ class _ChannelOpener:
 
     def receiver(self, route: Route) -> Receiver:
         number = route.number
+        if number in self.device_memory:
+            return CudaIpcReceiver(route, self.layouts[number], self.device_memory[number])
         if number in self.by_nccl:
             return NcclReceiver(route, self.by_nccl[number], self.device)
         is_pinned = self.device.type == "cuda"

@@ -1,0 +1,183 @@
+"""Messages through memory of a GPU, on a simulated device that works in any order that CUDA allows.
+
+That CUDA shares memory and events between processes is for `make gpu-check` to show (test_run_gpu.py).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference.simulated_device import Event, SimulatedDevice, Stream
+from torch import Tensor
+
+from pdtool.artifacts.bundle import TensorSpec
+from pdtool.run.messages import cuda_ipc
+from pdtool.run.messages.cuda_ipc import SPARE_SLOTS, CudaIpcReceiver, CudaIpcSender, DeviceMemory
+from pdtool.run.messages.routes import Edge, list_routes
+from pdtool.run.messages.slots import SlotLayout
+from pdtool.run.processes.collectives import PeerError
+
+BATCH, DEPTH, MESSAGES = 4, 3, 40
+
+
+class UnrecordedEvent(Event):
+    """An event that nobody records, so that nobody waits for it."""
+
+    def record(self, stream: Stream) -> None:
+        """Do nothing."""
+
+
+@dataclass
+class Pair:
+    """Both ends of a route on a simulated device, and the streams on which their workers compute."""
+
+    device: SimulatedDevice
+    sender: CudaIpcSender
+    receiver: CudaIpcReceiver
+    sending: Stream
+    receiving: Stream
+
+    def send(self, minibatch: int, values: list[Tensor]) -> None:
+        """Compute the values on the sender's stream, and send what is computed."""
+        self.device.compute = self.sending
+        computed = [torch.full_like(value, 99) for value in values]
+        for value, tensor in zip(values, computed, strict=True):
+            self.sending.enqueue(partial(tensor.copy_, value))
+        self.sender.send(minibatch, computed)
+
+    def receive(self, minibatch: int) -> list[Tensor]:
+        self.device.compute = self.receiving
+        return self.receiver.receive(minibatch, BATCH)
+
+
+def edge(number: int, name: str, dtype: str) -> Edge:
+    tensor = TensorSpec(name=name, producer=0, consumers=(1,), shape=("batch", 3), dtype=dtype, gradient=False)
+    return Edge(number, name, 0, 1, tensor)
+
+
+@contextmanager
+def pair(
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    written: Callable[[], Event] = Event,
+    freed: Callable[[], Event] = Event,
+) -> Iterator[Pair]:
+    """Two workers on one device, which works in the order that the seed says; two tensors a message."""
+    device = SimulatedDevice(seed)
+    device.install(monkeypatch)
+    monkeypatch.setattr(cuda_ipc, "_pinned", lambda tensor: tensor)
+    monkeypatch.setattr(torch, "as_tensor", _tensor_in_host_memory)
+    route = list_routes([edge(0, "a", "float32"), edge(1, "b", "bfloat16")], [[0], [1]])[0]
+    layout = SlotLayout.of(route, BATCH, DEPTH, SPARE_SLOTS)
+    memory = torch.full((layout.total_bytes,), 255, dtype=torch.uint8)
+    events: Any = ([made() for _ in range(layout.slots)] for made in (written, freed))
+    all_written, all_freed = events
+    sending, receiving = Stream(device), Stream(device)
+    first, second = socket.socketpair()
+    with first, second:
+        first.settimeout(5)
+        second.settimeout(5)
+        sender = CudaIpcSender(route, layout, DeviceMemory(memory, first, all_written, all_freed), nullcontext())
+        device.compute = receiving
+        receiver = CudaIpcReceiver(route, layout, DeviceMemory(memory, second, all_written, all_freed))
+        yield Pair(device, sender, receiver, sending, receiving)
+
+
+def _tensor_in_host_memory(array: Any, device: object) -> Tensor:
+    """What torch makes of an array of a device, here on the host: a tensor that refers to it."""
+    array.__array_interface__ = array.__cuda_array_interface__ | {"version": 3}
+    return torch.from_numpy(np.asarray(array))
+
+
+class Kernel:
+    """Reads a tensor's memory when the device comes to it; it does not keep the tensor."""
+
+    def __init__(self, tensor: Tensor, expected: Tensor) -> None:
+        bits = tensor.view(torch.int16).numpy()
+        self.expected, self.found = expected, torch.empty(0)
+        self.__array_interface__ = bits.__array_interface__ | {"descr": [("", bits.dtype.str)]}
+
+    def __call__(self) -> None:
+        self.found = torch.from_numpy(np.array(self, copy=True)).view(self.expected.dtype)
+
+
+def kernels(pair: Pair, seed: int) -> list[Kernel]:
+    """Send messages and read each several times, while the device works now and then; return who read them."""
+    random = Random(seed)
+    sent = [[torch.randn(BATCH, 4), torch.randn(BATCH, 4).bfloat16()] for _ in range(MESSAGES)]
+    sent = [[a[:, :3].contiguous(), b[:, :3].contiguous()] for a, b in sent]
+    started: list[Kernel] = []
+    kept: deque[tuple[int, list[Tensor]]] = deque()
+    received = 0
+    for i, values in enumerate(sent):
+        pair.send(i, values)
+        under_way = i + 1 - received
+        for _ in range(under_way if len(kept) + under_way == DEPTH else random.randint(0, under_way)):
+            kept.append((received, pair.receive(received)))
+            received += 1
+        new = [kernel for number, tensors in kept for kernel in map(Kernel, tensors, sent[number])]
+        for kernel in new:
+            pair.receiving.enqueue(kernel)
+        started += new
+        while kept and (len(kept) == DEPTH or random.random() < 0.6):
+            kept.popleft()
+        pair.device.run(random.randrange(8))
+    pair.sender.flush()
+    pair.device.run()
+    return started
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kernels_read_what_was_sent_in_whatever_order_the_device_works(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pair(seed, monkeypatch) as ends:
+        started = kernels(ends, seed)
+    assert len(started) > MESSAGES
+    assert all(torch.equal(kernel.found, kernel.expected) for kernel in started)
+
+
+@pytest.mark.parametrize("ignored", ["written", "freed"])
+def test_a_device_that_ignores_an_event_reads_something_else(ignored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = 0
+    for seed in range(20):
+        with pair(seed, monkeypatch, **{ignored: UnrecordedEvent}) as ends:
+            wrong += sum(not torch.equal(kernel.found, kernel.expected) for kernel in kernels(ends, seed))
+    assert wrong
+
+
+def test_what_is_sent_stays_until_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair(0, monkeypatch) as ends:
+        ends.send(0, [torch.ones(BATCH, 3), torch.ones(BATCH, 3).bfloat16()])
+        assert len(ends.sender._under_way) == 1
+        ends.device.run()
+        ends.send(1, [torch.ones(BATCH, 3), torch.ones(BATCH, 3).bfloat16()])
+        assert len(ends.sender._under_way) == 1, "the first one was read"
+
+
+def test_a_receiver_that_keeps_all_it_may_copies_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair(0, monkeypatch) as ends:
+        kept = []
+        for i in range(3 * DEPTH):
+            ends.send(i, [torch.full((BATCH, 3), float(i)), torch.zeros(BATCH, 3).bfloat16()])
+            ends.device.run()
+            kept.append(ends.receive(i))
+        assert [tensors[0][0, 0].item() for tensors in kept] == [*range(3 * DEPTH)]
+
+
+def test_a_peer_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair(0, monkeypatch) as ends:
+        ends.sender._connection.close()
+        with pytest.raises(PeerError, match="from rank 0") as raised:
+            ends.receive(0)
+        assert raised.value.peer == 0
