@@ -67,10 +67,7 @@ def edge(number: int, name: str, dtype: str) -> Edge:
 
 @contextmanager
 def pair(
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
-    written: Callable[[], Event] = Event,
-    freed: Callable[[], Event] = Event,
+    seed: int, monkeypatch: pytest.MonkeyPatch, written: Callable[[], Event] = Event, freed: Callable[[], Event] = Event
 ) -> Iterator[Pair]:
     """Two workers on one device, which works in the order that the seed says; two tensors a message."""
     device = SimulatedDevice(seed)

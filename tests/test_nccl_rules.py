@@ -1,16 +1,17 @@
 """No schedule makes workers wait for each other in a circle under the rules of NCCL (docs/architecture.md).
 
 They are held to the rules twice: a machine runs what the hosts of all workers do (reference/nccl_rules.py), and real
-worker processes train on a stand-in for NCCL that enforces them (reference/nccl_stand_in.py). In both, every forward,
+worker processes train on a stand-in for NCCL that enforces them (reference/nccl_stand_in.py), where every forward,
 backward and step synchronises the device, as any kernel may.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import harness
@@ -22,6 +23,7 @@ from reference.nccl_rules import DeadlockError, Job
 from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.run.messages.open_channels import can_use_nccl
+from pdtool.run.messages.routes import Route
 from pdtool.run.processes.process_groups import have_own_devices
 from pdtool.schedule import SCHEDULES, PipelineShape, default_shape
 
@@ -86,9 +88,28 @@ def jobs() -> list[Any]:
     ]
 
 
+def synchronising(workers: int) -> Iterator[Callable[[int], bool]]:
+    """Which devices are synchronised, wherever they may be: all, those of some workers, each now and then."""
+    yield lambda worker: True
+    for chosen in range(2**workers - 1) if workers <= 3 else (0,):
+        yield lambda worker, chosen=chosen: bool(chosen >> worker & 1)
+    random = Random(workers)
+    for _ in range(2 if workers <= 8 else 0):
+        yield lambda worker: random.random() < 0.3
+
+
+CUDA_IPC: dict[str, Callable[[Route], bool]] = {
+    "NCCL": lambda route: False,
+    "CUDA IPC": lambda route: True,
+    "CUDA IPC between two of a machine": lambda route: route.sender // 2 == route.receiver // 2,
+}
+
+
+@pytest.mark.parametrize("by_ipc", CUDA_IPC)
 @pytest.mark.parametrize(("schedule", "replicas", "messages"), jobs())
-def test_no_schedule_waits_in_a_circle(schedule: str, replicas: Sequence[int], messages: str) -> None:
-    job(schedule, replicas, messages).check()
+def test_no_schedule_waits_in_a_circle(schedule: str, replicas: Sequence[int], messages: str, by_ipc: str) -> None:
+    for synchronises in synchronising(sum(replicas)):
+        job(schedule, replicas, messages, by_ipc=CUDA_IPC[by_ipc], synchronises=synchronises).check()
 
 
 @pytest.mark.parametrize(
@@ -100,8 +121,9 @@ def test_no_schedule_waits_in_a_circle(schedule: str, replicas: Sequence[int], m
         ("interleaved", (1, 1), "neighbours", {"by_nccl": lambda route: True}),
         ("1f1b", (3, 1), "neighbours", {"by_nccl": lambda route: True}),
         ("1f1b", (2, 3, 1), "neighbours", {"sums_in_backward": lambda stage: True}),
+        ("1f1b", (2, 3, 1), "neighbours", {"sums_in_backward": lambda stage: True, "by_ipc": lambda route: True}),
     ],
-    ids=["ahead", "ahead with a flush", "skips", "interleaved", "replicas", "sums in the backward"],
+    ids=["ahead", "ahead with a flush", "skips", "interleaved", "replicas", "sums in the backward", "CUDA IPC"],
 )
 def test_what_would_wait_in_a_circle_is_found(
     schedule: str, replicas: Sequence[int], messages: str, changed: dict[str, Any]

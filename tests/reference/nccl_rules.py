@@ -7,6 +7,9 @@ The rules are those of docs/architecture.md ("What NCCL makes wait"):
 3. An operation that was issued is a running kernel until it completes, and only so many run at once on a device.
 4. What synchronises the device waits for every operation that was issued there. Any kernel may do so: one that is
    loaded when it is first used, or one whose memory has to be allocated.
+5. Kernels run in order: what was issued after a receive or a sum, a send too, runs once these are complete. Through
+   memory of a GPU a message asks no more than that of its receiver's device, and of the receiver's host that the
+   sender's has issued it.
 
 A program is what the host of a worker does: it issues operations, and synchronises. What is computed in between needs
 no part in it, for it ends by itself.
@@ -36,12 +39,16 @@ class Operation:
         members: ranks.
         name: of the message, or of the sum.
         is_nccl: whether the rules hold for it; else the host waits where the program says so.
+        sender: rank, of a message; None of a sum.
+        by_ipc: whether it goes through memory of a GPU.
     """
 
     communicator: str
     members: tuple[int, ...]
     name: str
     is_nccl: bool = True
+    sender: int | None = None
+    by_ipc: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} on {self.communicator}"
@@ -78,6 +85,9 @@ class Machine:
         self._begun: defaultdict[str, set[int]] = defaultdict(set)  # communicator -> members that have begun
         self._issued: list[list[Operation]] = [[] for _ in programs]  # not complete, in order
         self._running: list[list[Operation]] = [[] for _ in programs]
+        self._complete_operations: set[Operation] = set()
+        self._device_waits: list[set[Operation]] = [set() for _ in programs]  # for, before what is issued next runs
+        self._runs_after: dict[tuple[int, Operation], set[Operation]] = {}
 
     def run(self) -> None:
         """Run to the end; raises DeadlockError."""
@@ -93,9 +103,26 @@ class Machine:
         while self._steps[worker] and not self._waits_for(worker):
             step = self._steps[worker].popleft()
             if step.issued:
-                self._issued[worker].append(step.issued)
+                self._issue(worker, step.issued)
+            elif step.awaited and step.awaited.by_ipc:
+                assert step.awaited.sender is not None
+                self._device_waits[worker] |= self._runs_after[step.awaited.sender, step.awaited]
             advanced = True
         return advanced
+
+    def _issue(self, worker: int, operation: Operation) -> None:
+        """Issue an operation, which runs once all that the device waits for is complete."""
+        self._runs_after[worker, operation] = set(self._unfinished(worker))
+        if operation.by_ipc:
+            return
+        self._issued[worker].append(operation)
+        if operation.is_nccl and operation.sender != worker:
+            self._device_waits[worker].add(operation)
+
+    def _unfinished(self, worker: int) -> set[Operation]:
+        """What the device of a worker waits for before it runs what is issued next."""
+        self._device_waits[worker] -= self._complete_operations
+        return self._device_waits[worker]
 
     def _waits_for(self, worker: int) -> set[int]:
         """The workers that the host of this one waits for at its next step."""
@@ -104,9 +131,14 @@ class Machine:
             begun = self._begun[operation.communicator]
             begun.add(worker)
             return set(operation.members) - begun if operation.is_nccl else set()
+        if step.awaited and step.awaited.by_ipc:
+            sender = step.awaited.sender
+            assert sender is not None
+            return set() if (sender, step.awaited) in self._runs_after else {sender}
         if step.awaited:
             return self._missing(step.awaited) if step.awaited in self._issued[worker] else set()
-        return {other for operation in self._issued[worker] if operation.is_nccl for other in self._missing(operation)}
+        issued = [operation for operation in self._issued[worker] if operation.is_nccl]
+        return {other for operation in (*issued, *self._unfinished(worker)) for other in self._missing(operation)}
 
     def _missing(self, operation: Operation) -> set[int]:
         """The members that do not run an operation yet."""
@@ -114,15 +146,17 @@ class Machine:
 
     def _complete(self) -> bool:
         """Start what can run, and complete what all members run; return whether anything completed."""
-        for issued, running in zip(self._issued, self._running, strict=True):
+        for worker, (issued, running) in enumerate(zip(self._issued, self._running, strict=True)):
             first: set[str] = set()
             for operation in issued:
                 is_next = operation.communicator not in first
                 first.add(operation.communicator)
                 has_room = len([o for o in running if o.is_nccl]) < self._max_running or not operation.is_nccl
-                if is_next and operation not in running and has_room:
+                is_due = not operation.is_nccl or self._runs_after[worker, operation] <= self._complete_operations
+                if is_next and operation not in running and has_room and is_due:
                     running.append(operation)
         complete = {o for running in self._running for o in running if not self._missing(o)}
+        self._complete_operations |= complete
         for operation in complete:
             for member in operation.members:
                 self._running[member].remove(operation)
@@ -157,6 +191,8 @@ class Job:
         receives_ahead: receives of each direction that are posted before they are needed, in minibatches.
         is_warm: whether each communicator is used once, in one order, before the first action.
         by_nccl: whether NCCL carries the messages of a route; else the host of the receiver waits for them.
+        by_ipc: whether they go through memory of a GPU.
+        synchronises: whether a worker's device is synchronised at a moment when it may be; asked at each.
         sums_in_backward: whether a stage starts to sum gradients while it computes others.
     """
 
@@ -167,6 +203,8 @@ class Job:
     receives_ahead: int = 0
     is_warm: bool = True
     by_nccl: Callable[[Route], bool] = lambda route: True
+    by_ipc: Callable[[Route], bool] = lambda route: False
+    synchronises: Callable[[int], bool] = lambda worker: True
     sums_in_backward: Callable[[int], bool] = lambda stage: True
 
     @property
@@ -189,14 +227,20 @@ class Job:
         """What the host of each worker does in an epoch."""
         routes, lists = self.routes, build(self.schedule, self.shape, minibatches)
         hosts = [_Host(self, worker, routes, actions) for worker, actions in enumerate(lists)]
-        return [[*self._warm_up(w, routes), *host.program()] for w, host in enumerate(hosts)]
+        return [[*self._warm_up(w, routes), *self._program(w, host)] for w, host in enumerate(hosts)]
+
+    def _program(self, worker: int, host: _Host) -> Iterator[Step]:
+        for step in host.program():
+            if step.issued or step.awaited or self.synchronises(worker):
+                yield step
 
     def check(self) -> None:
         """Run an epoch that fills the pipeline, is steady and drains; raises DeadlockError."""
         Machine(self.programs(self.shape.representative_minibatches)).run()
 
     def _warm_up(self, worker: int, routes: Sequence[Route]) -> Iterator[Step]:
-        operations = [self.message(route, -1) for route in routes if self.by_nccl(route)]
+        messages = [self.message(route, -1) for route in routes]
+        operations = [message for message in messages if message.is_nccl]
         operations += [_sum_of_replicas(s, ranks, -1) for s, ranks in enumerate(self.ranks) if len(ranks) > 1]
         for operation in operations if self.is_warm else ():
             if worker in operation.members:
@@ -208,7 +252,9 @@ class Job:
         members = tuple(sorted((route.sender, route.receiver)))
         arrow = f"{route.direction} {route.source} to {route.destination}, rank {route.sender} to {route.receiver}"
         name = f"route {route.number} ({arrow})"
-        return Operation(name, members, f"minibatch {minibatch}", is_nccl=self.by_nccl(route))
+        by_ipc = self.by_ipc(route)
+        is_nccl = not by_ipc and self.by_nccl(route)
+        return Operation(name, members, f"minibatch {minibatch}", is_nccl, route.sender, by_ipc)
 
 
 class _Host:
@@ -293,7 +339,8 @@ class _Host:
         for route in self._in if minibatch is not None else ():
             if (route.destination, route.direction) == (stage, direction) and route.has(minibatch):
                 message = self._job.message(route, minibatch)
-                yield Step(during, issued=message)
+                if not message.by_ipc:
+                    yield Step(during, issued=message)
                 if not message.is_nccl:
                     yield Step(during, awaited=message)
 

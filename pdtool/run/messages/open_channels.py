@@ -55,7 +55,7 @@ def open_channels(
         PeerError: a worker does not come.
     """
     rank, size, device = dist.get_rank(), config.plan.batch_size, groups.device
-    by_device = device.type == "cuda" and config.transport == "auto" and can_use_cuda_ipc(config.plan, groups.uses_nccl)
+    by_device = device.type == "cuda" and config.transport == "auto"
     spare = SPARE_SLOTS if by_device else None
     layouts = {route.number: SlotLayout.of(route, size, route.depth(in_flight), spare) for route in routes}
     agreed: set[int] = set()
@@ -96,17 +96,6 @@ def open_channels(
         elif route.receiver == rank:
             channels.receivers.append((route, opener.receiver(route)))
     return channels
-
-
-def can_use_cuda_ipc(plan: Plan, uses_nccl: bool) -> bool:
-    """Whether workers can share memory of GPUs without ever waiting for each other in a circle.
-
-    A device waits for what another one has been told to do. Where that waits for an average by NCCL, it waits for the
-    host of another replica, too, which may wait for this very worker: not so with a flush, where all that a round
-    needs was sent before any worker begins the next one.
-    """
-    is_replicated = any(stage.replicas > 1 for stage in plan.stages)
-    return not (uses_nccl and is_replicated and is_asynchronous(plan.schedule))
 
 
 def can_use_nccl(route: Route, plan: Plan) -> bool:
