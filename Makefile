@@ -78,8 +78,9 @@ soak: $(STAMP) ## train for 2,000 updates on four workers, twice, and compare me
 chaos: $(STAMP) ## kill, damage and misconfigure runs at random, and say what happened (about ten minutes)
 	PYTHONPATH=. $(BIN)/python tests/chaos
 
-gpu-check: $(STAMP) ## run the tests that need a CUDA device; without one they are skipped
+gpu-check: $(STAMP) ## run the tests that need a CUDA device, and measure; without one they are skipped
 	$(BIN)/python -m pytest -m gpu -rs
+	$(BIN)/python tests/bench_gpu.py
 
 examples: $(STAMP) ## write the checked-in examples again
 	rm -rf profiles/digits.json plans/digits-3.yaml plans/digits-3

@@ -26,6 +26,8 @@ from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order
 from pdtool.schedule import POLICIES, default_shape
 
+DEVICE = "cpu"  # where workers compute; test_run_gpu.py sets it to cuda
+
 
 @dataclass(frozen=True)
 class Toy:
@@ -247,19 +249,29 @@ SKIP4 = replace(
         tensor("j", 2, [3], 11),
     ),
 )
-_MLP = tuple(f"self.l{s} = nn.Linear({6 if s == 0 else 5}, {4 if s == 5 else 5})" for s in range(6))
-MLP6 = Toy(
-    model=IMAGES.replace("n, 2, 6, 6", "n, 6")
-    + model(
-        "; ".join(_MLP), "h0: " + "; ".join(f"h{s + 1} = torch.tanh(self.l{s}(h{s}))" for s in range(6)) + "; return h6"
-    ),
-    stages=tuple(
-        (stage(s, _MLP[s], f"h{s}: return torch.tanh(self.l{s}(h{s}))"), (f"h{s}",), (f"h{s + 1}",) if s < 5 else ())
-        for s in range(6)
-    ),
-    tensors=tuple(tensor(f"h{s}", s - 1, [s], 6 if s == 0 else 5) for s in range(6)),
-    inputs=("h0",),
-)
+
+
+def perceptron(stages: int) -> Toy:
+    """A linear layer a stage."""
+    last = stages - 1
+    layers = [f"self.l{s} = nn.Linear({6 if s == 0 else 5}, {4 if s == last else 5})" for s in range(stages)]
+    forward = "; ".join(f"h{s + 1} = torch.tanh(self.l{s}(h{s}))" for s in range(stages))
+    return Toy(
+        model=IMAGES.replace("n, 2, 6, 6", "n, 6") + model("; ".join(layers), f"h0: {forward}; return h{stages}"),
+        stages=tuple(
+            (
+                stage(s, layers[s], f"h{s}: return torch.tanh(self.l{s}(h{s}))"),
+                (f"h{s}",),
+                (f"h{s + 1}",) if s < last else (),
+            )
+            for s in range(stages)
+        ),
+        tensors=tuple(tensor(f"h{s}", s - 1, [s], 6 if s == 0 else 5) for s in range(stages)),
+        inputs=("h0",),
+    )
+
+
+MLP6 = perceptron(6)
 TIED4 = replace(
     TIED3,
     stages=(
@@ -352,7 +364,7 @@ def job(
         ),
     )
     plan.check()
-    settings = {"out": folder / "run", "timeout_s": 60.0} | settings
+    settings = {"out": folder / "run", "timeout_s": 60.0, "device": DEVICE} | settings
     return RunConfig(
         plan=plan,
         bundle=bundle,
@@ -426,13 +438,13 @@ def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     if prepare:
         prepare()
-    context = WorkerContext(spec, rank, torch.device("cpu"), world)
+    context = WorkerContext(spec, rank, _device(spec, rank), world)
     Worker(context).run()
     outcomes = [
         Outcome(
             stage=s,
             replica=context.assignment.replica,
-            state={name: value.detach().clone() for name, value in replica.stage.module.state_dict().items()},
+            state={name: value.detach().cpu().clone() for name, value in replica.stage.module.state_dict().items()},
             peak_versions=replica.stage.weights.peak_versions,
             peak_stashed=replica.stage.peak_stashed,
         )
@@ -442,7 +454,18 @@ def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable
     torch.distributed.destroy_process_group()
 
 
+def _device(spec: RunConfig, rank: int) -> torch.device:
+    """The worker's device, which computes in fp32 throughout."""
+    if spec.device != "cuda":
+        return torch.device("cpu")
+    torch.backends.cudnn.allow_tf32 = False
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
+OTHER_KERNELS = {"rtol": 1e-2, "atol": 1e-3}  # those of a GPU, against a replay on the CPU
 
 
 def batches(spec: RunConfig) -> list[list[Batch]]:
@@ -463,6 +486,8 @@ def weights(outcomes: list[Outcome], replica: int = 0) -> dict[str, torch.Tensor
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:
     """Equal by name, within float tolerance."""
+    if DEVICE != "cpu":
+        tolerance = OTHER_KERNELS
     for name, value in expected.items():
         torch.testing.assert_close(
             found[name], value, msg=lambda text, n=name: f"{n}: {text}", **(tolerance or TOLERANCE)

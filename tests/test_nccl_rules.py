@@ -16,7 +16,7 @@ from typing import Any
 
 import harness
 import pytest
-from harness import CONV1, CONV2, CONV3, SKIP3, TIED3
+from harness import CONV1, CONV2, CONV3, CONV4, SKIP3, TIED3, perceptron
 from reference import nccl_stand_in
 from reference.nccl_rules import DeadlockError, Job
 
@@ -150,6 +150,9 @@ RUNS = [
     (CONV3, (1, 1, 1), {"schedule": "1f1b-flush", "microbatches": 4}),
     (CONV3, (1, 1, 1), {"schedule": "gpipe", "microbatches": 4}),
     (CONV3, (1, 1, 1), {"schedule": "2bw"}),
+    (CONV4, (1,) * 4, {}),
+    (perceptron(8), (1,) * 8, {}),
+    (CONV4, (1, 1), {"schedule": "interleaved", "chunks": 2, "microbatches": 4, "steps": 4}),
     (CONV3, (1, 1, 1), {"schedule": "zb-h1", "microbatches": 4}),
     (CONV2, (2, 1), {}),
     (CONV2, (1, 2), {}),

@@ -1,68 +1,176 @@
-"""The same laws on a GPU: two workers that share it (gloo through CPU memory), and NCCL where each has its own."""
+"""The same laws on a GPU: two and three workers that share it, by CUDA IPC; with a GPU for each, they have one each.
+
+The tests are those of the CPU (test_laws_*.py), with workers on the device and replays on the CPU, to the tolerance of
+other kernels.
+"""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import harness
 import pytest
+import test_laws_flush
+import test_laws_training
 import torch
-from harness import CONV2, CONV3, LSTM3, batches, stage_of
+from harness import CONV2, CONV3, LSTM3, SKIP3, TIED3, Toy, assert_same, batches, weights
 from reference import replay
+from test_laws_precision import COMPILED, NEAR_FP32, trained
 
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
+from pdtool.run.messages import open_channels
 from pdtool.run.processes.launcher import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+WITHOUT_FLUSH = [
+    "conv-two-stages",
+    "conv-three-stages",
+    "conv-2-1",
+    "conv-1-2",
+    "skip",
+    "lstm",
+    "every-2",
+    "every-3-2-1",
+    "sync-conv",
+    "sync-lstm",
+    "sync-conv-2-1",
+    "none-conv",
+    "none-lstm",
+    "2bw-conv",
+    "2bw-lstm-every-4",
+    "2bw-conv-2-1",
+]
+WITH_FLUSH = [
+    "flush",
+    "gpipe",
+    "flush-2-1",
+    "lstm-flush",
+    "tied-flush",
+    "interleaved",
+    "skip-interleaved",
+    "tied-interleaved",
+    "zb",
+    "lstm-zb",
+]
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "DEVICE", "cuda")
+
+
+def named(cases: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """The cases of these names; each must be one."""
+    by_name = {case.id: case for case in cases}
+    return [by_name[name] for name in names]
+
+
+def require_cuda_ipc() -> None:
+    """In a worker: fail unless all messages between workers go through memory of a GPU."""
+    share = open_channels.share_device_memory
+
+    def checked(routes: Any, *args: Any) -> Any:
+        agreed, memory = share(routes, *args)
+        assert agreed == {route.number for route in routes if not route.is_local}, "CUDA IPC was refused"
+        return agreed, memory
+
+    open_channels.share_device_memory = checked
+
+
+@pytest.mark.parametrize("toy", [CONV2, SKIP3], ids=["two", "skip"])
+def test_messages_go_through_memory_of_the_gpu(tmp_path: Path, toy: Toy) -> None:
+    """Where CUDA refuses that, as in some containers, this test fails and the others show the other ways."""
+    harness.run(harness.job(tmp_path, toy, epochs=2), require_cuda_ipc)
+
 
 @pytest.mark.parametrize(
-    ("toy", "replicas"),
-    [(CONV2, (1, 1)), (CONV3, (1, 1, 1)), (LSTM3, (1, 1, 1)), (CONV2, (2, 1))],
-    ids=["conv-two-stages", "conv-three-stages", "lstm", "conv-2-1"],
+    ("toy", "replicas", "optimizer", "settings", "every"), named(test_laws_training.CASES, WITHOUT_FLUSH)
 )
-def test_1f1b_equals_its_replay_on_the_cpu(tmp_path: Path, toy: harness.Toy, replicas: tuple[int, ...]) -> None:
-    """Law 3, to the tolerance of other kernels. With as many devices as workers NCCL carries the tensors."""
-    spec = harness.job(tmp_path, toy, replicas, optimizer="plain", device="cuda")
-    launch(spec)
-    checkpoint.export(spec.out, tmp_path / "model.pt")
-    found = torch.load(tmp_path / "model.pt", weights_only=True)
-    file = ModelFile.load(spec.model, trusted=True)
-    shape = spec.plan.shape()
-    expected = replay.asynchronous(
-        file.build(spec.seed),
-        stage_of(spec).__getitem__,
-        batches(spec),
-        file.loss,
-        file.optimizer,
-        replay.Pipeline(replicas, shape.in_flight, replicas),
+def test_without_a_flush_training_equals_its_replay(
+    tmp_path: Path, toy: Toy, replicas: Any, optimizer: str, settings: Any, every: Any
+) -> None:
+    """Laws 3 and 5."""
+    law = test_laws_training.test_1f1b_equals_its_replay_and_keeps_no_more_than_the_plan_says
+    law(tmp_path, toy, replicas, "plain" if optimizer == "adam" else optimizer, settings, every)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "settings", "every"), [((1, 1, 1), {}, (1, 1, 1)), ((1, 1, 1), test_laws_training.BW2, (3, 3, 3))]
+)
+def test_tied_weights_without_a_flush(tmp_path: Path, replicas: Any, settings: Any, every: Any) -> None:
+    test_laws_training.test_tied_weights_without_flush_equal_their_replay_and_each_other(
+        tmp_path, replicas, settings, every
     )
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("toy", "replicas", "schedule", "microbatches", "optimizer", "settings"), named(test_laws_flush.CASES, WITH_FLUSH)
+)
+def test_with_a_flush_training_equals_the_unsplit_model(
+    tmp_path: Path, toy: Toy, replicas: Any, schedule: str, microbatches: int, optimizer: str, settings: Any
+) -> None:
+    """Laws 2 and 5."""
+    law = test_laws_flush.test_a_synchronous_schedule_equals_the_unsplit_model
+    law(tmp_path, toy, replicas, schedule, microbatches, "plain" if optimizer == "adam" else optimizer, settings)
+
+
+def test_recomputing_changes_nothing(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, CONV3, epochs=2)
+    stages = tuple(stage.model_copy(update={"recompute": True}) for stage in spec.plan.stages)
+    plan = spec.plan.model_copy(update={"stages": stages})
+    again = replace(spec, plan=plan, out=tmp_path / "again")
+    assert_same(weights(harness.run(again)), weights(harness.run(spec)))
+
+
+def test_bf16_is_near_fp32(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, LSTM3, precision="bf16", epochs=2)
+    found, exact = weights(harness.run(spec)), trained(spec, (1, 1, 1))
+    for name, value in exact.items():
+        torch.testing.assert_close(found[name], value, **NEAR_FP32)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_stages_equal_their_replay(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, CONV3, compiled=True, epochs=2)
+    assert_same(weights(harness.run(spec)), trained(spec, (1, 1, 1)), **COMPILED)
+
+
+def test_a_run_resumes_with_fused_adam(tmp_path: Path) -> None:
+    """Its counter of steps lives on the device. Law 8, with vertical sync: as if nothing had happened."""
+    fused = CONV3.model.replace("OPTIMIZER", "torch.optim.Adam([p for _, p in named], lr=1e-3, fused=True)")
+    toy = replace(CONV3, model=fused)
+    whole = harness.job(tmp_path / "whole", toy, weights="vertical-sync", epochs=2)
+    first = harness.job(tmp_path / "parts", toy, weights="vertical-sync", epochs=1)
+    expected = weights(harness.run(whole))
+    harness.run(first)
+    second = replace(first, epochs=2, out=tmp_path / "second", resume=first.out)
+    assert_same(weights(harness.run(second)), expected)
 
 
 def test_data_parallelism_with_nccl(tmp_path: Path) -> None:
     """One stage on all devices: with one device, a world of one."""
     replicas = torch.cuda.device_count()
-    spec = harness.job(tmp_path, harness.CONV1, (replicas,), optimizer="plain", device="cuda")
+    spec = harness.job(tmp_path, harness.CONV1, (replicas,), optimizer="plain")
     launch(spec)
     checkpoint.export(spec.out, tmp_path / "model.pt")
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     file = ModelFile.load(spec.model, trusted=True)
     expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, replicas)
-    for name in ("conv1.weight", "conv2.weight", "fc.weight"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-3)
+    names = ("conv1.weight", "conv2.weight", "fc.weight")
+    assert_same(found, {name: expected[name] for name in names})
 
 
-def test_the_norm_of_all_stages_clips_as_in_a_plain_loop(tmp_path: Path) -> None:
-    toy = replace(CONV3, model=CONV3.model + "\nMAX_GRAD_NORM = 0.3\n")
-    spec = harness.job(tmp_path, toy, schedule="gpipe", microbatches=3, optimizer="plain", device="cuda")
-    launch(spec)
-    checkpoint.export(spec.out, tmp_path / "model.pt")
-    found = torch.load(tmp_path / "model.pt", weights_only=True)
+@pytest.mark.parametrize("toy", [CONV3, TIED3], ids=["conv", "tied"])
+def test_the_norm_of_all_stages_clips_as_in_a_plain_loop(tmp_path: Path, toy: Toy) -> None:
+    clipped = replace(toy, model=toy.model + "\nMAX_GRAD_NORM = 0.3\n")
+    spec = harness.job(tmp_path, clipped, schedule="gpipe", microbatches=3, optimizer="plain")
     file = ModelFile.load(spec.model, trusted=True)
     expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, 3, max_norm=0.3)
-    for name in ("conv1.weight", "conv2.weight", "fc.weight"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-3)
+    found = weights(harness.run(spec))
+    assert_same(found, {name: value for name, value in expected.items() if name in found})

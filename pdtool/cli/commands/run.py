@@ -71,7 +71,7 @@ _SAME_FOLDER = "the folder of -o"
 @options.choice(
     "--transport",
     choices=("auto", "gloo", "shared"),
-    help="How tensors go between workers; auto shares memory within a machine.",
+    help="How tensors go between workers; auto shares memory, of GPUs too, within a machine.",
 )
 @options.choice(
     "--wire-dtype", choices=("fp32", "fp16", "bf16"), help="What fp32 tensors are on their way between workers."
