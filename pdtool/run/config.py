@@ -97,7 +97,8 @@ class RunConfig:
         precision: what the stages compute in: `bf16` is autocast, with weights and messages in fp32.
         compiled: whether each stage goes through torch.compile.
         transport: how tensors travel between workers: `auto` shares memory within a machine, of GPUs where they
-            compute, and uses NCCL between other GPUs, else gloo; `gloo` always uses gloo; `shared` refuses to run where memory cannot be shared.
+            compute, and uses NCCL between other GPUs, else gloo; `gloo` always uses gloo; `shared` refuses to run where
+            memory cannot be shared.
         wire_dtype: what fp32 tensors are sent as between workers.
         timeout_s: how many seconds a worker waits for another before it gives up.
         threads: CPU threads of each worker; None divides the cores of a machine among its workers. OMP_NUM_THREADS
