@@ -9,6 +9,7 @@ are tagged.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from pdtool.run.messages.routes import Edge, Route
 from pdtool.run.processes.collectives import PeerErrorContext, short_reason
 
 _TAGS = 2**31
+_MAX_BLOCKS = 4  # of a kernel that sends or receives; some 20 GB/s each, more than links between machines carry
 
 
 def make_gloo_groups(routes: Sequence[Route], timeout_s: float) -> Mapping[int, Any]:
@@ -53,7 +55,8 @@ def make_nccl_groups(routes: Sequence[Route], timeout_s: float, device: torch.de
     for route in routes:
         with PeerErrorContext(f"ranks {route.sender} and {route.receiver} did not connect by NCCL"):
             ranks = sorted((route.sender, route.receiver))
-            group = dist.new_group(ranks, timeout=timeout, backend="nccl", device_id=device)
+            options = _nccl_options()
+            group = dist.new_group(ranks, timeout=timeout, backend="nccl", pg_options=options, device_id=device)
             if dist.get_rank() in ranks:
                 first = torch.zeros(1, device=device)
                 if dist.get_rank() == route.sender:
@@ -63,6 +66,18 @@ def make_nccl_groups(routes: Sequence[Route], timeout_s: float, device: torch.de
                 first.item()  # the host waits until it has arrived
         groups[route.number] = group
     return groups
+
+
+def _nccl_options() -> Any:
+    """Let a message that waits for its receiver leave the device to the stage's kernels, but for a few blocks.
+
+    None where the user decides about that, or torch has no NCCL.
+    """
+    if not dist.is_nccl_available() or "NCCL_MAX_CTAS" in os.environ:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_BLOCKS
+    return options
 
 
 class DistributedSender:
