@@ -53,7 +53,7 @@ def open_ends(kind: str, size: int, rank: int) -> tuple[Sender, Receiver]:
             DistributedSender(out, groups[out.number], DEPTH, CPU, nullcontext()),
             DistributedReceiver(into, groups[into.number]),
         )
-    layout = SlotLayout.of(out, 1, DEPTH)
+    layout = SlotLayout.of(out, 1, DEPTH, DEPTH)
     _, shared = share_memory(there, rank, dist.group.WORLD, dict.fromkeys((0, 1), layout.total_bytes), 60.0)
     return (
         SharedMemorySender(out, layout, shared[out.number], nullcontext()),

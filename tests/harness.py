@@ -27,6 +27,7 @@ from pdtool.run.data import sample_order
 from pdtool.schedule import POLICIES, default_shape
 
 DEVICE = "cpu"  # where workers compute; test_run_gpu.py sets it to cuda
+PREPARE: Callable[[], None] | None = None  # for `run`, where a test says nothing else
 
 
 @dataclass(frozen=True)
@@ -416,7 +417,9 @@ def run(spec: RunConfig, prepare: Callable[[], None] | None = None) -> list[Outc
     spec.out.mkdir(parents=True, exist_ok=True)
     store = spec.out / f"store-{len(list(spec.out.glob('store-*')))}"
     world = spec.plan.workers
-    processes = [context.Process(target=_work, args=(spec, rank, world, store, prepare)) for rank in range(world)]
+    processes = [
+        context.Process(target=_work, args=(spec, rank, world, store, prepare or PREPARE)) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     for process in processes:

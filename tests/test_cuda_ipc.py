@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +18,17 @@ import numpy as np
 import pytest
 import torch
 from reference.simulated_device import Event, SimulatedDevice, Stream
+from test_nccl_rules import job, jobs
 from torch import Tensor
 
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.run.messages import cuda_ipc
 from pdtool.run.messages.cuda_ipc import SPARE_SLOTS, CudaIpcReceiver, CudaIpcSender, DeviceMemory
-from pdtool.run.messages.routes import Edge, list_routes
+from pdtool.run.messages.open_channels import _device_layout
+from pdtool.run.messages.routes import Edge, Route, list_routes
 from pdtool.run.messages.slots import SlotLayout
 from pdtool.run.processes.collectives import PeerError
+from pdtool.schedule import Action, ActionKind, build
 
 BATCH, DEPTH, MESSAGES = 4, 3, 40
 
@@ -178,3 +181,43 @@ def test_a_peer_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(PeerError, match="from rank 0") as raised:
             ends.receive(0)
         assert raised.value.peer == 0
+
+
+@pytest.mark.parametrize(("schedule", "replicas", "messages"), jobs())
+def test_slots_of_a_gpu_suffice_for_every_schedule(schedule: str, replicas: Sequence[int], messages: str) -> None:
+    """No worker waits for a slot for ever: one of a forward is free after the backward, one of a backward at once."""
+    made = job(schedule, replicas, messages)
+    shape, routes = made.shape, made.routes
+    in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
+    free = {route.number: _device_layout(route, 1, in_flight).slots for route in routes}
+    sent: set[tuple[int, int]] = set()
+    lists = [deque(actions) for actions in build(schedule, shape, shape.representative_minibatches)]
+
+    def carried(worker: int, action: Action, end: str, kind: str) -> list[Route]:
+        stage = "destination" if end == "receiver" else "source"
+        ends = [r for r in routes if getattr(r, end) == worker and getattr(r, stage) == action.stage]
+        return [r for r in ends if r.direction == kind and r.has(action.minibatch)]
+
+    def do(worker: int, action: Action) -> bool:
+        i, kind = action.minibatch, "forward" if action.kind is ActionKind.FORWARD else "backward"
+        moves = action.kind not in (ActionKind.UPDATE, ActionKind.BACKWARD_WEIGHT)
+        into, out = (carried(worker, action, end, kind) if moves else [] for end in ("receiver", "sender"))
+        if any((route.number, i) not in sent for route in into) or not all(free[route.number] for route in out):
+            return False
+        for route in out:
+            free[route.number] -= 1
+            sent.add((route.number, i))
+        ended = into if kind == "backward" and moves else []
+        if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            ended = [*ended, *carried(worker, action, "receiver", "forward")]
+        for route in ended:
+            free[route.number] += 1
+        return True
+
+    while any(lists):
+        done = 0
+        for worker, actions in enumerate(lists):
+            while actions and do(worker, actions[0]):
+                actions.popleft()
+                done += 1
+        assert done, f"all wait: {[str(actions[0]) for actions in lists if actions]}"

@@ -169,6 +169,14 @@ def test_semaphores_of_launchers_that_are_gone_are_removed(tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
+def test_counters_of_shared_tensors_end_with_their_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(semaphores, "_FOLDER", tmp_path)
+    for name in ("torch_12_345_0", "torch_12_345_1", "torch_123_45_0", "torch_1_2_3"):
+        (tmp_path / name).touch()
+    semaphores.remove_counters(12)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["torch_123_45_0", "torch_1_2_3"]
+
+
 def test_a_launch_names_its_semaphores_after_itself(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1000))
     names = set(re.findall(r"/dev/shm/(sem\.\w+)", Path(f"/proc/{launcher.workers()[0]}/maps").read_text()))

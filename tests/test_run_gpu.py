@@ -17,10 +17,11 @@ import pytest
 import test_laws_flush
 import test_laws_training
 import torch
-from harness import CONV2, CONV3, LSTM3, SKIP3, TIED3, Toy, assert_same, batches, weights
+from harness import CONV2, CONV3, LSTM3, TIED3, Toy, assert_same, batches, weights
 from reference import replay
 from test_laws_precision import COMPILED, NEAR_FP32, trained
 
+from pdtool.errors import WorkerDiedError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.messages import open_channels
@@ -60,9 +61,20 @@ WITH_FLUSH = [
 ]
 
 
+@pytest.fixture(scope="module")
+def shares_memory(tmp_path_factory: pytest.TempPathFactory) -> bool:
+    """Whether CUDA lets two workers here share memory of a GPU."""
+    try:
+        harness.run(harness.job(tmp_path_factory.mktemp("ipc"), CONV2, device="cuda"), require_cuda_ipc)
+    except AssertionError:
+        return False
+    return True
+
+
 @pytest.fixture(autouse=True)
-def on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_device(monkeypatch: pytest.MonkeyPatch, shares_memory: bool) -> None:
     monkeypatch.setattr(harness, "DEVICE", "cuda")
+    monkeypatch.setattr(harness, "PREPARE", require_cuda_ipc if shares_memory else None)
 
 
 def named(cases: Sequence[Any], names: Sequence[str]) -> list[Any]:
@@ -83,10 +95,15 @@ def require_cuda_ipc() -> None:
     open_channels.share_device_memory = checked
 
 
-@pytest.mark.parametrize("toy", [CONV2, SKIP3], ids=["two", "skip"])
-def test_messages_go_through_memory_of_the_gpu(tmp_path: Path, toy: Toy) -> None:
+def test_messages_go_through_memory_of_the_gpu(shares_memory: bool) -> None:
     """Where CUDA refuses that, as in some containers, this test fails and the others show the other ways."""
-    harness.run(harness.job(tmp_path, toy, epochs=2), require_cuda_ipc)
+    assert shares_memory
+
+
+def test_a_worker_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> None:
+    killed = harness.faulty("os.kill(os.getpid(), signal.SIGKILL) if self.n == 3 else None")
+    with pytest.raises(WorkerDiedError, match="rank 1"):
+        launch(harness.job(tmp_path, killed, timeout_s=30.0))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +154,7 @@ def test_bf16_is_near_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 def test_compiled_stages_equal_their_replay(tmp_path: Path) -> None:
-    spec = harness.job(tmp_path, CONV3, compiled=True, epochs=2)
+    spec = harness.job(tmp_path, CONV3, compiled=True, epochs=2, timeout_s=300.0)
     assert_same(weights(harness.run(spec)), trained(spec, (1, 1, 1)), **COMPILED)
 
 

@@ -89,7 +89,7 @@ def pair(
 ) -> tuple[SharedMemorySender, SharedMemoryReceiver]:
     """Both ends of a route from rank 0 to rank 1."""
     route = list_routes(edges, [[0], [1]])[0]
-    layout = SlotLayout.of(route, BATCH, depth)
+    layout = SlotLayout.of(route, BATCH, depth, depth)
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, layout.total_bytes)
     first, second = (mmap.mmap(descriptor, layout.total_bytes) for _ in range(2))
@@ -259,7 +259,7 @@ def stages_here(
     plan = SimpleNamespace(batch_size=minibatches.size)
     config: Any = SimpleNamespace(transport=transport, timeout_s=30.0, plan=plan)
     routes = list_routes(list_edges(bundle, [], narrow), ranks)
-    channels = open_channels(routes, groups, config, 4, WorkerMeter(device))
+    channels = open_channels(routes, groups, config, [4], WorkerMeter(device))
     data = DataPass("train", DatasetSplit(len(minibatches.order), ()), minibatches, 0, 1)
     made = {}
     for stage in [s for s, replicas in enumerate(ranks) if rank in replicas]:

@@ -167,7 +167,8 @@ class Worker:
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             config.target.is_reached(self.validate(0, size))
         self._meter.restart()
-        self._meter.memory.start(replica.stage.module for replica in self._stages.values())
+        modules = [replica.stage.module for replica in self._stages.values()]
+        self._meter.memory.start(modules, self._context.received_device_bytes)
         while done < config.epochs and not self._is_target_reached():
             if done == resumed + 1:  # the first epoch was for warming up
                 self._timer.restart()

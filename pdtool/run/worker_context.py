@@ -33,7 +33,7 @@ from pdtool.run.weights.learning_rate import RunLength
 from pdtool.run.weights.optimizer import NamedOptimizer
 from pdtool.run.weights.replica_averager import ReplicaAverager
 from pdtool.run.weights.tied_parameters import TiedHolders, TiedParameterSync
-from pdtool.schedule import gradient_delays, is_asynchronous, tied_update_lag, total_in_flight
+from pdtool.schedule import gradient_delays, is_asynchronous, tied_update_lag
 
 _SPLITS = ("train", "valid")
 _WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -54,6 +54,7 @@ class WorkerContext:
         loaders: at the first stage, by the name of the split.
         splits: by name.
         epoch_samples: samples of the training set in an epoch.
+        received_device_bytes: memory of its GPU that messages come into.
         stages: its replicas of stages, by the stage's number.
         updates: updates them.
 
@@ -98,6 +99,7 @@ class WorkerContext:
         check_last_minibatch(modules, bundle, self.epoch_samples, device)
         self.status.set("the building of the stages")
         builder = _StageBuilder(self, model)
+        self.received_device_bytes = builder.channels.device_bytes
         self.stages = {s: builder.build(s, module) for s, module in modules.items()}
         updates_together = not is_asynchronous(config.plan.schedule) and len(self.shape.replicas) > 1
         self.updates = ClippedUpdates(
@@ -183,7 +185,7 @@ def _channels(context: WorkerContext) -> Channels:
     targets = describe_targets(context.splits["train"].leaves)
     edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
     routes = list_routes(edges, [replicas.ranks for replicas in groups.replicas])
-    in_flight = total_in_flight(shape.replicas[: shape.pipeline_depth], shape.in_flight)
+    in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
     return open_channels(routes, groups, config, in_flight, context.meter)
 
 
@@ -191,7 +193,7 @@ class _StageBuilder:
     """Builds the stage replicas of a worker."""
 
     def __init__(self, context: WorkerContext, model: nn.Module) -> None:
-        self._context, self._config, self._channels = context, context.config, _channels(context)
+        self._context, self._config, self.channels = context, context.config, _channels(context)
         self._model_state = model.state_dict(keep_vars=True)
         self._model_parameters = dict(model.named_parameters())
         self._delays = gradient_delays(self._config.plan.schedule, context.shape)
@@ -209,7 +211,7 @@ class _StageBuilder:
             io=StageIO(
                 self._config.bundle,
                 s,
-                self._channels,
+                self.channels,
                 prefetch=in_flight + 1,
                 device=context.device,
                 meter=context.meter,

@@ -22,13 +22,17 @@ class PeakMemory:
         self._device, self._is_cuda = device, device.type == "cuda"
         self._before_bytes: int | None = None
 
-    def start(self, stages: Iterable[nn.Module]) -> None:
-        """Begin to measure; of what is held by now, parameters and buffers of `stages` count and libraries do not."""
+    def start(self, stages: Iterable[nn.Module], received_bytes: int = 0) -> None:
+        """Begin to measure; of what is held by now, parameters and buffers of `stages` count and libraries do not.
+
+        Args:
+            received_bytes: memory of a GPU that is set aside for messages, which counts, too.
+        """
         gc.collect()
         process_memory.trim_heap()  # what glibc keeps of the stages of others looks held
         stage_bytes = {id(t): t.nbytes for stage in stages for t in (*stage.parameters(), *stage.buffers())}
         now = torch.cuda.memory_allocated(self._device) if self._is_cuda else process_memory.resident_bytes()
-        self._before_bytes = None if now is None else now - sum(stage_bytes.values())
+        self._before_bytes = None if now is None else now - sum(stage_bytes.values()) - received_bytes
         self.restart()
 
     def restart(self) -> None:

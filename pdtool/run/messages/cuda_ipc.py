@@ -90,6 +90,13 @@ class CudaIpcReceiver(SlotReceiver):
         super().__init__(route, layout, shared.connection)
         self._shared, self._device = shared, shared.memory.device
         self._compute = torch.cuda.current_stream(self._device)  # also of the threads that backwards run in
+        self._error: RuntimeError | None = None
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Wait for the announcement of a message; the device waits for its copy. Raises as SlotReceiver does."""
+        if self._error:
+            raise self._error
+        return super().receive(minibatch, samples)
 
     def _tensors(self, slot: int, views: list[TensorView]) -> list[Tensor]:
         self._compute.wait_event(self._shared.written[slot])
@@ -104,7 +111,10 @@ class CudaIpcReceiver(SlotReceiver):
 
     def _give_back(self, slot: int, collected: Any) -> None:
         """Free a slot once the kernels that were started until now are done."""
-        self._shared.freed[slot].record(self._compute)
+        try:
+            self._shared.freed[slot].record(self._compute)
+        except RuntimeError as error:  # which Python would only print: a tensor's end is no place for errors
+            self._error = error
         super()._give_back(slot, collected)
 
 

@@ -23,7 +23,6 @@ from pdtool.run.messages.routes import Route
 from pdtool.run.messages.shared_memory import SharedMemory
 from pdtool.run.messages.slots import SlotLayout
 from pdtool.run.processes.collectives import all_gather
-from pdtool.run.processes.out_of_memory import is_out_of_memory
 
 _FIRST_BYTES = 8  # of the first message
 
@@ -102,13 +101,13 @@ class _RouteEnds:
         self.refusal = ""
 
     def attempt(self, step: Callable[..., Any], route: Route, before: Any) -> Any:
-        """Return the step's result; None if CUDA refuses it."""
+        """Return the step's result; None if CUDA refuses it, or another torch shares memory in another way."""
         try:
             with torch.cuda.device(self._device):
                 return step(route, before)
-        except (RuntimeError, ValueError, OSError) as error:
-            if is_out_of_memory(error):
-                raise
+        except torch.OutOfMemoryError:  # of the allocation; CUDA's own error may mean that it has no more handles
+            raise
+        except Exception as error:
             self.refusal = self.refusal or str(error).partition("\n")[0]
             return None
 
@@ -143,7 +142,11 @@ class _RouteEnds:
 
 
 def _new_events(count: int) -> list[torch.cuda.Event]:
-    return [torch.cuda.Event(interprocess=True) for _ in range(count)]  # type: ignore[no-untyped-call]
+    """Make events that have been recorded, so that who waits for one before its first use does not wait."""
+    events = [torch.cuda.Event(interprocess=True) for _ in range(count)]  # type: ignore[no-untyped-call]
+    for event in events:
+        event.record()
+    return events
 
 
 def _handles(events: Sequence[torch.cuda.Event]) -> list[bytes]:

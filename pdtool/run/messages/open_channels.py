@@ -29,25 +29,32 @@ from pdtool.run.messages.routes import Route
 from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
 from pdtool.run.messages.shared_memory_setup import share_memory
 from pdtool.run.messages.slots import SlotLayout
+from pdtool.run.processes.collectives import all_gather
 from pdtool.run.processes.process_groups import ProcessGroups
 from pdtool.schedule import is_asynchronous
 
 
 @dataclass
 class Channels:
-    """This worker's ends of channels, each with its route, in the order of the routes."""
+    """This worker's ends of channels, each with its route, in the order of the routes.
+
+    Attributes:
+        device_bytes: memory of this worker's GPU that messages come into.
+    """
 
     senders: list[tuple[Route, Sender]] = field(default_factory=list)
     receivers: list[tuple[Route, Receiver]] = field(default_factory=list)
+    device_bytes: int = 0
 
 
 def open_channels(
-    routes: Sequence[Route], groups: ProcessGroups, config: RunConfig, in_flight: int, meter: WorkerMeter
+    routes: Sequence[Route], groups: ProcessGroups, config: RunConfig, in_flight: Sequence[int], meter: WorkerMeter
 ) -> Channels:
     """Open this worker's ends of all channels; all workers call it together.
 
     Args:
-        in_flight: minibatches that the schedule has in flight at once, over all replicas.
+        in_flight: minibatches that the schedule has in flight at once, over all replicas of each stage; of interleaved
+            stages, of those of one chunk.
         meter: measures how long senders wait.
 
     Raises:
@@ -55,9 +62,10 @@ def open_channels(
         PeerError: a worker does not come.
     """
     rank, size, device = dist.get_rank(), config.plan.batch_size, groups.device
-    by_device = device.type == "cuda" and config.transport == "auto"
-    spare = SPARE_SLOTS if by_device else None
-    layouts = {route.number: SlotLayout.of(route, size, route.depth(in_flight), spare) for route in routes}
+    devices = all_gather(device.type, groups.world, "the kind of each worker's device")
+    by_device = set(devices) == {"cuda"} and config.transport == "auto"
+    layout = _device_layout if by_device else _host_layout
+    layouts = {route.number: layout(route, size, in_flight) for route in routes}
     agreed: set[int] = set()
     memory: dict[int, SharedMemory] = {}
     if config.transport != "gloo":
@@ -85,7 +93,8 @@ def open_channels(
         groups.device,
         meter,
     )
-    channels = Channels()
+    received = [route.number for route in routes if route.receiver == rank and route.number in by_ipc]
+    channels = Channels(device_bytes=sum(layouts[number].total_bytes for number in received))
     for route in routes:
         if route.is_local and route.sender == rank:
             local = LocalChannel()
@@ -96,6 +105,17 @@ def open_channels(
         elif route.receiver == rank:
             channels.receivers.append((route, opener.receiver(route)))
     return channels
+
+
+def _host_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> SlotLayout:
+    depth = route.depth(max(in_flight))
+    return SlotLayout.of(route, batch_size, depth, spare=depth)
+
+
+def _device_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> SlotLayout:
+    """Memory of a GPU is dear: slots for what is in flight from the stage nearer the input on, and few to spare."""
+    nearer = min(route.source, route.destination) % len(in_flight)
+    return SlotLayout.of(route, batch_size, route.depth(in_flight[nearer]), SPARE_SLOTS)
 
 
 def can_use_nccl(route: Route, plan: Plan) -> bool:

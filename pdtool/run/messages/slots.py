@@ -52,13 +52,13 @@ class SlotLayout:
     starts: tuple[int, ...]
 
     @classmethod
-    def of(cls, route: Route, batch_size: int, depth: int, spare: int | None = None) -> SlotLayout:
-        """Return the layout for minibatches of at most `batch_size` samples; as many spare slots as others, or few."""
+    def of(cls, route: Route, batch_size: int, depth: int, spare: int) -> SlotLayout:
+        """Return the layout for minibatches of at most `batch_size` samples."""
         starts = [0]
         for edge in route.edges:
             size = math.prod(edge.shape(batch_size)) * edge.sent_dtype.itemsize
             starts.append(starts[-1] + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-        return cls(depth, depth if spare is None else spare, (*starts[:-1], max(starts[-1], _ALIGNMENT_BYTES)))
+        return cls(depth, spare, (*starts[:-1], max(starts[-1], _ALIGNMENT_BYTES)))
 
     @property
     def slots(self) -> int:

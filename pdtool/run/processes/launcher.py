@@ -38,7 +38,7 @@ from pdtool.run.measure.metrics_log import following_metrics
 from pdtool.run.processes.collectives import short_reason
 from pdtool.run.processes.diagnosis import diagnose, fork_server_end
 from pdtool.run.processes.reaper import Reaper
-from pdtool.run.processes.semaphores import name_semaphores_after_this_process, remove_stale_semaphores
+from pdtool.run.processes.semaphores import name_semaphores_after_this_process, remove_counters, remove_stale_semaphores
 from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
 from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, stop_message
 from pdtool.run.processes.worker_main import run_worker, worker_main
@@ -125,6 +125,8 @@ def _launch_workers(
             raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy) from None
         exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
         raise diagnose(config, local, exit_codes) from None
+    finally:
+        _remove_counters(config.out, local)
     if stop_signal:
         with suppress(OSError):  # of a terminal that has hung up
             notify(stop_message(stop_signal, config.out))
@@ -233,6 +235,13 @@ def _killing_stragglers(config: RunConfig, local: Sequence[RankAssignment], reap
     finally:
         is_over.set()
         thread.join()
+
+
+def _remove_counters(out: Path, local: Sequence[RankAssignment]) -> None:
+    """Remove what workers that were killed left in /dev/shm."""
+    for assignment in local:
+        with suppress(ProcessLookupError):
+            remove_counters(read_pid(out, assignment.rank))
 
 
 def _has_ended(out: Path, rank: int) -> bool:

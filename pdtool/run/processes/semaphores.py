@@ -1,8 +1,12 @@
-"""Named semaphores of multiprocessing, which torch elastic makes: those of a launcher that was killed are removed.
+"""Files in /dev/shm that would outlive their processes.
+
+Named semaphores of multiprocessing, which torch elastic makes: those of a launcher that was killed are removed.
 
 On Linux they are files that outlive their processes. multiprocessing's resource tracker unlinks them, unless it is
 killed with the launcher, as by a signal to the whole process group. So they are named after the launcher, and the next
 one unlinks those of launchers that are gone.
+
+Counters of torch, for memory of a GPU that is shared: torch removes them in destructors, which no worker lives to see.
 """
 
 from __future__ import annotations
@@ -31,6 +35,13 @@ def remove_stale_semaphores() -> None:
         with suppress(OSError):
             if _is_stale(path.name):
                 path.unlink()
+
+
+def remove_counters(pid: int) -> None:
+    """Unlink the counters of shared tensors of a process that ends or is gone, of this container."""
+    for path in _FOLDER.glob(f"torch_{pid}_*"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def _is_stale(name: str) -> bool:

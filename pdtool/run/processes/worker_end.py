@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from pdtool.errors import PdtoolError, WorkerDiedError, describe_error
 from pdtool.run.processes.collectives import PeerError
+from pdtool.run.processes.semaphores import remove_counters
 from pdtool.run.processes.status import (
     OWN_ERROR,
     WorkerFailure,
@@ -85,6 +86,7 @@ def end_despite_threads(exit_code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    remove_counters(os.getpid())
     end_process(exit_code)
 
 
