@@ -57,6 +57,19 @@ def test_another_seed_on_resuming_is_told(road):
     assert "stage-1.safetensors" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
 
 
+def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
+    warning = "warning: the plan is for {}, the run computes in {}: its predictions do not hold; profile with"
+    run = ["run", "--steps", "1"]
+    assert "predictions do not hold" not in road.pdtool(*run).stderr
+    assert warning.format("fp32", "bf16") in road.pdtool(*run, "--precision", "bf16").stderr
+    assert "measured for" in (told := road.pdtool("profile", "model.py", "--precision", "bf16").stderr)
+    assert "in bf16" in told
+    assert Profile.load("profiles/model.json").precision == "bf16"
+    road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    assert "predictions do not hold" not in road.pdtool(*run, "--precision", "bf16").stderr
+    assert warning.format("bf16", "fp32") in road.pdtool(*run).stderr
+
+
 def test_profile_on_stdout(folder):
     folder.write("model.py", NET)
     result = folder.pdtool("profile", "model.py", "--batch-size", "4", "--set", "width=6", "-o", "-")
