@@ -73,6 +73,7 @@ class WeightVersions:
         ]
         # nn.LSTM and its kind compute with a list of their own, made when a parameter is assigned
         self._rnns: list[Any] = [owner for owner in module.modules() if hasattr(owner, "_flat_weights_names")]
+        self._recurrent = {id(parameter) for rnn in self._rnns for parameter in rnn._parameters.values()}
         self._stashing = stashing
         self._reads: Mapping[int, int] = {}
         self._readers: Counter[int] = Counter()
@@ -182,7 +183,11 @@ class WeightVersions:
     def _take_memory(self) -> list[Tensor]:
         if self._spare_memory:
             return self._spare_memory.pop()
-        return [torch.empty_like(p.data) for p in self.parameters.values()]
+        storages: dict[int, torch.UntypedStorage] = {}
+        return [
+            _empty_in_same_place(p.data, storages) if id(p) in self._recurrent else torch.empty_like(p.data)
+            for p in self.parameters.values()
+        ]
 
     def _new_version(self, memory: Sequence[Tensor], number: int) -> WeightVersion:
         """A version with fresh leaves over `memory`."""
@@ -193,6 +198,22 @@ class WeightVersions:
     def _make_current(self, number: int, memory: Sequence[Tensor]) -> None:
         self._current = self._alive[number] = self._new_version(memory, number)
         self.bind(self._current)
+
+
+def _empty_in_same_place(weight: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """An empty tensor that lies in a new storage where `weight` lies in its own.
+
+    cuDNN takes the weights of a recurrent layer from one piece of memory, in an order of its own, which a module makes
+    when it moves to the device. Of weights that lie elsewhere it makes such a copy at every call, and warns.
+
+    Args:
+        storages: address of a storage -> the new one in its place; filled here.
+    """
+    old = weight.untyped_storage()
+    if old.data_ptr() not in storages:
+        storages[old.data_ptr()] = torch.empty(old.nbytes(), dtype=torch.uint8, device=weight.device).untyped_storage()
+    empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    return empty.set_(storages[old.data_ptr()], weight.storage_offset(), weight.size(), weight.stride())
 
 
 def _add_hooks(
