@@ -33,7 +33,7 @@ import torch
 
 from pdtool import schedule
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
-from pdtool.artifacts.chrome_trace import chrome_trace
+from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
 from pdtool.run import checkpoint
@@ -103,7 +103,7 @@ class Worker:
                         replica.io.send_outputs(i, outputs)  # (3)
                         if replica is self._context.last_stage:
                             replica.keep_loss(i, outputs[0])
-                            self._timer.loss_computed(i)
+                            self._timer.loss_computed(i, self._meter.timestamps.record())
                     case ActionKind.BACKWARD:
                         output_gradients = replica.io.receive_gradients(i)  # (4)
                         weight = minibatches.weight(i)
@@ -176,7 +176,8 @@ class Worker:
             minibatches = Minibatches(self._context.sample_order(done), size)
             start_s = time.perf_counter()
             self.train(done, minibatches)
-            self._timer.epoch_ended(len(minibatches), count, time.perf_counter() - start_s)
+            train_s = time.perf_counter() - start_s
+            self._timer.epoch_ended(len(minibatches), count, train_s, self._meter.timestamps.seconds_between)
             with self._meter.paused():
                 self.metrics = self.validate(done)
             self._epoch_done()
@@ -256,7 +257,9 @@ class Worker:
         measurements = [measurements for _, measurements, _ in workers]
         report = assemble_report(self._config, measurements, self.metrics, epochs=epochs, samples=samples)
         if self._assignment.rank == 0:
-            trace = chrome_trace({name: events for name, _, events in workers})
+            is_on_gpu = self._context.device.type == "cuda"
+            events_of = {name: events for name, _, events in workers}
+            trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
             write_atomically(self._config.out / "trace.json", json.dumps(trace))
             report.save(self._config.out / "report.json")
         if self._log:
