@@ -81,7 +81,7 @@ def zoo(name, **settings):
 
 def counted(profile, *leave_out):
     """What a profile holds besides its device and what only that can tell."""
-    content = profile.model_dump(exclude={"device", "step_s", "coverage", "nodes"})
+    content = profile.model_dump(exclude={"device", "reserved_bytes", "step_s", "coverage", "nodes"})
     return content, [node.model_dump(exclude=MEASURED | set(leave_out)) for node in profile.nodes]
 
 

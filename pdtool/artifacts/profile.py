@@ -76,6 +76,7 @@ class Profile(Artifact):
         pin: node -> index of its stage; negative counts from the end.
         precision: what it computes in. fp32 is the model as it is written; measured in bf16, it ran under autocast, as
             a run does; estimated in another precision, it is as if cast to that. None: not recorded, most likely fp32.
+        reserved_bytes: of a device's memory, what no tensor gets (see DeviceSpec); 0 on a CPU.
         step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
@@ -91,6 +92,7 @@ class Profile(Artifact):
     batch_size: Count
     device: Device
     precision: Precision | None = None
+    reserved_bytes: Bytes = 0
     step_s: Seconds
     coverage: Seconds
     optimizer_state_bytes: Seconds = 0.0

@@ -173,7 +173,9 @@ class _Estimate:
             optimizer_state_bytes=state_bytes,
         )
         name = ", ".join(details + ["calibrated"] * bool(self.device.factors))
-        return make_profile(self.model, Device(name=name, kind="estimated"), costs, self.precision or "fp32")
+        profile = make_profile(self.model, Device(name=name, kind="estimated"), costs)
+        told = {"precision": self.precision or "fp32", "reserved_bytes": self.device.reserved_bytes}
+        return profile.model_copy(update=told)
 
     def _seconds(self, kernels: list[Kernel], kind: OperatorKind | None, launch_s: float | None = None) -> float:
         launch_s = self.device.launch_s if launch_s is None else launch_s

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from pdtool.artifacts.device import Precision
 from pdtool.artifacts.envelope import fields_checked
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
@@ -82,17 +81,15 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
     return stash_bytes, flops
 
 
-def make_profile(
-    model: ProfiledModel, device: Device, costs: GraphCosts, precision: Precision | None = None
-) -> Profile:
-    """Make the profile of a model that costs this on `device`, computed in `precision`.
+def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts) -> Profile:
+    """Make the profile of a model that costs this on `device`.
 
     Raises:
         ModelError: HINTS names what is no module of the model, or a figure is larger than a profile holds.
     """
     remedy = "choose a smaller --batch-size, a faster --device, or another name for the file"
     with fields_checked(lambda fault: model.model_file.error(f"its profile cannot be written: {fault}", remedy)):
-        return _make_profile(model, device, costs).model_copy(update={"precision": precision})
+        return _make_profile(model, device, costs)
 
 
 def _make_profile(model: ProfiledModel, device: Device, costs: GraphCosts) -> Profile:

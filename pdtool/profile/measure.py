@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from pdtool.artifacts.device import RESERVED_BYTES
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_io import tensors_of
@@ -91,7 +92,9 @@ class _Measurement:
             step_s=step_s,
         )
         device = Device(name=_device_name(self.device), kind="measured")
-        return make_profile(self.model, device, costs, self.model.run.precision)
+        reserved_bytes = RESERVED_BYTES if self.device.type == "cuda" else 0
+        told = {"precision": self.model.run.precision, "reserved_bytes": reserved_bytes}
+        return make_profile(self.model, device, costs).model_copy(update=told)
 
     def _rounds(self) -> tuple[float, Readings, Readings]:
         """Return median seconds of (the whole step, each node's forward, each node's backward).
