@@ -426,7 +426,9 @@ def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     if prepare:
         prepare()
-    context = WorkerContext(spec, rank, torch.device("cpu"), world)
+    context = WorkerContext(
+        spec, rank, torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu"), world
+    )
     Worker(context).run()
     outcomes = [
         Outcome(
