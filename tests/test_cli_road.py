@@ -68,6 +68,9 @@ def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
     road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
     assert "predictions do not hold" not in road.pdtool(*run, "--precision", "bf16").stderr
     assert warning.format("bf16", "fp32") in road.pdtool(*run).stderr
+    road.pdtool("profile", "model.py", "--device", "a100-80gb", "--precision", "bf16")
+    road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    assert "it needs more memory" in road.pdtool(*run, "--precision", "bf16").stderr
 
 
 def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
