@@ -10,8 +10,10 @@ import time
 from dataclasses import dataclass
 
 import pytest
+import samples
 import torch
 
+from pdtool.cli.commands.profile import _warn_about_coverage
 from pdtool.profile.instruments import CudaTimer
 
 LAUNCH_S, KERNEL_S, CYCLES_PER_S = 1e-3, 10e-6, 1.5e9
@@ -69,6 +71,22 @@ def test_launches_are_not_measured_once_the_timer_knows_how_long_they_take(devic
         _, seconds = timer("conv", lambda: device.launch(5))
         device.synchronize()
         assert seconds() == pytest.approx(5 * KERNEL_S)
+
+
+def test_the_time_of_the_launches_is_known(device: Device) -> None:
+    timer = CudaTimer()
+    for _ in range(3):
+        timer("whole step", lambda: device.launch(5))
+        device.synchronize()
+    assert timer.launch_s["whole step"] == pytest.approx(5 * LAUNCH_S)
+
+
+def test_a_host_that_is_slower_than_its_device_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = samples.profile().model_copy(update={"step_s": 2e-3, "coverage": 1.0})
+    _warn_about_coverage(profile.model_copy(update={"launch_s": 1e-3}))
+    assert capsys.readouterr().err == ""
+    _warn_about_coverage(profile.model_copy(update={"launch_s": 5e-3}))
+    assert "the kernels of a step take 2 ms, but the host needs 5 ms to launch them" in capsys.readouterr().err
 
 
 def test_each_work_gets_the_spin_that_it_needs(device: Device) -> None:

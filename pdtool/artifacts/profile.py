@@ -78,6 +78,7 @@ class Profile(Artifact):
             a run does; estimated in another precision, it is as if cast to that. None: not recorded, most likely fp32.
         reserved_bytes: of a device's memory, what no tensor gets (see DeviceSpec); 0 on a CPU.
         step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
+        launch_s: seconds that the host needs to launch the kernels of a step on a GPU; 0 where that was not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
         opaque: path of a module that cannot be cut, since its operators cannot be seen -> why.
@@ -94,6 +95,7 @@ class Profile(Artifact):
     precision: Precision | None = None
     reserved_bytes: Bytes = 0
     step_s: Seconds
+    launch_s: Seconds = 0.0
     coverage: Seconds
     optimizer_state_bytes: Seconds = 0.0
     nodes: tuple[Node, ...]

@@ -43,24 +43,27 @@ class CudaTimer:
     So a kernel that spins goes first, for twice the time that the host has needed to queue work of that name. It is
     short of that in two cases: at the first time, which is for warming up; and where the host cannot run ahead, since
     the work itself waits for the device, or has more kernels than fit into the device's queue (about a thousand).
+
+    Attributes:
+        launch_s: by name, the shortest time in which the host queued the work; a longer one may hold the spin itself.
     """
 
     def __init__(self) -> None:
         self._cycles_per_s = _spin_cycles_per_s()
-        self._queueing_s: dict[str, float] = {}  # the shortest time so far: a later one may hold the spin itself
+        self.launch_s: dict[str, float] = {}
 
     def __call__(self, name: str, work: Work) -> tuple[Any, Reading]:
         """Do `work`; return its result and the seconds of its kernels."""
         begin, end = _timing_event(), _timing_event()
-        known_s = self._queueing_s.get(name)
+        known_s = self.launch_s.get(name)
         if known_s is not None:
             _spin(int(min(_MAX_SPIN_S, 2 * known_s + _MARGIN_S) * self._cycles_per_s))
         begin.record()
         start = time.perf_counter()
         result = work()
-        queueing_s = time.perf_counter() - start
+        launch_s = time.perf_counter() - start
         end.record()
-        self._queueing_s[name] = queueing_s if known_s is None else min(known_s, queueing_s)
+        self.launch_s[name] = launch_s if known_s is None else min(known_s, launch_s)
         return result, lambda: float(begin.elapsed_time(end)) / 1e3
 
 

@@ -20,10 +20,11 @@ from pdtool.frontend.precision import RunPrecision, check_autocast
 from pdtool.frontend.tracing.trace import trace_file
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
-from pdtool.profile.instruments import Timer, Work, measure_scratch_bytes, timer_of
+from pdtool.profile.instruments import CudaTimer, Timer, Work, measure_scratch_bytes, timer_of
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _BUDGET_S = 6.0  # for all rounds, as far as _MIN_ROUNDS allows
+_WHOLE_STEP = "whole step"  # no operator has a name with a space
 Readings = dict[str, float]  # by node: seconds, or bytes
 
 
@@ -93,7 +94,8 @@ class _Measurement:
         )
         device = Device(name=_device_name(self.device), kind="measured")
         reserved_bytes = RESERVED_BYTES if self.device.type == "cuda" else 0
-        told = {"precision": self.model.run.precision, "reserved_bytes": reserved_bytes}
+        launch_s = self._timer.launch_s[_WHOLE_STEP] if isinstance(self._timer, CudaTimer) else 0.0
+        told = {"precision": self.model.run.precision, "reserved_bytes": reserved_bytes, "launch_s": launch_s}
         return make_profile(self.model, device, costs).model_copy(update=told)
 
     def _rounds(self) -> tuple[float, Readings, Readings]:
@@ -148,7 +150,7 @@ class _Measurement:
             for parameter in parameters:
                 parameter.grad = None
 
-        return self._seconds("whole step", step)
+        return self._seconds(_WHOLE_STEP, step)
 
     @cached_property
     def _timer(self) -> Timer:

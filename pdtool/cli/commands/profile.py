@@ -12,6 +12,7 @@ from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note, progress, show
 from pdtool.errors import UsageError
+from pdtool.units import format_seconds
 
 if TYPE_CHECKING:
     from pdtool.artifacts.device import DeviceSpec, Precision
@@ -139,6 +140,12 @@ def _say_what_is_opaque(result: Profile) -> None:
 
 
 def _warn_about_coverage(result: Profile) -> None:
+    if result.launch_s > result.step_s:
+        note(
+            f"warning: the kernels of a step take {format_seconds(result.step_s)}, but the host needs "
+            f"{format_seconds(result.launch_s)} to launch them: a run will be slower than its plan; "
+            "take a larger --batch-size"
+        )
     if result.device.kind == "measured" and not 0.9 <= result.coverage <= 1.1:
         note(
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "

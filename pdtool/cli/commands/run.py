@@ -252,9 +252,7 @@ def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
         what = f"the plan is for {profiled}, the run computes in {config.precision}"
         note(f"warning: {what}: its predictions do not hold; {remedy}")
     elif profiled == "bf16" and profile.device.kind == "estimated":
-        note(
-            "warning: the plan was estimated for bf16 weights, the run keeps them in fp32: it needs more memory"
-        )
+        note("warning: the plan was estimated for bf16 weights, the run keeps them in fp32: it needs more memory")
     if config.compiled:
         note("warning: the plan is for operators one by one, torch.compile fuses them: its predictions do not hold")
 
