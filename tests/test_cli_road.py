@@ -57,6 +57,34 @@ def test_another_seed_on_resuming_is_told(road):
     assert "stage-1.safetensors" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
 
 
+def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
+    warning = "warning: the plan is for {}, the run computes in {}: its predictions do not hold; profile with"
+    run = ["run", "--steps", "1"]
+    assert "predictions do not hold" not in road.pdtool(*run).stderr
+    assert warning.format("fp32", "bf16") in road.pdtool(*run, "--precision", "bf16").stderr
+    assert "measured for" in (told := road.pdtool("profile", "model.py", "--precision", "bf16").stderr)
+    assert "in bf16" in told
+    assert Profile.load("profiles/model.json").precision == "bf16"
+    road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    assert "predictions do not hold" not in road.pdtool(*run, "--precision", "bf16").stderr
+    assert warning.format("bf16", "fp32") in road.pdtool(*run).stderr
+    road.pdtool("profile", "model.py", "--device", "a100-80gb", "--precision", "bf16")
+    road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    assert "it needs more memory" in road.pdtool(*run, "--precision", "bf16").stderr
+
+
+def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
+    partition = ["partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s", "--memory"]
+    road.pdtool(*partition, "2GB")
+    assert Plan.load(PLAN).cluster.memory_bytes == 2 * 10**9
+    road.pdtool("profile", "model.py", "--device", "v100")
+    result = road.pdtool(*partition, "2GB")
+    assert Plan.load(PLAN).cluster.memory_bytes == 2 * 10**9 - 2**30
+    assert "of 2 GB of memory 1.07 GB are left for CUDA's context" in result.stderr
+    result = road.pdtool(*partition, "1GB", code=2)
+    assert "1 GB of memory, of which 1.07 GB are for CUDA's context" in result.stderr
+
+
 def test_profile_on_stdout(folder):
     folder.write("model.py", NET)
     result = folder.pdtool("profile", "model.py", "--batch-size", "4", "--set", "width=6", "-o", "-")

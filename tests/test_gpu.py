@@ -13,6 +13,7 @@ from pdtool.partition.search.search import SearchOptions
 from pdtool.profile.measure import measure
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.launcher import launch
+from pdtool.run.stage import PipelineStage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 MODELS = ["digits", "lstm_lm", "transformer"]
@@ -51,6 +52,17 @@ def test_two_workers_share_one_device_through_gloo(name, tmp_path):
     report = trained(name, 2, tmp_path)
     assert report.minibatches == 20
     assert [stage.peak_versions for stage in report.stages] == [2, 1]
+
+
+@pytest.mark.filterwarnings("error:RNN module weights are not part of single contiguous chunk")
+def test_versions_of_recurrent_weights_stay_flat():
+    """cuDNN warns where it has to copy weights that lie in several places."""
+    lstm = torch.nn.LSTM(8, 16, 2).to("cuda")
+    stage = PipelineStage(lstm, None)
+    for minibatch in range(3):
+        stage.forward(minibatch, [torch.randn(5, 4, 8, device="cuda", requires_grad=True)])
+        stage.weights.prepare_update()
+    assert stage.weights.peak_versions == 4
 
 
 def test_one_worker_runs_with_nccl_beside_gloo(tmp_path):

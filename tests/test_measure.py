@@ -7,7 +7,7 @@ import torch
 
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ModelError
+from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
@@ -96,6 +96,37 @@ def test_times_are_measured(model_file):
     assert profile.step_s > 0
     total = sum(n.forward_s + n.backward_s + n.update_s for n in profile.nodes)
     assert profile.coverage == pytest.approx(total / profile.step_s)
+
+
+def test_bf16_is_measured_as_a_run_computes_it(model_file):
+    """Under autocast: products keep bf16 for their backward, while weights and what goes over borders stay fp32."""
+    plain = measure(model_file, batch_size=16).by_name
+    profile = measure(model_file, batch_size=16, precision="bf16")
+    nodes = profile.by_name
+    assert profile.precision == "bf16"
+    assert (nodes["act"].stash_bytes, plain["act"].stash_bytes) == (16 * 8 * 2, 16 * 8 * 4)
+    weight_bytes = 8 * 8 * 2  # each minibatch keeps weights that were cast for it
+    assert nodes["mix"].stash_bytes == 16 * 8 * 2 + weight_bytes
+    for name in ("mix", "norm", "out"):
+        assert nodes[name].output_bytes == plain[name].output_bytes
+        assert nodes[name].parameter_bytes == plain[name].parameter_bytes
+        assert nodes[name].forward_s > 0
+        assert nodes[name].backward_s > 0
+
+
+def test_the_loss_is_measured_in_bf16_too(tmp_path):
+    check = "assert torch.is_autocast_enabled('cpu')\n    assert output.dtype is torch.bfloat16"
+    file = write(tmp_path, TEXT.replace("return F.cross_entropy", f"\n    {check}\n    return F.cross_entropy"))
+    assert measure(file, batch_size=16, precision="bf16").by_name["loss"].backward_s > 0
+
+
+def test_bf16_is_refused_where_the_model_switches_autocast_off(tmp_path):
+    text = TEXT.replace("y = self.act(self.mix(x))", "y = self.act(self.mix(x))\n        MORE")
+    more = "with torch.autocast('cpu', enabled=False):\n            y = y * 2"
+    file = write(tmp_path, text.replace("MORE", more))
+    assert measure(file, batch_size=16).precision == "fp32"
+    with pytest.raises(UsageError, match=r"--precision bf16: the model switches autocast off at net\.py:\d+"):
+        measure(file, batch_size=16, precision="bf16")
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")

@@ -25,7 +25,7 @@ from pdtool.artifacts.plan import Predicted
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.process_memory import MemoryLimit, memory_limits, oom_kills
 from pdtool.run.config import RunConfig, assign_ranks
-from pdtool.run.processes import launcher, reaper, worker_main
+from pdtool.run.processes import diagnosis, launcher, reaper, worker_main
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext
 from pdtool.run.processes.diagnosis import diagnose
 from pdtool.run.processes.launcher import launch
@@ -282,6 +282,48 @@ def test_one_that_closed_its_connections_has_not_been_waited_for(left: Left) -> 
     assert str(left.diagnosis({0: 5})).startswith(
         "rank 1 (stage 1, replica 0) closed its connections; it was last at 1F3;"
     )
+
+
+# NCCL reports no lost peer: work.wait() does not block the host, and in the end NCCL's watchdog aborts the process.
+
+
+def test_one_that_died_is_named_and_not_the_one_that_the_watchdog_killed_for_it(left: Left) -> None:
+    """torch elastic sees both ends in one poll, or a third worker saw the first one gone."""
+    left.status(0, "0F9")
+    left.status(2, "1F3")
+    killed_first = "rank 2 (stage 1, replica 1) {}; it was last at 1F3;"
+    assert str(left.diagnosis({0: -6, 2: -9})).startswith(killed_first.format("was killed by SIGKILL"))
+    left.failure(3, "numbers were not averaged (Connection closed by peer)", peer=ANY_PEER, gone=[2])
+    assert str(left.diagnosis({0: -6})).startswith(killed_first.format("died"))
+    left.failure(1, "the loss is nan", peer=OWN_ERROR)
+    assert str(left.diagnosis({0: -6, 2: -9})).startswith("rank 1 (stage 1, replica 0), at the start: the loss is nan")
+
+
+def test_one_on_another_machine_is_found_by_its_status(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ended it is not seen here: only that the watchdog killed a worker of this machine after the timeout."""
+    config = replace(left.config, device="cuda")
+    left.status(2, "1F3")
+    time.sleep(0.002)
+    for rank in (0, 1, 3):
+        left.status(rank, "1F4")
+    later_s = time.time() + config.timeout_s
+    monkeypatch.setattr(diagnosis.time, "time", lambda: later_s)
+    error = diagnose(config, left.ranks[:1], {0: -6})
+    assert str(error).startswith(
+        "rank 2 (stage 1, replica 1) did not answer; it was last at 1F3; others waited 5 s for it"
+    )
+    assert "torch elastic saw it end with -6" in (config.out / FAILURE_FILE).read_text()
+    everyone = diagnose(config, left.ranks, {0: -6, 1: -6, 2: -6, 3: -6})
+    assert str(everyone).startswith("rank 2 (stage 1, replica 1) did not answer"), "all hung: the first one is named"
+
+
+def test_one_that_aborts_while_it_computes_is_named_itself(left: Left) -> None:
+    config = replace(left.config, device="cuda")
+    for rank in range(4):
+        left.status(rank, "1F4")
+    error = str(diagnose(config, left.ranks, {1: -6}))
+    assert error.startswith("rank 1 (stage 1, replica 0) was killed by SIGABRT; it was last at 1F4")
+    assert "NCCL's watchdog ends a worker so when it has lost another, on another machine perhaps" in error
 
 
 def test_the_first_error_is_the_cause(left: Left) -> None:

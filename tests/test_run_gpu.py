@@ -24,8 +24,11 @@ from test_laws_precision import COMPILED, NEAR_FP32, trained
 from pdtool.errors import WorkerDiedError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
+from pdtool.run.data import Minibatches
+from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.messages import open_channels
 from pdtool.run.processes.launcher import launch
+from pdtool.run.worker import Worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -168,6 +171,29 @@ def test_a_run_resumes_with_fused_adam(tmp_path: Path) -> None:
     harness.run(first)
     second = replace(first, epochs=2, out=tmp_path / "second", resume=first.out)
     assert_same(weights(harness.run(second)), expected)
+
+
+def forbid_waiting() -> None:
+    """After the first epoch, in which kernels are loaded and memory is pinned, no action may wait for the device."""
+    train = Worker.train
+
+    def watched(self: Worker, epoch: int, minibatches: Minibatches) -> None:
+        torch.cuda.set_sync_debug_mode("error" if epoch > 1 else "default")
+        try:
+            train(self, epoch, minibatches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    Worker.train = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("toy", [CONV3, TIED3, LSTM3], ids=["conv", "tied", "lstm"])
+def test_no_action_of_any_stage_waits_for_the_device(tmp_path: Path, toy: Toy) -> None:
+    spec = harness.job(tmp_path, toy, optimizer="sgd", epochs=3)
+    outcomes = harness.run(spec, forbid_waiting)
+    assert [outcome.peak_versions for outcome in outcomes] == [3, 2, 1]
+    losses = [line["loss"] for line in read_metrics(spec.out / "metrics.jsonl") if line["split"] == "train"]
+    assert len(losses) == 3 * 7
 
 
 def test_data_parallelism_with_nccl(tmp_path: Path) -> None:

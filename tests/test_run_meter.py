@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from pdtool import process_memory
-from pdtool.artifacts.chrome_trace import TraceEvent, chrome_trace
+from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, TraceEvent, chrome_trace
 from pdtool.run.measure import meter, timings
+from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.meter import MAX_UNREAD, WorkerMeter
 from pdtool.run.measure.peak_memory import PeakMemory
 from pdtool.run.measure.timings import TimeTotals
@@ -108,6 +109,24 @@ def test_every_kind_of_action_is_counted(clock: Told, kind: str, field: str) -> 
         clock.now = 1.0
     assert found.totals == TimeTotals(**{field: 1.0})
     assert lane(found) == [(f"0{kind}3", 1.0)]
+
+
+def test_times_of_the_host_are_no_part_of_those_of_a_gpu(clock: Told) -> None:
+    for device, send_s in ((CPU, 1.0), (torch.device("cuda"), 0.0)):
+        found = WorkerMeter(device)
+        found.message_sent("2F", 0, clock.now - 1.0, 8)
+        assert (found.totals.send_s, found.totals.sent_bytes) == (send_s, 8)
+    made = chrome_trace({"rank 0": found.events}, host_tracks=MESSAGE_TRACKS)["traceEvents"]
+    assert [e["args"]["name"] for e in made if e["name"] == "thread_name"] == ["send (host)"]
+
+
+def test_the_pace_is_that_of_the_device() -> None:
+    """From the first loss to the last, which the host launches long before."""
+    timer = EpochTimer()
+    for minibatch, at in ((0, "e0"), (1, "e1"), (4, "e4")):
+        timer.loss_computed(minibatch, at)
+    timer.epoch_ended(5, 40, 9.0, lambda start, end: {("e0", "e4"): 2.0}[start, end])
+    assert timer.time_per_minibatch_s == 0.5
 
 
 def test_validation_counts_for_nothing_and_warming_up_stays_in_the_trace(clock: Told) -> None:

@@ -51,6 +51,41 @@ def test_a_backward_after_updates_sees_the_weights_of_its_forward(kind: str) -> 
         assert newest[name].data_ptr() == parameter.data_ptr()
 
 
+def flattened(lstm: nn.LSTM) -> nn.LSTM:
+    """The module with its weights one after another in a single storage, the last one first, as on a GPU."""
+    weights = list(lstm.parameters())[::-1]
+    flat = torch.cat([weight.detach().reshape(-1) for weight in weights])
+    parts = torch.split(flat, [weight.numel() for weight in weights])
+    for weight, part in zip(weights, parts, strict=True):
+        weight.data = part.view_as(weight)
+    return lstm
+
+
+def places(lstm: nn.LSTM) -> tuple[set[int], list[int]]:
+    """The storages of the weights that the module computes with, and where each begins in its storage."""
+    weights = lstm._flat_weights
+    return {w.untyped_storage().data_ptr() for w in weights}, [w.storage_offset() for w in weights]
+
+
+def test_each_version_of_recurrent_weights_is_one_piece_of_memory() -> None:
+    """So cuDNN need not put them together at each call."""
+    lstm = flattened(nn.LSTM(3, 4, 2))
+    weights = WeightVersions(nn.Sequential(lstm, nn.Linear(4, 2)))
+    _, offsets = places(lstm)
+    assert sorted(offsets)[1] > 0
+    storages = set()
+    for minibatch in range(4):
+        weights.acquire(minibatch)
+        [storage], offsets_now = places(lstm)
+        assert offsets_now == offsets
+        storages.add(storage)
+        values = [weight.clone() for weight in lstm._flat_weights]
+        weights.prepare_update()
+        weights.bind_newest()
+        assert all(map(torch.equal, lstm._flat_weights, values)), "a version begins as a copy of the one before"
+    assert len(storages) == 4
+
+
 def test_with_nothing_in_flight_a_step_is_done_in_place() -> None:
     """No copy at the last stage of a pipeline, nor ever with a flush; one kept buffer serves the steady state."""
     stage = PipelineStage(nn.Linear(2, 2), lambda output, _: output.sum())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-TRACKS = ("compute", "all-reduce", "send", "receive")
+MESSAGE_TRACKS = ("all-reduce", "send", "receive")
+TRACKS = ("compute", *MESSAGE_TRACKS)
 
 
 class TraceEvent(NamedTuple):
@@ -26,13 +27,14 @@ class TraceEvent(NamedTuple):
     size_bytes: int = 0
 
 
-def chrome_trace(workers: Mapping[str, Iterable[TraceEvent]]) -> dict[str, Any]:
+def chrome_trace(workers: Mapping[str, Iterable[TraceEvent]], host_tracks: Collection[str] = ()) -> dict[str, Any]:
     """Write events in the Chrome trace format: one process per worker, its tracks as threads.
 
     Times are microseconds from the first event of all. Overlapping events of a track go to rows of their own.
 
     Args:
         workers: name of each worker -> its events.
+        host_tracks: those whose events are of the host, where others are of a GPU; their names say so.
     """
     events_of = {name: list(events) for name, events in workers.items()}
     origin = min((event.start_s for events in events_of.values() for event in events), default=0.0)
@@ -42,7 +44,8 @@ def chrome_trace(workers: Mapping[str, Iterable[TraceEvent]]) -> dict[str, Any]:
         for number, track in enumerate(TRACKS):
             for row, row_events in enumerate(_rows(event for event in events if event.track == track)):
                 tid = number * 1000 + row
-                label = f"{track} {row + 1}" if row else track
+                label = f"{track} (host)" if track in host_tracks else track
+                label += f" {row + 1}" if row else ""
                 trace.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": label}})
                 trace += [_slice(event, pid, tid, origin) for event in row_events]
     return {"traceEvents": trace, "displayTimeUnit": "ms"}

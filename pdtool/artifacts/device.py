@@ -7,11 +7,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from pdtool.artifacts.envelope import FrozenModel, YamlArtifact
-from pdtool.artifacts.fields import Label, PositiveBytes, Rate, Seconds
+from pdtool.artifacts.fields import Bytes, Label, PositiveBytes, Rate, Seconds
 from pdtool.errors import FieldError
 
 Factor = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+RESERVED_BYTES = 2**30  # stated, not measured: a context of CUDA has half of it, communicators of NCCL the rest
 OperatorKind = Literal["conv", "matmul", "rnn", "norm", "embedding", "elementwise", "update"]
 
 
@@ -24,6 +25,7 @@ class DeviceSpec(FrozenModel):
             missing.
         bandwidth_bytes_per_s: bandwidth of its memory.
         memory_bytes: size of its memory.
+        reserved_bytes: of that, what no tensor gets: CUDA's context and kernels, communicators, workspaces.
         launch_s: seconds that the launch of each kernel adds.
         factors: measured over estimated seconds by kind of operator; 1 for a kind that is missing.
         source: title and address of the data sheet that the figures come from.
@@ -33,6 +35,7 @@ class DeviceSpec(FrozenModel):
     peak_flops_per_s: dict[Precision, Rate]
     bandwidth_bytes_per_s: Rate
     memory_bytes: PositiveBytes
+    reserved_bytes: Bytes = RESERVED_BYTES
     launch_s: Seconds
     factors: dict[OperatorKind, Factor] = Field(default_factory=dict)
     source: Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]+$", max_length=500)]

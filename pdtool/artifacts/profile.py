@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from pdtool.artifacts.device import Precision
 from pdtool.artifacts.envelope import Artifact, FrozenModel, ModelRef
 from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, Seconds, StageIndex, Title
 from pdtool.errors import FieldError
@@ -73,7 +74,11 @@ class Profile(Artifact):
     Attributes:
         together: groups of nodes that must stand in one stage (shared state, HINTS no_split).
         pin: node -> index of its stage; negative counts from the end.
+        precision: what it computes in. fp32 is the model as it is written; measured in bf16, it ran under autocast, as
+            a run does; estimated in another precision, it is as if cast to that. None: not recorded, most likely fp32.
+        reserved_bytes: of a device's memory, what no tensor gets (see DeviceSpec); 0 on a CPU.
         step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
+        launch_s: seconds that the host needs to launch the kernels of a step on a GPU; 0 where that was not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
         opaque: path of a module that cannot be cut, since its operators cannot be seen -> why.
@@ -87,7 +92,10 @@ class Profile(Artifact):
     model: ModelRef | None
     batch_size: Count
     device: Device
+    precision: Precision | None = None
+    reserved_bytes: Bytes = 0
     step_s: Seconds
+    launch_s: Seconds = 0.0
     coverage: Seconds
     optimizer_state_bytes: Seconds = 0.0
     nodes: tuple[Node, ...]

@@ -21,7 +21,7 @@ class StageReport(FrozenModel):
         wait_s: seconds blocked on messages from other stages, and at the end of an epoch on messages to them.
         allreduce_s: seconds blocked on gradients of other replicas, or of other stages with the same parameter.
         rest_s: seconds between actions.
-        send_s: seconds of handing over messages, a part of busy_s.
+        send_s: seconds of handing over messages, a part of busy_s; 0 on a GPU, which computes meanwhile.
         sent_bytes: bytes sent to other workers.
         peak_versions: most live weight versions at one replica.
         peak_stashed: most minibatches with a live autograd graph at one replica.

@@ -91,7 +91,8 @@ def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *,
     model = measured_model(measured, path)
     model_file = ModelFile.load(model, digests=measured.digests)
     plain = device.model_copy(update={"factors": {}})
-    estimated = estimate(model_file, batch_size=measured.batch_size, device=plain, precision="tf32" if tf32 else None)
+    precision: Precision | None = "tf32" if tf32 else "bf16" if measured.precision == "bf16" else None
+    estimated = estimate(model_file, batch_size=measured.batch_size, device=plain, precision=precision)
     if _has_changed(model, measured, estimated):
         raise StaleError(model.source, "has changed since it was profiled", "profile it again")
     return device.model_copy(update={"factors": {**device.factors, **fit_factors(measured, estimated, path)}})
@@ -158,7 +159,7 @@ class _Estimate:
         """Estimate all nodes and the optimizer step."""
         with self.mode:
             stash_bytes, flops = count_stash_and_flops(self.model)
-            forward, backward = self.model.replay(_recorded, self.progress)
+            forward, backward = self.model.replay(lambda _, work: _recorded(work), self.progress)
         self._set_recurrent(forward, backward, stash_bytes)
         kinds = {op.name: operator_kind(op.op) for op in self.model.computed}
         update, state_bytes = self._update()  # outside the mode: an optimizer may read its step count
@@ -172,7 +173,9 @@ class _Estimate:
             optimizer_state_bytes=state_bytes,
         )
         name = ", ".join(details + ["calibrated"] * bool(self.device.factors))
-        return make_profile(self.model, Device(name=name, kind="estimated"), costs)
+        profile = make_profile(self.model, Device(name=name, kind="estimated"), costs)
+        told = {"precision": self.precision or "fp32", "reserved_bytes": self.device.reserved_bytes}
+        return profile.model_copy(update=told)
 
     def _seconds(self, kernels: list[Kernel], kind: OperatorKind | None, launch_s: float | None = None) -> float:
         launch_s = self.device.launch_s if launch_s is None else launch_s

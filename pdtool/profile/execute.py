@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Self, TypeVar
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
+from pdtool.frontend.precision import RunPrecision, computing_in
 from pdtool.frontend.training_contract import check_gradient
 
 Environment = dict[Value, Tensor]
@@ -31,22 +33,29 @@ class Executor:
         batch: samples in the minibatch.
         device: where tensors are made.
         state: the model's parameters and buffers by name.
+        precision: what forwards compute in.
     """
 
     traced: Traced
     batch: int
     device: torch.device
     state: Mapping[str, Tensor]
+    precision: RunPrecision = "fp32"
 
     @classmethod
-    def of(cls, traced: Traced, batch: int, device: torch.device) -> Executor:
+    def of(cls, traced: Traced, batch: int, device: torch.device, precision: RunPrecision = "fp32") -> Executor:
         """Make an executor over the traced model itself, which stands on `device`."""
         state = named_state(traced.model.train())
-        return cls(traced, batch, device, {name: tensor.to(device) for name, tensor in state.items()})
+        return cls(traced, batch, device, {name: tensor.to(device) for name, tensor in state.items()}, precision)
 
     def __call__(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
         """Run an operator and return its output tensors."""
-        return tensors_in(self.bound_call(op, environment)())
+        with self.region():
+            return tensors_in(self.bound_call(op, environment)())
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward, which is the same in a run."""
+        return computing_in(self.precision, self.device)
 
     def bound_call(self, op: Operator, environment: Mapping[Value, Tensor]) -> Callable[[], Any]:
         """Return the operator's own call with its arguments in place, so that nothing else is timed with it."""
@@ -120,11 +129,13 @@ class ProfiledModel:
         batch: int,
         device: torch.device,
         move: Callable[[Tensor], Tensor] | None = None,
+        precision: RunPrecision = "fp32",
     ) -> Self:
         """Join a traced model with the first minibatch of its training set.
 
         Args:
             move: what brings a tensor of the minibatch to where the model is; None: a copy to `device`.
+            precision: what forwards compute in.
         """
         place = move or (lambda t: t.to(device))
         with_loss = model_file.has("loss") and model_file.has("dataset")
@@ -135,7 +146,7 @@ class ProfiledModel:
             model_file=model_file,
             traced=traced,
             batch=batch,
-            run=Executor.of(traced, batch, device),
+            run=Executor.of(traced, batch, device, precision),
             inputs=inputs.map(place),
             target=pytree.tree_map(lambda t: place(t) if isinstance(t, Tensor) else t, target),
             with_loss=with_loss,
@@ -163,12 +174,12 @@ class ProfiledModel:
         return environment
 
     def replay(
-        self, measure: Callable[[Work], tuple[Any, R]], progress: OnProgress = lambda done, total: None
+        self, measure: Callable[[str, Work], tuple[Any, R]], progress: OnProgress = lambda done, total: None
     ) -> tuple[dict[str, R], dict[str, R]]:
         """Measure every node's forward, in order, and then every node's backward, in reverse order.
 
         Args:
-            measure: does a piece of work; returns its result and what it read.
+            measure: called with (name, work), does the work; returns its result and what it read.
             progress: called with (nodes done, nodes in all).
 
         Returns:
@@ -181,13 +192,15 @@ class ProfiledModel:
         for done, op in enumerate(self.computed):
             progress(done, len(self.computed))
             inputs = self.run.detached_inputs(op, environment)
-            result, forward[op.name] = measure(self.run.bound_call(op, inputs))
+            call = self.run.bound_call(op, inputs)
+            with self.run.region():
+                result, forward[op.name] = measure(op.name, call)
             outputs = tensors_in(result)
             environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
             replayed.append((op.name, outputs, self.run.gradient_leaves(op, inputs)))
         if self.with_loss:
             leaves, output = self.loss_inputs(environment)
-            loss, forward["loss"] = measure(lambda: self.loss(output))
+            loss, forward["loss"] = measure("loss", lambda: self.loss(output))
             replayed.append(("loss", [loss], leaves))
         backward: dict[str, R] = {}
         while replayed:
@@ -198,7 +211,7 @@ class ProfiledModel:
                 work: Callable[[], Any] = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
                 if name in opaque:  # it may checkpoint reentrantly, which allows no other form
                     work = partial(torch.autograd.backward, ends, gradients)
-                _, backward[name] = measure(work)
+                _, backward[name] = measure(f"{name} backward", work)
                 for leaf in leaves:
                     leaf.grad = None
         progress(len(self.computed), len(self.computed))
@@ -216,7 +229,8 @@ class ProfiledModel:
 
     def loss(self, output: Any) -> Tensor:
         """Compute the user's loss of this minibatch, a scalar; raises ModelError where nothing can be trained by it."""
-        loss = self.model_file.loss(output, self.target)
+        with self.run.region():
+            loss = self.model_file.loss(output, self.target)
         check_gradient(loss, output)
         return loss
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from pdtool.artifacts.device import RESERVED_BYTES
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_io import tensors_of
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.precision import RunPrecision, check_autocast
 from pdtool.frontend.tracing.trace import trace_file
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
-from pdtool.profile.instruments import Instrument, measure_scratch_bytes, measure_seconds
+from pdtool.profile.instruments import CudaTimer, Timer, Work, measure_scratch_bytes, timer_of
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _BUDGET_S = 6.0  # for all rounds, as far as _MIN_ROUNDS allows
+_WHOLE_STEP = "whole step"  # no operator has a name with a space
 Readings = dict[str, float]  # by node: seconds, or bytes
 
 
@@ -33,6 +34,7 @@ def measure(
     batch_size: int,
     device: str = "cpu",
     threads: int | None = None,
+    precision: RunPrecision = "fp32",
     progress: OnProgress = lambda done, total: None,
 ) -> Profile:
     """Profile the model at `batch_size` on `device` of this machine.
@@ -43,10 +45,12 @@ def measure(
     Args:
         batch_size: samples in one minibatch.
         threads: CPU threads to compute with; None: PyTorch's default.
+        precision: what a run is to compute in.
         progress: called with (rounds done, rounds in all).
 
     Raises:
         TraceError: the model cannot be traced.
+        UsageError: the model switches autocast off, and cannot be computed in bf16.
         ModelError: a minibatch does not fit in memory, or the user's functions fail.
     """
     where = torch.device(device)
@@ -55,9 +59,10 @@ def measure(
     try:
         with batch_size_errors(model_file, batch_size):
             traced = trace_file(model_file, model_file.build(), batch_size)
+            check_autocast(precision, traced.autocast_off)
             digest = graph_sha256(traced)
             disable_inplace_modules(traced.model.to(where))
-            profiled = ProfiledModel.of(model_file, traced, batch_size, where)
+            profiled = ProfiledModel.of(model_file, traced, batch_size, where, precision=precision)
             return _Measurement(profiled, where, progress).profile().with_graph(digest)
     finally:
         torch.set_num_threads(before)
@@ -76,7 +81,7 @@ class _Measurement:
         stash_bytes, flops = count_stash_and_flops(self.model)
         step_s, forward_s, backward_s = self._rounds()
         update_s, state_bytes = self._optimizer()
-        forward, backward = self._pass(measure_scratch_bytes)
+        forward, backward = self._pass(lambda _, work: measure_scratch_bytes(self.device, work))
         costs = GraphCosts(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -87,7 +92,11 @@ class _Measurement:
             optimizer_state_bytes=state_bytes,
             step_s=step_s,
         )
-        return make_profile(self.model, Device(name=_device_name(self.device), kind="measured"), costs)
+        device = Device(name=_device_name(self.device), kind="measured")
+        reserved_bytes = RESERVED_BYTES if self.device.type == "cuda" else 0
+        launch_s = self._timer.launch_s[_WHOLE_STEP] if isinstance(self._timer, CudaTimer) else 0.0
+        told = {"precision": self.model.run.precision, "reserved_bytes": reserved_bytes, "launch_s": launch_s}
+        return make_profile(self.model, device, costs).model_copy(update=told)
 
     def _rounds(self) -> tuple[float, Readings, Readings]:
         """Return median seconds of (the whole step, each node's forward, each node's backward).
@@ -96,13 +105,13 @@ class _Measurement:
         once, in order, so that caches are as in training; the first round is for warming up.
         """
         start = time.perf_counter()
-        self._pass(measure_seconds), self._whole_step()
+        self._pass(self._timer), self._whole_step()
         count = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_BUDGET_S / (time.perf_counter() - start))))
         steps, passes = [], []
         for done in range(count):
             self.progress(done, count)
             steps.append(self._whole_step())
-            passes.append(self._pass(measure_seconds))
+            passes.append(self._pass(self._timer))
         self.progress(count, count)
         forwards, backwards = (
             {name: statistics.median(times[kind][name] for times in passes) for name in passes[0][kind]}
@@ -117,11 +126,11 @@ class _Measurement:
             return 0.0  # events time the device's work only
         x = torch.zeros(1, requires_grad=True)
         call = partial(torch.autograd.grad, x.view(1), x, torch.ones(1), retain_graph=True)
-        return statistics.median(self._seconds(call) for _ in range(100))
+        return statistics.median(self._seconds("empty backward", call) for _ in range(100))
 
-    def _pass(self, instrument: Instrument) -> tuple[Readings, Readings]:
+    def _pass(self, measure: Timer) -> tuple[Readings, Readings]:
         """Read every node's forward and every node's backward."""
-        forward, backward = self.model.replay(partial(instrument, self.device))
+        forward, backward = self.model.replay(measure)
         self._synchronize()
         return {name: read() for name, read in forward.items()}, {name: read() for name, read in backward.items()}
 
@@ -131,7 +140,8 @@ class _Measurement:
         parameters = [p for p in model.traced.model.parameters() if p.requires_grad]
 
         def step() -> None:
-            output = model.inputs.call(model.traced.model)
+            with model.run.region():
+                output = model.inputs.call(model.traced.model)
             if model.with_loss:
                 scalars = [model.loss(output)]
             else:
@@ -140,10 +150,15 @@ class _Measurement:
             for parameter in parameters:
                 parameter.grad = None
 
-        return self._seconds(step)
+        return self._seconds(_WHOLE_STEP, step)
 
-    def _seconds(self, work: Callable[[], Any]) -> float:
-        _, seconds = measure_seconds(self.device, work)
+    @cached_property
+    def _timer(self) -> Timer:
+        """The same for nodes and whole steps, which are compared."""
+        return timer_of(self.device)
+
+    def _seconds(self, name: str, work: Work) -> float:
+        _, seconds = self._timer(name, work)
         self._synchronize()
         return seconds()
 
@@ -157,7 +172,7 @@ class _Measurement:
         optimizer = self.model.stepped_optimizer()
         if optimizer is None:
             return 0.0, 0.0
-        seconds = statistics.median(self._seconds(optimizer.step) for _ in range(_MIN_ROUNDS))
+        seconds = statistics.median(self._seconds("optimizer step", optimizer.step) for _ in range(_MIN_ROUNDS))
         optimizer.zero_grad()
         return seconds, self.model.state_bytes_per_parameter_byte(optimizer)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pdtool.errors import ModelError
+from pdtool.frontend.precision import computing_in
 from pdtool.frontend.training_contract import check_gradient
 from pdtool.run.backward.recompute import ForwardState, Recomputation
 from pdtool.run.backward.split_backward import WeightBackward, backward_input
@@ -49,7 +50,7 @@ class Autocast:
 
     def region(self) -> AbstractContextManager[Any]:
         """Return the context of the stage's forward and of the loss."""
-        return torch.autocast(self.device.type, torch.bfloat16)
+        return computing_in("bf16", self.device)
 
     def cast_outputs(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the outputs, of any shapes, in the dtypes that the next stages take."""

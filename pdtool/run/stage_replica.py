@@ -5,7 +5,6 @@ A worker has one; with an interleaved schedule it has several.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pdtool.errors import PdtoolError, UsageError
+from pdtool.errors import UsageError
 from pdtool.run import checkpoint
+from pdtool.run.measure.round_losses import LossReader, RoundLoss
 from pdtool.run.messages.stage_io import StageIO
 from pdtool.run.stage import PipelineStage
 from pdtool.run.weights.optimizer import NamedOptimizer
@@ -33,6 +33,7 @@ class StageReplica:
         saved_names: parameters and persistent buffers of the stage that a checkpoint holds.
         unused_state: what else of the model's state a checkpoint holds, by name: second names of this stage's own
             parameters and buffers and, at the first stage, what no operator uses.
+        losses: of the minibatches, at the last stage.
     """
 
     stage: PipelineStage
@@ -42,12 +43,8 @@ class StageReplica:
     tied: list[TiedParameterSync]
     saved_names: list[str]
     unused_state: dict[str, Tensor]
-    _losses: dict[int, Tensor] = field(default_factory=dict)  # of the round; read off the device once a round
+    losses: LossReader
     _round: dict[int, float] = field(default_factory=dict)  # minibatch of the round -> weight
-
-    def keep_loss(self, minibatch: int, loss: Tensor) -> None:
-        """Keep the loss of a minibatch, a scalar, at the last stage."""
-        self._losses[minibatch] = loss.detach()
 
     def backward_done(self, minibatch: int, weight: float) -> None:
         """Add a minibatch to the round.
@@ -57,22 +54,22 @@ class StageReplica:
         """
         self._round[minibatch] = weight
 
-    def end_round(self, epoch: int) -> float:
+    def end_round(self, epoch: int) -> RoundLoss | None:
         """Average the gradients of a round over the replicas, and start summing those of tied parameters.
 
         Returns:
-            The mean loss of the round's samples.
+            The loss of a round over the replicas: of this one, on a GPU of the one before; None where none can be read.
 
         Raises:
             PdtoolError: a loss is not a number.
             PeerError: another replica is lost.
         """
-        weight, loss = sum(self._round.values()), self._take_loss(epoch)
+        loss = self.losses.end_round(self.optimizer.updates + 1, self._round, epoch)
+        weight = sum(self._round.values())
         self._round.clear()
         for tied in self.tied:
             tied.start_sum(weight)
-        weight, loss = self.averager.average_gradients(weight, loss)
-        return loss / weight
+        return self.averager.average_gradients(weight, loss)
 
     def step(self) -> None:
         """Step to a new weight version with the gradients of the round; tied parameters have steps of their own."""
@@ -91,14 +88,21 @@ class StageReplica:
                 tied.step()
                 self._extrapolate_weights()
 
-    def end_epoch(self, minibatches: int) -> None:
+    def end_epoch(self, minibatches: int) -> RoundLoss | None:
         """Take the steps of tied parameters that are still due, and make the replicas' buffers equal.
 
         The pipeline is empty.
 
         Args:
             minibatches: of the epoch that this replica computed.
+
+        Returns:
+            The loss of the last round over the replicas, where it was not read in the round itself.
+
+        Raises:
+            PdtoolError: it is not a number.
         """
+        loss = self.losses.end_epoch()
         self.io.end_phase()
         self.stage.weights.bind_newest()
         for tied in self.tied:
@@ -107,6 +111,7 @@ class StageReplica:
                 tied.step()
         self._extrapolate_weights()
         self.averager.average_buffers(self.stage.module.buffers(), minibatches)
+        return self.averager.sum_loss(loss) if loss else None
 
     def epoch_done(self, validation_loss: float) -> None:
         """Step learning-rate schedules of epochs."""
@@ -165,19 +170,6 @@ class StageReplica:
     @property
     def _optimizers(self) -> list[NamedOptimizer]:
         return [self.optimizer, *(tied.optimizer for tied in self.tied)]
-
-    def _take_loss(self, epoch: int) -> float:
-        """The sum over the round's samples, in minibatches."""
-        total = 0.0
-        for i, weight in self._round.items():
-            loss = self._losses.pop(i).item() if i in self._losses else 0.0
-            if not math.isfinite(loss):
-                raise PdtoolError(
-                    f"the loss is {loss} in minibatch {i} of epoch {epoch}",
-                    "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
-                )
-            total += weight * loss
-        return total
 
     def _extrapolate_weights(self) -> None:
         """Let forwards read what the delay compensation says."""

@@ -33,7 +33,7 @@ import torch
 
 from pdtool import schedule
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
-from pdtool.artifacts.chrome_trace import chrome_trace
+from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
 from pdtool.run import checkpoint
@@ -42,6 +42,7 @@ from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_repo
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.metric_totals import MetricTotals
 from pdtool.run.measure.metrics_log import MetricsLog
+from pdtool.run.measure.round_losses import RoundLoss
 from pdtool.run.processes.collectives import all_gather
 from pdtool.run.stage_replica import StageReplica
 from pdtool.run.worker_context import WorkerContext
@@ -102,8 +103,8 @@ class Worker:
                         outputs = replica.stage.forward(i, inputs, target)  # (2)
                         replica.io.send_outputs(i, outputs)  # (3)
                         if replica is self._context.last_stage:
-                            replica.keep_loss(i, outputs[0])
-                            self._timer.loss_computed(i)
+                            replica.losses.add(i, outputs[0])
+                            self._timer.loss_computed(i, self._meter.timestamps.record())
                     case ActionKind.BACKWARD:
                         output_gradients = replica.io.receive_gradients(i)  # (4)
                         weight = minibatches.weight(i)
@@ -115,12 +116,12 @@ class Worker:
                     case ActionKind.BACKWARD_WEIGHT:
                         replica.stage.backward_weight(i, minibatches.weight(i), on_gradient)  # (5), begins (7)
                     case ActionKind.UPDATE:
-                        self._log_update(epoch, replica, replica.end_round(epoch))  # (7)
+                        self._log_loss(epoch, replica, replica.end_round(epoch))  # (7)
                         self._context.updates.update(replica)  # (8)
                 if action.kind.completes_backward:
                     replica.backward_done(i, minibatches.weight(i))
         for stage, replica in self._stages.items():
-            replica.end_epoch(len(action_list.forwards(stage)))
+            self._log_loss(epoch, replica, replica.end_epoch(len(action_list.forwards(stage))))
         self._meter.synchronize()
 
     def validate(self, epoch: int, max_samples: int | None = None) -> dict[str, float]:
@@ -177,7 +178,8 @@ class Worker:
             minibatches = Minibatches(self._context.sample_order(done), size)
             start_s = time.perf_counter()
             self.train(done, minibatches)
-            self._timer.epoch_ended(len(minibatches), count, time.perf_counter() - start_s)
+            train_s = time.perf_counter() - start_s
+            self._timer.epoch_ended(len(minibatches), count, train_s, self._meter.timestamps.seconds_between)
             with self._meter.paused():
                 self.metrics = self.validate(done)
             self._epoch_done()
@@ -214,10 +216,10 @@ class Worker:
             loader = self._context.loaders.get(split) if stage == 0 else None
             replica.io.begin_phase(data, loader, action_list.forwards(stage), action_list.backwards(stage))
 
-    def _log_update(self, epoch: int, replica: StageReplica, loss: float) -> None:
-        if self._log and replica is self._context.last_stage:
-            step = replica.optimizer.updates + 1
-            self._log.write({"split": "train", "epoch": epoch, "step": step, "loss": loss})
+    def _log_loss(self, epoch: int, replica: StageReplica, loss: RoundLoss | None) -> None:
+        if self._log and loss and replica is self._context.last_stage:
+            mean = loss.total / loss.weight
+            self._log.write({"split": "train", "epoch": epoch, "step": loss.step, "loss": mean})
 
     def _is_target_reached(self) -> bool:
         target = self._config.target
@@ -257,7 +259,9 @@ class Worker:
         measurements = [measurements for _, measurements, _ in workers]
         report = assemble_report(self._config, measurements, self.metrics, epochs=epochs, samples=samples)
         if self._assignment.rank == 0:
-            trace = chrome_trace({name: events for name, _, events in workers})
+            is_on_gpu = self._context.device.type == "cuda"
+            events_of = {name: events for name, _, events in workers}
+            trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
             write_atomically(self._config.out / "trace.json", json.dumps(trace))
             report.save(self._config.out / "report.json")
         if self._log:

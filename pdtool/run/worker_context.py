@@ -17,6 +17,7 @@ from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.data import DatasetSplit, MinibatchLoader, sample_order, samples_in_epoch
 from pdtool.run.last_minibatch import check_last_minibatch
 from pdtool.run.measure.meter import WorkerMeter
+from pdtool.run.measure.round_losses import LossReader
 from pdtool.run.messages.open_channels import Channels, open_channels
 from pdtool.run.messages.routes import describe_targets, dtype_of, list_edges, list_routes
 from pdtool.run.messages.stage_io import StageIO
@@ -221,6 +222,7 @@ class _StageBuilder:
             tied=tied,
             saved_names=saved_names,
             unused_state=self._unused_state(s, stage, saved_names),
+            losses=LossReader(context.device),
         )
 
     def _pipeline_stage(self, s: int, module: nn.Module) -> PipelineStage:

@@ -313,10 +313,14 @@ class _Host:
     def _update(self, action: Action) -> Iterator[Step]:
         during, ranks = str(action), self._job.ranks[action.stage]
         if len(ranks) > 1:
-            numbers = _sum_of_replicas(action.stage, ranks, action.minibatch)
+            gradients = _sum_of_replicas(action.stage, ranks, action.minibatch)
             if action not in self._started:  # a replica without a minibatch in a short round
-                yield Step(during, issued=numbers)
-            yield Step(during, issued=Operation(numbers.communicator, numbers.members, f"{numbers.name}, numbers"))
+                yield Step(during, issued=gradients)
+            numbers = Operation(
+                f"numbers of stage {action.stage}", gradients.members, f"{gradients.name}, numbers", is_nccl=False
+            )
+            yield Step(during, issued=numbers)
+            yield Step(during, awaited=numbers)
         yield Step(during)
         for holders in self._job.tied:
             if action.stage in holders:

@@ -24,7 +24,12 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self.recorded += 1
+        self._device = stream.device
         stream.enqueue(self._pass)
+
+    def synchronize(self) -> None:
+        while not self.query():
+            assert self._device.step(), "the device waits for what nobody has told it to do"
 
     def query(self) -> bool:
         return self.passed == self.recorded
@@ -37,7 +42,7 @@ class Stream:
     """As torch.cuda.Stream: its work is done in order."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        self._device, self._work = device, deque[tuple[Callable[[], object], Event | None, int]]()
+        self.device, self._work = device, deque[tuple[Callable[[], object], Event | None, int]]()
         device.streams.append(self)
 
     def enqueue(self, work: Callable[[], object]) -> None:
@@ -50,10 +55,6 @@ class Stream:
         event = Event()
         event.record(other)
         self.wait_event(event)
-
-    def synchronize(self) -> None:
-        while self._work:
-            assert self._device.step(), "the device waits for what nobody has told it to do"
 
     @property
     def is_ready(self) -> bool:

@@ -78,7 +78,8 @@ def partition(
     cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency", "memory")))
     flushes = settings["schedule"] != "auto" and not is_asynchronous(settings["schedule"])
     search_options = SearchOptions(microbatches=microbatches or (4 if flushes else 1), **settings)
-    plan = make_plan(Profile.load(path, may_be_pipe=True), path, cluster, search_options)
+    profiled = Profile.load(path, may_be_pipe=True)
+    plan = make_plan(profiled, path, _leave_room(cluster, profiled.reserved_bytes), search_options)
     show(*plan_view(plan))
     write_artifact(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
 
@@ -105,6 +106,20 @@ def _cluster(
     bandwidths = [parse_bandwidth(text) for text in bandwidth.split(",")]
     latencies = [parse_seconds(text) for text in latency.split(",")] if latency else None
     return make_cluster(sizes, bandwidths, latencies=latencies, memory_bytes=parse_bytes(memory) if memory else None)
+
+
+def _leave_room(cluster: Cluster, reserved_bytes: int) -> Cluster:
+    """Return the cluster with the memory that tensors can have; raises UsageError where none is left."""
+    from pdtool.units import format_bytes
+
+    if cluster.memory_bytes is None or not reserved_bytes:
+        return cluster
+    whole, reserved = format_bytes(cluster.memory_bytes), format_bytes(reserved_bytes)
+    purpose = "CUDA's context, communicators and workspaces"
+    if cluster.memory_bytes <= reserved_bytes:
+        raise UsageError(f"{whole} of memory, of which {reserved} are for {purpose}", "give the memory of a device")
+    note(f"of {whole} of memory {reserved} are left for {purpose}")
+    return replace(cluster, memory_bytes=cluster.memory_bytes - reserved_bytes)
 
 
 def _share(text: str) -> float:

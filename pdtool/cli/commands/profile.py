@@ -12,6 +12,7 @@ from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note, progress, show
 from pdtool.errors import UsageError
+from pdtool.units import format_seconds
 
 if TYPE_CHECKING:
     from pdtool.artifacts.device import DeviceSpec, Precision
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 @options.choice(
     "--precision",
     choices=("fp32", "tf32", "bf16", "fp16"),
-    help="Estimate as if the model were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
+    help="Measure what `run` computes in: fp32, the model as it is, or bf16 by autocast. Or estimate as if the model "
+    "were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
     unset="the model's own",
 )
 @click.option(
@@ -67,8 +69,10 @@ def profile(
     from pdtool.profile.devices import find_device
 
     measures = device in ("cpu", "cuda")
-    if measures and (precision or calibrate):
-        raise UsageError(f"--device {device} measures; --precision and --calibrate are for estimates", "leave them out")
+    if measures and calibrate:
+        raise UsageError(f"--device {device} measures; --calibrate is for estimates", "leave it out")
+    if measures and precision not in (None, "fp32", "bf16"):
+        raise UsageError(f"--device {device} measures what `run` computes in, not {precision}", "give fp32 or bf16")
     if threads and not measures:
         raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
     spec = None if measures else find_device(device)
@@ -85,7 +89,14 @@ def profile(
         target = output or f"profiles/{options.file_name(file.name)}.json"
         Profile.check_target(folder / target)  # now, not when all is measured
         if spec is None:
-            result = measure(file, batch_size=batch_size, device=device, threads=threads, progress=on_progress)
+            result = measure(
+                file,
+                batch_size=batch_size,
+                device=device,
+                threads=threads,
+                precision="bf16" if precision == "bf16" else "fp32",
+                progress=on_progress,
+            )
         else:
             spec = _calibrated(spec, calibrate, precision) if calibrate else spec
             result = estimate(file, batch_size=batch_size, device=spec, precision=precision, progress=on_progress)
@@ -129,6 +140,12 @@ def _say_what_is_opaque(result: Profile) -> None:
 
 
 def _warn_about_coverage(result: Profile) -> None:
+    if result.launch_s > result.step_s:
+        note(
+            f"warning: the kernels of a step take {format_seconds(result.step_s)}, but the host needs "
+            f"{format_seconds(result.launch_s)} to launch them: a run will be slower than its plan; "
+            "take a larger --batch-size"
+        )
     if result.device.kind == "measured" and not 0.9 <= result.coverage <= 1.1:
         note(
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "

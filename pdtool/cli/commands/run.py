@@ -20,6 +20,7 @@ from pdtool.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Report
     from pdtool.cli.inputs import Inputs
     from pdtool.run.config import RunConfig
@@ -96,7 +97,7 @@ def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **set
         show(worker_table(asked, settings["nnodes"]), err=False)
         return
     config = replace(_config(inputs, _bundle(inputs, trust=settings["trust"]), settings), plan=asked)
-    report = _launched(config)
+    report = _launched(config, inputs.profile)
     if is_first_worker(os.environ):
         _print_report(config, report, as_json)
     if report.target_reached is False:
@@ -200,7 +201,7 @@ def _new_folder(path: Path) -> Path:
     return free
 
 
-def _launched(config: RunConfig) -> Report:
+def _launched(config: RunConfig, profile: Profile) -> Report:
     from pdtool.run.processes.launcher import launch
 
     if is_first_worker(os.environ):
@@ -210,6 +211,7 @@ def _launched(config: RunConfig) -> Report:
         note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
         _note_crowding(config)
         _note_another_seed(config)
+        _warn_about_predictions(config, profile)
     with training_progress(config.epochs) as on_metrics:
         return launch(config, on_metrics, note)
 
@@ -240,6 +242,19 @@ def _note_another_seed(config: RunConfig) -> None:
                 f"{config.resume} was trained with --seed {seed}, and goes on with --seed {config.seed}: the order of "
                 f"the samples and dropout are not those that --seed {seed} would give"
             )
+
+
+def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
+    """Say it when the run computes in another way than the profile says that it was measured or estimated."""
+    profiled = "fp32" if profile.precision in (None, "tf32") else profile.precision
+    if config.precision != profiled:
+        remedy = f"profile with --precision {config.precision}"
+        what = f"the plan is for {profiled}, the run computes in {config.precision}"
+        note(f"warning: {what}: its predictions do not hold; {remedy}")
+    elif profiled == "bf16" and profile.device.kind == "estimated":
+        note("warning: the plan was estimated for bf16 weights, the run keeps them in fp32: it needs more memory")
+    if config.compiled:
+        note("warning: the plan is for operators one by one, torch.compile fuses them: its predictions do not hold")
 
 
 def _print_report(config: RunConfig, report: Report, as_json: bool) -> None:

@@ -23,6 +23,8 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     parameters = format_bytes(profile.parameter_bytes(set(profile.by_name)))
     rows.append(["total", "", *_costs(profile.nodes)[:-1], parameters, ""])
     title = f"{profile.name}: minibatch of {profile.batch_size}, {profile.device.kind} for {profile.device.name}"
+    if profile.precision and profile.device.kind == "measured":  # the name of an estimate says it
+        title += f", in {profile.precision}"
     if profile.step_s:
         title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f}"
     columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")

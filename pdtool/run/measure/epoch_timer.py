@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+
+from pdtool.run.measure.timestamps import Timestamp
 
 
 class EpochTimer:
@@ -20,24 +22,26 @@ class EpochTimer:
         """Forget all epochs so far."""
         self.epochs = self.minibatches = self.samples = self._intervals = 0
         self.train_s = self._intervals_s = 0.0
-        self._first_loss: tuple[int, float] | None = None
+        self._first_loss: tuple[int, Timestamp] | None = None
+        self._last_loss: tuple[int, Timestamp] | None = None
 
-    def loss_computed(self, minibatch: int) -> None:
-        """Take the time at which the loss of a minibatch was computed."""
-        now_s = time.perf_counter()
-        self._first_loss = self._first_loss or (minibatch, now_s)
-        self._last_loss = (minibatch, now_s)
+    def loss_computed(self, minibatch: int, at: Timestamp) -> None:
+        """Take note of when the device has computed the loss of a minibatch."""
+        self._first_loss = self._first_loss or (minibatch, at)
+        self._last_loss = (minibatch, at)
 
-    def epoch_ended(self, minibatches: int, samples: int, train_s: float) -> None:
-        """Add an epoch of training that took `train_s` seconds."""
+    def epoch_ended(
+        self, minibatches: int, samples: int, train_s: float, seconds_between: Callable[[Timestamp, Timestamp], float]
+    ) -> None:
+        """Add an epoch of training that took `train_s` seconds; the device has come to all of its timestamps."""
         self.epochs += 1
         self.minibatches += minibatches
         self.samples += samples
         self.train_s += train_s
-        if self._first_loss:
+        if self._first_loss and self._last_loss:
             self._intervals += self._last_loss[0] - self._first_loss[0]
-            self._intervals_s += self._last_loss[1] - self._first_loss[1]
-        self._first_loss = None
+            self._intervals_s += seconds_between(self._first_loss[1], self._last_loss[1])
+        self._first_loss = self._last_loss = None
 
     @property
     def time_per_minibatch_s(self) -> float:

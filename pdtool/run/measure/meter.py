@@ -43,14 +43,16 @@ class WorkerMeter:
 
     Attributes:
         memory: the most that the worker holds; the worker starts it.
+        timestamps: of the device.
         waiting: context that times a wait for messages of other stages; one within another is part of it.
         averaging: context that times a wait for gradients of other replicas, or of tied stages.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.memory = PeakMemory(device)
-        self._timings, self._timestamps = Timings(), timestamps_of(device)
-        self._uses_nvtx = device.type == "cuda" and os.environ.get(_NVTX_VARIABLE, "0") != "0"
+        self._timings, self.timestamps = Timings(), timestamps_of(device)
+        self._is_on_host = device.type == "cpu"
+        self._uses_nvtx = not self._is_on_host and os.environ.get(_NVTX_VARIABLE, "0") != "0"
         self._unread: list[tuple[Action | None, Timestamp, Timestamp, Sequence[_Wait]]] = []
         self._action_context = _ActionContext(self)
         self.waiting, self.averaging = _WaitContext(self, False), _WaitContext(self, True)
@@ -69,7 +71,8 @@ class WorkerMeter:
             consumer: the action that takes it, without its minibatch: `2F`.
         """
         end_s, totals = perf_counter(), self._timings.totals
-        totals.send_s += end_s - start_s
+        if self._is_on_host:  # else it is beside the kernels, whose times the actions are
+            totals.send_s += end_s - start_s
         totals.sent_bytes += sent_bytes
         self._timings.add_message("send", f"for {consumer}{minibatch}", start_s, end_s, sent_bytes)
 
@@ -108,7 +111,7 @@ class WorkerMeter:
 
     def synchronize(self) -> None:
         """Wait until the device has done what was started, and read all timestamps: at the end of an epoch."""
-        self._timestamps.synchronize()
+        self.timestamps.synchronize()
         self._read()
 
     @property
@@ -131,9 +134,9 @@ class WorkerMeter:
 
     def _read(self) -> None:
         """Read timestamps, as far as the device has come."""
-        seconds, read = self._timestamps.seconds, 0
+        seconds, read = self.timestamps.seconds, 0
         for action, start, end, waits in self._unread:
-            if not self._timestamps.is_ready(end):
+            if not self.timestamps.is_ready(end):
                 break
             read += 1
             start_s, waits_s = seconds(start), [(seconds(a), seconds(b), averaging) for a, b, averaging in waits]
@@ -150,7 +153,7 @@ class _ActionContext:
     """Around an action. It is entered for each of them, so it is no generator."""
 
     def __init__(self, meter: WorkerMeter) -> None:
-        self._meter, self._record = meter, meter._timestamps.record
+        self._meter, self._record = meter, meter.timestamps.record
         self._range: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
@@ -176,7 +179,7 @@ class _WaitContext:
     """Around a wait, which the worker's status shows; one within another is part of it."""
 
     def __init__(self, meter: WorkerMeter, is_averaging: bool) -> None:
-        self._meter, self._record, self._is_averaging = meter, meter._timestamps.record, is_averaging
+        self._meter, self._record, self._is_averaging = meter, meter.timestamps.record, is_averaging
         self._depth = 0
 
     def __enter__(self) -> None:

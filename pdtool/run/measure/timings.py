@@ -21,7 +21,7 @@ class TimeTotals:
         forward_s, backward_s, update_s: seconds in actions, without their waits; zero-bubble's two backwards are one.
         wait_s: seconds of waiting for messages of other stages, and at the end of an epoch to be rid of one's own.
         allreduce_s: seconds of waiting for gradients of other workers, and at the end of an epoch for their buffers.
-        send_s: seconds of handing over messages, a part of the times of actions.
+        send_s: seconds of handing over messages, a part of the times of actions; 0 on a GPU.
         sent_bytes: bytes sent to other workers.
     """
 

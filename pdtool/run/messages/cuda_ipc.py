@@ -60,7 +60,8 @@ class CudaIpcSender(SlotSender):
 
     def flush(self) -> None:
         """Wait until everything is in the receiver's memory."""
-        self._copies.synchronize()
+        if self._under_way:
+            self._under_way[-1][0].synchronize()
         self._under_way.clear()
 
     def _next_slot(self) -> int:

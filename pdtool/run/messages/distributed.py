@@ -102,7 +102,8 @@ class DistributedSender:
         sends, size_bytes = [], 0
         try:
             for edge, tensor in zip(self._route.edges, tensors, strict=True):
-                tensor = tensor.to(self._device, edge.sent_dtype).contiguous()
+                is_pinned = tensor.is_cpu and self._device.type == "cuda"  # of the data: the host need not wait
+                tensor = tensor.to(self._device, edge.sent_dtype, non_blocking=is_pinned).contiguous()
                 work = dist.isend(tensor, self._route.receiver, group=self._group, tag=_tag(edge, minibatch))
                 sends.append((work, tensor))
                 size_bytes += tensor.nbytes

@@ -106,9 +106,9 @@ class StageIO:
         target = None
         if self._is_last:
             split = self._data.split
-            leaves = [by_name[target_name(i)].to(self._device) for i in range(len(split.leaves))]
+            leaves = [self._on_device(by_name[target_name(i)]) for i in range(len(split.leaves))]
             target = split.unflatten(leaves)
-        return [by_name[name].to(self._device) for name in self._module.inputs], target
+        return [self._on_device(by_name[name]) for name in self._module.inputs], target
 
     def send_outputs(self, minibatch: int, outputs: Sequence[Tensor]) -> None:
         """Send each output, and at the first stage what later stages need of the data, directly to its consumers.
@@ -163,7 +163,13 @@ class StageIO:
     def _load(self, loader: MinibatchLoader, minibatch: int) -> dict[str, Tensor]:
         inputs, target = loader.load(self._data.minibatches[minibatch], self._data.seed(minibatch))
         targets = {target_name(i): leaf for i, leaf in enumerate(target)}
-        return dict(zip(self._model_inputs, inputs, strict=True)) | targets
+        loaded = dict(zip(self._model_inputs, inputs, strict=True)) | targets
+        if self._device.type != "cuda":
+            return loaded
+        return {name: tensor.pin_memory() for name, tensor in loaded.items()}  # or a copy would wait for all kernels
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)  # what is on the CPU here and not there is pinned
 
     def _receive(self, traffic: _Traffic, minibatch: int) -> dict[int, Tensor]:
         """The tensor of each incoming edge, by its number."""

@@ -9,6 +9,9 @@ that the others follow from is, in this order:
    that includes one whose connections were closed: on another machine, or before its end was seen here,
 4. a worker that others waited for until their timeout: one that was stopped; else the one that has computed longest
    without waiting for anybody; else, where all wait for each other, the one that the first to give up waited for.
+
+NCCL tells a worker nothing of a lost peer: at its timeout its watchdog aborts the process. So one that ended by SIGABRT
+comes last in 3, and where it had not moved for long before it counts as one of those that waited, in 4.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
+
+import torch
 
 from pdtool import process_memory
 from pdtool.artifacts.envelope import write_atomically
@@ -44,7 +49,8 @@ from pdtool.units import format_seconds
 # An error crosses the process border as its text and exit code.
 _ERRORS = {1: PdtoolError, 2: UsageError, 3: ScheduleError}
 _LOST_FORK_SERVER = 255  # what multiprocessing takes for the exit code of a process when its fork server has ended
-_ABORTED = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+_BY_WATCHDOG = -signal.SIGABRT  # how NCCL's watchdog ends a process
+_ABORTED = (_BY_WATCHDOG, -signal.SIGSEGV, -signal.SIGBUS)
 _TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo, torch's store and our sockets say so
 
 
@@ -94,24 +100,28 @@ class WorkersLeft:
 
     def silent_death(self) -> PdtoolError | None:
         """Return the error of a worker that ended and left no failure."""
-        silent = [rank for rank in (*self._exit_codes, *self._lost()) if rank not in self._failures]
-        if not silent:
+        explained = self._failures.keys() | self._hung_until_aborted()
+        ended = [rank for rank in (*self._exit_codes, *self._lost()) if rank not in explained]
+        if not ended:
             return None
+        silent = sorted(ended, key=self._is_aborted)
         rank, place = silent[0], self._assignments[silent[0]]
         code = self._exit_codes.get(rank)
         what = f"{place} {_end(code)}; {self._last_seen(rank)}"
         guess = self._memory_guess(rank, code) if rank in self._local else ""
         if guess:
             return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
+        if self._uses_cuda and self._is_aborted(rank):
+            what += "; NCCL's watchdog ends a worker so when it has lost another, on another machine perhaps"
         return WorkerDiedError(what)
 
     def no_answer(self) -> PdtoolError:
         """Return the error of a worker that others waited for in vain."""
         rank, first = self._hung_rank(), self._first_failure
         place, last_seen = self._assignments[rank], self._last_seen(rank)
-        if first is None or not _is_timeout(first):
+        if not self._hung_until_aborted() and (first is None or not _is_timeout(first)):
             return WorkerDiedError(f"{place} closed its connections; {last_seen}")
-        how = "is stopped (SIGSTOP)" if rank in first.stopped else "did not answer"
+        how = "is stopped (SIGSTOP)" if first and rank in first.stopped else "did not answer"
         return WorkerDiedError(
             f"{place} {how}; {last_seen}; others waited {format_seconds(self._config.timeout_s)} for it",
             "see what it does there, or give more --timeout if it is only slow",
@@ -139,15 +149,34 @@ class WorkersLeft:
             return []
         return [rank for rank in (*first.gone, first.peer) if rank in self._assignments]
 
+    def _is_aborted(self, rank: int) -> bool:
+        return self._exit_codes.get(rank) == _BY_WATCHDOG
+
+    @property
+    def _uses_cuda(self) -> bool:
+        device = self._config.device
+        return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+    def _hung_until_aborted(self) -> set[int]:
+        """The ranks that NCCL's watchdog has killed, after they had not moved for half of the timeout.
+
+        It counts from when the operation was issued, and the host may have gone on a little after that.
+        """
+        if not self._uses_cuda:
+            return set()
+        last_s = time.time() - self._config.timeout_s / 2
+        return {rank for rank in self._assignments if self._is_aborted(rank) and self._statuses[rank].since_s <= last_s}
+
     def _hung_rank(self) -> int:
         """See point 4 above."""
-        unheard = [rank for rank in self._assignments if rank not in self._failures]
-        computing = [rank for rank in unheard if not self._statuses[rank].is_waiting]
-        by_silence = sorted(computing, key=lambda rank: self._statuses[rank].since_s)
+        by_age = sorted(self._assignments, key=lambda rank: self._statuses[rank].since_s)
+        aborted = self._hung_until_aborted()
+        unheard = [rank for rank in self._assignments if rank not in self._failures and rank not in aborted]
+        by_silence = [rank for rank in by_age if rank in unheard and not self._statuses[rank].is_waiting]
         by_time = sorted(self._failures.values(), key=lambda failure: failure.at_s)
         waited_for = [failure.peer for failure in by_time if failure.peer in self._assignments]
         stopped = by_time[0].stopped if by_time else []
-        return [*stopped, *by_silence, *waited_for, *unheard, *self._assignments][0]
+        return [*stopped, *by_silence, *waited_for, *unheard, *by_age][0]
 
     def _last_seen(self, rank: int) -> str:
         status = self._statuses[rank]

@@ -30,6 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from pdtool.artifacts.envelope import write_remedy
 from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError
+from pdtool.frontend.precision import check_autocast
 from pdtool.machine_rendezvous import gather_machines
 from pdtool.machines import end_with_parent, is_started_by_torchrun, worker_environment
 from pdtool.run import checkpoint
@@ -157,10 +158,7 @@ def check_config(config: RunConfig) -> None:
             f"correction {config.delay_compensation} with schedule {plan.schedule}",
             "leave it out: with a flush no gradient comes late",
         )
-    if config.precision == "bf16" and bundle.autocast_off:
-        what = f"--precision bf16: the model switches autocast off at {bundle.autocast_off[0]}, which stages do not"
-        remedy = 'leave it out; or put that part into a module of its own, and name it in HINTS = {"opaque": [...]}'
-        raise UsageError(what, remedy)
+    check_autocast(config.precision, bundle.autocast_off)
     for tied in bundle.tied:
         if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
             raise UsageError(

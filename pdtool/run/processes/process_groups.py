@@ -20,14 +20,16 @@ class ReplicaGroup:
 
     Attributes:
         ranks: in the order of the replicas.
-        group: their process group; None for one replica.
-        device: where numbers are summed.
-        uses_nccl: whether the group is one of NCCL, else of gloo.
+        group: their process group, for gradients and buffers; None for one replica.
+        host_group: their gloo group, for numbers that the host needs without waiting for its device.
+        device: where `group` takes tensors.
+        uses_nccl: whether `group` is one of NCCL, else of gloo.
     """
 
     stage: int
     ranks: list[int]
     group: Any
+    host_group: Any
     device: torch.device
     uses_nccl: bool = False
 
@@ -67,8 +69,9 @@ def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroup
         uses_nccl = have_own_devices(all_gather(_nccl_device(device), world, "the choice of NCCL or gloo"))
         sum_device = device if uses_nccl else torch.device("cpu")
         members = [ranks_of_stage(assignments, s % plan.pipeline_depth) for s in range(len(plan.stages))]
-        groups = [_replica_group(m, timeout, device if uses_nccl else None) if len(m) > 1 else None for m in members]
-        replicas = [ReplicaGroup(s, members[s], group, sum_device, uses_nccl) for s, group in enumerate(groups)]
+        host = [dist.new_group(m, timeout=timeout, backend="gloo") if len(m) > 1 else None for m in members]
+        groups = [_nccl_group(m, timeout, device) if len(m) > 1 else None for m in members] if uses_nccl else host
+        replicas = [ReplicaGroup(s, members[s], groups[s], host[s], sum_device, uses_nccl) for s in range(len(members))]
         tied = [
             dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
             for t in config.bundle.tied
@@ -92,13 +95,11 @@ def _nccl_device(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _replica_group(ranks: list[int], timeout: timedelta, device: torch.device | None) -> Any:
-    """The group of a stage's replicas: gloo, or on a device NCCL.
+def _nccl_group(ranks: list[int], timeout: timedelta, device: torch.device) -> Any:
+    """NCCL's group of a stage's replicas.
 
-    NCCL's is used once, since the first operation makes the hosts of all members wait for each other.
+    It is used once, since the first operation makes the hosts of all members wait for each other.
     """
-    if device is None:
-        return dist.new_group(ranks, timeout=timeout, backend="gloo")
     group = dist.new_group(ranks, timeout=timeout, backend="nccl", device_id=device)
     if dist.get_rank() in ranks:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

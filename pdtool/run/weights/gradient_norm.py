@@ -11,8 +11,15 @@ _EPSILON = 1e-6  # as in clip_grad_norm_
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-    """Clip the gradients of the parameters, of any shapes, by the norm of all of them."""
-    scale(parameters, squared_norm(parameters) ** 0.5, max_norm)
+    """Clip the gradients of the parameters, of any shapes, by the norm of all of them.
+
+    On a GPU the host does not read the norm, and a gradient that is not clipped is multiplied by 1.
+    """
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if norm.is_cuda:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    else:
+        scale(parameters, norm.double().item(), max_norm)
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
@@ -24,7 +31,6 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
 def scale(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
     """Scale gradients of norm `norm`, together with those of other workers, to `max_norm` if that is less."""
     factor = max_norm / (norm + _EPSILON)
-    if not factor >= 1.0:  # nor where it is not a number, which shows in the weights as in a plain loop
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.mul_(factor)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and not factor >= 1.0:  # nor where it is not a number, which shows in the weights as in a plain loop
+        torch._foreach_mul_(gradients, factor)

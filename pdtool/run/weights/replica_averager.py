@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 
 from pdtool.run.measure.meter import WorkerMeter
+from pdtool.run.measure.round_losses import RoundLoss
 from pdtool.run.processes.collectives import PeerErrorContext
 from pdtool.run.processes.process_groups import ReplicaGroup
 
@@ -58,34 +60,42 @@ class ReplicaAverager:
             while len(self._started) < len(self._buckets) and not self._missing[len(self._started)]:
                 self._start_bucket()
 
-    def average_gradients(self, weight: float, loss: float) -> tuple[float, float]:
+    def average_gradients(self, weight: float, loss: RoundLoss | None) -> RoundLoss | None:
         """Replace each gradient, a sum over samples, by its mean over the samples of all replicas.
 
         A parameter that no replica has a gradient for keeps none, so that the optimizer leaves it alone.
 
         Args:
             weight: samples behind this replica's gradients, in minibatches; 0 when it had none in a short round.
-            loss: sum of losses over the same samples.
+            loss: of this round or an earlier one; all replicas give that of the same round, or none.
 
         Returns:
-            weight and loss, summed over the replicas.
+            The loss, summed over the replicas.
 
         Raises:
             PeerError: another replica did not answer.
         """
         if self._group:
-            numbers = [weight, loss, *(p.grad is not None for p in self.parameters)]
+            losses = [loss.total, loss.weight] if loss else [0.0, 0.0]
+            numbers = [weight, *losses, *(p.grad is not None for p in self.parameters)]
             while len(self._started) < len(self._buckets):
                 self._start_bucket()
-            weight, loss, *replicas_with_gradient = self._sum(numbers)
+            weight, total, loss_weight, *replicas_with_gradient = self._sum(numbers)
+            loss = replace(loss, total=total, weight=loss_weight) if loss else None
             self._take_sums()
             for p, n in zip(self.parameters, replicas_with_gradient, strict=True):
                 p.grad = p.grad if n else None
-        if weight != 1.0:
-            for p in self.parameters:
-                if p.grad is not None:
-                    p.grad.div_(weight)
-        return weight, loss
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if weight != 1.0 and gradients:
+            torch._foreach_div_(gradients, weight)
+        return loss
+
+    def sum_loss(self, loss: RoundLoss) -> RoundLoss:
+        """Sum the loss of a round over the replicas; raises PeerError."""
+        if not self._group:
+            return loss
+        total, weight = self._sum([loss.total, loss.weight])
+        return replace(loss, total=total, weight=weight)
 
     def average_buffers(self, buffers: Iterable[Tensor], minibatches: int) -> None:
         """Let all replicas hold the same buffers.
@@ -126,9 +136,10 @@ class ReplicaAverager:
         self._begin_round()
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
-        total = torch.tensor(numbers, dtype=torch.float64, device=self._replicas.device)
+        total = torch.tensor(numbers, dtype=torch.float64)
+        self._meter.count_sent(self._ring_bytes(total))
         with self._meter.averaging, self._peer_error("numbers"):
-            self._all_reduce(total).wait()
+            dist.all_reduce(total, group=self._replicas.host_group)
         return total.tolist()
 
     def _all_reduce(self, tensor: Tensor) -> Any:

@@ -23,16 +23,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.processes.collectives import PeerErrorContext
 from pdtool.run.weights.gradient_norm import clip
+from pdtool.run.weights.host_all_reduce import HostAllReduce
 from pdtool.run.weights.optimizer import NamedOptimizer
 
 
@@ -53,6 +54,19 @@ class TiedHolders:
     is_first: bool
 
 
+@dataclass(frozen=True)
+class _StartedSum:
+    """A sum under way.
+
+    Attributes:
+        wait: waits for the sum and returns it, in CPU memory.
+        at_s: when it was started, in seconds of time.perf_counter.
+    """
+
+    wait: Callable[[], Tensor]
+    at_s: float
+
+
 class TiedParameterSync:
     """One tied parameter at one holder.
 
@@ -66,7 +80,8 @@ class TiedParameterSync:
     ) -> None:
         self.optimizer, self.holders, self._meter, self._max_norm = optimizer, holders, meter, max_norm
         [(self._name, self.parameter)] = optimizer.parameters.items()
-        self._due: deque[tuple[Any, Tensor, float]] = deque()
+        self._all_reduce = HostAllReduce(holders.group, self.parameter.device)
+        self._due: deque[_StartedSum] = deque()
 
     def start_sum(self, weight: float) -> None:
         """Take this round's gradient, a sum over samples, and start summing it over the holders.
@@ -78,10 +93,10 @@ class TiedParameterSync:
         if gradient is None:
             gradient = torch.zeros_like(self.parameter)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        message = torch.cat([gradient.detach().reshape(-1).cpu(), torch.tensor([weight], dtype=gradient.dtype)])
+        message = torch.cat([gradient.detach().reshape(-1), gradient.new_full((1,), weight)])
         with self._peer_error():
-            work = dist.all_reduce(message, group=self.holders.group, async_op=True)
-        self._due.append((work, message, time.perf_counter()))
+            wait = self._all_reduce.start(message)
+        self._due.append(_StartedSum(wait, time.perf_counter()))
         self._meter.count_sent(message.nbytes)
 
     @property
@@ -96,12 +111,13 @@ class TiedParameterSync:
 
     def take_sum(self) -> None:
         """Give the parameter its oldest gradient: summed over the holders, the mean over the samples of its round."""
-        work, message, started_s = self._due.popleft()
+        started = self._due.popleft()
         with self._meter.averaging, self._peer_error():
-            work.wait()
-        self._meter.all_reduce_ended(started_s, message.nbytes)
-        gradient = message[:-1].div_(message[-1] / self.holders.count)
-        self.parameter.grad = gradient.view_as(self.parameter).to(self.parameter.device)
+            total = started.wait()
+        self._meter.all_reduce_ended(started.at_s, total.nbytes)
+        total = total.to(self.parameter.device, non_blocking=True)
+        gradient = total[:-1].div_(total[-1] / self.holders.count)
+        self.parameter.grad = gradient.view_as(self.parameter)
         if self._max_norm:
             clip([self.parameter], self._max_norm)
 

@@ -73,6 +73,7 @@ class WeightVersions:
         ]
         # nn.LSTM and its kind compute with a list of their own, made when a parameter is assigned
         self._rnns: list[Any] = [owner for owner in module.modules() if hasattr(owner, "_flat_weights_names")]
+        self._recurrent = {id(parameter) for rnn in self._rnns for parameter in rnn._parameters.values()}
         self._stashing = stashing
         self._reads: Mapping[int, int] = {}
         self._readers: Counter[int] = Counter()
@@ -125,8 +126,7 @@ class WeightVersions:
         backward()
         for hook in hooks:
             hook.remove()
-        for parameter, leaf in leaves:
-            _collect_gradient(parameter, leaf, weight)
+        _collect_gradients(leaves, weight)
         self._release(version)
 
     def prepare_update(self) -> None:
@@ -140,8 +140,8 @@ class WeightVersions:
             self._make_current(number, self._take_memory())
         else:
             memory = self._take_memory()
+            _copy_all(memory, [parameter.data for parameter in self.parameters.values()])
             for parameter, new in zip(self.parameters.values(), memory, strict=True):
-                new.copy_(parameter.data)
                 parameter.data = new
             self._make_current(number, memory)
         self.peak_versions = max(self.peak_versions, len(self._alive))
@@ -154,8 +154,7 @@ class WeightVersions:
         """
         if self._exact:
             with torch.no_grad():
-                for parameter, leaf in zip(self.parameters.values(), self._current.leaves, strict=True):
-                    leaf.copy_(values.get(parameter, parameter.detach()))
+                _copy_all(self._current.leaves, [values.get(p, p.detach()) for p in self.parameters.values()])
 
     def bind_newest(self) -> None:
         """Let the module compute with what the Parameters hold."""
@@ -182,7 +181,11 @@ class WeightVersions:
     def _take_memory(self) -> list[Tensor]:
         if self._spare_memory:
             return self._spare_memory.pop()
-        return [torch.empty_like(p.data) for p in self.parameters.values()]
+        storages: dict[int, torch.UntypedStorage] = {}
+        return [
+            _empty_in_same_place(p.data, storages) if id(p) in self._recurrent else torch.empty_like(p.data)
+            for p in self.parameters.values()
+        ]
 
     def _new_version(self, memory: Sequence[Tensor], number: int) -> WeightVersion:
         """A version with fresh leaves over `memory`."""
@@ -195,13 +198,35 @@ class WeightVersions:
         self.bind(self._current)
 
 
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, of the same shape; a few kernels do it for all."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _empty_in_same_place(weight: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """An empty tensor that lies in a new storage where `weight` lies in its own.
+
+    cuDNN takes the weights of a recurrent layer from one piece of memory, in an order of its own, which a module makes
+    when it moves to the device. Of weights that lie elsewhere it makes such a copy at every call, and warns.
+
+    Args:
+        storages: address of a storage -> the new one in its place; filled here.
+    """
+    old = weight.untyped_storage()
+    if old.data_ptr() not in storages:
+        storages[old.data_ptr()] = torch.empty(old.nbytes(), dtype=torch.uint8, device=weight.device).untyped_storage()
+    empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    return empty.set_(storages[old.data_ptr()], weight.storage_offset(), weight.size(), weight.stride())
+
+
 def _add_hooks(
     leaves: Iterable[tuple[nn.Parameter, Tensor]], weight: float, on_gradient: Callable[[nn.Parameter], None]
 ) -> list[RemovableHandle]:
     """Collect each gradient as soon as it is complete, then call `on_gradient`."""
 
     def hook(parameter: nn.Parameter, leaf: Tensor) -> None:
-        _collect_gradient(parameter, leaf, weight)
+        _collect_gradients([(parameter, leaf)], weight)
         on_gradient(parameter)
 
     return [
@@ -211,8 +236,17 @@ def _add_hooks(
     ]
 
 
-def _collect_gradient(parameter: nn.Parameter, leaf: Tensor, weight: float) -> None:
-    gradient, leaf.grad = leaf.grad, None
-    if gradient is not None and gradient is not parameter.grad:
-        gradient = gradient if weight == 1.0 else gradient.mul_(weight)
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+def _collect_gradients(leaves: Iterable[tuple[nn.Parameter, Tensor]], weight: float) -> None:
+    """Add the gradients of leaves, times `weight`, to those of their Parameters; a few kernels do it for all."""
+    collected: list[tuple[nn.Parameter, Tensor]] = []
+    for parameter, leaf in leaves:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None and gradient is not parameter.grad:
+            collected.append((parameter, gradient))
+    if weight != 1.0 and collected:
+        torch._foreach_mul_([gradient for _, gradient in collected], weight)
+    sums = [(parameter.grad, gradient) for parameter, gradient in collected if parameter.grad is not None]
+    if sums:
+        torch._foreach_add_([total for total, _ in sums], [gradient for _, gradient in sums])
+    for parameter, gradient in collected:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad

@@ -1,0 +1,120 @@
+"""The training loss of each round of minibatches, read without making the host wait for the device.
+
+On a GPU a loss is copied to the CPU behind the kernels that compute it, and read one round later:
+
+    host    F0  B0  end of round 0      F1  B1  end of round 1: reads loss 0      ...  end of the epoch: the last
+    device  .   F0  B0  loss 0 copied   .   F1  B1  loss 1 copied
+
+On a CPU the losses of a round are read at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdtool.errors import PdtoolError
+from pdtool.run.processes.status import wait_begins, wait_ends
+
+
+@dataclass(frozen=True)
+class RoundLoss:
+    """The loss of one round at one replica.
+
+    Attributes:
+        step: number of the update that ends the round, from 1.
+        total: sum of the loss over the samples, in minibatches.
+        weight: number of these samples, in minibatches.
+    """
+
+    step: int
+    total: float
+    weight: float
+
+
+class LossReader:
+    """Reads the losses of a replica of the last stage; those of other stages are 0.
+
+    Args:
+        device: where they are computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_late = is_read_late(device)
+        self._copies: dict[int, _HostCopy] = {}
+        self._unread: _Round | None = None
+
+    def add(self, minibatch: int, loss: Tensor) -> None:
+        """Start reading the loss of a minibatch, a scalar."""
+        self._copies[minibatch] = _HostCopy(loss.detach())
+
+    def end_round(self, step: int, weights: Mapping[int, float], epoch: int) -> RoundLoss | None:
+        """End a round; return the one that can be read now, which is the one before on a GPU.
+
+        Args:
+            step: number of the update that ends the round.
+            weights: minibatch of the round -> its samples over those of a full one.
+
+        Raises:
+            PdtoolError: a loss is not a number.
+        """
+        copies = {i: self._copies.pop(i) for i in weights if i in self._copies}
+        ended = _Round(step, epoch, dict(weights), copies)
+        due, self._unread = (self._unread, ended) if self._is_late else (ended, None)
+        return due.read() if due else None
+
+    def end_epoch(self) -> RoundLoss | None:
+        """Return the round that was not read yet, if there is one; errors as of `end_round`."""
+        due, self._unread = self._unread, None
+        return due.read() if due else None
+
+
+def is_read_late(device: torch.device) -> bool:
+    """Whether losses are read a round later."""
+    return device.type == "cuda"
+
+
+class _HostCopy:
+    """A scalar on its way to the CPU."""
+
+    def __init__(self, scalar: Tensor) -> None:
+        self._value, self._copied = scalar, None
+        if scalar.is_cuda:
+            self._value = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True)
+            self._value.copy_(scalar, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> float:
+        """Wait for the copy, as for those whose messages it is computed from."""
+        if self._copied:
+            wait_begins()
+            self._copied.synchronize()
+            wait_ends()
+        return float(self._value.item())
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round that has ended, with the losses of its minibatches."""
+
+    step: int
+    epoch: int
+    weights: dict[int, float]
+    copies: dict[int, _HostCopy]
+
+    def read(self) -> RoundLoss:
+        total = 0.0
+        for i, copy in self.copies.items():
+            loss = copy.read()
+            if not math.isfinite(loss):
+                raise PdtoolError(
+                    f"the loss is {loss} in minibatch {i} of epoch {self.epoch}",
+                    "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
+                )
+            total += self.weights[i] * loss
+        return RoundLoss(self.step, total, sum(self.weights.values()))
