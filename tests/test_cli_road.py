@@ -101,6 +101,9 @@ def test_a_trusted_file_that_does_not_fit_is_named(road):
     stage.write_text(text.replace("    return ", "    return None, "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
     assert "stage_0.py returns 2 tensors, bundle.yaml says 1; mend it" in errors
+    stage.write_text(text.replace("    return ", "    return None  # "))
+    errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
+    assert "stage_0.py returns an output 'middle' that is NoneType, bundle.yaml says a tensor of shape [8, " in errors
 
 
 @pytest.mark.parametrize("where", ["import sys; sys.exit(0)", "def model(width=8):\n    import sys; sys.exit(0)"])

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
+from pdtool.errors import PdtoolError
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import LocalChannel
 from pdtool.run.messages.open_channels import Channels
 from pdtool.run.messages.routes import list_edges, list_routes
 from pdtool.run.messages.stage_io import StageIO
+from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.worker import Worker
 
 CPU = torch.device("cpu")
@@ -103,3 +107,33 @@ def test_messages_come_in_the_order_in_which_they_are_expected() -> None:
         second.receive_inputs(1)
     with pytest.raises(AssertionError, match=r"minibatches \[0, 1\] were posted and never received"):
         first.end_phase()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        ([None], "an output 'a' that is NoneType, bundle.yaml says a tensor of shape [2, 3] for 2 samples"),
+        ([torch.ones(3, 2)], "an output 'a' of shape [3, 2], bundle.yaml says a tensor of shape [2, 3] for 2 samples"),
+        ([torch.ones(2, 3)] * 2, "2 tensors, bundle.yaml says 1"),
+    ],
+)
+@pytest.mark.parametrize("autocast", [None, Autocast(CPU, [torch.float32])], ids=["float32", "bf16"])
+def test_outputs_that_are_not_those_of_the_bundle_are_refused(
+    outputs: list[Any], said: str, autocast: Autocast | None
+) -> None:
+    """A stage file edited by hand; [3, 2] has as many bytes as [2, 3], and would arrive as that."""
+    first, _ = two_stages()
+    returned = PipelineStage(Returns(tuple(outputs)), None, autocast=autocast).forward(0, [])
+    with pytest.raises(PdtoolError, match=re.escape(f"stage_0.py returns {said}; mend it, or let `pdtool codegen`")):
+        first.send_outputs(0, returned)
+
+
+class Returns(nn.Module):
+    """Whatever is called for."""
+
+    def __init__(self, outputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self) -> tuple[Any, ...]:
+        return self.outputs
