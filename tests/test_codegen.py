@@ -14,8 +14,10 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Device, Node, Profile
 from pdtool.codegen import generate as generate_module
+from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
+from pdtool.codegen.wiring import Wiring
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace, trace_file
@@ -325,3 +327,42 @@ def test_where_autocast_is_switched_off_is_noted():
     traced = trace(Exact(), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
     [line] = traced.autocast_off
     assert "softmax(-1)" in Path(__file__).read_text().splitlines()[int(line.partition(":")[2]) - 1]
+
+
+class Counting(nn.Module):
+    """Multiplies by a copy or a view of a buffer that each minibatch changes, in another stage than the buffer's."""
+
+    def __init__(self, taken):
+        super().__init__()
+        self.first, self.last, self.taken = nn.Linear(8, 8), nn.Linear(8, 8), taken
+        self.register_buffer("count", torch.ones(8))
+
+    def forward(self, x):
+        taken = self.taken(self.count)
+        self.count += 1
+        return self.last(self.first(x)) * taken
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda count: count * 1.0,
+        lambda count: count - 0 * count[0],
+        lambda count: count.expand(8),
+        lambda count: count.view(2, 4).flatten(),
+    ],
+    ids=["copy", "difference", "expand", "view"],
+)
+def test_what_a_stage_sends_is_not_changed_by_the_next_minibatch(taken):
+    """It may still be under way then, or wait for a stage of the same worker."""
+    traced = trace(Counting(taken), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
+    names = [op.name for op in traced.operators if not op.constant]
+    wiring = Wiring.of(traced, [names[: names.index("last")], names[names.index("last") :]])
+    namespace = {}
+    exec(StageWriter(wiring, 0, "counting").text(), namespace)
+    stage, inputs = namespace["Stage0"](), torch.randn(4, 8)
+    [k] = [k for k, value in enumerate(wiring.outputs(0)) if value.operator != "first"]
+    sent = stage(inputs)[k]
+    before = sent.clone()
+    assert not torch.equal(stage(inputs)[k], before)
+    assert torch.equal(sent, before)
