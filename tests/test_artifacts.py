@@ -687,3 +687,18 @@ def test_a_file_that_is_no_older_one_of_the_kind_is_not_overwritten(artifact, tm
         with pytest.raises(UsageError, match=f"is another file than a {artifact.KIND}, and would be overwritten"):
             artifact.save(path)
         assert path.read_text() == text
+
+
+def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch):
+    """The right to write its folder is enough to replace it."""
+    path = tmp_path / "plan.yaml"
+    path.write_text("somebody's own")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        with pytest.raises(UsageError, match=r"plan.yaml cannot be read \(Permission denied\), and would be overwr"):
+            samples.ALL[0].save(path)
+    assert path.read_text() == "somebody's own"

@@ -136,14 +136,18 @@ class Artifact(FrozenModel):
 
     @classmethod
     def check_target(cls, path: Path) -> None:
-        """Check that no other file than an artifact of this kind would be overwritten; raises UsageError."""
+        """Check that no other file than an artifact of this kind would be overwritten; raises UsageError.
+
+        A file that cannot be read may be any: its folder alone decides whether it can be replaced.
+        """
         if path.name == "-" or not path.is_file():
             return
         try:
             with path.open("rb") as file:
                 head = file.read(_HEAD_BYTES)
-        except OSError:
-            return  # writing says why
+        except OSError as error:
+            what = f"{path} cannot be read ({error.strerror}), and would be overwritten"
+            raise UsageError(what, "give another -o") from error
         if head and f"pdtool/{cls.KIND}/".encode() not in head:
             raise UsageError(f"{path} is another file than a {cls.KIND}, and would be overwritten", "give another -o")
 
