@@ -38,6 +38,9 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
 
 def find_source(source: str) -> Path:
     """Find the file of `model.py` or `package.module`, without importing it; raises UsageError."""
+    if os.path.isfile(source) and not source.endswith(".py"):
+        remedy = "name the Python file with model(); a profile is for `pdtool partition`, a plan for codegen and run"
+        raise UsageError(f"model {source!r} is not a Python file", remedy)
     names = source.split(".")
     if source.endswith(".py") or "/" in source or not all(name.isidentifier() for name in names):
         path = Path(source)
