@@ -12,6 +12,7 @@ from torch import nn
 
 from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
+from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.errors import PdtoolError
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches
 from pdtool.run.measure.meter import WorkerMeter
@@ -67,6 +68,22 @@ def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch
     worker = Worker(context)
     worker.run()
     assert (worker._timer.epochs, worker._timer.minibatches, worker._timer.samples) == (3, 9, 18)
+
+
+@pytest.mark.parametrize(
+    ("before", "takes_total", "is_told"), [(2, True, True), (4, True, False), (0, True, False), (2, False, False)]
+)
+def test_a_schedule_that_is_resumed_as_one_of_another_length_is_told(
+    before: int, takes_total: bool, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where it takes no length; 0: an older checkpoint does not know how long its run was to be."""
+    worker: Any = SimpleNamespace(
+        _config=SimpleNamespace(epochs=4),
+        _context=SimpleNamespace(file=SimpleNamespace(scheduler_takes_total=takes_total)),
+    )
+    manifest = CheckpointManifest(epoch=1, epochs=before, seed=0, metrics={}, files={})
+    Worker._warn_of_schedule(worker, manifest)
+    assert ("one of 2 epochs, and goes on as one of 4, 1 of them over" in capsys.readouterr().err) == is_told
 
 
 def two_stages() -> list[StageIO]:

@@ -54,11 +54,11 @@ def find_source(source: str) -> Path:
     return path
 
 
-def is_local(path: Path) -> bool:
-    """Whether a file is under the current folder, or one of pdtool's own zoo."""
+def is_local(path: Path, folder: Path | None = None) -> bool:
+    """Whether a file is under a folder, by default the current one, or one of pdtool's own zoo."""
     zoo = Path(__file__).parent.parent / "zoo"
     resolved = path.resolve()
-    return resolved.is_relative_to(zoo) or resolved.is_relative_to(Path.cwd())
+    return resolved.is_relative_to(zoo) or resolved.is_relative_to((folder or Path.cwd()).resolve())
 
 
 def import_source(source: str, path: Path) -> ModuleType:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.export import ShapesCollection
 
 from pdtool.errors import ModelError, PartialWriteError, TraceError, describe_error
+from pdtool.frontend.hints import unknown_module_remedy
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
@@ -72,8 +73,8 @@ def _check_paths(model: nn.Module, opaque: Sequence[str]) -> None:
     known = dict(model.named_modules())
     for path in opaque:
         if not path or path not in known:
-            remedy = "name modules inside of the model by their paths"
-            raise TraceError(f"HINTS names {path!r} as opaque, which is no module of the model", remedy)
+            remedy = unknown_module_remedy(path, known)
+            raise TraceError(f"HINTS names {path!r} as opaque, which is no module inside of the model", remedy)
 
 
 def _check_hooks(model: nn.Module) -> None:
