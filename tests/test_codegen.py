@@ -298,6 +298,14 @@ def test_fewer_stages_leave_no_old_file_behind(tmp_path):
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bundle.yaml", "stage_0.py", "stage_1.py"]
 
 
+def test_a_model_that_changes_its_input_in_place_is_proved(tmp_path):
+    """The model and the stages each get the minibatch as it was loaded."""
+    model_file = small("broken", fault="input")
+    profile = skeleton(model_file)
+    generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    assert "mul = x * 2" in texts_in(tmp_path / "b")["stage_0.py"]
+
+
 def test_files_that_codegen_has_not_written_stay(tmp_path):
     model_file = small("branchy")
     profile = skeleton(model_file)

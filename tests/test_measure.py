@@ -131,6 +131,12 @@ def test_a_loss_may_take_named_outputs_as_attributes(tmp_path):
     assert profile.by_name["loss"].inputs == ("out", "target")
 
 
+def test_a_model_without_anything_to_train_is_refused(tmp_path):
+    text = TEXT + "def model(build=model): return build().requires_grad_(False)\n"
+    with pytest.raises(ModelError, match=r"net.py: no parameter of the model requires a gradient, .*; let model"):
+        measure(write(tmp_path, text), batch_size=4)
+
+
 def test_hints_become_constraints(tmp_path):
     text = TEXT.replace("inplace=True", "") + "HINTS = {'no_split': ['norm', ''], 'pin': {'out': -1}}\n"
     with pytest.raises(ModelError, match="HINTS names '', which is no module"):
