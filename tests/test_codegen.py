@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
@@ -374,3 +375,65 @@ def test_what_a_stage_sends_is_not_changed_by_the_next_minibatch(taken):
     before = sent.clone()
     assert not torch.equal(stage(inputs)[k], before)
     assert torch.equal(sent, before)
+
+
+class Cells(nn.Module):
+    """Calls cells in a loop, and with or without a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.LSTMCell(8, 8), nn.GRUCell(8, 8, bias=False), nn.RNNCell(8, 8, nonlinearity="relu")
+
+    def forward(self, x):
+        state = self.a(x)
+        for _ in range(2):
+            state = self.a(state[0], state)
+        return self.c(x, self.b(x, self.b(state[0])))
+
+
+class Resized(nn.Module):
+    """Interpolates in one, two and three dimensions."""
+
+    def forward(self, x):
+        line = F.interpolate(F.interpolate(x[:, None], scale_factor=1.5), size=9, mode="linear", align_corners=True)
+        plane = F.interpolate(line[:, None], scale_factor=(2, 1.5), mode="bilinear")
+        plane = F.interpolate(F.interpolate(plane, scale_factor=0.7, mode="bicubic"), size=(4, 6), mode="nearest-exact")
+        return F.interpolate(plane[:, None], scale_factor=2, mode="trilinear", align_corners=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        (
+            Cells,
+            [
+                "self.a = nn.LSTMCell(8, 8)",
+                "self.b = nn.GRUCell(8, 8, bias=False)",
+                'self.c = nn.RNNCell(8, 8, nonlinearity="relu")',
+                "a_0, a_0_1 = self.a(x)",
+                "a_1, a_1_1 = self.a(a_0, (a_0, a_0_1))",
+            ],
+        ),
+        (
+            Resized,
+            [
+                'F.interpolate(x, scale_factor=1.5, mode="nearest")',
+                'F.interpolate(x, size=[9], mode="linear", align_corners=True)',
+                'F.interpolate(x, scale_factor=[2.0, 1.5], mode="bilinear")',
+                'F.interpolate(x, scale_factor=0.7, mode="bicubic")',
+                'F.interpolate(x, size=[4, 6], mode="nearest-exact")',
+                'F.interpolate(x, scale_factor=2.0, mode="trilinear")',
+            ],
+        ),
+    ],
+)
+def test_cells_and_interpolations_are_written_as_people_write_them(kind, lines):
+    traced = trace(kind(), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
+    wiring = Wiring.of(traced, [[op.name for op in traced.operators if not op.constant]])
+    text = StageWriter(wiring, 0, "net").text()
+    assert [line for line in lines if line not in text] == []
+    namespace = {}
+    exec(text, namespace)
+    stage, model, inputs = namespace["Stage0"](), kind(), torch.randn(5, 8)
+    stage.load_state_dict(model.state_dict())
+    assert torch.equal(stage(inputs), model(inputs))
