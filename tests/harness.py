@@ -411,6 +411,9 @@ def run(spec: RunConfig, prepare: Callable[[], None] | None = None) -> list[Outc
 
     Args:
         prepare: called in each process before anything else; a function that can be imported.
+
+    Raises:
+        AssertionError: some did not end well, with the exit codes and the errors of all.
     """
     context = multiprocessing.get_context("forkserver")
     start_server()
@@ -426,7 +429,9 @@ def run(spec: RunConfig, prepare: Callable[[], None] | None = None) -> list[Outc
         process.join(120)
         process.kill()
     codes = [process.exitcode for process in processes]
-    assert codes == [0] * world, f"exit codes {codes}"
+    assert codes == [0] * world, "\n".join(
+        [f"exit codes {codes}", *(path.read_text() for path in sorted(spec.out.glob("error-*.txt")))]
+    )
     loaded = (torch.load(spec.out / f"outcome-{rank}.pt", weights_only=False) for rank in range(world))
     return [outcome for outcomes in loaded for outcome in outcomes]
 
@@ -441,8 +446,12 @@ def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     if prepare:
         prepare()
-    context = WorkerContext(spec, rank, _device(spec, rank), world)
-    Worker(context).run()
+    try:
+        context = WorkerContext(spec, rank, _device(spec, rank), world)
+        Worker(context).run()
+    except Exception as error:
+        (spec.out / f"error-{rank}.txt").write_text(f"rank {rank}: {type(error).__name__}: {error}")
+        raise
     outcomes = [
         Outcome(
             stage=s,

@@ -266,7 +266,7 @@ def plans(draw: st.DrawFn) -> Plan:
     flush = draw(st.booleans())
     stages = tuple(
         Stage(
-            nodes=tuple(draw(st.lists(_labels, min_size=1, max_size=3))),
+            nodes=tuple(draw(st.lists(_labels, min_size=1, max_size=3, unique=True))),
             replicas=r,
             workers=tuple(workers[sum(replicas[:s]) : sum(replicas[: s + 1])]),
             in_flight=draw(st.integers(1, 9)),

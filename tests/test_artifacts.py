@@ -158,7 +158,7 @@ def test_digits_changed_one_by_one_are_noticed(artifact):
 @pytest.mark.parametrize("found", ["pdtool/KIND/2", "pdtool/other/1", "", None, 7, ["x"]])
 def test_unknown_formats_are_refused(artifact, found):
     found = found.replace("KIND", artifact.KIND) if isinstance(found, str) else found
-    with pytest.raises(ArtifactError, match=r"this pdtool reads|no format field") as caught:
+    with pytest.raises(ArtifactError, match=r"this pdtool reads|no format field|is a other, not a") as caught:
         type(artifact).parse(altered(artifact, format=found))
     assert caught.value.exit_code == 3
 
@@ -176,16 +176,51 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 
 @each
 def test_unknown_fields_are_refused(artifact):
-    with pytest.raises(ArtifactError, match="color: Extra inputs"):
+    with pytest.raises(ArtifactError, match=r"color: is no field here; known are format, .*digests, "):
         type(artifact).parse(altered(artifact, color="red"))
 
 
 def test_a_misspelt_field_is_named():
     text = samples.plan().dump().replace("in_flight: 1", "inflight: 1")
-    with pytest.raises(ArtifactError, match=r"stages\.1\.inflight: Extra inputs.*; did you mean in_flight\?"):
+    with pytest.raises(ArtifactError, match=r"stages\.1\.inflight: is no field here; did you mean in_flight\?"):
         Plan.parse(text)
-    with pytest.raises(ArtifactError, match=r"stages\.1\.in_flight: Field required$"):
+    with pytest.raises(ArtifactError, match=r"stages\.1\.in_flight: is missing$"):
         Plan.parse(text.replace("inflight: 1", "").replace("{,", "{"))
+    with pytest.raises(ArtifactError, match=r"stages\.1\.recompute_: is no field here; did you mean recompute\?"):
+        Plan.parse(samples.plan().dump().replace("in_flight: 1", "in_flight: 1\n  recompute_: true"))
+    with pytest.raises(ArtifactError, match=r"cluster\.levels\.0\.speed: is no field here; known are size, bandwidth"):
+        Plan.parse(samples.plan().dump().replace("{size: ", "{speed: 1, size: "))
+
+
+def test_a_node_that_is_named_twice_in_a_stage_is_refused():
+    stage = samples.plan().stages[0]
+    twice = stage.model_copy(update={"nodes": (*stage.nodes, stage.nodes[0])})
+    plan = samples.plan().model_copy(update={"stages": (twice, *samples.plan().stages[1:])})
+    with pytest.raises(ArtifactError, match=rf"stages\[0\]\.nodes: '{stage.nodes[0]}' is named twice; leave one out"):
+        Plan.parse(plan.dump())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("plan.yaml", samples.plan().dump(), "is a plan, not a profile; name a profile, which `pdtool profile` writes"),
+        (
+            "profile.json",
+            samples.profile().dump(),
+            "is a profile, not a plan; name a plan, which `pdtool partition` wr",
+        ),
+        ("profile.json", samples.profile().dump()[:-9], "is a profile, not a plan; name a plan"),
+        ("model.py", "import torch\n", "is a Python file, not a profile; name a profile"),
+        ("model.py", '"""Text."""\nx = 1\n', "is a Python file, not a plan; name a plan"),
+        ("", "", "is a folder, not a plan; name a file that `pdtool partition` writes"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_as_what_it_is(name, text, said, tmp_path):
+    path = tmp_path / name
+    if name:
+        path.write_text(text)
+    with pytest.raises(ArtifactError, match=said):
+        (Profile if "not a profile" in said else Plan).load(path)
 
 
 def test_many_keys_are_read_in_time_that_grows_with_their_number():
@@ -687,3 +722,18 @@ def test_a_file_that_is_no_older_one_of_the_kind_is_not_overwritten(artifact, tm
         with pytest.raises(UsageError, match=f"is another file than a {artifact.KIND}, and would be overwritten"):
             artifact.save(path)
         assert path.read_text() == text
+
+
+def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch):
+    """The right to write its folder is enough to replace it."""
+    path = tmp_path / "plan.yaml"
+    path.write_text("somebody's own")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        with pytest.raises(UsageError, match=r"plan.yaml cannot be read \(Permission denied\), and would be overwr"):
+            samples.ALL[0].save(path)
+    assert path.read_text() == "somebody's own"

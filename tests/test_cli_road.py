@@ -94,6 +94,16 @@ def test_profile_on_stdout(folder):
     assert not (folder.path / "profiles").exists()
 
 
+def test_a_model_outside_of_the_folder_is_told_when_it_is_profiled(folder, tmp_path_factory):
+    """codegen and run would refuse it, unless it is named to them."""
+    path = tmp_path_factory.mktemp("elsewhere") / "model.py"
+    path.write_text(NET)
+    errors = folder.pdtool("profile", str(path), "--batch-size", "4", "-o", "net.json").stderr
+    assert f"is outside of this folder: name it to codegen and run, too, with --model {path}" in errors
+    folder.write("model.py", NET)
+    assert "outside" not in folder.pdtool("profile", "model.py", "--batch-size", "4", "-o", "net.json").stderr
+
+
 def test_run_generates_a_missing_or_stale_bundle(road):
     assert "is missing, or was made from something else" in road.pdtool("run", "--steps", "2").stderr
     assert "is missing" not in road.pdtool("run", "--steps", "2").stderr
@@ -129,6 +139,9 @@ def test_a_trusted_file_that_does_not_fit_is_named(road):
     stage.write_text(text.replace("    return ", "    return None, "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
     assert "stage_0.py returns 2 tensors, bundle.yaml says 1; mend it" in errors
+    stage.write_text(text.replace("    return ", "    return None  # "))
+    errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
+    assert "stage_0.py returns an output 'middle' that is NoneType, bundle.yaml says a tensor of shape [8, " in errors
 
 
 @pytest.mark.parametrize("where", ["import sys; sys.exit(0)", "def model(width=8):\n    import sys; sys.exit(0)"])

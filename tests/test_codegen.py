@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
@@ -14,8 +15,10 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Device, Node, Profile
 from pdtool.codegen import generate as generate_module
+from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
+from pdtool.codegen.wiring import Wiring
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace, trace_file
@@ -296,6 +299,14 @@ def test_fewer_stages_leave_no_old_file_behind(tmp_path):
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bundle.yaml", "stage_0.py", "stage_1.py"]
 
 
+def test_a_model_that_changes_its_input_in_place_is_proved(tmp_path):
+    """The model and the stages each get the minibatch as it was loaded."""
+    model_file = small("broken", fault="input")
+    profile = skeleton(model_file)
+    generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    assert "mul = x * 2" in texts_in(tmp_path / "b")["stage_0.py"]
+
+
 def test_files_that_codegen_has_not_written_stay(tmp_path):
     model_file = small("branchy")
     profile = skeleton(model_file)
@@ -325,3 +336,104 @@ def test_where_autocast_is_switched_off_is_noted():
     traced = trace(Exact(), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
     [line] = traced.autocast_off
     assert "softmax(-1)" in Path(__file__).read_text().splitlines()[int(line.partition(":")[2]) - 1]
+
+
+class Counting(nn.Module):
+    """Multiplies by a copy or a view of a buffer that each minibatch changes, in another stage than the buffer's."""
+
+    def __init__(self, taken):
+        super().__init__()
+        self.first, self.last, self.taken = nn.Linear(8, 8), nn.Linear(8, 8), taken
+        self.register_buffer("count", torch.ones(8))
+
+    def forward(self, x):
+        taken = self.taken(self.count)
+        self.count += 1
+        return self.last(self.first(x)) * taken
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda count: count * 1.0,
+        lambda count: count - 0 * count[0],
+        lambda count: count.expand(8),
+        lambda count: count.view(2, 4).flatten(),
+    ],
+    ids=["copy", "difference", "expand", "view"],
+)
+def test_what_a_stage_sends_is_not_changed_by_the_next_minibatch(taken):
+    """It may still be under way then, or wait for a stage of the same worker."""
+    traced = trace(Counting(taken), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
+    names = [op.name for op in traced.operators if not op.constant]
+    wiring = Wiring.of(traced, [names[: names.index("last")], names[names.index("last") :]])
+    namespace = {}
+    exec(StageWriter(wiring, 0, "counting").text(), namespace)
+    stage, inputs = namespace["Stage0"](), torch.randn(4, 8)
+    [k] = [k for k, value in enumerate(wiring.outputs(0)) if value.operator != "first"]
+    sent = stage(inputs)[k]
+    before = sent.clone()
+    assert not torch.equal(stage(inputs)[k], before)
+    assert torch.equal(sent, before)
+
+
+class Cells(nn.Module):
+    """Calls cells in a loop, and with or without a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.LSTMCell(8, 8), nn.GRUCell(8, 8, bias=False), nn.RNNCell(8, 8, nonlinearity="relu")
+
+    def forward(self, x):
+        state = self.a(x)
+        for _ in range(2):
+            state = self.a(state[0], state)
+        return self.c(x, self.b(x, self.b(state[0])))
+
+
+class Resized(nn.Module):
+    """Interpolates in one, two and three dimensions."""
+
+    def forward(self, x):
+        line = F.interpolate(F.interpolate(x[:, None], scale_factor=1.5), size=9, mode="linear", align_corners=True)
+        plane = F.interpolate(line[:, None], scale_factor=(2, 1.5), mode="bilinear")
+        plane = F.interpolate(F.interpolate(plane, scale_factor=0.7, mode="bicubic"), size=(4, 6), mode="nearest-exact")
+        return F.interpolate(plane[:, None], scale_factor=2, mode="trilinear", align_corners=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        (
+            Cells,
+            [
+                "self.a = nn.LSTMCell(8, 8)",
+                "self.b = nn.GRUCell(8, 8, bias=False)",
+                'self.c = nn.RNNCell(8, 8, nonlinearity="relu")',
+                "a_0, a_0_1 = self.a(x)",
+                "a_1, a_1_1 = self.a(a_0, (a_0, a_0_1))",
+            ],
+        ),
+        (
+            Resized,
+            [
+                'F.interpolate(x, scale_factor=1.5, mode="nearest")',
+                'F.interpolate(x, size=[9], mode="linear", align_corners=True)',
+                'F.interpolate(x, scale_factor=[2.0, 1.5], mode="bilinear")',
+                'F.interpolate(x, scale_factor=0.7, mode="bicubic")',
+                'F.interpolate(x, size=[4, 6], mode="nearest-exact")',
+                'F.interpolate(x, scale_factor=2.0, mode="trilinear")',
+            ],
+        ),
+    ],
+)
+def test_cells_and_interpolations_are_written_as_people_write_them(kind, lines):
+    traced = trace(kind(), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
+    wiring = Wiring.of(traced, [[op.name for op in traced.operators if not op.constant]])
+    text = StageWriter(wiring, 0, "net").text()
+    assert [line for line in lines if line not in text] == []
+    namespace = {}
+    exec(text, namespace)
+    stage, model, inputs = namespace["Stage0"](), kind(), torch.randn(5, 8)
+    stage.load_state_dict(model.state_dict())
+    assert torch.equal(stage(inputs), model(inputs))

@@ -116,6 +116,9 @@ def test_a_mistake_in_a_file_that_the_model_imports_names_that_file(folder, help
 
 def test_a_model_that_is_not_there(folder):
     assert "there is no file gone.py" in folder.pdtool("profile", "gone.py", code=2).stderr
+    folder.write("net.json", "{}")
+    errors = folder.pdtool("profile", "net.json", code=2).stderr
+    assert "'net.json' is not a Python file; name the Python file with model(); a profile is for `pdtool part" in errors
     assert "'a b' in 'gone.py:a b' is not the name" in folder.pdtool("profile", "gone.py:a b", code=2).stderr
 
 

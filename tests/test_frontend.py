@@ -31,7 +31,7 @@ def write(tmp_path, text):
     ("fault", "what"),
     [
         ("branch", "cannot trace this line.*data-dependent"),
-        ("batch", "one minibatch size only"),
+        ("batch", "some minibatch sizes only"),
         ("attribute", "the model fails on inputs of shape.*no attribute 'missing'"),
     ],
 )
@@ -41,12 +41,22 @@ def test_a_model_that_cannot_be_traced_is_refused(fault, what):
         trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
 
 
-@pytest.mark.parametrize(("fault", "code"), [("branch", "return y if y.sum() > 0"), ("attribute", "self.missing(y)")])
+@pytest.mark.parametrize(
+    ("fault", "code"), [("branch", "return y if y.sum() > 0"), ("attribute", "self.missing(y)"), ("size", "len(y) > 3")]
+)
 def test_the_error_names_the_line_of_the_users_code(fault, code):
     line = next(i for i, text in enumerate(MODELS.read_text().splitlines(), 1) if code in text)
     model_file = load("broken", fault=fault)
     with pytest.raises(TraceError, match=rf"small.py:{line}: "):
         trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
+
+
+def test_a_module_without_shapes_yet_is_refused():
+    model = torch.nn.Sequential(torch.nn.LazyLinear(8))
+    with pytest.raises(TraceError, match="the parameters of 0, a LazyLinear, have no shape yet; give it its input"):
+        trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS)
+    model(torch.randn(4, 8))
+    assert [op.op for op in trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS).operators] == ["input", "Linear"]
 
 
 def test_a_name_that_no_file_can_hold_is_refused():

@@ -94,7 +94,7 @@ def test_a_large_file_is_refused_unread(tmp_path):
 @pytest.mark.parametrize("path", ["x" * 5000, "", ".", "a/" * 3000, "\udcff", "net.json/x"])
 def test_paths_that_no_file_can_have_are_refused(path, folder):
     samples.profile().save("net.json")
-    with pytest.raises(ArtifactError, match="cannot be read"):
+    with pytest.raises(ArtifactError, match=r"cannot be read|is a folder"):
         Profile.load(path)
 
 

@@ -15,7 +15,11 @@ from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.cost.plan_cost import COST_MODELS, Evaluator
 from pdtool.partition.placement import ExecutionConfig
 from pdtool.partition.planner import make_plan, refresh
+from pdtool.partition.search.cuts import find_cuts
+from pdtool.partition.search.dynamic_programming import DynamicProgram
 from pdtool.partition.search.search import SearchOptions
+from pdtool.partition.search.search_space import SearchSpace
+from pdtool.partition.stage_loads import stage_loads
 
 FAST = 1e12
 
@@ -265,3 +269,24 @@ def test_pins_that_no_plan_keeps_are_refused():
 def test_options_that_make_no_sense_are_refused(options, what):
     with pytest.raises(UsageError, match=what):
         make_plan(chain([1.0] * 4), "p", make_cluster((4,), (FAST,)), options)
+
+
+@pytest.mark.parametrize("cost_model", COST_MODELS)
+def test_the_search_knows_what_each_border_of_a_plan_costs(cost_model):
+    """Its table of borders, over the members that matter, against plans whose two stages lie there."""
+    profile, cluster, stages = (
+        chain([0, 0], crossing=100),
+        make_cluster((2, 2, 3), (10, 30, 100)),
+        [["x", "a0"], ["a1"]],
+    )
+    evaluator, execution = Evaluator(profile, cluster, cost_model), ExecutionConfig()
+    model = evaluator.model(cluster, execution, (2, 4, 12), (1, 1, 1))
+    program = DynamicProgram(SearchSpace(profile, find_cuts(profile, 100)), model, cluster.workers)
+    load = stage_loads(profile, stages)[1]
+    for first in range(1, cluster.workers):
+        for before in [first] if model.requires_all_workers else range(1, first + 1):
+            for after in range(1, cluster.workers - first + 1):
+                workers = [[*range(first - before, first)], [*range(first, first + after)]]
+                placed = evaluator.place(stages, workers, execution).cost
+                found = model.transfer_s(load, program._border[program._place(first), after, before])
+                assert found == pytest.approx(placed.transfer_s[0]), workers

@@ -70,6 +70,22 @@ def test_a_sample_that_is_squeezed_away_is_refused_at_the_start(tmp_path: Path) 
     check_last_minibatch(found, spec.bundle, 25, CPU)
 
 
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_stage_that_cannot_be_run_without_content_hides_no_later_one(tmp_path: Path, error: type[Exception]) -> None:
+    """Such as one that looks at values: what it cannot do on one sample, training finds."""
+    spec = harness.job(tmp_path, normed(CONV3), batch_size=5)
+    found = modules(spec)
+
+    def look(*_: object) -> None:
+        raise error("a value is needed")
+
+    found[0].register_forward_pre_hook(look)
+    with pytest.raises(ModelError, match="a single value per channel"):
+        check_last_minibatch(found, spec.bundle, 26, CPU)
+    del found[2]
+    check_last_minibatch(found, spec.bundle, 26, CPU)
+
+
 def test_images_have_several_values_in_one_sample(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV1, batch_size=5)
     check_last_minibatch(modules(spec), spec.bundle, 26, CPU)

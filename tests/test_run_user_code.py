@@ -368,6 +368,23 @@ def test_a_schedule_of_the_whole_run_goes_on_at_the_same_part_of_it(tmp_path):
     assert resumed.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"] != 0.1
 
 
+def test_a_one_cycle_schedule_of_another_length_than_the_run_is_told(tmp_path, capsys):
+    """Shorter than the run, it cannot be stepped to the end; longer, it does not get there."""
+    more = "def scheduler(o): return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=5)\n"
+    file, model = load(tmp_path, more=more), parameters()
+    warnings = {n: NamedOptimizer(file, model, model, RunLength(updates=n)).schedule_warning for n in (4, 5, 6)}
+    assert warnings[6].startswith(
+        "OneCycleLR was made for 5 steps, and the run will take 6: let scheduler(optimizer, to"
+    )
+    assert warnings[4]
+    assert not warnings[5]
+    replica = SimpleNamespace(optimizer=NamedOptimizer(file, model, model, RunLength(updates=6)))
+    shape = SimpleNamespace(replicas=(1,))
+    context = SimpleNamespace(stages={0: replica, 1: replica}, assignment=SimpleNamespace(rank=0), shape=shape)
+    WorkerContext._warn_of_optimizer(context)
+    assert capsys.readouterr().err == f"warning: {warnings[6]}\n"
+
+
 @pytest.mark.parametrize(("options", "device"), [("capturable=True", "meta"), ("", "cpu")])
 def test_a_step_count_is_resumed_where_the_optimizer_keeps_it(tmp_path, options, device):
     """Of a fused or capturable Adam on the parameter's device, here one without memory; else on the CPU."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
+from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
+from pdtool.errors import PdtoolError
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import LocalChannel
 from pdtool.run.messages.open_channels import Channels
 from pdtool.run.messages.routes import list_edges, list_routes
 from pdtool.run.messages.stage_io import StageIO
+from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.worker import Worker
 
 CPU = torch.device("cpu")
@@ -65,6 +70,22 @@ def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch
     assert (worker._timer.epochs, worker._timer.minibatches, worker._timer.samples) == (3, 9, 18)
 
 
+@pytest.mark.parametrize(
+    ("before", "takes_total", "is_told"), [(2, True, True), (4, True, False), (0, True, False), (2, False, False)]
+)
+def test_a_schedule_that_is_resumed_as_one_of_another_length_is_told(
+    before: int, takes_total: bool, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where it takes no length; 0: an older checkpoint does not know how long its run was to be."""
+    worker: Any = SimpleNamespace(
+        _config=SimpleNamespace(epochs=4),
+        _context=SimpleNamespace(file=SimpleNamespace(scheduler_takes_total=takes_total)),
+    )
+    manifest = CheckpointManifest(epoch=1, epochs=before, seed=0, metrics={}, files={})
+    Worker._warn_of_schedule(worker, manifest)
+    assert ("one of 2 epochs, and goes on as one of 4, 1 of them over" in capsys.readouterr().err) == is_told
+
+
 def two_stages() -> list[StageIO]:
     """Both on one worker; the tensor `a`, [batch, 3], goes from the first to the second."""
     tensor = TensorSpec(name="a", producer=0, consumers=(1,), shape=("batch", 3), dtype="float32", gradient=True)
@@ -103,3 +124,33 @@ def test_messages_come_in_the_order_in_which_they_are_expected() -> None:
         second.receive_inputs(1)
     with pytest.raises(AssertionError, match=r"minibatches \[0, 1\] were posted and never received"):
         first.end_phase()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        ([None], "an output 'a' that is NoneType, bundle.yaml says a tensor of shape [2, 3] for 2 samples"),
+        ([torch.ones(3, 2)], "an output 'a' of shape [3, 2], bundle.yaml says a tensor of shape [2, 3] for 2 samples"),
+        ([torch.ones(2, 3)] * 2, "2 tensors, bundle.yaml says 1"),
+    ],
+)
+@pytest.mark.parametrize("autocast", [None, Autocast(CPU, [torch.float32])], ids=["float32", "bf16"])
+def test_outputs_that_are_not_those_of_the_bundle_are_refused(
+    outputs: list[Any], said: str, autocast: Autocast | None
+) -> None:
+    """A stage file edited by hand; [3, 2] has as many bytes as [2, 3], and would arrive as that."""
+    first, _ = two_stages()
+    returned = PipelineStage(Returns(tuple(outputs)), None, autocast=autocast).forward(0, [])
+    with pytest.raises(PdtoolError, match=re.escape(f"stage_0.py returns {said}; mend it, or let `pdtool codegen`")):
+        first.send_outputs(0, returned)
+
+
+class Returns(nn.Module):
+    """Whatever is called for."""
+
+    def __init__(self, outputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self) -> tuple[Any, ...]:
+        return self.outputs

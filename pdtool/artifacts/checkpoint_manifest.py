@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from pdtool.artifacts.envelope import Artifact, FrozenModel
-from pdtool.artifacts.fields import Bytes, Count, Digest, Label
+from pdtool.artifacts.fields import Bytes, Count, Digest, Label, Number
 
 StageFile = Annotated[str, StringConstraints(pattern=r"^stage-[0-9]{1,6}\.safetensors$")]
 
@@ -28,6 +28,7 @@ class CheckpointManifest(Artifact):
 
     Attributes:
         epoch: epochs that were trained.
+        epochs: that the run was to have in all; 0: an older checkpoint, which does not say.
         seed: of the run.
         metrics: of the validation after that epoch; finite.
         validation_losses: of each epoch until then, which learning-rate schedules may depend on; finite. Older
@@ -40,6 +41,7 @@ class CheckpointManifest(Artifact):
 
     format: Literal["pdtool/checkpoint/1"] = "pdtool/checkpoint/1"
     epoch: Count
+    epochs: Number = 0
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     metrics: dict[Label, Annotated[float, Field(allow_inf_nan=False)]]
     files: dict[StageFile, StoredFile]

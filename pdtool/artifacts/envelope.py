@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import hashlib
 import json
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -19,12 +19,13 @@ from typing import Annotated, Any, AnyStr, BinaryIO, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from pdtool import __version__
-from pdtool.artifacts.fields import Digest, Label, Title
+from pdtool.artifacts.fields import Digest, Label, Title, first_fault
 from pdtool.artifacts.text_formats import FormatError, read_json, read_yaml, write_json, write_yaml
 from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError
 from pdtool.units import format_bytes
 
 MAX_FILE_BYTES = 256 * 10**6  # of an artifact, or of a source file that one names; a large artifact has a few MB
+_DECLARED = re.compile(r"""^\W{0,4}format["']?:\s*["']?pdtool/([a-z]+)/""", re.MULTILINE)
 _HEAD_BYTES = 4096  # of an artifact, in which its format stands
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space
 OPERATOR_GRAPH = "operator graph"  # in Artifact.digests, among paths: the model as it was traced
@@ -93,15 +94,22 @@ class Artifact(FrozenModel):
         Raises:
             ArtifactError: missing, truncated, altered, of another format, or with fields out of range.
         """
+        if os.path.isdir(path):
+            raise ArtifactError(path, f"is a folder, not a {cls.KIND}", f"name a file that `{cls.MAKER}` writes")
         text = read_text(path, f"write it with `{cls.MAKER}`", may_be_pipe=may_be_pipe)
         return cls.parse(text, "stdin" if str(path) == "-" else path)
 
     @classmethod
     def parse(cls, text: str, path: Path | str = "<text>") -> Self:
         """Check a text that was read already; `path` is named in errors."""
-        content = cls._decode(text, path)
+        try:
+            content = cls._decode(text, path)
+        except ArtifactError as error:
+            raise cls._of_another_kind(text, path) or error from error.__cause__
         tag = content.get("format") if isinstance(content, dict) else None
         expected = f"pdtool/{cls.KIND}/1"
+        if tag != expected and (other := cls._of_another_kind(text, path)):
+            raise other
         if not tag:
             raise ArtifactError(path, f"is not a {cls.KIND} (no format field)", f"write it with `{cls.MAKER}`")
         if tag != expected:
@@ -112,7 +120,7 @@ class Artifact(FrozenModel):
             artifact = cls.model_validate_json(json.dumps(content))
             artifact.check()
         except ValidationError as error:
-            field, what = _first_fault(error)
+            field, what = first_fault(error, cls)
             raise ArtifactError(path, what, field=field) from error
         except FieldError as fault:
             raise ArtifactError(path, str(fault), field=fault.field) from fault
@@ -136,14 +144,18 @@ class Artifact(FrozenModel):
 
     @classmethod
     def check_target(cls, path: Path) -> None:
-        """Check that no other file than an artifact of this kind would be overwritten; raises UsageError."""
+        """Check that no other file than an artifact of this kind would be overwritten; raises UsageError.
+
+        A file that cannot be read may be any: its folder alone decides whether it can be replaced.
+        """
         if path.name == "-" or not path.is_file():
             return
         try:
             with path.open("rb") as file:
                 head = file.read(_HEAD_BYTES)
-        except OSError:
-            return  # writing says why
+        except OSError as error:
+            what = f"{path} cannot be read ({error.strerror}), and would be overwritten"
+            raise UsageError(what, "give another -o") from error
         if head and f"pdtool/{cls.KIND}/".encode() not in head:
             raise UsageError(f"{path} is another file than a {cls.KIND}, and would be overwritten", "give another -o")
 
@@ -180,6 +192,15 @@ class Artifact(FrozenModel):
             raise ArtifactError(path, str(fault), field=fault.field) from fault
 
     @classmethod
+    def _of_another_kind(cls, text: str, path: Path | str) -> ArtifactError | None:
+        """Make the error of a file that is an artifact of another kind, or Python; None for any other file."""
+        kind = declared_kind(text)
+        if kind in ("", cls.KIND) and not str(path).endswith(".py"):
+            return None
+        is_a = "Python file" if kind in ("", cls.KIND) else kind
+        return ArtifactError(path, f"is a {is_a}, not a {cls.KIND}", f"name a {cls.KIND}, which `{cls.MAKER}` writes")
+
+    @classmethod
     def _rewritable(cls, path: Path | str, what: str, *, or_else: str = "", field: str = "") -> ArtifactError:
         """Make the error of a file that its command can write again."""
         return ArtifactError(path, what, f"write it again with `{cls.MAKER}`{or_else}", field=field)
@@ -212,17 +233,10 @@ def _seal(content: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _first_fault(error: ValidationError) -> tuple[str, str]:
-    """Return (field, what is wrong) of the first fault; of an unknown field before that of one that it stands for."""
-    faults = error.errors()
-    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    *parents, name = first["loc"] or ("",)
-    value = "" if first["type"] == "missing" else f" (got {repr(first.get('input'))[:80]})"
-    if first["type"] == "extra_forbidden":
-        missing = [str(f["loc"][-1]) for f in faults if f["type"] == "missing" and f["loc"][:-1] == first["loc"][:-1]]
-        close = difflib.get_close_matches(str(name), missing, n=1, cutoff=0.7)
-        value += f"; did you mean {close[0]}?" if close else ""
-    return ".".join(str(part)[:80] for part in (*parents, name)), f"{first['msg']}{value}"
+def declared_kind(text: str) -> str:
+    """Return the kind that the text of an artifact declares, as `plan`, without reading the rest; "" for none."""
+    declared = _DECLARED.search(text)
+    return declared[1] if declared else ""
 
 
 @contextmanager
@@ -231,7 +245,7 @@ def fields_checked(error_of: Callable[[str], PdtoolError]) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        field, what = _first_fault(error)
+        field, what = first_fault(error)
         raise error_of(f"{field}: {what}") from error
 
 

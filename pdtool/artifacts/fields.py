@@ -1,4 +1,4 @@
-"""Types of the fields of artifacts: the numbers and the names that one may hold.
+"""Types of the fields of artifacts, the numbers and the names that one may hold, and what is wrong with a field.
 
 A number outside of its limits is a slip or an attack. Within them, sums and ratios of all that is written or measured
 stay far below what a float can hold, so that nothing overflows in the middle of a search.
@@ -6,9 +6,11 @@ stay far below what a float can hold, so that nothing overflows in the middle of
 
 from __future__ import annotations
 
-from typing import Annotated
+import difflib
+from collections.abc import Sequence
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StringConstraints, ValidationError
 
 from pdtool.cluster import MAX_WORKERS
 
@@ -56,3 +58,46 @@ Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$
 _TITLE = r"""^[^\x00-\x1f"'\\/\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$"""
 Title = Annotated[str, StringConstraints(pattern=_TITLE, max_length=500)]
 Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
+
+
+def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None) -> tuple[str, str]:
+    """Return (field, what is wrong) of the first fault; of an unknown field before that of one that it stands for.
+
+    Args:
+        artifact: what was read, to name the fields that it has.
+    """
+    faults = error.errors()
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    *parents, name = first["loc"] or ("",)
+    if first["type"] == "extra_forbidden":
+        missing = [str(f["loc"][-1]) for f in faults if f["type"] == "missing" and f["loc"][:-1] == first["loc"][:-1]]
+        what = f"is no field here{_suggestion(str(name), missing, _field_names(artifact, parents))}"
+    elif first["type"] == "missing":
+        what = "is missing"
+    else:
+        what = f"{first['msg']} (got {repr(first.get('input'))[:80]})"
+    return ".".join(str(part)[:80] for part in (*parents, name)), what
+
+
+def _suggestion(name: str, missing: Sequence[str], known: Sequence[str]) -> str:
+    """The field that was probably meant: one that is missing rather than any other; all of them where none is near."""
+    for names in (missing, known):
+        if close := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
+            return f"; did you mean {close[0]}?"
+    return f"; known are {', '.join(known)}" if known else ""
+
+
+def _field_names(artifact: type[BaseModel] | None, path: Sequence[int | str]) -> list[str]:
+    """The fields of the part of an artifact that stands at `path`, as ("stages", 0)."""
+    kind: type[BaseModel] | None = artifact
+    for part in path:
+        if kind and part in kind.model_fields:
+            kind = _model_in(kind.model_fields[str(part)].annotation)
+    return [name for name in kind.model_fields if name != "sha256"] if kind else []
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The part of an artifact that a field's annotation names, as Stage in tuple[Stage, ...]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)

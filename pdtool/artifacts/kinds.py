@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.cluster_file import ClusterFile
 from pdtool.artifacts.device import Devices
-from pdtool.artifacts.envelope import Artifact, read_text
+from pdtool.artifacts.envelope import Artifact, declared_kind, read_text
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError
 
-_FORMAT = re.compile(r"""^\W{0,4}format["']?:\s*["']?pdtool/([a-z]+)/""", re.MULTILINE)
 _CLASSES: dict[str, type[Artifact]] = {
     c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report, CheckpointManifest)
 }
@@ -46,11 +44,11 @@ def load_any(file: str) -> Artifact:
             raise ArtifactError(path, f"holds none of {', '.join(_IN_FOLDERS)}", "name a file, or a finished run")
         path = candidates[0]
     text = read_text(path, may_be_pipe=not is_folder)
-    kind = _FORMAT.search(text)
+    kind = declared_kind(text)
     if not kind:
         raise ArtifactError(
             path,
             "is no artifact of pdtool (no format field)",
             "name a profile, cluster, plan, bundle, report or checkpoint",
         )
-    return artifact_class(kind[1], path).parse(text, path)
+    return artifact_class(kind, path).parse(text, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -167,6 +168,8 @@ class Plan(YamlArtifact):
         taken: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             where = f"stages[{s}]"
+            if repeated_nodes := [name for name, count in Counter(stage.nodes).items() if count > 1]:
+                raise FieldError(f"{where}.nodes", f"{repeated_nodes[0]!r} is named twice; leave one out")
             if len(stage.workers) != stage.replicas:
                 raise FieldError(f"{where}.workers", f"{stage.replicas} replicas but {len(stage.workers)} workers")
             if stage.replicas % self.copies:

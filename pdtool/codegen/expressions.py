@@ -65,6 +65,14 @@ _TEMPLATES = {
     "bernoulli.p": "torch.empty_like({self}).bernoulli_({p})",
     "normal_functional": "torch.empty_like({self}).normal_({mean}, {std})",
 }
+_INTERPOLATIONS = {  # -> mode of F.interpolate, which calls the operator for the number of dimensions
+    **{
+        f"upsample_{mode}{n}d.vec": mode
+        for mode, n in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3))
+    },
+    **{f"upsample_nearest{n}d.vec": "nearest" for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d.vec": "nearest-exact" for n in (1, 2, 3)},
+}
 # The Python functions of these names take other arguments, or do more than the operator.
 _UNLIKE_PYTHON = {"stft", "istft", "max_unpool2d", "max_unpool3d"}
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
@@ -85,6 +93,8 @@ def expression(op: Operator, write: Write) -> str:
     if name in _INDEXING:
         return _INDEXING[name](arguments, write)
     key = name if overload == "default" else f"{name}.{overload}"
+    if key in _INTERPOLATIONS:
+        return _interpolation(arguments, _INTERPOLATIONS[key], write)
     changed = {a.name for a in schema.arguments if not is_default(arguments[a.name], a)} - LAYOUT_ARGUMENTS
     template = _TEMPLATES.get(key)
     if template and changed - {"device"} <= {field for field, _ in _FIELD.findall(template)}:
@@ -169,6 +179,17 @@ def _index(arguments: dict[str, Any], write: Write) -> str:
 
 
 _INDEXING: dict[str, Callable[[dict[str, Any], Write], str]] = {"select": _select, "slice": _slice, "index": _index}
+
+
+def _interpolation(arguments: dict[str, Any], mode: str, write: Write) -> str:
+    size, factors = arguments["output_size"], arguments["scale_factors"]
+    if factors is not None and len(set(factors)) == 1:
+        factors = factors[0]
+    options = [
+        f"{name}={write(value)}" for name, value in (("size", size), ("scale_factor", factors)) if value is not None
+    ]
+    options += [f'mode="{mode}"', *(["align_corners=True"] if arguments.get("align_corners") else [])]
+    return f"F.interpolate({write(arguments['input'])}, {', '.join(options)})"
 
 
 def literal(value: Any) -> str:

@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 from pdtool.codegen.expressions import expression, literal
 from pdtool.codegen.module_tree import access, access_state
 from pdtool.codegen.output_writer import OutputWriter
-from pdtool.codegen.unchanged import Source, unchanged_values
+from pdtool.codegen.unchanged import Source, unchanged_values, views_of_buffers
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import TraceError
-from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Value, named_state
+from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Value
 from pdtool.frontend.random_operators import operator_draws, values_drawn_like
 
 _MAX_NESTED = 3  # operators in one line
@@ -68,7 +68,9 @@ class ForwardWriter:
         if self.is_last:
             yield f"return {self.output.text()}"
         else:
-            yield f"return {', '.join(self._name(v) for v in self.wiring.outputs(self.stage))}"
+            changing = views_of_buffers(self.operators, self.wiring.traced.changed_buffers)
+            outputs = self.wiring.outputs(self.stage)
+            yield f"return {', '.join(self._name(v) + '.clone()' * (v in changing) for v in outputs)}"
 
     @cached_property
     def _commented(self) -> set[str]:
@@ -168,9 +170,8 @@ class ForwardWriter:
     @cached_property
     def _unchanged(self) -> dict[Value, Source]:
         """Tensors that only repeat another one -> that one; a stage does not return what it takes as it is."""
-        traced, taken = self.wiring.traced, self.wiring.inputs(self.stage)
-        found = unchanged_values(self.wiring.operators(self.stage), traced.operators, named_state(traced.model))
-        sent = self.wiring.outputs(self.stage)
+        found = unchanged_values(self.wiring.operators(self.stage), self.wiring.traced)
+        taken, sent = self.wiring.inputs(self.stage), self.wiring.outputs(self.stage)
         return {value: source for value, source in found.items() if not (value in sent and source in taken)}
 
     def _source(self, value: Value) -> Source:

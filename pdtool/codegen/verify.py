@@ -121,9 +121,9 @@ def _compare_minibatches(
         for number, inputs in enumerate(batches):
             where = f"{mode}, minibatch {number} of {len(batches)}"
             with torch.set_grad_enabled(training), _repeatable():
-                expected = _run("the model", partial(inputs.call, model), where)
+                expected = _run("the model", partial(_call, model, inputs), where)
             with torch.set_grad_enabled(training), _repeatable():
-                composed = _run(_STAGES, partial(compose, stages, bundle, inputs.tensors), where)
+                composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
             _compare_outputs(expected, composed, where)
             if training:
                 _compare_gradients(model, stages, expected, composed, where)
@@ -149,11 +149,11 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
         old, new = build().train(training), build().train(training)
         with _repeatable(), torch.no_grad():
             for inputs in before:
-                _run("the model", partial(inputs.call, old), "a minibatch before")
+                _run("the model", partial(_call, old, inputs), "a minibatch before")
             state = _registered_state(new)
             for name, tensor in _registered_state(old).items():
                 state[name].copy_(tensor)
-            outputs = [_run("the model", partial(last.call, model), "the last minibatch") for model in (old, new)]
+            outputs = [_run("the model", partial(_call, model, last), "the last minibatch") for model in (old, new)]
         a, b = (vars(model.get_submodule(kept.module)).get(kept.name) for model in (old, new))
         if not (has_same_content(a, b) and has_same_content(tensors_of(outputs[0]), tensors_of(outputs[1]))):
             return True
@@ -189,6 +189,15 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs,
     for name, a, b in _paired(output, composed, "shapes"):
         if isinstance(a, Tensor) and (a.shape, a.dtype) != (b.shape, b.dtype):
             raise VerificationError(f"{name} is {tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}")
+
+
+def _call(model: nn.Module, inputs: ModelInputs) -> Any:
+    return _copy(inputs).call(model)
+
+
+def _copy(inputs: ModelInputs) -> ModelInputs:
+    """The same minibatch in memory of its own, which the model or a stage may write into."""
+    return inputs.map(torch.clone)
 
 
 def _run(what: str, call: Callable[[], Any], where: str) -> Any:

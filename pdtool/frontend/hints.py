@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdtool.cluster import MAX_WORKERS
@@ -36,6 +38,14 @@ class Hints:
         for path, stage in pin.items():
             _check_pin(path, stage)
         return cls(no_split, dict(pin), opaque)
+
+
+def unknown_module_remedy(path: str, modules: Iterable[str]) -> str:
+    """Say what to write instead of a path that none of the model's modules has."""
+    paths = [module for module in modules if module]
+    if close := difflib.get_close_matches(path, paths, n=1):
+        return f"did you mean {close[0]}?"
+    return f"name each module by its whole path, such as {', '.join(paths[:3])}; patterns are not read"
 
 
 def _paths(key: str, paths: object) -> tuple[str, ...]:

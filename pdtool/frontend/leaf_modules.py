@@ -38,6 +38,8 @@ LEAF_MODULES: dict[type[nn.Module], str] = {
     nn.LSTM: _RNN + " proj_size",
     nn.GRU: _RNN,
     nn.RNN: _RNN + " nonlinearity",
+    **dict.fromkeys((nn.LSTMCell, nn.GRUCell), "input_size hidden_size bias"),
+    nn.RNNCell: "input_size hidden_size bias nonlinearity",
     nn.MultiheadAttention: "embed_dim num_heads dropout bias add_zero_attn batch_first",
     **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), _MAX_POOL),
     nn.AvgPool1d: _AVERAGE_POOL,
@@ -98,7 +100,7 @@ def constructor_arguments(module: nn.Module) -> list[tuple[str, Any, bool]]:
 
 
 def _value(module: nn.Module, name: str) -> Any:
-    if name == "bias" and not isinstance(module, nn.RNNBase):
+    if name == "bias" and not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         attribute = "in_proj_bias" if isinstance(module, nn.MultiheadAttention) else "bias"
         return getattr(module, attribute) is not None
     value = getattr(module, name)

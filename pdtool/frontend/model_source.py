@@ -38,6 +38,9 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
 
 def find_source(source: str) -> Path:
     """Find the file of `model.py` or `package.module`, without importing it; raises UsageError."""
+    if os.path.isfile(source) and not source.endswith(".py"):
+        remedy = "name the Python file with model(); a profile is for `pdtool partition`, a plan for codegen and run"
+        raise UsageError(f"model {source!r} is not a Python file", remedy)
     names = source.split(".")
     if source.endswith(".py") or "/" in source or not all(name.isidentifier() for name in names):
         path = Path(source)
@@ -51,11 +54,11 @@ def find_source(source: str) -> Path:
     return path
 
 
-def is_local(path: Path) -> bool:
-    """Whether a file is under the current folder, or one of pdtool's own zoo."""
+def is_local(path: Path, folder: Path | None = None) -> bool:
+    """Whether a file is under a folder, by default the current one, or one of pdtool's own zoo."""
     zoo = Path(__file__).parent.parent / "zoo"
     resolved = path.resolve()
-    return resolved.is_relative_to(zoo) or resolved.is_relative_to(Path.cwd())
+    return resolved.is_relative_to(zoo) or resolved.is_relative_to((folder or Path.cwd()).resolve())
 
 
 def import_source(source: str, path: Path) -> ModuleType:

@@ -136,7 +136,14 @@ class ProfiledModel:
         Args:
             move: what brings a tensor of the minibatch to where the model is; None: a copy to `device`.
             precision: what forwards compute in.
+
+        Raises:
+            ModelError: the training set does not go with the model, or there is nothing to train.
         """
+        parameters = list(traced.model.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            what = "no parameter of the model requires a gradient, so that there is nothing to train"
+            raise model_file.error(what, "let model() leave requires_grad on for what is to be trained")
         place = move or (lambda t: t.to(device))
         with_loss = model_file.has("loss") and model_file.has("dataset")
         data, target = model_file.example_batch(batch) if with_loss else (model_file.example_inputs(batch), None)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pdtool.artifacts.envelope import fields_checked
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
+from pdtool.frontend.hints import unknown_module_remedy
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Value
 from pdtool.profile.execute import ProfiledModel, tensors_in
@@ -184,7 +185,9 @@ def _constraints(model: ProfiledModel, profile: Profile) -> dict[str, Any]:
 def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, ...]:
     names = profile.graph.expand([path])
     if names == [path] and path not in profile.by_name:
-        raise model.model_file.error(f"HINTS names {path!r}, which is no module of the model")
+        modules = (name for name, _ in model.traced.model.named_modules())
+        remedy = unknown_module_remedy(path, modules)
+        raise model.model_file.error(f"HINTS names {path!r}, which is no module of the model", remedy)
     return tuple(names)
 
 

@@ -53,7 +53,12 @@ class Autocast:
         return computing_in("bf16", self.device)
 
     def cast_outputs(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, of any shapes, in the dtypes that the next stages take."""
+        """Return the outputs, of any shapes, in the dtypes that the next stages take.
+
+        Outputs that do not fit are returned as they are: StageIO refuses them.
+        """
+        if len(outputs) != len(self.output_dtypes) or not all(isinstance(output, Tensor) for output in outputs):
+            return tuple(outputs)
         return tuple(output.to(dtype) for output, dtype in zip(outputs, self.output_dtypes, strict=True))
 
 

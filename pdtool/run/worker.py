@@ -26,6 +26,7 @@ sent before those of the parameters are computed. The first stage loads in (1), 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 
@@ -234,7 +235,18 @@ class Worker:
         self.metrics = dict(manifest.metrics)
         self._losses = [*manifest.validation_losses] or [self.metrics.get("loss", 0.0)] * manifest.epoch
         self._context.load(folder, self._losses)
+        if self._assignment.rank == 0:
+            self._warn_of_schedule(manifest)
         return manifest.epoch
+
+    def _warn_of_schedule(self, manifest: CheckpointManifest) -> None:
+        """Say that a learning-rate schedule goes on as one of another length; one that knows no length does not."""
+        before, now = manifest.epochs, self._config.epochs
+        if self._context.file.scheduler_takes_total and before not in (0, now):
+            sys.stderr.write(
+                f"warning: the learning-rate schedule was one of {before} epochs, and goes on as one of {now}, "
+                f"{manifest.epoch} of them over: train with the same --epochs for the same learning rates\n"
+            )
 
     def _epoch_done(self) -> None:
         """Step learning-rate schedules of epochs."""
@@ -248,7 +260,12 @@ class Worker:
             self._log.write({"split": "valid", "epoch": epoch, "step": step} | self.metrics)
         self._status.set(f"the checkpoint of epoch {epoch}")
         manifest = CheckpointManifest(
-            epoch=epoch, seed=self._config.seed, metrics=self.metrics, validation_losses=tuple(self._losses), files={}
+            epoch=epoch,
+            epochs=self._config.epochs,
+            seed=self._config.seed,
+            metrics=self.metrics,
+            validation_losses=tuple(self._losses),
+            files={},
         )
         checkpoint.save(self._config.out, manifest, self._context.states(), self._context.groups.world)
 

@@ -123,7 +123,11 @@ class WorkerContext:
             )
 
     def _warn_of_optimizer(self) -> None:
-        """Say once, at worker 0, that an optimizer which looks at all of its parameters sees those of a stage only."""
+        """Say once, at worker 0, that an optimizer which looks at all of its parameters sees those of a stage only; and
+        that a learning-rate schedule has another length than the run."""
+        if self.assignment.rank == 0:
+            warnings = [replica.optimizer.schedule_warning for replica in self.stages.values()]
+            sys.stderr.writelines(f"warning: {warning}\n" for warning in filter(None, warnings[:1]))
         optimizer = next((r.optimizer.optimizer for r in self.stages.values() if r.optimizer.optimizer), None)
         is_divided = self.assignment.rank == 0 and len(self.shape.replicas) > 1
         if is_divided and optimizer and looks_at_all_parameters(optimizer):

@@ -171,11 +171,15 @@ class Broken(nn.Module):
         self.kept = None
 
     def forward(self, x):
+        if self.fault == "input":
+            x.mul_(2)
         y = self.layer(x)
         if self.fault == "branch":
             return y if y.sum() > 0 else -y
         if self.fault == "batch":
             return y.view(4, 8)
+        if self.fault == "size" and len(y) > 3:
+            y = y * 2
         if self.fault == "state":
             if self.kept is not None:
                 y = y + self.kept.mean()

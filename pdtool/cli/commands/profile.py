@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pdtool.artifacts.profile import Profile
 
 
+_MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
+
+
 @click.command(
     epilog="\b\nExamples:\n  pdtool profile pdtool/zoo/digits.py --set width=64 --batch-size 64\n"
     "  pdtool profile pdtool.zoo.llm --device a100-80gb --precision bf16 --batch-size 4"
@@ -78,7 +81,7 @@ def profile(
     spec = None if measures else find_device(device)
     # From here on torch is imported, which takes seconds: the options were checked before.
     from pdtool.artifacts.profile import Profile
-    from pdtool.frontend.model_source import parse_ref
+    from pdtool.frontend.model_source import is_local, parse_ref
     from pdtool.frontend.modelfile import ModelFile
     from pdtool.profile.estimate import estimate
     from pdtool.profile.measure import measure
@@ -86,6 +89,8 @@ def profile(
     folder = Path.cwd()
     with chdir("."), progress(f"{'measuring' if measures else 'estimating'} operators") as on_progress:
         file = ModelFile.load(parse_ref(model, settings), trusted=True)  # which may go to another folder
+        if not is_local(file.path, folder):
+            note(f"{model} is outside of this folder: name it to codegen and run, too, with --model {file.ref.source}")
         target = output or f"profiles/{options.file_name(file.name)}.json"
         Profile.check_target(folder / target)  # now, not when all is measured
         if spec is None:
@@ -146,7 +151,8 @@ def _warn_about_coverage(result: Profile) -> None:
             f"{format_seconds(result.launch_s)} to launch them: a run will be slower than its plan; "
             "take a larger --batch-size"
         )
-    if result.device.kind == "measured" and not 0.9 <= result.coverage <= 1.1:
+    is_long_enough = result.step_s >= _MIN_STEP_S
+    if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
         note(
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
             "is something else running on this machine?"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import operator as python_operator
 import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import PartialWriteError, TraceError
-from pdtool.frontend.operators import Operator, Size, State, Traced, Value, tensor_attributes
+from pdtool.frontend.operators import Operator, State, Traced, Value, tensor_attributes
 from pdtool.frontend.tracing.graph_passes import (
     drop_dead_operators,
     first_names,
@@ -23,7 +20,9 @@ from pdtool.frontend.tracing.graph_passes import (
     operators_sharing_state,
 )
 from pdtool.frontend.tracing.leaf_calls import LeafCall
+from pdtool.frontend.tracing.leaf_reader import LeafReader
 from pdtool.frontend.tracing.node_values import NodeValues, location
+from pdtool.frontend.tracing.operator_builder import OperatorBuilder, module_path
 
 _MAX_LITERAL_ELEMENTS = 64  # of a constant tensor, to stand in a stage file as a literal
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
@@ -38,7 +37,6 @@ _FACTORIES = {  # of a tensor of which only the type is taken: it would have to 
 }
 _END = 2**63 - 1  # of a slice
 _WHOLE_SLICES = {torch.ops.aten.slice.Tensor: "self", torch.ops.aten.slice_scatter.default: "src"}
-_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
 _DETACHING = {"detach", "detach_"}
 
@@ -46,14 +44,9 @@ _DETACHING = {"detach", "detach_"}
 class GraphReader:
     """Reads one exported program; `read` walks its nodes once, in order.
 
-    Attributes:
+    Args:
+        calls: what was recorded whole while the program was made.
         functional: whether no operator writes in place, and slices of the whole of a tensor stand for views.
-        values: what each node stands for.
-        operators: those read so far.
-        names: of operators and modules, which no other operator may have.
-        call_counts: leaf module -> calls of it read so far.
-        changed_buffers: names of the buffers that an operator writes.
-        autocast_off: the lines where the model switches autocast off.
     """
 
     def __init__(
@@ -64,53 +57,45 @@ class GraphReader:
         *,
         functional: bool = False,
     ) -> None:
-        self.model = model
-        self.program = program
-        self.calls = calls
-        self.functional = functional
-        self.modules = dict(model.named_modules())
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.buffers = dict(model.named_buffers(remove_duplicate=False))
-        self.values = NodeValues(program)
-        self.operators: list[Operator] = []
-        self.names: set[str] = set(self.modules) | {"loss", "target"}
-        self.call_counts: Counter[str] = Counter()
-        self.changed_buffers: set[str] = set()
-        self.autocast_off: list[str] = []
+        self._model, self._program, self._functional = model, program, functional
+        self._values = NodeValues(program)
+        self._builder = OperatorBuilder(model, self._values)
+        self._leaf_reader = LeafReader(calls, self._values, self._builder)
+        self._autocast_off: list[str] = []  # the lines where the model switches it off
 
     def read(self) -> Traced:
         """Read all operators, model inputs first; raises TraceError."""
         self._check_names()
-        for node, spec in zip(self._placeholders(), self.program.graph_signature.input_specs, strict=True):
-            self.values[node] = self._input(node, spec)
-        for node in self.program.graph.nodes:
+        for node, spec in zip(self._placeholders(), self._program.graph_signature.input_specs, strict=True):
+            self._values[node] = self._input(node, spec)
+        for node in self._program.graph.nodes:
             if node.op == "call_function":
                 try:
                     self._call(node)
                 except TraceError as error:
-                    error.module = _module_path(node) if error.module is None else error.module
+                    error.module = module_path(node) if error.module is None else error.module
                     raise
         output = self._output()
         self._write_buffers()
-        operators = drop_dead_operators(self.operators, output, self.changed_buffers)
+        operators = drop_dead_operators(self._builder.operators, output, self._builder.changed_buffers)
         return Traced(
-            model=self.model,
-            operators=tuple(mark_constants(operators, self.changed_buffers)),
+            model=self._model,
+            operators=tuple(mark_constants(operators, self._builder.changed_buffers)),
             output=output,
-            together=operators_sharing_state(self.operators, self.changed_buffers),
-            tied=first_names(self.parameters),
-            changed_buffers=frozenset(self.changed_buffers),
-            autocast_off=tuple(dict.fromkeys(self.autocast_off)),
+            together=operators_sharing_state(self._builder.operators, self._builder.changed_buffers),
+            tied=first_names(self._builder.parameters),
+            changed_buffers=frozenset(self._builder.changed_buffers),
+            autocast_off=tuple(dict.fromkeys(self._autocast_off)),
         )
 
     def _check_names(self) -> None:
-        for name in (*self.modules, *self.parameters, *self.buffers):
+        for name in (*self._builder.modules, *self._builder.parameters, *self._builder.buffers):
             if not _NAME.fullmatch(name):
                 remedy = "name modules with letters, digits, dashes and underscores only"
                 raise TraceError(f"the model has a part named {name!r}", remedy)
 
     def _placeholders(self) -> list[fx.Node]:
-        return [node for node in self.program.graph.nodes if node.op == "placeholder"]
+        return [node for node in self._program.graph.nodes if node.op == "placeholder"]
 
     def _input(self, node: fx.Node, spec: Any) -> Any:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
@@ -121,19 +106,19 @@ class GraphReader:
             return spec.arg.value
         if spec.kind is not InputKind.USER_INPUT or not isinstance(node.meta.get("val"), Tensor):
             raise TraceError(f"input {node.name!r} of the model is no tensor", "pass tensors and constants to forward")
-        name = self._unique(node.name)
-        value = self._value(node.meta["val"], name, 0, differentiable=False)
-        self.operators.append(Operator(name=name, op="input", module="", outputs=(value,)))
+        name = self._builder.unique_name(node.name)
+        value = self._builder.value(node.meta["val"], name, 0, differentiable=False)
+        self._builder.operators.append(Operator(name=name, op="input", module="", outputs=(value,)))
         return value
 
     def _constant(self, name: str, node: fx.Node) -> Tensor | State:
         """A small tensor itself; a large one that is an attribute of a module as a buffer of that name."""
-        tensor: Any = self.program.constants[name]
+        tensor: Any = self._program.constants[name]
         if tensor.numel() <= _MAX_LITERAL_ELEMENTS:
             small: Tensor = tensor.detach().clone()
             return small
-        if name in tensor_attributes(self.model):
-            self.buffers[name] = tensor
+        if name in tensor_attributes(self._model):
+            self._builder.buffers[name] = tensor
             return State(name)
         what = f"the model makes a tensor of {tensor.numel()} elements from Python numbers in forward"
         remedy = "make it in __init__, as an attribute or with register_buffer"
@@ -146,33 +131,33 @@ class GraphReader:
         if isinstance(value, (int, float, bool, torch.SymInt)) and not isinstance(
             target, torch._ops.HigherOrderOperator
         ):
-            self.values[node] = self.values.size(value, node)
+            self._values[node] = self._values.size(value, node)
         elif target is python_operator.getitem:
-            self.values[node] = self.values.argument(node.args[0])[node.args[1]]
+            self._values[node] = self._values.argument(node.args[0])[node.args[1]]
         elif target is torch.ops.pdtool.leaf.default:
-            self._leaf(node)
+            self._leaf_reader.read(node)
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self._region(node, str(target))
         elif not isinstance(target, torch._ops.OpOverload):
             what = f"{getattr(target, '__name__', target)}, which this line calls, is no operator of a stage"
             remedy = "call it in a module of its own, which pdtool then calls whole"
             raise TraceError(what, remedy, location=location(node))
-        elif target._schema.name.split("::")[-1].startswith(("_assert", "sym_constrain")):
+        elif (name := target._schema.name.split("::")[-1]).startswith(("_assert", "sym_constrain")):
             return
         elif target is torch.ops.aten.contiguous.default and len(node.args) == 1 and not node.kwargs:
             # Whether it copies depends on the mode; it can be left out, since `view` is read as `reshape`.
-            self.values[node] = self.values.argument(node.args[0])
+            self._values[node] = self._values.argument(node.args[0])
         elif (alias := self._alias(node, target)) is not None:
-            self.values[node] = alias
-        elif target._schema.name.split("::")[-1] in _ALIASES and isinstance(self.values.argument(node.args[0]), Tensor):
-            self.values[node] = self.values.argument(node.args[0])
+            self._values[node] = alias
+        elif name in _ALIASES and isinstance(self._values.argument(node.args[0]), Tensor):
+            self._values[node] = self._values.argument(node.args[0])
         else:
             self._aten(node, target)
 
     def _alias(self, node: fx.Node, target: torch._ops.OpOverload) -> Any:
         """What a node returns unchanged: a tensor of which it takes the whole, or that it puts in place of the whole of
         another one; None for other nodes."""
-        if not self.functional or (target not in _WHOLE_SLICES and target is not torch.ops.aten.copy.default):
+        if not self._functional or (target not in _WHOLE_SLICES and target is not torch.ops.aten.copy.default):
             return None
         arguments = self._aten_arguments(node, target)
         if target is torch.ops.aten.copy.default:
@@ -190,118 +175,31 @@ class GraphReader:
         if body_index < 0 or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
             remedy = "keep autocast, enable_grad and control-flow operators out of forward"
             raise TraceError(f"{kind} cannot be cut into stages", remedy, location=location(node))
-        arguments = [self.values.argument(a) for a in node.args[body_index + 1 :]]
-        body = getattr(self.program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
+        taken: Any = node.args[body_index + 1 :]
+        arguments = [self._values.argument(a) for a in taken]
+        body = getattr(self._program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
         body_nodes = list(body.graph.nodes)
         if not no_grad:
             lines = (location(n) for n in body_nodes if n.op == "call_function")
-            self.autocast_off.append(next(filter(None, lines), _module_path(node) or "the model"))
+            self._autocast_off.append(next(filter(None, lines), module_path(node) or "the model"))
         if no_grad:
-            writes = any(_writes_in_place(n.target) for n in body_nodes)  # maybe a parameter into a buffer
-            arguments = [
-                self._detached_parameter(v.name, n)
-                if writes and isinstance(v, State) and v.name in self.parameters
-                else v
-                for v, n in zip(arguments, node.args[body_index + 1 :], strict=True)
-            ]
-            arguments = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in arguments]
+            if any(_writes_in_place(n.target) for n in body_nodes):  # maybe a parameter into a buffer
+                arguments = [
+                    self._builder.detached_parameter(v.name, n.meta["val"])
+                    if isinstance(v, State) and v.name in self._builder.parameters
+                    else v
+                    for v, n in zip(arguments, taken, strict=True)
+                ]
+            arguments = [self._builder.detached(v) for v in arguments]
         for placeholder, argument in zip((n for n in body_nodes if n.op == "placeholder"), arguments, strict=True):
-            self.values[placeholder] = argument
+            self._values[placeholder] = argument
         for body_node in body_nodes:
             if body_node.op == "call_function":
                 self._call(body_node)
-        results = list(self.values.argument(body_nodes[-1].args[0]))
+        results = list(self._values.argument(body_nodes[-1].args[0]))
         if no_grad:  # a parameter that is used there would have a gradient
-            results = [self._detached(v) if isinstance(v, Value) and v.differentiable else v for v in results]
-        self.values[node] = results
-
-    def _detached_parameter(self, name: str, node: Any) -> Value:
-        value = self._value(node.meta["val"], self._unique("detach"), 0, differentiable=False)
-        kwargs, target = {"self": State(name)}, torch.ops.aten.detach.default
-        operator = Operator(name=value.operator, op="detach", module="", target=target, kwargs=kwargs)
-        self.operators.append(replace(operator, outputs=(value,), parameters=(name,)))
-        return value
-
-    def _detached(self, value: Value) -> Value:
-        name = self._unique("detach")
-        result = replace(value, operator=name, index=0, differentiable=False)
-        target = torch.ops.aten.detach.default
-        self.operators.append(
-            Operator(name=name, op="detach", module="", target=target, kwargs={"self": value}, outputs=(result,))
-        )
-        return result
-
-    def _leaf(self, node: fx.Node) -> None:
-        """Read a whole call of a leaf module."""
-        number, tensors = node.args
-        call = self.calls[number]  # type: ignore[index]
-        args, kwargs = self._leaf_arguments(call, self.values.argument(tensors), node)
-        if call.function:
-            self._function(node, call, args)
-            return
-        module = self.modules[call.path]
-        name = self._leaf_name(call.path)
-        parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
-        buffers = [f"{call.path}.{n}" for n, _ in module.named_buffers(remove_duplicate=False)]
-        self.changed_buffers |= set(buffers)
-        states = [leaf.name for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, State)]
-        parameters += [name for name in states if name in self.parameters]
-        buffers += [name for name in states if name in self.buffers]
-        inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
-        differentiable = any(v.differentiable for v in inputs) or self._trainable(parameters)
-        operator = Operator(
-            name=name,
-            op=type(module).__name__,
-            module=call.path,
-            args=args,
-            kwargs=kwargs,
-            structure=call.result,
-            parameters=tuple(parameters),
-            buffers=tuple(buffers),
-            opaque=call.recorded is not None,
-        )
-        recorded = call.recorded
-        flows = [differentiable and flow for flow in recorded.differentiable] if recorded else differentiable
-        outputs = self._append(operator, node, node.meta["val"], flows)
-        self.values[node] = list(outputs)
-        if getattr(module, "inplace", False) and inputs and not recorded:
-            self.values.replace(inputs[0], outputs[0])
-
-    def _function(self, node: fx.Node, call: LeafCall, args: tuple[Any, ...]) -> None:
-        """Read a call of an autograd.Function; its name is not that of the class, which the stage file imports."""
-        leaves = pytree.tree_leaves(args)
-        states = [leaf.name for leaf in leaves if isinstance(leaf, State)]
-        parameters = tuple(name for name in states if name in self.parameters)
-        flows = self._trainable(parameters) or any(leaf.differentiable for leaf in leaves if isinstance(leaf, Value))
-        kind = call.function.__name__
-        module, name = self._module_and_name(node, f"{kind.lower()}_apply")
-        operator = Operator(
-            name=name,
-            op=kind,
-            module=module,
-            args=args,
-            structure=call.result,
-            parameters=parameters,
-            buffers=tuple(name for name in states if name in self.buffers),
-            function=call.function,
-        )
-        self.values[node] = list(self._append(operator, node, node.meta["val"], flows))
-
-    def _leaf_arguments(self, call: LeafCall, tensors: list[Any], node: fx.Node) -> Any:
-        """(args, kwargs) of the call, with `tensors` in the places of its tensors."""
-        remaining = iter(tensors)
-        flat = [next(remaining) if isinstance(a, Tensor) else self.values.size(a, node) for a in call.arguments]
-        if others := [a for a in flat if not isinstance(a, (Value, State, Tensor, Size, *_CONSTANTS))]:
-            what = f"{call.path or call.function.__name__} takes a {type(others[0]).__name__} as an argument"
-            caller = call.path.rpartition(".")[0] if call.path else _module_path(node)
-            raise TraceError(what, "let it take tensors and numbers", location=location(node), module=caller)
-        return pytree.tree_unflatten(flat, call.spec)
-
-    def _leaf_name(self, path: str) -> str:
-        """The module's path; `PATH@0`, `PATH@1`, ... where the module is called several times."""
-        number = self.call_counts[path]
-        self.call_counts[path] += 1
-        return f"{path}@{number}" if sum(call.path == path for call in self.calls) > 1 else path
+            results = [self._builder.detached(v) for v in results]
+        self._values[node] = results
 
     def _aten(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
         """Read an ATen operator; one that writes into a tensor in place becomes its out-of-place form."""
@@ -309,7 +207,7 @@ class GraphReader:
             target = torch.ops.aten.reshape.default
         arguments = self._aten_arguments(node, target)
         if target in _FACTORIES and isinstance(arguments["self"], State):
-            dtype = arguments["dtype"] or self.program.state_dict[arguments.pop("self").name].dtype
+            dtype = arguments["dtype"] or self._program.state_dict[arguments.pop("self").name].dtype
             target, arguments = _FACTORIES[target], arguments | {"dtype": dtype, "device": torch.device("cpu")}
             arguments.pop("self", None)
         written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -319,19 +217,19 @@ class GraphReader:
         if written and not isinstance(overwritten, State):
             target = self._out_of_place(node, target, overwritten)
         outputs = self._aten_operator(node, target, arguments)
-        self.values[node] = list(outputs) if isinstance(node.meta["val"], (tuple, list)) else outputs[0]
+        self._values[node] = list(outputs) if isinstance(node.meta["val"], (tuple, list)) else outputs[0]
         if isinstance(overwritten, State):
-            self.changed_buffers.add(overwritten.name)
-            self.values[node] = overwritten
+            self._builder.changed_buffers.add(overwritten.name)
+            self._values[node] = overwritten
         elif isinstance(overwritten, Value):
-            self.values.replace(overwritten, outputs[0])
+            self._values.replace(overwritten, outputs[0])
 
     def _aten_arguments(self, node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
         """All arguments by the names of the schema, defaults included."""
         names = [a.name for a in target._schema.arguments]
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
         return {
-            a.name: self.values.argument(given[a.name]) if a.name in given else a.default_value
+            a.name: self._values.argument(given[a.name]) if a.name in given else a.default_value
             for a in target._schema.arguments
         }
 
@@ -341,11 +239,11 @@ class GraphReader:
         """Append the operator and return its outputs."""
         leaves = pytree.tree_leaves(arguments)
         state = list(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, State)))
-        parameters = tuple(name for name in state if name in self.parameters)
+        parameters = tuple(name for name in state if name in self._builder.parameters)
         op = target._schema.name.split("::")[-1]
         differentiable = any(leaf.differentiable for leaf in leaves if isinstance(leaf, Value))
-        differentiable = (differentiable or self._trainable(parameters)) and op not in _DETACHING
-        module, name = self._module_and_name(node, op)
+        differentiable = (differentiable or self._builder.is_trainable(parameters)) and op not in _DETACHING
+        module, name = self._builder.module_and_name(node, op)
         result = node.meta["val"]
         several = isinstance(result, (tuple, list))
         operator = Operator(
@@ -356,18 +254,9 @@ class GraphReader:
             kwargs=arguments,
             structure=list(range(len(result))) if several else 0,
             parameters=parameters,
-            buffers=tuple(name for name in state if name in self.buffers),
+            buffers=tuple(name for name in state if name in self._builder.buffers),
         )
-        return self._append(operator, node, result if several else [result], differentiable)
-
-    def _append(
-        self, op: Operator, node: fx.Node, results: Sequence[Tensor], differentiable: bool | Sequence[bool]
-    ) -> tuple[Value, ...]:
-        """Append the operator that `node` stands for, and return its outputs; all are alike differentiable, or each."""
-        each = [differentiable] * len(results) if isinstance(differentiable, bool) else differentiable
-        outputs = tuple(self._value(tensor, op.name, i, each[i]) for i, tensor in enumerate(results))
-        self.operators.append(replace(op, outputs=outputs, location=location(node)))
-        return outputs
+        return self._builder.append(operator, node, result if several else [result], differentiable)
 
     def _out_of_place(self, node: fx.Node, target: torch._ops.OpOverload, overwritten: Any) -> torch._ops.OpOverload:
         """Return `add` for `add_`; raises TraceError where something else still looks at the same memory."""
@@ -375,68 +264,41 @@ class GraphReader:
         packet = getattr(torch.ops.aten, name, None)
         has_form = packet is not None and overload in packet.overloads()
         functional = _FUNCTIONAL_FORMS.get(target) or (getattr(packet, overload) if has_form else None)
-        source = self.values.source(overwritten)
-        if functional is None or source is None or self.values.is_shared_view(source, node):
+        source = self._values.source(overwritten)
+        if functional is None or source is None or self._values.is_shared_view(source, node):
             remedy = "build the tensor with torch.cat, torch.where or masked_fill instead"
             raise PartialWriteError(f"{target} writes into part of a tensor in place", remedy, location=location(node))
         return functional
-
-    def _module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
-        """Return the path of the module whose forward runs this node, and a unique name of the operator."""
-        path = _module_path(node)
-        return path, self._unique(f"{path}.{op}" if path else op)
-
-    def _unique(self, name: str) -> str:
-        base, count = name, 0
-        while name in self.names:
-            count += 1
-            name = f"{base}_{count}"
-        self.names.add(name)
-        return name
-
-    def _value(self, tensor: Tensor, operator: str, index: int, differentiable: bool) -> Value:
-        shape = tuple(self.values.size(dim) for dim in tensor.shape)
-        floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        return Value(operator, index, shape, tensor.dtype, differentiable and floating)
-
-    def _trainable(self, names: Any) -> bool:
-        return any(self.parameters[name].requires_grad for name in names)
 
     def _write_buffers(self) -> None:
         """Let the operators that a functional graph ends with write the buffers that the model changes."""
         target = torch.ops.aten.copy_.default
         outputs: Any = self._output_node.args[0]
-        for source, spec in zip(outputs, self.program.graph_signature.output_specs, strict=True):
+        for source, spec in zip(outputs, self._program.graph_signature.output_specs, strict=True):
             if spec.kind is OutputKind.BUFFER_MUTATION:
                 arguments = {
                     "self": State(str(spec.target)),
-                    "src": self.values.argument(source),
+                    "src": self._values.argument(source),
                     "non_blocking": False,
                 }
                 self._aten_operator(source, target, arguments)
-                self.changed_buffers.add(str(spec.target))
+                self._builder.changed_buffers.add(str(spec.target))
 
     @property
     def _output_node(self) -> fx.Node:
-        output: fx.Node = next(n for n in self.program.graph.nodes if n.op == "output")
+        output: fx.Node = next(n for n in self._program.graph.nodes if n.op == "output")
         return output
 
     def _output(self) -> Any:
         outputs: Any = self._output_node.args[0]
-        kinds = self.program.graph_signature.output_specs
+        kinds = self._program.graph_signature.output_specs
         users = [o for o, spec in zip(outputs, kinds, strict=True) if spec.kind.name == "USER_OUTPUT"]
-        return pytree.tree_unflatten([self.values.argument(o) for o in users], self.program.call_spec.out_spec)
+        return pytree.tree_unflatten([self._values.argument(o) for o in users], self._program.call_spec.out_spec)
 
 
 def _writes_in_place(target: Any) -> bool:
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
     return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
-
-
-def _module_path(node: fx.Node) -> str:
-    """The path of the module whose forward runs this node; "" for the model."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return re.sub(r"@\d+", "", str(stack[-1][0])) if stack else ""
 
 
 def _is_like(node: Any, result: Tensor) -> bool:

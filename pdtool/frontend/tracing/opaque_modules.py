@@ -7,8 +7,9 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -55,11 +56,23 @@ def modules_writing_data(model: nn.Module) -> list[str]:
     return found
 
 
+class FixedSize(NamedTuple):
+    """Code that holds for some sizes of the minibatch only, such as `range(len(x))`.
+
+    Attributes:
+        module: path of the module whose forward it is.
+        location: `file.py:12` there.
+    """
+
+    module: str
+    location: str
+
+
 @contextmanager
-def fixed_sizes(model: nn.Module) -> Iterator[list[str]]:
-    """Note the paths of the modules whose code holds for some sizes of the minibatch only, such as `range(len(x))`."""
+def fixed_sizes(model: nn.Module) -> Iterator[list[FixedSize]]:
+    """Note what holds for some sizes of the minibatch only, while the model is exported."""
     paths = _paths(model)
-    found: list[str] = []
+    found: list[FixedSize] = []
 
     def noting(guard: Callable[[SymNode, str, int], Any]) -> Callable[[SymNode, str, int], Any]:
         def noted(node: SymNode, file: str, line: int) -> Any:
@@ -93,12 +106,12 @@ def _path(frame: FrameType, paths: Mapping[int, str], default: str | None = None
     return paths.get(id(getattr(frame.f_locals.get("self"), "__dict__", None)), default)
 
 
-def _callers(paths: Mapping[int, str]) -> list[str]:
-    """The path of the innermost module that is running; none outside of modules."""
+def _callers(paths: Mapping[int, str]) -> list[FixedSize]:
+    """What the innermost module that is running does now; nothing outside of modules."""
     frame: FrameType | None = sys._getframe(2)
     while frame:
         if (path := _path(frame, paths)) is not None:
-            return [path]
+            return [FixedSize(path, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")]
         frame = frame.f_back
     return []
 

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export import ShapesCollection
+from torch.nn.parameter import is_lazy
 
 from pdtool.errors import ModelError, PartialWriteError, TraceError, describe_error
+from pdtool.frontend.hints import unknown_module_remedy
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
@@ -27,7 +29,13 @@ from pdtool.frontend.tracing.by_mode import merge_modes
 from pdtool.frontend.tracing.exporting import exported
 from pdtool.frontend.tracing.graph_reader import GraphReader
 from pdtool.frontend.tracing.leaf_calls import calls, record_calls, single_operators, unchanged
-from pdtool.frontend.tracing.opaque_modules import failing_module, fixed_sizes, modules_writing_data, without_inner
+from pdtool.frontend.tracing.opaque_modules import (
+    FixedSize,
+    failing_module,
+    fixed_sizes,
+    modules_writing_data,
+    without_inner,
+)
 from pdtool.frontend.user_code import user_line
 
 _SIZES = (2, 3)  # of the minibatches that tell the shapes of opaque modules
@@ -53,6 +61,7 @@ def trace(
     reasons = dict.fromkeys(opaque, "HINTS")
     _check_paths(model, opaque)
     _check_hooks(model)
+    _check_initialized(model)
     try:
         while True:
             try:
@@ -72,8 +81,8 @@ def _check_paths(model: nn.Module, opaque: Sequence[str]) -> None:
     known = dict(model.named_modules())
     for path in opaque:
         if not path or path not in known:
-            remedy = "name modules inside of the model by their paths"
-            raise TraceError(f"HINTS names {path!r} as opaque, which is no module of the model", remedy)
+            remedy = unknown_module_remedy(path, known)
+            raise TraceError(f"HINTS names {path!r} as opaque, which is no module inside of the model", remedy)
 
 
 def _check_hooks(model: nn.Module) -> None:
@@ -81,6 +90,13 @@ def _check_hooks(model: nn.Module) -> None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             what = f"parameter {name} has a hook on its gradient, which a stage would not call: it has other tensors"
             raise TraceError(what, "change gradients in the optimizer's step, or by MAX_GRAD_NORM")
+
+
+def _check_initialized(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            what = f"the parameters of {path or 'the model'}, a {type(module).__name__}, have no shape yet"
+            raise TraceError(what, "give it its input size, or let model() call the model once before it returns it")
 
 
 def _check_opaque(traced: Traced, opaque: Collection[str]) -> None:
@@ -131,7 +147,7 @@ class _Tracer:
     def _read(self, mode: bool, opaque: Collection[str], *, functional: bool) -> Traced:
         self.model.train(mode)
         inputs = self.example(self.batch_size)
-        fixed: list[str] = []
+        fixed: list[FixedSize] = []
         try:
             dynamic = _dynamic_dims(inputs, self.example(self.batch_size + 1), self.batch_size)
             recorded = record_calls(self.model, opaque, [self.example(size) for size in _SIZES], _SIZES)
@@ -172,11 +188,13 @@ def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> Shapes
     return dynamic
 
 
-def _explained(error: Exception, model: nn.Module, inputs: ModelInputs, path: Path, fixed: Sequence[str]) -> TraceError:
+def _explained(
+    error: Exception, model: nn.Module, inputs: ModelInputs, path: Path, fixed: Sequence[FixedSize]
+) -> TraceError:
     """Say what torch.export's error means: the model itself fails, knows one batch size only, or cannot be traced.
 
     Args:
-        fixed: paths of the modules that made a number of the minibatch's size.
+        fixed: what made a number of the minibatch's size, or asked how it compares.
     """
     try:
         with torch.no_grad(), unchanged(model):
@@ -194,9 +212,10 @@ def _explained(error: Exception, model: nn.Module, inputs: ModelInputs, path: Pa
     specialized = next((line for line in lines if "specialized" in line or line.startswith("- ")), "")
     if is_about_sizes and (specialized or lines[0].startswith("Constraints violated")):
         return TraceError(
-            f"{path.name}: the model works for one minibatch size only: {specialized or lines[-1]}",
+            f"{fixed[0].location if fixed else path.name}: the model works for some minibatch sizes only: "
+            f"{specialized.removeprefix('- ') or lines[-1]}",
             "use x.shape[0] or -1 for the batch dimension, let no branch depend on it, and keep no state in forward",
-            module=next(iter(fixed), None),
+            module=fixed[0].module if fixed else None,
         )
     reason = lines[0].partition(" (unhinted")[0]
     writers = modules_writing_data(model) if "constant's list" in reason else []

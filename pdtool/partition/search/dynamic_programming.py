@@ -284,8 +284,8 @@ class DynamicProgram:
             a = reach + place
             before = fractions_on_members(cluster, (a - q <= worker) & (worker < a))
             after = fractions_on_members(cluster, (a <= worker) & (worker < a + r))
-            # no worker is on both sides: at the level of workers one link of each side says all
-            before[-1], after[-1] = np.concatenate([1 / q, 0 * q], axis=2), np.concatenate([0 * r, 1 / r], axis=2)
+            for depth, below in enumerate(cluster.below):
+                before[depth], after[depth] = _busiest_members(before[depth], after[depth], a // below)
             s_per_byte[place, 1:, 1:] = self.model.border_s_per_byte(
                 before,
                 after,
@@ -312,6 +312,26 @@ class DynamicProgram:
     def _place(self, first: Array) -> Array:
         """The number of a worker modulo `_period`: borders before equal ones are alike."""
         return first % self._period
+
+
+def _busiest_members(before: Array, after: Array, shared: int) -> tuple[Array, Array]:
+    """Leave out of the fractions of two stages, [..., members], the members that never have the busiest link.
+
+    Only one member can have workers of both stages; of those that have workers of one, the one with most says all.
+
+    Args:
+        shared: the member of the first worker of the stage after; all before it have workers of the stage before only.
+
+    Returns:
+        Both fractions on three members, [..., 3]: the busiest one of the stage before, the shared one, the busiest one
+        of the stage after.
+    """
+    most_before = before[..., :shared].max(axis=-1, initial=0.0)
+    most_after = after[..., shared + 1 :].max(axis=-1, initial=0.0)
+    return (
+        np.stack([most_before, before[..., shared], np.zeros_like(most_before)], axis=-1),
+        np.stack([np.zeros_like(most_after), after[..., shared], most_after], axis=-1),
+    )
 
 
 def _pareto_front(slots: Array, values: Array, load_before: Array, candidates: Array) -> Array:

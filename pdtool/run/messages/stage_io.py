@@ -54,7 +54,7 @@ class StageIO:
     def __init__(
         self, bundle: Bundle, stage: int, channels: Channels, *, prefetch: int, device: torch.device, meter: WorkerMeter
     ) -> None:
-        self._module, self._model_inputs = bundle.stages[stage], bundle.inputs
+        self._module, self._model_inputs, self._tensors = bundle.stages[stage], bundle.inputs, bundle.by_name
         self._is_last = stage == len(bundle.stages) - 1
         self._prefetch, self._device, self._meter = prefetch, device, meter
         self._forward = _traffic(stage, "forward", channels)
@@ -74,6 +74,7 @@ class StageIO:
             forwards, backwards: the minibatches whose inputs, and whose gradients, are received, in order.
         """
         self._data, self._loader = data, loader
+        self._are_outputs_checked = self._is_last  # which returns the model's own
         for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
             if traffic.receivers:
                 traffic.unposted.extend(minibatches)
@@ -115,12 +116,12 @@ class StageIO:
 
         Args:
             outputs: of the stage, [samples, ...] each; of the last stage nothing is sent.
+
+        Raises:
+            PdtoolError: the outputs of the first minibatch of the phase are not what the bundle says.
         """
-        if not self._is_last and len(outputs) != len(self._module.outputs):
-            raise PdtoolError(
-                f"{self._module.file} returns {len(outputs)} tensors, bundle.yaml says {len(self._module.outputs)}",
-                "mend it, or let `pdtool codegen` write it again",
-            )
+        if not self._are_outputs_checked:
+            self._check_outputs(outputs, self._data.minibatches.samples(minibatch))
         by_name = {} if self._is_last else dict(zip(self._module.outputs, outputs, strict=True))
         by_name |= self._loaded
         self._send(self._forward, minibatch, {edge.number: by_name[edge.name] for edge in self._outgoing})
@@ -159,6 +160,24 @@ class StageIO:
                     gradient = torch.zeros(edge.shape(samples), dtype=edge.dtype, device=self._device)
                 tensors[edge.number] = gradient
         self._send(self._backward, minibatch, tensors)
+
+    def _check_outputs(self, outputs: Sequence[Any], samples: int) -> None:
+        """Check that a stage file, which may be edited by hand, returns what the stages after it receive."""
+        names = self._module.outputs
+        if len(outputs) != len(names):
+            raise self._does_not_fit(f"{len(outputs)} tensors", f"{len(names)}")
+        for name, output in zip(names, outputs, strict=True):
+            tensor = self._tensors[name]
+            shape, is_tensor = tensor.sizes(samples), isinstance(output, Tensor)
+            if not is_tensor or tuple(output.shape) != shape:
+                returned = f"of shape {list(output.shape)}" if is_tensor else f"that is {type(output).__name__}"
+                expected = f"a tensor of shape {list(shape)} for {samples} samples"
+                raise self._does_not_fit(f"an output {name!r} {returned}", expected)
+        self._are_outputs_checked = True
+
+    def _does_not_fit(self, returned: str, expected: str) -> PdtoolError:
+        what = f"{self._module.file} returns {returned}, bundle.yaml says {expected}"
+        return PdtoolError(what, "mend it, or let `pdtool codegen` write it again")
 
     def _load(self, loader: MinibatchLoader, minibatch: int) -> dict[str, Tensor]:
         inputs, target = loader.load(self._data.minibatches[minibatch], self._data.seed(minibatch))

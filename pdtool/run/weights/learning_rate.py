@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from pdtool.frontend.modelfile import ModelFile
 
@@ -36,9 +36,20 @@ class LearningRateSchedule:
     def __init__(self, file: ModelFile, optimizer: Optimizer, length: RunLength) -> None:
         self._file, self._length = file, length
         is_by_epoch = file.training.scheduler_step == "epoch"
-        self._scheduler = file.scheduler(optimizer, length.epochs if is_by_epoch else length.updates)
+        self._steps = length.epochs if is_by_epoch else length.updates
+        self._scheduler = file.scheduler(optimizer, self._steps)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
         self._is_by_epoch = is_by_epoch or self._takes_loss
+
+    @property
+    def length_warning(self) -> str:
+        """Say that OneCycleLR was made for another number of steps than the run will take; empty where it was not."""
+        if not isinstance(self._scheduler, OneCycleLR) or self._scheduler.total_steps == self._steps:
+            return ""
+        return (
+            f"OneCycleLR was made for {self._scheduler.total_steps} steps, and the run will take {self._steps}: let "
+            "scheduler(optimizer, total_steps) take their number"
+        )
 
     def update_done(self) -> None:
         """Step a schedule of updates; raises ModelError when it cannot be stepped."""

@@ -51,6 +51,11 @@ class NamedOptimizer:
         self.steps = CompensatedSteps(compensation, stepped, delay)
         self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
 
+    @property
+    def schedule_warning(self) -> str:
+        """See LearningRateSchedule.length_warning."""
+        return self._schedule.length_warning if self._schedule else ""
+
     def step(self) -> None:
         """Take one step with the gradients of the parameters, and clear them; then what the user does after an update.
 
