@@ -21,6 +21,7 @@ from collection import FAMILIES, tasks, write_model
 from harness import CONV1, CONV3
 from test_run_nodes import end, script, start  # noqa: F401
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
@@ -180,6 +181,22 @@ def tied_by_object() -> nn.Module:
     return model
 
 
+def loaded(model: nn.Module, *, assign: bool) -> nn.Module:
+    """A model with parameters from elsewhere."""
+    model.load_state_dict({name: torch.randn(value.shape) for name, value in model.state_dict().items()}, assign=assign)
+    return model
+
+
+def set_data() -> nn.Module:
+    """Parameters that get other memory: of a real tensor, and of what is made of another parameter."""
+    model = Layers(a=linear(), b=linear(), c=linear())
+    model.a.weight.data = torch.randn(5, 6)
+    model.b.weight.data = model.c.weight.data * 2
+    model.c.bias.data = model.a.bias.data
+    nn.init.normal_(model.b.weight)
+    return model
+
+
 STRUCTURES = {
     "cloned": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3),
     "copied": lambda: Layers(a=(layer := linear()), b=copy.deepcopy(layer), c=copy.deepcopy(layer)),
@@ -187,6 +204,10 @@ STRUCTURES = {
     "spectral norm": lambda: Layers(a=nn.utils.parametrizations.spectral_norm(linear()), b=linear()),
     "averaged": averaged,
     "tied": tied_by_object,
+    "set data": set_data,
+    "pruned": lambda: Layers(a=prune.l1_unstructured(linear(), "weight", 0.5), b=linear()),
+    "assigned": lambda: loaded(Layers(a=linear(), b=linear()), assign=True),
+    "loaded": lambda: loaded(Layers(a=linear(), b=linear()), assign=False),
     "converted": lambda: Layers(a=linear(), b=linear()).double().to("cpu"),
     "lstm": lambda: Layers(a=nn.LSTM(3, 4, 2), b=nn.LSTM(3, 4)),
     "views": lambda: Layers(a=linear(lambda weight: weight.view(-1)[3:].zero_()), b=linear()),
@@ -224,6 +245,8 @@ READS: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
     "address": lambda a, total: a.weight.data_ptr(),
     "write": lambda a, total: total.copy_(a.weight.sum()),
     "add": lambda a, total: total.add_(a.weight.sum()),
+    "statistics": lambda a, total: nn.BatchNorm1d(5)(a(torch.ones(2, 6))),
+    "memory": lambda a, total: setattr(total, "data", a.weight.sum()),
     "draw": lambda a, total: torch.poisson(a.weight.abs()),
     "pickle": lambda a, total: nn.init.normal_(pickle.loads(pickle.dumps(a)).weight),
 }

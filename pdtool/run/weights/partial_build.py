@@ -39,6 +39,7 @@ _SEEN_ON_CPU = {
     Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
 }
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _NEEDING_MEMORY = {Tensor.data_ptr, Tensor.numpy, Tensor.tolist, Tensor.__array__}
 _DRAWN_IN_PIECES = {"aten::normal_", "aten::uniform_"}
 # These draw as much for a tensor as its shape says, whatever its values are.
@@ -153,6 +154,15 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with DisableTorchFunction():
             return tensor.is_meta and _storage(tensor) in self._sources
 
+    def set_data(self, param: Tensor, values: Tensor) -> None:
+        """Do `param.data = values` where one of them is followed; the parameter is then made of both."""
+        if not self.follows(param):
+            self.refuse(MissingValuesError("model() sets the data of a tensor to what it makes of a parameter"))
+        with DisableTorchFunction(), _disable_current_modes():
+            sources = self._sources[_storage(param)] | self._sources.get(_storage(values), set())
+            param.data = values.detach().to(_META)
+            self._add(param, sources)
+
     def refuse(self, error: Exception) -> NoReturn:
         """Raise an error that counts even if the model's code catches it."""
         self._failure = self._failure or error
@@ -196,6 +206,8 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_followed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator that reads or writes followed tensors; its outputs are followed, too."""
         written = _written(func, args, kwargs)
+        if "batch_norm" in func._schema.name:  # its schema does not say that it writes statistics
+            written = _tensors((args, kwargs))
         if not all(tensor.is_meta for tensor in written):
             raise MissingValuesError(f"model() writes with {func} what it makes of a parameter into another tensor")
         result = self._result(func, args, kwargs, written)
@@ -231,6 +243,8 @@ class _SeenOnCpu(TorchFunctionMode):
             return _SEEN_ON_CPU[func]
         if func in _NEEDING_MEMORY and self._build.follows(args[0]):
             self._build.refuse(MissingValuesError(f"model() reads a parameter with {func.__name__}()"))
+        if func == _SET_DATA and any(self._build.follows(tensor) for tensor in args):
+            return self._build.set_data(*args)
         return func(*args, **(kwargs or {}))
 
 
