@@ -26,9 +26,9 @@ from torch.nn.utils import prune
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import named_state
+from pdtool.run.startup.partial_build import MissingValuesError, build_partially
+from pdtool.run.startup.worker_model import WorkerModel
 from pdtool.run.weights.optimizer import NamedOptimizer
-from pdtool.run.weights.partial_build import MissingValuesError, build_partially
-from pdtool.run.weights.worker_model import WorkerModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of models, as in a plain loop
 SEED = 3
@@ -269,7 +269,7 @@ LARGE = """
 import torch
 from torch import nn
 from pdtool.process_memory import peak_resident_bytes, reset_peak, resident_bytes
-from pdtool.run.weights.partial_build import build_partially
+from pdtool.run.startup.partial_build import build_partially
 
 def build():
     return nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(20)), nn.Embedding(20000, 1000))

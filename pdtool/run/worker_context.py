@@ -27,13 +27,13 @@ from pdtool.run.processes.status import Status
 from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.stage_module import load_stage_module
 from pdtool.run.stage_replica import StageReplica
+from pdtool.run.startup.worker_model import WorkerModel
 from pdtool.run.weights.clipped_updates import ClippedUpdates
 from pdtool.run.weights.initial_weights import equalize_weights
 from pdtool.run.weights.learning_rate import RunLength
 from pdtool.run.weights.optimizer import NamedOptimizer
 from pdtool.run.weights.replica_averager import ReplicaAverager
 from pdtool.run.weights.tied_parameters import TiedHolders, TiedParameterSync
-from pdtool.run.weights.worker_model import WorkerModel
 from pdtool.schedule import gradient_delays, is_asynchronous, tied_update_lag, total_in_flight
 
 _SPLITS = ("train", "valid")

@@ -21,7 +21,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -33,7 +33,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-_META = torch.device("meta")
+from pdtool.run.startup.meta_operators import (
+    DRAWN_BY_SHAPE,
+    META,
+    draw,
+    is_random,
+    move_to_meta,
+    storage_address,
+    tensors_in,
+    to_meta,
+    with_memory,
+    written_by,
+)
+
 _SEEN_ON_CPU = {
     Tensor.device.__get__: torch.device("cpu"),
     Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
@@ -41,14 +53,6 @@ _SEEN_ON_CPU = {
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _NEEDING_MEMORY = {Tensor.data_ptr, Tensor.numpy, Tensor.tolist, Tensor.__array__}
-_DRAWN_IN_PIECES = {"aten::normal_", "aten::uniform_"}
-# These draw as much for a tensor as its shape says, whatever its values are.
-_DRAWN_BY_SHAPE = _DRAWN_IN_PIECES | {
-    *("aten::random_", "aten::bernoulli_", "aten::exponential_", "aten::log_normal_", "aten::cauchy_"),
-    *("aten::geometric_", "aten::rand_like", "aten::randn_like"),
-}
-_PIECE = 2**18  # elements; a multiple of the 16 that normal_ draws together
-_DRAWN_TOGETHER = 16
 
 
 class MissingValuesError(RuntimeError):
@@ -126,7 +130,7 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return draw_truncated(tensor, *args, **kwargs)
             if self._draws:  # how much depends on what is drawn
                 with DisableTorchFunction():
-                    draw_truncated(_with_memory(tensor), *args, **kwargs)
+                    draw_truncated(with_memory(tensor), *args, **kwargs)
             return tensor
 
         with (
@@ -143,7 +147,7 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the numbers of all parameters that the values of `tensors` are made of."""
         found: set[int] = set()
-        left = {source for tensor in tensors for source in self._sources.get(_storage(tensor), ())}
+        left = {source for tensor in tensors for source in self._sources.get(storage_address(tensor), ())}
         while left:
             found |= left
             left = {source for storage in left for source in self._sources[storage]} - found
@@ -152,15 +156,15 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def follows(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the meta device in place of one that has values in the whole model."""
         with DisableTorchFunction():
-            return tensor.is_meta and _storage(tensor) in self._sources
+            return tensor.is_meta and storage_address(tensor) in self._sources
 
     def set_data(self, param: Tensor, values: Tensor) -> None:
         """Do `param.data = values` where one of them is followed; the parameter is then made of both."""
         if not self.follows(param):
             self.refuse(MissingValuesError("model() sets the data of a tensor to what it makes of a parameter"))
         with DisableTorchFunction(), _disable_current_modes():
-            sources = self._sources[_storage(param)] | self._sources.get(_storage(values), set())
-            param.data = values.detach().to(_META)
+            sources = self._sources[storage_address(param)] | self._sources.get(storage_address(values), set())
+            param.data = values.detach().to(META)
             self._add(param, sources)
 
     def refuse(self, error: Exception) -> NoReturn:
@@ -172,62 +176,62 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Give a parameter that is registered for the first time a number, and move it unless it is kept."""
         with DisableTorchFunction(), _disable_current_modes():
             is_on_cpu = param.device.type == "cpu" and param.layout is torch.strided
-            if _storage(param) in self._numbers or not (is_on_cpu or self.follows(param)):
+            if storage_address(param) in self._numbers or not (is_on_cpu or self.follows(param)):
                 return
             number = len(self.registered)
             self.registered.append((param.shape, param.dtype))
             if is_on_cpu and number not in self._keeps:
-                _move_to_meta(param)
-            self._add(param, {_storage(param)})
-            self._numbers[_storage(param)] = number
+                move_to_meta(param)
+            self._add(param, {storage_address(param)})
+            self._numbers[storage_address(param)] = number
 
     def _add(self, tensor: Tensor, sources: set[int]) -> None:
         self._storages.append(tensor.untyped_storage())
-        self._sources.setdefault(_storage(tensor), set()).update(sources)
+        self._sources.setdefault(storage_address(tensor), set()).update(sources)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with DisableTorchFunction():
-            on_meta = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_meta]
+            on_meta = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
             try:
                 if any(self.follows(tensor) for tensor in on_meta):
                     return self._run_followed(func, args, kwargs)
-                if _is_random(func) and any(_storage(tensor) not in self._made_on_meta for tensor in on_meta):
+                if is_random(func) and any(storage_address(tensor) not in self._made_on_meta for tensor in on_meta):
                     raise MissingValuesError(f"model() draws with {func} for a copy of a parameter")
                 result = func(*args, **kwargs)
             except Exception as error:
                 if on_meta:
                     self.refuse(error)
                 raise
-            if kwargs.get("device") == _META:
-                self._made_on_meta |= {_storage(tensor): tensor.untyped_storage() for tensor in _tensors(result)}
+            if kwargs.get("device") == META:
+                self._made_on_meta |= {
+                    storage_address(tensor): tensor.untyped_storage() for tensor in tensors_in(result)
+                }
         return result
 
     def _run_followed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator that reads or writes followed tensors; its outputs are followed, too."""
-        written = _written(func, args, kwargs)
-        if "batch_norm" in func._schema.name:  # its schema does not say that it writes statistics
-            written = _tensors((args, kwargs))
+        written = written_by(func, args, kwargs)
         if not all(tensor.is_meta for tensor in written):
             raise MissingValuesError(f"model() writes with {func} what it makes of a parameter into another tensor")
         result = self._result(func, args, kwargs, written)
-        sources = {s for tensor in _tensors((args, kwargs)) for s in self._sources.get(_storage(tensor), ())}
-        for tensor in (*_tensors(result), *written):
+        sources = {s for tensor in tensors_in((args, kwargs)) for s in self._sources.get(storage_address(tensor), ())}
+        for tensor in (*tensors_in(result), *written):
             self._add(tensor, sources)
         for source in sources:  # what meets in an operator must be on one device
             self._sources[source].update(sources)
         return result
 
     def _result(self, func: Any, args: Any, kwargs: Any, written: Collection[Tensor]) -> Any:
-        if not _is_random(func):
-            args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
+        if not is_random(func):
+            args, kwargs = pytree.tree_map(to_meta, (args, kwargs))
             return func(*args, **kwargs)
-        if func._schema.name not in _DRAWN_BY_SHAPE:
+        if func._schema.name not in DRAWN_BY_SHAPE:
             raise MissingValuesError(f"model() draws with {func} how much depends on the values of a parameter")
         if not written:
-            return _to_meta(func(_with_memory(args[0]), *args[1:], **kwargs))
+            return to_meta(func(with_memory(args[0]), *args[1:], **kwargs))
         if self._draws:
-            _draw(func, *args, **kwargs)
+            draw(func, *args, **kwargs)
         return args[0]
 
 
@@ -246,57 +250,3 @@ class _SeenOnCpu(TorchFunctionMode):
         if func == _SET_DATA and any(self._build.follows(tensor) for tensor in args):
             return self._build.set_data(*args)
         return func(*args, **(kwargs or {}))
-
-
-def _move_to_meta(param: nn.Parameter) -> None:
-    """Move a parameter itself, not a copy, so that whoever holds it sees it there."""
-    moved = nn.Parameter(torch.empty_like(param, device=_META), param.requires_grad)
-    moved.__dict__.update(param.__dict__)
-    with suppress(RuntimeError):  # there are views of it, or weak references: it stays
-        torch.utils.swap_tensors(param, moved)  # type: ignore[no-untyped-call]
-
-
-def _draw(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Draw as many random numbers as `func` does to fill a tensor of any shape, and drop them."""
-    args = pytree.tree_map(_with_memory, args)
-    scratch = [_with_memory(tensor)]
-    if func._schema.name in _DRAWN_IN_PIECES and tensor.is_contiguous() and tensor.is_floating_point():
-        pieces = max(0, tensor.numel() - _DRAWN_TOGETHER) // _PIECE
-        rest = torch.empty(tensor.numel() - pieces * _PIECE, dtype=tensor.dtype)
-        scratch = [torch.empty(_PIECE, dtype=tensor.dtype)] * pieces + [rest]
-    for piece in scratch:
-        func(piece, *args, **kwargs)
-
-
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _storage(tensor: Tensor) -> int:
-    """The address of a tensor's storage."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operator writes into."""
-    arguments = func._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return _tensors([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
-
-
-def _to_meta(value: Any) -> Any:
-    """A tensor without values, and the meta device in place of the CPU; anything else as it is."""
-    if isinstance(value, torch.device):
-        return _META if value.type == "cpu" else value
-    return value.to(_META) if isinstance(value, Tensor) else value
-
-
-def _with_memory(value: Any) -> Any:
-    """Memory of the shape and strides of a tensor on the meta device; anything else as it is."""
-    if not (isinstance(value, Tensor) and value.is_meta):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)

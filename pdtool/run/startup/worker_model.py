@@ -15,7 +15,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import named_state
-from pdtool.run.weights.partial_build import build_partially
+from pdtool.run.startup.partial_build import build_partially
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class WorkerModel:
             return
         try:
             check(_allocated(self.outline))
-        except (StaleError, TraceError):  # an opaque module is called to trace it, and may look at its parameters
+        except (StaleError, TraceError):  # perhaps for lack of values: to trace an opaque module it is called
             check(self.file.build(self.seed))
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
