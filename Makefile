@@ -19,7 +19,7 @@ DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 .DELETE_ON_ERROR:
 .SECONDARY:
 .SECONDEXPANSION:
-.PHONY: help venv test test-models check fuzz demo bench-road bench-planner bench-runtime bench-transport bench-long-run soak chaos gpu-check examples clean
+.PHONY: help venv test test-models check fuzz demo bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run soak chaos gpu-check examples clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ bench-planner: $(STAMP) ## measure the planner's time and its plans on large mod
 
 bench-runtime: $(STAMP) ## compare training speed with the machine's limit and with PyTorch's own ways (about twenty minutes)
 	$(BIN)/python tests/bench_runtime.py
+
+bench-startup: $(STAMP) ## measure the memory of each worker of a GPT of 1.5 billion parameters at the start (several minutes)
+	$(BIN)/python tests/bench_startup.py
 
 bench-transport: $(STAMP) ## measure the cost of a message between two workers
 	PYTHONPATH=. $(BIN)/python tests/bench_transport.py

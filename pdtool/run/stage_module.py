@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from pdtool.artifacts.bundle import Bundle
@@ -32,7 +33,8 @@ def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module
         with user_modules_importable():
             spec.loader.exec_module(code)
         kind = getattr(code, described.class_name)
-        module: nn.Module = kind(model) if described.opaque else kind()
+        with torch.device("meta"):  # its values are those of the model
+            module: nn.Module = kind(model) if described.opaque else kind()
     except Exception as error:
         what = f"cannot be used ({describe_error(error)})"
         raise ArtifactError(path, what, "mend it, or let `pdtool codegen` write it again") from error

@@ -28,6 +28,7 @@ from pdtool.run.processes.status import Status
 from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.stage_module import load_stage_module
 from pdtool.run.stage_replica import StageReplica
+from pdtool.run.startup.worker_model import WorkerModel
 from pdtool.run.weights.clipped_updates import ClippedUpdates
 from pdtool.run.weights.initial_weights import equalize_weights
 from pdtool.run.weights.learning_rate import RunLength
@@ -74,18 +75,16 @@ class WorkerContext:
         self.file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
         options = self.file.training
         self.shape = config.plan.shape(tuple(tied.stages for tied in bundle.tied))
-        model = self.file.build(config.seed)
+        own_stages = self.shape.stages_on_same_workers(self.assignment.stage)
+        built = WorkerModel.build(self.file, config.seed, bundle, own_stages)
         if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
-            check_bundle(self.file, model, bundle, config.check_stage_files)
-        if config.check_stage_files:
-            all_gather(None, self.groups.world, "the check of the stage files")
+            built.check(lambda model: check_bundle(self.file, model, bundle, config.check_stage_files))
+        self._warn_of_whole_models(all_gather(built.why_whole, self.groups.world, "the check of the stage files"))
+        model = built.model
         first: dict[int, str] = {}
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.canonical = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
-        modules = {
-            s: load_stage_module(bundle, config.bundle_dir, s, model).to(device)
-            for s in self.shape.stages_on_same_workers(self.assignment.stage)
-        }
+        modules = {s: load_stage_module(bundle, config.bundle_dir, s, model).to(device) for s in own_stages}
         if config.resume is None:
             self._equalize(modules)
         self.status.set("the loading of the data")
@@ -99,7 +98,7 @@ class WorkerContext:
         self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=options.drop_last)
         check_last_minibatch(modules, bundle, self.epoch_samples, device)
         self.status.set("the building of the stages")
-        builder = _StageBuilder(self, model)
+        builder = _StageBuilder(self, built)
         self.received_device_bytes = builder.channels.device_bytes
         self.stages = {s: builder.build(s, module) for s, module in modules.items()}
         updates_together = not is_asynchronous(config.plan.schedule) and len(self.shape.replicas) > 1
@@ -120,6 +119,15 @@ class WorkerContext:
             sys.stderr.write(
                 f"warning: model() gave {names} other values on some workers, which now have those of the first: draw "
                 "initial weights from the generators of torch, numpy or random, which pdtool seeds\n"
+            )
+
+    def _warn_of_whole_models(self, reasons: Sequence[str]) -> None:
+        """Say at worker 0 which workers had to build more of the model than they train."""
+        ranks = [rank for rank, reason in enumerate(reasons) if reason]
+        if ranks and self.assignment.rank == 0:
+            sys.stderr.write(
+                f"warning: {len(ranks)} of {len(reasons)} workers built the whole model at the start, not only their "
+                f"stages, and each needed the memory for it: {reasons[ranks[0]]}\n"
             )
 
     def _warn_of_optimizer(self) -> None:
@@ -197,10 +205,10 @@ def _channels(context: WorkerContext) -> Channels:
 class _StageBuilder:
     """Builds the stage replicas of a worker."""
 
-    def __init__(self, context: WorkerContext, model: nn.Module) -> None:
+    def __init__(self, context: WorkerContext, built: WorkerModel) -> None:
         self._context, self._config, self.channels = context, context.config, _channels(context)
-        self._model_state = model.state_dict(keep_vars=True)
-        self._model_parameters = dict(model.named_parameters())
+        self._model_state = built.model.state_dict(keep_vars=True)
+        self._model_parameters = built.optimizer_parameters()
         self._delays = gradient_delays(self._config.plan.schedule, context.shape)
 
     def build(self, s: int, module: nn.Module) -> StageReplica:

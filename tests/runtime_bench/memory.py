@@ -5,7 +5,7 @@ while computing. Comparable is the report's peak_memory_bytes: resident memory a
 files, beyond what the process held before it had the model. For this measurement glibc gives large tensors back as soon
 as they are freed, so that what is resident is what is alive; as users run it, it keeps them for the next minibatch,
 which is faster and takes `kept` times the prediction. `whole_MB` is the peak of the process, torch and all, as
-seen from outside at any time: setting up, when it holds the whole model, and validation included.
+seen from outside at any time, setting up and validation included.
 """
 
 from __future__ import annotations

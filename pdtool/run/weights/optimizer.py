@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import Optimizer
 
+from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.weights.delay_compensation import CompensatedSteps, DelayCompensation
 from pdtool.run.weights.learning_rate import LearningRateSchedule, RunLength
@@ -25,6 +27,7 @@ class NamedOptimizer:
 
     Args:
         model_parameters: all parameters of the model, each once, by their names there; what optimizer() is called with.
+            Those that are not among `parameters` may be fake tensors.
         parameters: those of them that are stepped here, by their names in a stage.
         length: of the run, in updates of these parameters.
         compensation: for steps that come `delay` updates late.
@@ -130,11 +133,20 @@ def _user_optimizer(
     """The user's optimizer, for the kept parameters alone; None where it has none of them to train.
 
     Raises:
-        ModelError: it cannot be used; or it has a parameter that is not the model's, which no stage would update.
+        ModelError: it cannot be used; it reads values of parameters; or it has a parameter that is not the model's,
+            which no stage would update.
     """
     if not any(p.requires_grad for p in kept.values()):
         return None
-    optimizer = file.optimizer(list(model_parameters.items()))
+    try:
+        optimizer = file.optimizer(list(model_parameters.items()))
+    except ModelError as error:
+        if isinstance(error.__cause__, DataDependentOutputException):
+            what = (
+                f"{error.what}: it reads the values of parameters, of which a worker has those of its own stages only"
+            )
+            raise ModelError(what, "let optimizer() use names, shapes and types of parameters only") from error
+        raise
     known = {id(p) for p in model_parameters.values()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in known:

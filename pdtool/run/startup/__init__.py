@@ -1,0 +1,1 @@
+"""What a worker builds of the model before it trains."""

@@ -1,0 +1,252 @@
+"""Build a model with the values of some tensors only: exactly those that they have in the whole model.
+
+model() makes all parameters, from one sequence of random numbers, but a worker needs those of its own stages. The rest
+moves to the meta device, where tensors have no values, as soon as a module registers it. What its initialization would
+draw is drawn and dropped, so that the sequence goes on as in the whole model:
+
+                                             number     first build    second build, for the values of head and scale
+    self.embed = nn.Embedding(9, 4)          0          meta           real
+    self.block = nn.Linear(4, 4)             1, 2       meta           1 real; 2 meta, its values drawn and dropped
+    self.head.weight = self.embed.weight     0 again
+    self.scale = self.block.weight.std()     made of 1  meta           real
+
+The first build draws nothing, and finds out which parameters the wanted tensors are made of; the second one keeps them.
+
+A tensor has the values of the whole model or none, for an operator raises that would write into a real tensor what it
+reads on the meta device, or that needs values there. After an error the model must be built as a whole.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from pdtool.run.startup.meta_operators import (
+    DRAWN_BY_SHAPE,
+    META,
+    draw,
+    is_random,
+    move_to_meta,
+    storage_address,
+    tensors_in,
+    to_meta,
+    with_memory,
+    written_by,
+)
+
+_SEEN_ON_CPU = {
+    Tensor.device.__get__: torch.device("cpu"),
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_NEEDING_MEMORY = {Tensor.data_ptr, Tensor.numpy, Tensor.tolist, Tensor.__array__}
+
+
+class MissingValuesError(RuntimeError):
+    """Values are needed that a partial build leaves out."""
+
+
+def build_partially(
+    build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]]
+) -> tuple[nn.Module, nn.Module]:
+    """Build a model twice: with all parameters on the meta device, and with the values of the tensors that are wanted.
+
+    Args:
+        build: seeds the generators and makes the model, with the same structure each time; shown is what the second
+            one prints.
+        wanted: finds the tensors in either model.
+
+    Returns:
+        The model of the first build and that of the second, where further tensors may have values, too.
+
+    Raises:
+        MissingValuesError: the construction needs values that are left out, or is not the same each time.
+        Exception: what `build` raises, perhaps for lack of values.
+    """
+    first = _PartialBuild(keeps=(), draws=False)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outline = first.run(build)
+    second = _PartialBuild(keeps=first.numbers(wanted(outline)), draws=True)
+    model = second.run(build)
+    if first.registered != second.registered:
+        raise MissingValuesError("model() makes other parameters when it is called again")
+    if any(tensor.is_meta for tensor in wanted(model)):
+        raise MissingValuesError("model() makes the values of a parameter in a way that cannot be followed")
+    return outline, model
+
+
+class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves parameters to the meta device when modules register them, and follows what is made of them.
+
+    A storage is known by its address, and kept alive, so that no other one has it.
+
+    Args:
+        keeps: numbers of the parameters that stay as they are; they are numbered as modules register them.
+        draws: whether to draw the random numbers of tensors on the meta device, and drop them.
+
+    Attributes:
+        registered: shape and type of each parameter, in the order of their numbers.
+    """
+
+    def __init__(self, keeps: Collection[int], *, draws: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps, self._draws = keeps, draws
+        self.registered: list[tuple[torch.Size, torch.dtype]] = []
+        self._numbers: dict[int, int] = {}  # storage of a registered parameter -> its number
+        self._sources: dict[int, set[int]] = {}  # storage -> those of the registered parameters that it is made of
+        self._storages: list[torch.UntypedStorage] = []
+        self._made_on_meta: dict[int, torch.UntypedStorage] = {}  # by model(), which has them there by itself, too
+        self._failure: Exception | None = None
+
+    def run(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Build a model in this mode.
+
+        Raises:
+            Exception: what an operator or `build` raised, also if the model's code caught it.
+        """
+        register, draw_truncated = nn.Module.register_parameter, init._no_grad_trunc_normal_
+
+        def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(module, name, param)
+            if type(param) is nn.Parameter:
+                self._register(param)
+
+        def draw_truncated_on_meta(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not self.follows(tensor):
+                return draw_truncated(tensor, *args, **kwargs)
+            if self._draws:  # how much depends on what is drawn
+                with DisableTorchFunction():
+                    draw_truncated(with_memory(tensor), *args, **kwargs)
+            return tensor
+
+        with (
+            patch.object(nn.Module, "register_parameter", register_on_meta),
+            patch.object(init, "_no_grad_trunc_normal_", draw_truncated_on_meta),
+            _SeenOnCpu(self),
+            self,
+        ):
+            model = build()
+        if self._failure:
+            raise self._failure
+        return model
+
+    def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Return the numbers of all parameters that the values of `tensors` are made of."""
+        found: set[int] = set()
+        left = {source for tensor in tensors for source in self._sources.get(storage_address(tensor), ())}
+        while left:
+            found |= left
+            left = {source for storage in left for source in self._sources[storage]} - found
+        return {self._numbers[source] for source in found}
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the meta device in place of one that has values in the whole model."""
+        with DisableTorchFunction():
+            return tensor.is_meta and storage_address(tensor) in self._sources
+
+    def set_data(self, param: Tensor, values: Tensor) -> None:
+        """Do `param.data = values` where one of them is followed; the parameter is then made of both."""
+        if not self.follows(param):
+            self.refuse(MissingValuesError("model() sets the data of a tensor to what it makes of a parameter"))
+        with DisableTorchFunction(), _disable_current_modes():
+            sources = self._sources[storage_address(param)] | self._sources.get(storage_address(values), set())
+            param.data = values.detach().to(META)
+            self._add(param, sources)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise an error that counts even if the model's code catches it."""
+        self._failure = self._failure or error
+        raise error
+
+    def _register(self, param: nn.Parameter) -> None:
+        """Give a parameter that is registered for the first time a number, and move it unless it is kept."""
+        with DisableTorchFunction(), _disable_current_modes():
+            is_on_cpu = param.device.type == "cpu" and param.layout is torch.strided
+            if storage_address(param) in self._numbers or not (is_on_cpu or self.follows(param)):
+                return
+            number = len(self.registered)
+            self.registered.append((param.shape, param.dtype))
+            if is_on_cpu and number not in self._keeps:
+                move_to_meta(param)
+            self._add(param, {storage_address(param)})
+            self._numbers[storage_address(param)] = number
+
+    def _add(self, tensor: Tensor, sources: set[int]) -> None:
+        self._storages.append(tensor.untyped_storage())
+        self._sources.setdefault(storage_address(tensor), set()).update(sources)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with DisableTorchFunction():
+            on_meta = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
+            try:
+                if any(self.follows(tensor) for tensor in on_meta):
+                    return self._run_followed(func, args, kwargs)
+                if is_random(func) and any(storage_address(tensor) not in self._made_on_meta for tensor in on_meta):
+                    raise MissingValuesError(f"model() draws with {func} for a copy of a parameter")
+                result = func(*args, **kwargs)
+            except Exception as error:
+                if on_meta:
+                    self.refuse(error)
+                raise
+            if kwargs.get("device") == META:
+                self._made_on_meta |= {
+                    storage_address(tensor): tensor.untyped_storage() for tensor in tensors_in(result)
+                }
+        return result
+
+    def _run_followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that reads or writes followed tensors; its outputs are followed, too."""
+        written = written_by(func, args, kwargs)
+        if not all(tensor.is_meta for tensor in written):
+            raise MissingValuesError(f"model() writes with {func} what it makes of a parameter into another tensor")
+        result = self._result(func, args, kwargs, written)
+        sources = {s for tensor in tensors_in((args, kwargs)) for s in self._sources.get(storage_address(tensor), ())}
+        for tensor in (*tensors_in(result), *written):
+            self._add(tensor, sources)
+        for source in sources:  # what meets in an operator must be on one device
+            self._sources[source].update(sources)
+        return result
+
+    def _result(self, func: Any, args: Any, kwargs: Any, written: Collection[Tensor]) -> Any:
+        if not is_random(func):
+            args, kwargs = pytree.tree_map(to_meta, (args, kwargs))
+            return func(*args, **kwargs)
+        if func._schema.name not in DRAWN_BY_SHAPE:
+            raise MissingValuesError(f"model() draws with {func} how much depends on the values of a parameter")
+        if not written:
+            return to_meta(func(with_memory(args[0]), *args[1:], **kwargs))
+        if self._draws:
+            draw(func, *args, **kwargs)
+        return args[0]
+
+
+class _SeenOnCpu(TorchFunctionMode):
+    """Lets code that asks where a followed tensor is see the CPU: on the meta device it may initialize otherwise."""
+
+    def __init__(self, build: _PartialBuild) -> None:
+        super().__init__()
+        self._build = build
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SEEN_ON_CPU and self._build.follows(args[0]):
+            return _SEEN_ON_CPU[func]
+        if func in _NEEDING_MEMORY and self._build.follows(args[0]):
+            self._build.refuse(MissingValuesError(f"model() reads a parameter with {func.__name__}()"))
+        if func == _SET_DATA and any(self._build.follows(tensor) for tensor in args):
+            return self._build.set_data(*args)
+        return func(*args, **(kwargs or {}))
