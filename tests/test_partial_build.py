@@ -223,6 +223,16 @@ def test_values_that_are_made_of_others(make: Callable[[], nn.Module]) -> None:
         check_equal(build, lambda name, wanted=wanted: name == wanted)
 
 
+def test_a_pretrained_model_of_transformers(tmp_path: Path) -> None:
+    """It is made on the meta device by itself, and its tied embedding is loaded from a file."""
+    gpt2 = pytest.importorskip("transformers.models.gpt2")
+    gpt2.GPT2LMHeadModel(gpt2.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=11)).save_pretrained(tmp_path)
+    build = seeded(lambda: gpt2.GPT2LMHeadModel.from_pretrained(tmp_path))
+    for part in ("wte", "h.1"):
+        model = check_equal(build, lambda name, part=part: part in name)
+        assert sum(parameter.is_meta for parameter in model.parameters()) > 12
+
+
 class Reading(nn.Module):
     """Computes with the values of parameters that are registered."""
 
