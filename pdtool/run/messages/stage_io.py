@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError
-from pdtool.run.data import DataPass, MinibatchLoader
+from pdtool.run.data import DataPass
+from pdtool.run.loading.minibatch_source import MinibatchSource
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import Receiver, Sender
 from pdtool.run.messages.open_channels import Channels
@@ -61,19 +62,21 @@ class StageIO:
         self._backward = _traffic(stage, "backward", channels)
         self._incoming = _edges([route for route, _ in self._forward.receivers])
         self._outgoing = _edges([route for route, _ in self._forward.senders])
-        self._loader: MinibatchLoader | None = None
+        self._source: MinibatchSource | None = None
         self._loaded: dict[str, Tensor] = {}
 
     def begin_phase(
-        self, data: DataPass, loader: MinibatchLoader | None, forwards: Sequence[int], backwards: Sequence[int]
+        self, data: DataPass, source: MinibatchSource | None, forwards: Sequence[int], backwards: Sequence[int]
     ) -> None:
         """Begin a phase: an epoch of training, or a validation.
 
         Args:
-            loader: loads the minibatches; None unless this is the first stage.
+            source: loads the minibatches; None unless this is the first stage.
             forwards, backwards: the minibatches whose inputs, and whose gradients, are received, in order.
         """
-        self._data, self._loader = data, loader
+        self._data, self._source = data, source
+        if source:
+            source.begin_pass(data, forwards)
         for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
             if traffic.receivers:
                 traffic.unposted.extend(minibatches)
@@ -100,8 +103,8 @@ class StageIO:
         """
         received = self._receive(self._forward, minibatch)
         by_name = {edge.name: _leaf(edge, received[edge.number]) for edge in self._incoming}
-        if self._loader:
-            self._loaded = self._load(self._loader, minibatch)
+        if self._source:
+            self._loaded = self._load(self._source, minibatch)
             by_name |= self._loaded
         target = None
         if self._is_last:
@@ -160,8 +163,8 @@ class StageIO:
                 tensors[edge.number] = gradient
         self._send(self._backward, minibatch, tensors)
 
-    def _load(self, loader: MinibatchLoader, minibatch: int) -> dict[str, Tensor]:
-        inputs, target = loader.load(self._data.minibatches[minibatch], self._data.seed(minibatch))
+    def _load(self, source: MinibatchSource, minibatch: int) -> dict[str, Tensor]:
+        inputs, target = source.load(minibatch)
         targets = {target_name(i): leaf for i, leaf in enumerate(target)}
         return dict(zip(self._model_inputs, inputs, strict=True)) | targets
 
