@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -16,19 +17,24 @@ from pathlib import Path
 import harness
 import numpy as np
 import pytest
+import samples
 import torch
+from conftest import NET, Folder
 from harness import CONV2, Toy, assert_same, weights
 from test_run_endings import wait_until
 from test_run_failures import processes, workers_left
 
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches, MinibatchLoader
 from pdtool.run.loading.minibatch_source import MinibatchSource
+from pdtool.run.loading.worker_count import LoadingCost
 from pdtool.run.processes.launcher import launch
 from pdtool.run.processes.out_of_memory import is_out_of_memory
+from pdtool.units import format_seconds
 
 SYNC = {"weights": "vertical-sync"}
 # Every sample is augmented by the generators of torch, Python and numpy; a sum of many numbers depends on the threads.
@@ -225,6 +231,82 @@ def test_views_and_graphs_of_the_dataset_are_loaded_as_plain_tensors(tmp_path: P
             (inputs,), (target,) = minibatches.load(0)
         assert not inputs.requires_grad
         assert target.untyped_storage().nbytes() == 16
+
+
+# --- how many ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loading_s", "workers"),
+    [(0.0, 0), (0.9e-3, 0), (1.1e-3, 0), (1.3e-3, 1), (50e-3, 1), (60e-3, 2), (120e-3, 3), (1.0, 19)],
+)
+def test_as_many_loader_workers_are_needed_as_loading_takes_longer_than_a_minibatch(
+    loading_s: float, workers: int
+) -> None:
+    """With a margin of a tenth; none for less than 2 % of a minibatch, or than it costs to fetch one."""
+    assert LoadingCost(loading_s, 60e-3).workers == workers
+    assert LoadingCost(loading_s, 1e-6).workers == math.ceil(loading_s / 1e-6 * 1.1) * (loading_s >= 1e-3)
+
+
+def test_the_period_is_that_of_a_replica_of_the_first_stage() -> None:
+    """3 ms a minibatch, over two replicas; without a prediction or a measurement nothing is known."""
+    plan = samples.plan()
+    assert LoadingCost.of(12e-3, plan) == LoadingCost(12e-3, 6e-3)
+    assert LoadingCost.of(None, plan) is LoadingCost.of(1.0, plan.model_copy(update={"predicted": None})) is None
+
+
+@pytest.mark.parametrize(
+    ("loading_s", "workers", "end"),
+    [
+        (12e-3, 3, "takes one every 6 ms: 3 loader workers suffice"),
+        (3e-3, 1, ": 1 loader worker suffices"),
+        (12e-3, 1, ": 3 loader workers suffice, and 1 is used"),
+        (12e-3, 0, ": 3 loader workers suffice, and 0 are used"),
+        (1e-4, 2, ": none is needed, and 2 are used"),
+    ],
+)
+def test_the_sentence_says_whether_they_suffice(loading_s: float, workers: int, end: str) -> None:
+    sentence = LoadingCost(loading_s, 6e-3).sentence(workers)
+    assert sentence.startswith(f"loading takes {format_seconds(loading_s)} a minibatch, and each replica of the first")
+    assert sentence.endswith(end)
+    assert LoadingCost(1e-4, 6e-3).sentence(0) == ""
+
+
+def test_a_profile_measures_loading_and_a_run_takes_loader_workers_for_it(folder: Folder) -> None:
+    """Samples that take 2 ms: a minibatch of 4 takes 8 ms, many times as long as this model needs for one."""
+    slow = NET.replace("return TensorDataset(", "return Slow(") + SLOW
+    folder.write("model.py", slow)
+    profiled = folder.pdtool("profile", "model.py", "--batch-size", "4")
+    assert re.search(r"loading (8|9|1\d|2\d)(\.\d+)? ms a minibatch", profiled.output)
+    assert 8e-3 <= Profile.load("profiles/model.json").loading_s < 80e-3
+    folder.pdtool("partition", "--topology", "1", "--bandwidth", "1GB/s")
+    done = folder.pdtool("run", "--steps", "2", "--device", "cpu")
+    assert re.search(
+        r"loading takes \S+ ms a minibatch, and each replica of the first stage takes one every", done.output
+    )
+    folder.pdtool("run", "--loader-workers", "-1", code=2)
+
+
+def test_a_sample_that_cannot_be_read_is_told_by_a_profile(folder: Folder) -> None:
+    """The profile itself needs the first minibatch only."""
+    folder.write(
+        "model.py", NET.replace("return TensorDataset(", "return Slow(") + SLOW.replace("0.002", "0 / (i < 24)")
+    )
+    done = folder.pdtool("profile", "model.py", "--batch-size", "4")
+    assert re.search(
+        r"what loading costs was not measured: model.py:\d+: dataset\('train'\), sample \d+, ra", done.output
+    )
+    assert Profile.load("profiles/model.json").loading_s is None
+
+
+SLOW = """
+import time
+
+class Slow(TensorDataset):
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return super().__getitem__(i)
+"""
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class Profile(Artifact):
         pin: node -> index of its stage; negative counts from the end.
         step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
+        loading_s: seconds of loading one minibatch with one thread; None when that was not measured.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
         opaque: path of a module that cannot be cut, since its operators cannot be seen -> why.
     """
@@ -89,6 +90,7 @@ class Profile(Artifact):
     device: Device
     step_s: Seconds
     coverage: Seconds
+    loading_s: Seconds | None = None
     optimizer_state_bytes: Seconds = 0.0
     nodes: tuple[Node, ...]
     shared: tuple[SharedParameter, ...] = ()

@@ -25,6 +25,8 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     title = f"{profile.name}: minibatch of {profile.batch_size}, {profile.device.kind} for {profile.device.name}"
     if profile.step_s:
         title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f}"
+    if profile.loading_s is not None:
+        title += f"\nloading {format_seconds(profile.loading_s)} a minibatch"
     columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")
     return table(columns, rows, names=2, title=title)
 

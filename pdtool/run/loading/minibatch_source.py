@@ -4,9 +4,10 @@
     begin_pass: what is to be loaded ──▶ queue ──▶ MinibatchLoader.load, by the seed of the minibatch
     load ◀──────────── shared memory ◀──────────── its input and target tensors, or the error
 
-torch's DataLoader is the queue and the shared memory. Both ways run the same function, with one thread and the same
-seed, so that N changes no value. Loader workers are forked, as is torch's own way on Linux: the user's dataset need not
-be picklable, and what it holds is in memory once. Like those of any DataLoader they must not touch CUDA.
+With N = 0 `load` does it itself; else torch's DataLoader is the queue and the shared memory. Both ways run the same
+function, with one thread and the same seed, so that N changes no value. Loader workers are forked, as is torch's own
+way on Linux: the user's dataset need not be picklable, and what it holds is in memory once. Like those of any
+DataLoader they must not touch CUDA.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +64,28 @@ class LoadTask:
         return f"minibatch {self.minibatch} of dataset({self.split!r})"
 
 
+class LoadTasks:
+    """The tasks of the present pass, in order; made one by one, for there may be many."""
+
+    def __init__(self) -> None:
+        self._data: DataPass | None = None
+        self._minibatches: Sequence[int] = ()
+
+    def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
+        """Let the tasks be those of some minibatches of a pass."""
+        self._data, self._minibatches = data, minibatches
+
+    def __len__(self) -> int:
+        return len(self._minibatches)
+
+    def __iter__(self) -> Iterator[LoadTask]:
+        return map(self._task, self._minibatches)
+
+    def _task(self, i: int) -> LoadTask:
+        assert self._data
+        return LoadTask(self._data.split_name, i, self._data.minibatches[i], self._data.seed(i))
+
+
 class MinibatchSource:
     """Loads the minibatches of one pass after another; loader workers live as long as this object.
 
@@ -71,31 +93,33 @@ class MinibatchSource:
         loaders: by the name of the split.
         workers: number of loader workers; 0 loads in this process, when a minibatch is asked for.
         timeout_s: how many seconds to wait for a loader worker.
-        pins_memory: whether the tensors are to lie in pinned memory, from where copies to a GPU are asynchronous.
+        pins_memory: whether what loader workers load is to lie in pinned memory, from where copies to a GPU are
+            asynchronous.
     """
 
     def __init__(
         self, loaders: Mapping[str, MinibatchLoader], workers: int, *, timeout_s: float, pins_memory: bool = False
     ) -> None:
-        self._timeout_s, self._tasks, self._awaited = timeout_s, list[LoadTask](), deque[LoadTask]()
-        in_background: dict[str, Any] = {
-            "timeout": timeout_s,
-            "persistent_workers": True,
-            "prefetch_factor": _AHEAD,
-            "multiprocessing_context": "fork",
-            "worker_init_fn": lambda worker: end_with_parent(),
-        }
-        self._loader = DataLoader(
-            _TaskDataset(loaders),
-            batch_size=None,
-            sampler=self._tasks,
-            collate_fn=lambda loaded: loaded,
-            num_workers=workers,
-            pin_memory=pins_memory,
-            generator=torch.Generator(),  # from which DataLoader draws, instead of from this process's
-            **(in_background if workers else {}),
-        )
-        self._iterator: Iterator[LoadedMinibatch | BaseException] | None = None
+        self._timeout_s, self._tasks = timeout_s, LoadTasks()
+        self._dataset = _TaskDataset(loaders)
+        self._loader: DataLoader[Any] | None = None
+        if workers:
+            self._loader = DataLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=self._tasks,
+                collate_fn=lambda loaded: loaded,
+                generator=torch.Generator(),  # from which DataLoader draws, instead of from this process's
+                num_workers=workers,
+                prefetch_factor=_AHEAD,
+                persistent_workers=True,
+                multiprocessing_context="fork",
+                worker_init_fn=lambda worker: end_with_parent(),
+                pin_memory=pins_memory,
+                timeout=timeout_s,
+            )
+        self._iterator: Iterator[LoadedMinibatch | BaseException] = iter(())
+        self._awaited: Iterator[LoadTask] = iter(())
         self._processes: list[BaseProcess] = []
 
     def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
@@ -104,15 +128,14 @@ class MinibatchSource:
         Args:
             minibatches: in the order in which `load` will ask for them.
         """
-        assert not self._awaited, f"{self._awaited[0]} was to be loaded and never asked for"
-        self._tasks[:] = [LoadTask(data.split_name, i, data.minibatches[i], data.seed(i)) for i in minibatches]
-        self._awaited.extend(self._tasks)
-        if not self._tasks:
-            return
-        others = multiprocessing.active_children()
-        self._iterator = self._answer(partial(iter, self._loader), self._tasks[0])
-        if not self._processes:
-            self._processes = [process for process in multiprocessing.active_children() if process not in others]
+        left = next(self._awaited, None)
+        assert left is None, f"{left} was to be loaded and never asked for"
+        self._tasks.begin_pass(data, minibatches)
+        self._awaited = iter(self._tasks)
+        if self._loader is None:
+            self._iterator = map(self._dataset.__getitem__, self._tasks)
+        elif minibatches:
+            self._iterator = self._begin(self._loader)
 
     def load(self, minibatch: int) -> LoadedMinibatch:
         """Return a minibatch, the next one of the pass.
@@ -122,18 +145,26 @@ class MinibatchSource:
                 were generated for.
             WorkerDiedError: a loader worker has ended, or does not answer.
         """
-        assert self._iterator is not None, "begin_pass comes first"
-        task = self._awaited.popleft()
+        task = next(self._awaited)
         assert task.minibatch == minibatch, f"minibatch {minibatch} was asked for, {task} comes next"
         loaded: LoadedMinibatch | BaseException = self._answer(partial(next, self._iterator), task)
         if isinstance(loaded, BaseException):
+            self._kill()
             raise loaded
         seed_generators(task.seed)  # so that their state after loading does not depend on who has loaded
         return loaded
 
+    def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:
+        """Let the loader workers begin with the tasks; start them for the first pass."""
+        others = multiprocessing.active_children()
+        iterator = self._answer(partial(iter, loader), next(iter(self._tasks)))
+        if not self._processes:
+            self._processes = [process for process in multiprocessing.active_children() if process not in others]
+        return iterator
+
     def _answer(self, ask: Callable[[], _T], task: LoadTask) -> _T:
         """Return what the DataLoader answers; raise the error of a loader worker that ends meanwhile, or is silent."""
-        if not self._loader.num_workers:
+        if self._loader is None:
             return ask()
         try:
             with _interrupted_by_end(self._processes):
@@ -142,9 +173,13 @@ class MinibatchSource:
             died = self._death(error, task)
             if died is None:
                 raise
-            for process in self._processes:  # of which some may wait for what the dead one held
-                process.kill()
+            self._kill()  # some may wait for what the dead one held
             raise died from error
+
+    def _kill(self) -> None:
+        """End the loader workers, after an error: there is nothing more to be loaded."""
+        for process in self._processes:
+            process.kill()
 
     def _death(self, error: Exception, task: LoadTask) -> WorkerDiedError | None:
         """The error of the loader worker that an error of DataLoader's comes from; None when it is not to blame."""
