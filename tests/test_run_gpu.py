@@ -13,19 +13,22 @@ from reference import replay
 
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
+from pdtool.run.loading.device_upload import DeviceUpload
 from pdtool.run.processes.launcher import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize(
-    ("toy", "replicas"),
-    [(CONV2, (1, 1)), (CONV3, (1, 1, 1)), (LSTM3, (1, 1, 1)), (CONV2, (2, 1))],
+    ("toy", "replicas", "loader_workers"),
+    [(CONV2, (1, 1), 0), (CONV3, (1, 1, 1), 2), (LSTM3, (1, 1, 1), 0), (CONV2, (2, 1), 1)],
     ids=["conv-two-stages", "conv-three-stages", "lstm", "conv-2-1"],
 )
-def test_1f1b_equals_its_replay_on_the_cpu(tmp_path: Path, toy: harness.Toy, replicas: tuple[int, ...]) -> None:
+def test_1f1b_equals_its_replay_on_the_cpu(
+    tmp_path: Path, toy: harness.Toy, replicas: tuple[int, ...], loader_workers: int
+) -> None:
     """Law 3, to the tolerance of other kernels. With as many devices as workers NCCL carries the tensors."""
-    spec = harness.job(tmp_path, toy, replicas, optimizer="plain", device="cuda")
+    spec = harness.job(tmp_path, toy, replicas, optimizer="plain", device="cuda", loader_workers=loader_workers)
     launch(spec)
     checkpoint.export(spec.out, tmp_path / "model.pt")
     found = torch.load(tmp_path / "model.pt", weights_only=True)
@@ -66,3 +69,13 @@ def test_the_norm_of_all_stages_clips_as_in_a_plain_loop(tmp_path: Path) -> None
     expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, 3, max_norm=0.3)
     for name in ("conv1.weight", "conv2.weight", "fc.weight"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-3)
+
+
+def test_an_upload_is_complete_before_what_is_started_after_it() -> None:
+    """Copies of 64 MB, from pinned memory and from other, read at once."""
+    upload = DeviceUpload(torch.device("cuda", torch.cuda.current_device()))
+    for i in range(4):
+        loaded = {"pinned": torch.full((1 << 24,), float(i)).pin_memory(), "pageable": torch.full((1 << 24,), i + 0.5)}
+        upload.start(loaded)
+        copies = upload.finish()
+        assert {name: copy.mean().item() for name, copy in copies.items()} == {"pinned": float(i), "pageable": i + 0.5}

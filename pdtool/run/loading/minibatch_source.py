@@ -157,7 +157,9 @@ class MinibatchSource:
     def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:
         """Let the loader workers begin with the tasks; start them for the first pass."""
         others = multiprocessing.active_children()
-        iterator = self._answer(partial(iter, loader), next(iter(self._tasks)))
+        iterator: Iterator[LoadedMinibatch | BaseException] = self._answer(
+            partial(iter, loader), next(iter(self._tasks))
+        )
         if not self._processes:
             self._processes = [process for process in multiprocessing.active_children() if process not in others]
         return iterator

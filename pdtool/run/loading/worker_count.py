@@ -12,7 +12,7 @@ from pdtool.units import format_seconds
 
 _SMALL = 0.02  # the part of a replica's time that it may load by itself
 _FETCH_S = 1e-3  # about what taking a minibatch from a loader worker costs
-_MARGIN = 1.1  # for minibatches that take longer than the median
+_MARGIN = 1.2  # for minibatches that take longer than the median, and for handing them over
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError
 from pdtool.run.data import DataPass
+from pdtool.run.loading.device_upload import DeviceUpload
 from pdtool.run.loading.minibatch_source import MinibatchSource
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import Receiver, Sender
@@ -63,7 +64,9 @@ class StageIO:
         self._incoming = _edges([route for route, _ in self._forward.receivers])
         self._outgoing = _edges([route for route, _ in self._forward.senders])
         self._source: MinibatchSource | None = None
+        self._unloaded: deque[int] = deque()
         self._loaded: dict[str, Tensor] = {}
+        self._upload = DeviceUpload(device) if device.type == "cuda" else None
 
     def begin_phase(
         self, data: DataPass, source: MinibatchSource | None, forwards: Sequence[int], backwards: Sequence[int]
@@ -77,6 +80,7 @@ class StageIO:
         self._data, self._source = data, source
         if source:
             source.begin_pass(data, forwards)
+            self._unloaded = deque(forwards)
         for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
             if traffic.receivers:
                 traffic.unposted.extend(minibatches)
@@ -104,8 +108,9 @@ class StageIO:
         received = self._receive(self._forward, minibatch)
         by_name = {edge.name: _leaf(edge, received[edge.number]) for edge in self._incoming}
         if self._source:
-            self._loaded = self._load(self._source, minibatch)
-            by_name |= self._loaded
+            if not self._loaded:
+                self._load(self._source, minibatch)
+            by_name |= self._loaded | (self._upload.finish() if self._upload else {})
         target = None
         if self._is_last:
             split = self._data.split
@@ -128,6 +133,8 @@ class StageIO:
         by_name |= self._loaded
         self._send(self._forward, minibatch, {edge.number: by_name[edge.name] for edge in self._outgoing})
         self._loaded = {}
+        if self._source and self._upload and self._unloaded:
+            self._load(self._source, self._unloaded[0])  # copied to the device while that computes
 
     def receive_gradients(self, minibatch: int) -> list[Tensor | None]:
         """Wait for the gradients of the outputs.
@@ -163,10 +170,15 @@ class StageIO:
                 tensors[edge.number] = gradient
         self._send(self._backward, minibatch, tensors)
 
-    def _load(self, source: MinibatchSource, minibatch: int) -> dict[str, Tensor]:
+    def _load(self, source: MinibatchSource, minibatch: int) -> None:
+        """Load a minibatch, the next one, and start to copy to a GPU what this stage takes of it."""
+        self._unloaded.popleft()
         inputs, target = source.load(minibatch)
         targets = {target_name(i): leaf for i, leaf in enumerate(target)}
-        return dict(zip(self._model_inputs, inputs, strict=True)) | targets
+        self._loaded = dict(zip(self._model_inputs, inputs, strict=True)) | targets
+        if self._upload:
+            taken = set(self._module.inputs) | (targets.keys() if self._is_last else set())
+            self._upload.start({name: tensor for name, tensor in self._loaded.items() if name in taken})
 
     def _receive(self, traffic: _Traffic, minibatch: int) -> dict[int, Tensor]:
         """The tensor of each incoming edge, by its number."""
