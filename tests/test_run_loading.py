@@ -213,6 +213,16 @@ def test_what_else_ends_a_loader(tmp_path: Path, workers: int) -> None:
     assert is_out_of_memory(raised.value)
 
 
+def test_a_dataset_that_uses_cuda_is_told_to_load_in_the_training_process(tmp_path: Path) -> None:
+    """What torch raises in a forked process, which it has been since 1.0."""
+    text = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use 'spawn'"
+    message = (
+        r"sample 0, raised RuntimeError: Cannot re-initialize CUDA in forked subprocess; let samples be tensors of"
+    )
+    with source(tmp_path, 1, f'raise RuntimeError("{text}")') as minibatches, pytest.raises(ModelError, match=message):
+        loaded(minibatches, one_pass(), range(1))
+
+
 @pytest.mark.parametrize(
     ("statement", "message"),
     [

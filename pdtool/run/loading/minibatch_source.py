@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from pdtool.errors import PdtoolError, WorkerDiedError
+from pdtool.errors import ModelError, PdtoolError, WorkerDiedError
 from pdtool.machines import end_with_parent
 from pdtool.run.data import DataPass, MinibatchLoader, seed_generators
 from pdtool.run.processes.out_of_memory import is_out_of_memory
@@ -42,6 +42,8 @@ _REMEDIES = {
     "--loader-workers 0",
     -signal.SIGKILL: "if memory ran out, give fewer --loader-workers",
 }
+_NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
+_REMEDY_FOR_CUDA = "let samples be tensors of the CPU, or load in the training process: --loader-workers 0"
 _T = TypeVar("_T")
 
 
@@ -74,9 +76,6 @@ class LoadTasks:
     def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
         """Let the tasks be those of some minibatches of a pass."""
         self._data, self._minibatches = data, minibatches
-
-    def __len__(self) -> int:
-        return len(self._minibatches)
 
     def __iter__(self) -> Iterator[LoadTask]:
         return map(self._task, self._minibatches)
@@ -251,5 +250,8 @@ def _portable(error: PdtoolError) -> BaseException:
     """The error as another process gets it, with its traceback as a note."""
     if is_out_of_memory(error):
         return MemoryError(str(error))
-    error.add_note("".join(traceback.format_exception(error)))
+    text = "".join(traceback.format_exception(error))
+    if _NO_CUDA in error.what:
+        error = ModelError(error.what.partition(_NO_CUDA)[0] + _NO_CUDA, _REMEDY_FOR_CUDA)
+    error.add_note(text)
     return error
