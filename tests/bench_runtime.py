@@ -4,6 +4,7 @@
     b  real compute against one process, two, and others' ways    runtime_bench/real.py
     c  memory against the plan's prediction                       runtime_bench/memory.py
     d  pdtool's own time per action                               runtime_bench/overhead.py
+    e  samples that are slow to load, with loader workers         runtime_bench/loading.py
 
 Every figure is a ratio within one repeat, or a time; the median of the repeats counts. On a machine that others use
 only the ratios mean something, and b's nothing; a and d compute little, so that `chrt -r 1` in front (root) keeps them
@@ -21,7 +22,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from runtime_bench import emulated, memory, overhead, real
+from runtime_bench import emulated, loading, memory, overhead, real
 from runtime_bench.rows import heading
 
 PARTS = {
@@ -29,13 +30,14 @@ PARTS = {
     "b": (real, "real compute: samples/s over those of one process"),
     "c": (memory, "memory: peak of a worker over the plan's prediction"),
     "d": (overhead, "overhead: microseconds per action"),
+    "e": (loading, "loading: throughput with slow samples over that with samples that take no time"),
 }
 
 
 def main() -> None:
     """Run the parts asked for in a temporary folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="abcd", metavar="PARTS", help="Some of a, b, c, d.")
+    parser.add_argument("--only", default="abcde", metavar="PARTS", help="Some of a, b, c, d, e.")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Of each measurement.")
     parser.add_argument("--quick", action="store_true", help="Tiny sizes, to see that it works: figures mean nothing.")
     parser.add_argument(

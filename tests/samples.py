@@ -30,6 +30,7 @@ def profile() -> Profile:
         device=Device(name="cpu", kind="measured"),
         step_s=0.01,
         coverage=0.99,
+        loading_s=2e-3,
         digests={"model.py": "0" * 64},
         nodes=(
             Node(name="x", op="input", module="", output_bytes=100),

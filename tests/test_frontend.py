@@ -150,14 +150,18 @@ def test_file_that_cannot_be_imported_is_explained(text, what, tmp_path):
         write(tmp_path, text)
 
 
-DATA = "def model(): pass\ndef dataset(split):\n    return {}\n"
+STREAM = "class Stream(IterableDataset):\n    def __len__(self): return 8\n    def __iter__(self): yield 1, 2\n"
+DATA = (
+    f"from torch.utils.data import IterableDataset\n{STREAM}def model(): pass\ndef dataset(split):\n    return {{}}\n"
+)
 
 
 @pytest.mark.parametrize(
     ("data", "what"),
     [
         ("[]", "dataset\\('train'\\) is empty"),
-        ("3", "not a map-style Dataset"),
+        ("3", "returned int, not a map-style Dataset; return one with __len__ and __getitem__"),
+        ("Stream()", "returned Stream, not a map-style Dataset; return one with"),
         ("[1, 2, 3, 4]", "not a pair"),
         ("[(1, 2)]", "fewer than one minibatch of 4"),
     ],

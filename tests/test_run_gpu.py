@@ -25,6 +25,7 @@ from pdtool.errors import WorkerDiedError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches
+from pdtool.run.loading.device_upload import DeviceUpload
 from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.messages import open_channels
 from pdtool.run.processes.launcher import launch
@@ -171,6 +172,22 @@ def test_a_run_resumes_with_fused_adam(tmp_path: Path) -> None:
     harness.run(first)
     second = replace(first, epochs=2, out=tmp_path / "second", resume=first.out)
     assert_same(weights(harness.run(second)), expected)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_minibatches_come_from_loader_workers(tmp_path: Path, loader_workers: int) -> None:
+    spec = harness.job(tmp_path, CONV3, optimizer="plain", epochs=2, loader_workers=loader_workers)
+    assert_same(weights(harness.run(spec)), trained(spec, (1, 1, 1)))
+
+
+def test_an_upload_is_complete_before_what_is_started_after_it() -> None:
+    """Copies of 64 MB, from pinned memory and from other, read at once."""
+    upload = DeviceUpload(torch.device("cuda", torch.cuda.current_device()))
+    for i in range(4):
+        loaded = {"pinned": torch.full((1 << 24,), float(i)).pin_memory(), "pageable": torch.full((1 << 24,), i + 0.5)}
+        upload.start(loaded)
+        copies = upload.finish()
+        assert {name: copy.mean().item() for name, copy in copies.items()} == {"pinned": float(i), "pageable": i + 0.5}
 
 
 def forbid_waiting() -> None:

@@ -80,6 +80,7 @@ class Profile(Artifact):
         step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
         launch_s: seconds that the host needs to launch the kernels of a step on a GPU; 0 where that was not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
+        loading_s: seconds of loading one minibatch with one thread; None when that was not measured.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
         opaque: path of a module that cannot be cut, since its operators cannot be seen -> why.
     """
@@ -97,6 +98,7 @@ class Profile(Artifact):
     step_s: Seconds
     launch_s: Seconds = 0.0
     coverage: Seconds
+    loading_s: Seconds | None = None
     optimizer_state_bytes: Seconds = 0.0
     nodes: tuple[Node, ...]
     shared: tuple[SharedParameter, ...] = ()

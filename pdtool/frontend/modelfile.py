@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
@@ -163,9 +163,10 @@ class ModelFile:
         """
         _seed_generators(0)
         data = self._call(self._function("dataset"), split)
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        is_stream = isinstance(data, IterableDataset)  # whose samples have no numbers, even where it has a length
+        if is_stream or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             what = f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset"
-            raise self._error_in("dataset", what)
+            raise self._error_in("dataset", what, "return one with __len__ and __getitem__, or a list of samples")
         if self.samples(data, f"dataset({split!r})") == 0:
             raise self._error_in("dataset", f"dataset({split!r}) is empty")
         return data  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
@@ -56,13 +57,19 @@ def collate(
     if function is None:
         _check_pairs(path, samples, indices, name)
     try:
-        minibatch = (function or default_collate)(samples)
+        minibatch = function(samples) if function else _stacked(samples)
     except Exception as error:
         what = f"the samples of {name}, {_difference(indices, samples)}"
         raise error_at(path, error, f"collate() of {len(samples)} samples of {name}" if function else what) from error
     if not isinstance(minibatch, (tuple, list)) or len(minibatch) != 2:
         raise ModelError(f"{path.name}: collate() returned {type(minibatch).__name__}, not a pair (inputs, target)")
     return minibatch[0], minibatch[1]
+
+
+@torch.no_grad()
+def _stacked(samples: list[Any]) -> Any:
+    """The samples as torch stacks them; in a DataLoader's worker it cannot stack what requires a gradient."""
+    return default_collate(samples)
 
 
 def error_at(path: Path, error: BaseException, what: str) -> ModelError:

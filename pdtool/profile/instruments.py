@@ -1,7 +1,8 @@
-"""Instruments that measure a piece of work on a device: its seconds, or its scratch memory."""
+"""Instruments that measure a piece of work on a device: its seconds, or its scratch memory; and what loading costs."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 
 from pdtool import process_memory
+from pdtool.frontend.modelfile import ModelFile
 
 Work = Callable[[], Any]
+_LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches, the first of which is for warming up
 Reading = Callable[[], float]  # to be called once the device has finished
 Timer = Callable[[str, Work], tuple[Any, Reading]]  # (name of the work, work) -> (its result, its seconds)
 _MAX_SPIN_S = 1.0
@@ -109,3 +112,32 @@ def measure_scratch_bytes(device: torch.device, work: Callable[[], Any]) -> tupl
         held = process_memory.resident_bytes()
     scratch_bytes = 0 if held is None else max(0, peak - held)
     return result, lambda: float(scratch_bytes)
+
+
+def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:
+    """Return the median seconds of loading a minibatch with one thread, as a loader worker does; None without dataset.
+
+    The minibatches hold samples in random order, as those of training do.
+
+    Raises:
+        ModelError: the dataset or one of its samples cannot be read.
+    """
+    if not model_file.has("dataset"):
+        return None
+    name = "dataset('train')"
+    data = model_file.dataset("train")
+    samples = model_file.samples(data, name)
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds: list[float] = []
+    try:
+        while len(seconds) < _LOADED and sum(seconds) < _LOADING_BUDGET_S:
+            first = len(seconds) * batch_size
+            indices = [order[k % samples] for k in range(first, first + batch_size)]
+            start = time.perf_counter()
+            model_file.collate(data, indices, name)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return statistics.median(seconds[1:] or seconds)

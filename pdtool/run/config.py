@@ -103,6 +103,7 @@ class RunConfig:
         timeout_s: how many seconds a worker waits for another before it gives up.
         threads: CPU threads of each worker; None divides the cores of a machine among its workers. OMP_NUM_THREADS
             has precedence.
+        loader_workers: processes that load for each replica of the first stage; with 0 it loads itself.
         resume: folder of a run, or one of its checkpoints, to go on from; any plan of the same model may have made it.
         machines: the machines of the launch.
         check_stage_files: called on each machine with the traced model before a stage file is imported; raises
@@ -128,6 +129,7 @@ class RunConfig:
     wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     timeout_s: float = 300.0
     threads: int | None = None
+    loader_workers: int = 0
     resume: Path | None = None
     machines: Machines = field(default_factory=Machines)
     check_stage_files: Callable[[Any], None] | None = None

@@ -214,8 +214,8 @@ class Worker:
         for stage, replica in self._stages.items():
             replica.stage.weights.begin_phase(action_list.versions.get(stage, {}))
             replica.stage.seeds.begin_phase(self._config.seed, split, epoch)
-            loader = self._context.loaders.get(split) if stage == 0 else None
-            replica.io.begin_phase(data, loader, action_list.forwards(stage), action_list.backwards(stage))
+            source = self._context.source if stage == 0 else None
+            replica.io.begin_phase(data, source, action_list.forwards(stage), action_list.backwards(stage))
 
     def _log_loss(self, epoch: int, replica: StageReplica, loss: RoundLoss | None) -> None:
         if self._log and loss and replica is self._context.last_stage:

@@ -16,6 +16,7 @@ from pdtool.frontend.training_contract import looks_at_all_parameters
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.data import DatasetSplit, MinibatchLoader, sample_order, samples_in_epoch
 from pdtool.run.last_minibatch import check_last_minibatch
+from pdtool.run.loading.minibatch_source import MinibatchSource
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.measure.round_losses import LossReader
 from pdtool.run.messages.open_channels import Channels, open_channels
@@ -54,6 +55,7 @@ class WorkerContext:
         canonical: name of a parameter or buffer -> its first name in the whole model, under which the optimizer state
             of a parameter is saved.
         loaders: at the first stage, by the name of the split.
+        source: of the minibatches, at the first stage.
         splits: by name.
         epoch_samples: samples of the training set in an epoch.
         received_device_bytes: memory of its GPU that messages come into.
@@ -91,6 +93,7 @@ class WorkerContext:
         inputs = [bundle.by_name[name] for name in bundle.inputs]
         loaded = _SPLITS if self.assignment.stage == 0 else ()
         self.loaders = {name: MinibatchLoader(self.file, name, inputs, bundle.arguments) for name in loaded}
+        self.source = self._minibatch_source() if self.loaders else None
         described = {name: loader.describe() for name, loader in self.loaders.items()}
         source = self.groups.replicas[0].ranks[0]
         self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
@@ -110,6 +113,11 @@ class WorkerContext:
             meter=self.meter,
         )
         self._warn_of_optimizer()
+
+    def _minibatch_source(self) -> MinibatchSource:
+        config = self.config
+        pins_memory = self.device.type == "cuda"
+        return MinibatchSource(self.loaders, config.loader_workers, timeout_s=config.timeout_s, pins_memory=pins_memory)
 
     def _equalize(self, modules: Mapping[int, nn.Module]) -> None:
         """Let replicas and tied copies begin alike; worker 0 says so where they did not."""

@@ -17,7 +17,7 @@ class Row:
     """A figure.
 
     Attributes:
-        part: `a` to `d`.
+        part: `a` to `e`.
         case: what ran.
         figure: what `values` are, one for each repeat.
         least, most: what is wanted of their median.

@@ -11,12 +11,13 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note, progress, show
-from pdtool.errors import UsageError
+from pdtool.errors import ModelError, UsageError
 from pdtool.units import format_seconds
 
 if TYPE_CHECKING:
     from pdtool.artifacts.device import DeviceSpec, Precision
     from pdtool.artifacts.profile import Profile
+    from pdtool.frontend.modelfile import ModelFile
 
 
 _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
@@ -102,6 +103,7 @@ def profile(
                 precision="bf16" if precision == "bf16" else "fp32",
                 progress=on_progress,
             )
+            result = _with_loading(result, file)
         else:
             spec = _calibrated(spec, calibrate, precision) if calibrate else spec
             result = estimate(file, batch_size=batch_size, device=spec, precision=precision, progress=on_progress)
@@ -124,6 +126,17 @@ def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> Dev
     factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
     note(f"measured over estimated in {path}: {factors}")
     return spec
+
+
+def _with_loading(result: Profile, file: ModelFile) -> Profile:
+    """Add what loading a minibatch costs; a profile itself needs no sample but those of the first minibatch."""
+    from pdtool.profile.instruments import measure_loading_s
+
+    try:
+        return result.model_copy(update={"loading_s": measure_loading_s(file, result.batch_size)})
+    except ModelError as error:
+        note(f"what loading costs was not measured: {error.what}")
+        return result
 
 
 def _with_digests(result: Profile, *paths: str | None) -> Profile:

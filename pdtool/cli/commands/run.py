@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pdtool.run.config import RunConfig
 
 _SAME_FOLDER = "the folder of -o"
+_MAX_LOADER_WORKERS = 1000  # more is a slip
 
 
 @click.command(
@@ -77,6 +78,12 @@ _SAME_FOLDER = "the folder of -o"
 @options.choice(
     "--wire-dtype", choices=("fp32", "fp16", "bf16"), help="What fp32 tensors are on their way between workers."
 )
+@options.count(
+    "--loader-workers",
+    help="Processes that load for each replica of the first stage; 0 loads in the training process.",
+    unset="what the profile's loading time needs, at most the cores; 0 if that is under 1 ms or 2 % of a minibatch's",
+    within=click.IntRange(0, _MAX_LOADER_WORKERS),
+)
 @click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
 @click.option("--trust", is_flag=True, help="Run the stage files as they are, edited by hand or from elsewhere.")
 @options.machines
@@ -97,6 +104,7 @@ def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **set
         show(worker_table(asked, settings["nnodes"]), err=False)
         return
     config = replace(_config(inputs, _bundle(inputs, trust=settings["trust"]), settings), plan=asked)
+    config = _with_loader_workers(config, inputs.profile.loading_s, settings["loader_workers"])
     report = _launched(config, inputs.profile)
     if is_first_worker(os.environ):
         _print_report(config, report, as_json)
@@ -172,6 +180,17 @@ def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConf
         check_stage_files=None if settings["trust"] else check,
         **{name: settings[name] for name in names},
     )
+
+
+def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int | None) -> RunConfig:
+    """Let the run have as many loader workers as are asked for, else as the profile's loading time needs; say so."""
+    from pdtool.run.loading.worker_count import LoadingCost, at_most_the_cores
+
+    cost = LoadingCost.of(loading_s, config.plan)
+    workers = asked if asked is not None else at_most_the_cores(cost.workers if cost else 0, config)
+    if cost and is_first_worker(os.environ) and (sentence := cost.sentence(workers)):
+        note(sentence)
+    return replace(config, loader_workers=workers)
 
 
 def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:

@@ -27,6 +27,8 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
         title += f", in {profile.precision}"
     if profile.step_s:
         title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f}"
+    if profile.loading_s is not None:
+        title += f"\nloading {format_seconds(profile.loading_s)} a minibatch"
     columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")
     return table(columns, rows, names=2, title=title)
 

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError
-from pdtool.run.data import DataPass, MinibatchLoader
+from pdtool.run.data import DataPass
+from pdtool.run.loading.device_upload import DeviceUpload
+from pdtool.run.loading.minibatch_source import MinibatchSource
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.channel import Receiver, Sender
 from pdtool.run.messages.open_channels import Channels
@@ -61,19 +63,24 @@ class StageIO:
         self._backward = _traffic(stage, "backward", channels)
         self._incoming = _edges([route for route, _ in self._forward.receivers])
         self._outgoing = _edges([route for route, _ in self._forward.senders])
-        self._loader: MinibatchLoader | None = None
+        self._source: MinibatchSource | None = None
+        self._unloaded: deque[int] = deque()
         self._loaded: dict[str, Tensor] = {}
+        self._upload = DeviceUpload(device) if device.type == "cuda" else None
 
     def begin_phase(
-        self, data: DataPass, loader: MinibatchLoader | None, forwards: Sequence[int], backwards: Sequence[int]
+        self, data: DataPass, source: MinibatchSource | None, forwards: Sequence[int], backwards: Sequence[int]
     ) -> None:
         """Begin a phase: an epoch of training, or a validation.
 
         Args:
-            loader: loads the minibatches; None unless this is the first stage.
+            source: loads the minibatches; None unless this is the first stage.
             forwards, backwards: the minibatches whose inputs, and whose gradients, are received, in order.
         """
-        self._data, self._loader = data, loader
+        self._data, self._source = data, source
+        if source:
+            source.begin_pass(data, forwards)
+            self._unloaded = deque(forwards)
         self._are_outputs_checked = self._is_last  # which returns the model's own
         for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
             if traffic.receivers:
@@ -101,9 +108,10 @@ class StageIO:
         """
         received = self._receive(self._forward, minibatch)
         by_name = {edge.name: _leaf(edge, received[edge.number]) for edge in self._incoming}
-        if self._loader:
-            self._loaded = self._load(self._loader, minibatch)
-            by_name |= self._loaded
+        if self._source:
+            if not self._loaded:
+                self._load(self._source, minibatch)
+            by_name |= self._loaded | (self._upload.finish() if self._upload else {})
         target = None
         if self._is_last:
             split = self._data.split
@@ -126,6 +134,8 @@ class StageIO:
         by_name |= self._loaded
         self._send(self._forward, minibatch, {edge.number: by_name[edge.name] for edge in self._outgoing})
         self._loaded = {}
+        if self._source and self._upload and self._unloaded:
+            self._load(self._source, self._unloaded[0])  # copied to the device while that computes
 
     def receive_gradients(self, minibatch: int) -> list[Tensor | None]:
         """Wait for the gradients of the outputs.
@@ -179,16 +189,18 @@ class StageIO:
         what = f"{self._module.file} returns {returned}, bundle.yaml says {expected}"
         return PdtoolError(what, "mend it, or let `pdtool codegen` write it again")
 
-    def _load(self, loader: MinibatchLoader, minibatch: int) -> dict[str, Tensor]:
-        inputs, target = loader.load(self._data.minibatches[minibatch], self._data.seed(minibatch))
+    def _load(self, source: MinibatchSource, minibatch: int) -> None:
+        """Load a minibatch, the next one, and start to copy to a GPU what this stage takes of it."""
+        self._unloaded.popleft()
+        inputs, target = source.load(minibatch)
         targets = {target_name(i): leaf for i, leaf in enumerate(target)}
-        loaded = dict(zip(self._model_inputs, inputs, strict=True)) | targets
-        if self._device.type != "cuda":
-            return loaded
-        return {name: tensor.pin_memory() for name, tensor in loaded.items()}  # or a copy would wait for all kernels
+        self._loaded = dict(zip(self._model_inputs, inputs, strict=True)) | targets
+        if self._upload:
+            taken = set(self._module.inputs) | (targets.keys() if self._is_last else set())
+            self._upload.start({name: tensor for name, tensor in self._loaded.items() if name in taken})
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)  # what is on the CPU here and not there is pinned
+        return tensor.to(self._device)
 
     def _receive(self, traffic: _Traffic, minibatch: int) -> dict[int, Tensor]:
         """The tensor of each incoming edge, by its number."""

@@ -44,6 +44,7 @@ from pdtool.run.processes.status import (
     read_status,
     read_traceback,
 )
+from pdtool.run.processes.worker_end import describe_end, signal_name
 from pdtool.units import format_seconds
 
 # An error crosses the process border as its text and exit code.
@@ -107,7 +108,7 @@ class WorkersLeft:
         silent = sorted(ended, key=self._is_aborted)
         rank, place = silent[0], self._assignments[silent[0]]
         code = self._exit_codes.get(rank)
-        what = f"{place} {_end(code)}; {self._last_seen(rank)}"
+        what = f"{place} {describe_end(code)}; {self._last_seen(rank)}"
         guess = self._memory_guess(rank, code) if rank in self._local else ""
         if guess:
             return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
@@ -218,19 +219,6 @@ def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
     return ["start it again"] if is_needed else []
 
 
-def _end(exit_code: int | None) -> str:
-    """How a worker ended; None where only its silence tells of it."""
-    if exit_code is None:
-        return "died"
-    if exit_code < 0:
-        return f"was killed by {_signal_name(-exit_code)}"
-    return f"ended with exit status {exit_code} and without a word"
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
 def _state(status: LastStatus, now_s: float) -> str:
     if not status.pid:
         return ", it has not begun"
@@ -257,4 +245,4 @@ def fork_server_end() -> str:
         return ""
     if ended.si_code == os.CLD_EXITED:
         return f"ended with exit status {ended.si_status}"
-    return f"was killed by {_signal_name(ended.si_status)}"
+    return f"was killed by {signal_name(ended.si_status)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -44,6 +45,20 @@ def exit_error(error: SystemExit) -> WorkerDiedError:
     """Return the error of a worker whose user's code called sys.exit()."""
     text = "" if error.code is None else repr(error.code)
     return WorkerDiedError(f"sys.exit({text}) was called{_place(error)}", "raise an error in model.py instead")
+
+
+def describe_end(exit_code: int | None) -> str:
+    """Return how a process ended, as `was killed by SIGKILL`; None where only its silence tells of it."""
+    if exit_code is None:
+        return "died"
+    if exit_code < 0:
+        return f"was killed by {signal_name(-exit_code)}"
+    return f"ended with exit status {exit_code} and without a word"
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL` for 9."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def explain_exits(out: Path, rank: int) -> None:

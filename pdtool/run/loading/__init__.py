@@ -1,0 +1,1 @@
+"""Loading minibatches ahead of the first stage."""

@@ -1,0 +1,257 @@
+"""The minibatches of a pass, in order: loaded in this process, or ahead of it in loader workers.
+
+    process of the first stage                      loader worker, one of N
+    begin_pass: what is to be loaded ──▶ queue ──▶ MinibatchLoader.load, by the seed of the minibatch
+    load ◀──────────── shared memory ◀──────────── its input and target tensors, or the error
+
+With N = 0 `load` does it itself; else torch's DataLoader is the queue and the shared memory. Both ways run the same
+function, with one thread and the same seed, so that N changes no value. Loader workers are forked, as is torch's own
+way on Linux: the user's dataset need not be picklable, and what it holds is in memory once. Like those of any
+DataLoader they must not touch CUDA.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from pdtool.errors import ModelError, PdtoolError, WorkerDiedError
+from pdtool.machines import end_with_parent
+from pdtool.run.data import DataPass, MinibatchLoader, seed_generators
+from pdtool.run.processes.out_of_memory import is_out_of_memory
+from pdtool.run.processes.worker_end import describe_end, exit_error
+from pdtool.units import format_seconds
+
+LoadedMinibatch = tuple[list[Tensor], list[Tensor]]  # the inputs and the tensors of the target, [samples, ...] each
+_ENDING_S = 1.0  # a process that is killed closes its connections a little earlier than it is gone
+_AHEAD = 2  # minibatches that each loader worker loads ahead
+_REMEDIES = {
+    -signal.SIGBUS: "give /dev/shm more room (docker run --shm-size), or load in the training process: "
+    "--loader-workers 0",
+    -signal.SIGKILL: "if memory ran out, give fewer --loader-workers",
+}
+_NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
+_REMEDY_FOR_CUDA = "let samples be tensors of the CPU, or load in the training process: --loader-workers 0"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LoadTask:
+    """A minibatch to be loaded.
+
+    Attributes:
+        split: name of the split of the dataset.
+        indices: of its samples.
+        seed: of random augmentation.
+    """
+
+    split: str
+    minibatch: int
+    indices: Sequence[int]
+    seed: int
+
+    def __str__(self) -> str:
+        return f"minibatch {self.minibatch} of dataset({self.split!r})"
+
+
+class LoadTasks:
+    """The tasks of the present pass, in order; made one by one, for there may be many."""
+
+    def __init__(self) -> None:
+        self._data: DataPass | None = None
+        self._minibatches: Sequence[int] = ()
+
+    def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
+        """Let the tasks be those of some minibatches of a pass."""
+        self._data, self._minibatches = data, minibatches
+
+    def __iter__(self) -> Iterator[LoadTask]:
+        return map(self._task, self._minibatches)
+
+    def _task(self, i: int) -> LoadTask:
+        assert self._data
+        return LoadTask(self._data.split_name, i, self._data.minibatches[i], self._data.seed(i))
+
+
+class MinibatchSource:
+    """Loads the minibatches of one pass after another; loader workers live as long as this object.
+
+    Args:
+        loaders: by the name of the split.
+        workers: number of loader workers; 0 loads in this process, when a minibatch is asked for.
+        timeout_s: how many seconds to wait for a loader worker.
+        pins_memory: whether what loader workers load is to lie in pinned memory, from where copies to a GPU are
+            asynchronous.
+    """
+
+    def __init__(
+        self, loaders: Mapping[str, MinibatchLoader], workers: int, *, timeout_s: float, pins_memory: bool = False
+    ) -> None:
+        self._timeout_s, self._tasks = timeout_s, LoadTasks()
+        self._dataset = _TaskDataset(loaders)
+        self._loader: DataLoader[Any] | None = None
+        if workers:
+            self._loader = DataLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=self._tasks,
+                collate_fn=lambda loaded: loaded,
+                generator=torch.Generator(),  # from which DataLoader draws, instead of from this process's
+                num_workers=workers,
+                prefetch_factor=_AHEAD,
+                persistent_workers=True,
+                multiprocessing_context="fork",
+                worker_init_fn=lambda worker: end_with_parent(),
+                pin_memory=pins_memory,
+                timeout=timeout_s,
+            )
+        self._iterator: Iterator[LoadedMinibatch | BaseException] = iter(())
+        self._awaited: Iterator[LoadTask] = iter(())
+        self._processes: list[BaseProcess] = []
+
+    def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
+        """Begin to load some minibatches of a pass.
+
+        Args:
+            minibatches: in the order in which `load` will ask for them.
+        """
+        left = next(self._awaited, None)
+        assert left is None, f"{left} was to be loaded and never asked for"
+        self._tasks.begin_pass(data, minibatches)
+        self._awaited = iter(self._tasks)
+        if self._loader is None:
+            self._iterator = map(self._dataset.__getitem__, self._tasks)
+        elif minibatches:
+            self._iterator = self._begin(self._loader)
+
+    def load(self, minibatch: int) -> LoadedMinibatch:
+        """Return a minibatch, the next one of the pass.
+
+        Raises:
+            ModelError: a sample cannot be read or does not go with the others, or the inputs are not what the stages
+                were generated for.
+            WorkerDiedError: a loader worker has ended, or does not answer.
+        """
+        task = next(self._awaited)
+        assert task.minibatch == minibatch, f"minibatch {minibatch} was asked for, {task} comes next"
+        loaded: LoadedMinibatch | BaseException = self._answer(partial(next, self._iterator), task)
+        if isinstance(loaded, BaseException):
+            self._kill()
+            raise loaded
+        seed_generators(task.seed)  # so that their state after loading does not depend on who has loaded
+        return loaded
+
+    def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:
+        """Let the loader workers begin with the tasks; start them for the first pass."""
+        others = multiprocessing.active_children()
+        iterator: Iterator[LoadedMinibatch | BaseException] = self._answer(
+            partial(iter, loader), next(iter(self._tasks))
+        )
+        if not self._processes:
+            self._processes = [process for process in multiprocessing.active_children() if process not in others]
+        return iterator
+
+    def _answer(self, ask: Callable[[], _T], task: LoadTask) -> _T:
+        """Return what the DataLoader answers; raise the error of a loader worker that ends meanwhile, or is silent."""
+        if self._loader is None:
+            return ask()
+        try:
+            with _interrupted_by_end(self._processes):
+                return ask()
+        except Exception as error:
+            died = self._death(error, task)
+            if died is None:
+                raise
+            self._kill()  # some may wait for what the dead one held
+            raise died from error
+
+    def _kill(self) -> None:
+        """End the loader workers, after an error: there is nothing more to be loaded."""
+        for process in self._processes:
+            process.kill()
+
+    def _death(self, error: Exception, task: LoadTask) -> WorkerDiedError | None:
+        """The error of the loader worker that an error of DataLoader's comes from; None when it is not to blame."""
+        is_closed = isinstance(error, (OSError, EOFError))  # its connection, and its process ends just now
+        ended = wait([process.sentinel for process in self._processes], _ENDING_S if is_closed else 0.0)
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join()
+                what = f"loader worker {process.pid} {describe_end(process.exitcode)} before {task} was loaded"
+                return WorkerDiedError(what, _REMEDIES.get(process.exitcode or 0, ""))
+        if "timed out" in str(error):
+            what = f"{task} was not loaded within {format_seconds(self._timeout_s)}"
+            return WorkerDiedError(what, "see what dataset() waits for, or give more --timeout if it is only slow")
+        return None
+
+
+@contextmanager
+def _interrupted_by_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Let what is done meanwhile be interrupted by a ChildProcessError when one of the processes ends.
+
+    DataLoader itself would see its end only when its time is up, or by a handler of SIGCHLD that stays, and raises an
+    error wherever the training process is; that one is put away here.
+    """
+
+    def check(*signal_and_frame: object) -> None:
+        if not all(process.is_alive() for process in processes):
+            raise ChildProcessError
+
+    before = signal.signal(signal.SIGCHLD, check)
+    try:
+        check()
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+
+
+class _TaskDataset(Dataset[LoadedMinibatch | BaseException]):
+    """Minibatches by their tasks; an error is returned, for DataLoader would lose what it is."""
+
+    def __init__(self, loaders: Mapping[str, MinibatchLoader]) -> None:
+        self._loaders = loaders
+
+    def __getitem__(self, task: LoadTask) -> LoadedMinibatch | BaseException:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in loader workers: the order of a sum depends on it
+        try:
+            inputs, target = self._loaders[task.split].load(task.indices, task.seed)
+            return [_detached(tensor) for tensor in inputs], [_detached(tensor) for tensor in target]
+        except PdtoolError as error:
+            return error if get_worker_info() is None else _portable(error)
+        except SystemExit as error:
+            return exit_error(error)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The tensor, of any shape, without a graph, and without the rest of a tensor that it is a view of.
+
+    Neither can be sent, or should.
+    """
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _portable(error: PdtoolError) -> BaseException:
+    """The error as another process gets it, with its traceback as a note."""
+    if is_out_of_memory(error):
+        return MemoryError(str(error))
+    text = "".join(traceback.format_exception(error))
+    if _NO_CUDA in error.what:
+        error = ModelError(error.what.partition(_NO_CUDA)[0] + _NO_CUDA, _REMEDY_FOR_CUDA)
+    error.add_note(text)
+    return error
