@@ -326,12 +326,12 @@ def test_a_profile_measures_loading_and_a_run_takes_loader_workers_for_it(folder
     slow = NET.replace("return TensorDataset(", "return Slow(") + SLOW
     folder.write("model.py", slow)
     profiled = folder.pdtool("profile", "model.py", "--batch-size", "4")
-    assert re.search(r"loading (8|9|1\d|2\d)(\.\d+)? ms a minibatch", profiled.output)
-    assert 8e-3 <= Profile.load("profiles/model.json").loading_s < 80e-3
+    assert re.search(r"loading \S+ m?s a minibatch", profiled.output)
+    assert Profile.load("profiles/model.json").loading_s >= 8e-3
     folder.pdtool("partition", "--topology", "1", "--bandwidth", "1GB/s")
     done = folder.pdtool("run", "--steps", "2", "--device", "cpu")
     assert re.search(
-        r"loading takes \S+ ms a minibatch, and each replica of the first stage takes one every", done.output
+        r"loading takes \S+ m?s a minibatch, and each replica of the first stage takes one every", done.output
     )
     folder.pdtool("run", "--loader-workers", "-1", code=2)
 
@@ -371,7 +371,7 @@ def killing(statement: str) -> Toy:
     ("statement", "message"),
     [
         ("os.kill(os.getpid(), 9)", r"at 0F\d of epoch 1: loader worker \d+ was killed by SIGKILL before minibatch"),
-        ("os.kill(os.getppid(), 9)", r"(was killed by SIGKILL|died); it was last at 0F\d of epoch 1"),
+        ("os.kill(os.getppid(), 9)", r"(was killed by SIGKILL|died); it was last at "),
     ],
     ids=["a loader worker", "its worker"],
 )
@@ -385,8 +385,9 @@ def test_whoever_is_killed_is_named_and_nobody_is_left(tmp_path: Path, statement
 
 
 def new_orphans(known: set[int]) -> list[int]:
-    """Processes that nobody waits for, and that of a fork server, beside the known ones."""
-    return [pid for pid, parent, _ in processes() if pid not in known and parent in (1, *workers_left())]
+    """Processes of this session beside the known ones that nobody waits for, or that the fork server has started."""
+    own, parents = os.getsid(0), (1, *workers_left())
+    return [pid for pid, parent, session in processes() if session == own and pid not in known and parent in parents]
 
 
 def test_a_run_with_loader_workers_reports_and_leaves_none(tmp_path: Path) -> None:
