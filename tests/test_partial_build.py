@@ -8,6 +8,8 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import harness
 import numpy
 import pytest
+import samples
 import torch
 from collection import FAMILIES, tasks, write_model
 from harness import CONV1, CONV3
@@ -27,7 +30,7 @@ from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import named_state
 from pdtool.run.startup.partial_build import MissingValuesError, build_partially
-from pdtool.run.startup.worker_model import WorkerModel
+from pdtool.run.startup.worker_model import WorkerModel, is_small
 from pdtool.run.weights.optimizer import NamedOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of models, as in a plain loop
@@ -374,6 +377,62 @@ def model():
     made.fc.bias.data.fill_(made.conv2.weight.sum().item())
     return made
 """
+
+
+def test_a_small_model_is_built_whole_and_once(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, CONV3)
+    predicted = samples.plan().predicted
+    assert predicted
+    small, large = (predicted.model_copy(update={"memory_bytes": (size, size)}) for size in (10**9, 10**10))
+    plans = [spec.plan.model_copy(update={"predicted": each}) for each in (small, large, None)]
+    assert [is_small(plan) for plan in plans] == [True, False, False]
+    file = ModelFile.load(spec.model, trusted=True)
+    built = WorkerModel.build(file, SEED, spec.bundle, [1], as_a_whole=True)
+    assert not any(parameter.is_meta for parameter in built.model.parameters())
+    assert built.why_whole == ""
+
+
+def test_an_optimizer_may_not_read_values_and_go_on(tmp_path: Path) -> None:
+    """The learning rate would be another one on each worker."""
+    code = CONV3.model.replace(
+        "    return OPTIMIZER",
+        """    try:
+        rate = float(named[0][1].abs().mean())
+    except Exception:
+        rate = 0.5
+    return torch.optim.SGD([p for _, p in named], lr=rate)""",
+    )
+    built = worker_model(tmp_path, replace(CONV3, model=code), [1])
+    parameters = built.optimizer_parameters()
+    own = {name: p for name, p in parameters.items() if name.startswith("conv2")}
+    with pytest.raises(ModelError, match="reads the values of parameters"):
+        NamedOptimizer(built.file, parameters, own)
+
+
+@pytest.mark.parametrize(
+    "read", ["repr(made[0].weight)", "made[0].weight.untyped_storage()[0]", "np.from_dlpack(made[0].weight.detach())"]
+)
+def test_other_ways_to_read_values_are_seen(read: str) -> None:
+    def build() -> nn.Module:
+        made = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        with suppress(Exception):
+            made[1].weight.data.fill_(float(len(str(eval(read, {"made": made, "np": numpy})))))
+        return made
+
+    with pytest.raises(MissingValuesError, match="reads a parameter"):
+        build_partially(build, lambda model: [model[1].weight])
+
+
+def test_draws_in_another_thread_are_refused() -> None:
+    def build() -> nn.Module:
+        made = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        with ThreadPoolExecutor(1) as pool:
+            for layer in made:
+                pool.submit(nn.init.normal_, layer.weight)
+        return made
+
+    with pytest.raises(MissingValuesError, match="in another thread"):
+        build_partially(build, lambda model: [model[1].weight])
 
 
 def test_a_run_says_that_workers_built_the_whole_model(tmp_path: Path, script: Path) -> None:  # noqa: F811

@@ -24,6 +24,7 @@ from conftest import NET, Folder
 from harness import CONV2, SKIP1, SKIP3, Toy, assert_same, weights
 from test_run_endings import wait_until
 from test_run_failures import processes, workers_left
+from torch.utils.data import DataLoader
 
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.envelope import ModelRef
@@ -154,6 +155,50 @@ def loaded(source: MinibatchSource, data: DataPass, minibatches: range) -> list[
     return [source.load(i)[0][0] for i in minibatches]
 
 
+def test_new_loader_workers_see_what_the_dataset_has_become(tmp_path: Path) -> None:
+    """As by a sampler() that tells it the epoch; those that are kept do not."""
+    with source(tmp_path, 1, "return torch.full((2,), float(getattr(self, 'epoch', 0))), 0") as kept:
+        pass
+    loaders = kept._dataset._loaders
+    for keeps_workers, expected in ((True, [0, 0]), (False, [0, 5])):
+        minibatches = MinibatchSource(loaders, 1, timeout_s=60.0, keeps_workers=keeps_workers)
+        found = []
+        for epoch in (0, 5):
+            loaders["train"].data.epoch = epoch
+            found.append(loaded(minibatches, one_pass(epoch=epoch), range(2))[1][0, 0].item())
+        assert found == expected
+        loaders["train"].data.epoch = 0
+
+
+def test_what_is_no_exception_is_named_in_a_loader_worker_too(tmp_path: Path) -> None:
+    message = r"^KeyboardInterrupt.* while minibatch 0 of dataset\('train'\) was loaded"
+    with source(tmp_path, 1, "raise KeyboardInterrupt") as minibatches, pytest.raises(WorkerDiedError, match=message):
+        loaded(minibatches, one_pass(), range(1))
+
+
+def test_files_that_dataset_leaves_open_are_not_shared_with_loader_workers(tmp_path: Path) -> None:
+    """They would be read at one place by all."""
+    opened = CONV2.model.replace("self.y = ", "self.file = open(__file__); self.y = ", 1)
+    assert opened != CONV2.model
+    spec = harness.job(tmp_path, replace(CONV2, model=opened), loader_workers=2)
+    file = ModelFile.load(spec.model, trusted=True)
+    loader = MinibatchLoader(file, "train", INPUTS)
+    assert loader.open_files == [str(tmp_path / "model.py")]
+    loader.data.file.close()
+    harness.run(spec, refuse_loader_workers)
+
+
+def refuse_loader_workers() -> None:
+    """In a worker: fail if there are loader workers."""
+    make = DataLoader.__init__
+
+    def checked(self: Any, *args: Any, **settings: Any) -> None:
+        assert not settings["num_workers"]
+        make(self, *args, **settings)
+
+    DataLoader.__init__ = checked  # type: ignore[method-assign]
+
+
 def children() -> list[int]:
     """Processes that this one has started."""
     return [pid for pid, parent, _ in processes() if parent == os.getpid()]
@@ -228,9 +273,9 @@ def test_a_dataset_that_uses_cuda_is_told_to_load_in_the_training_process(tmp_pa
     [
         (
             "os.kill(os.getpid(), signal.SIGKILL) if i == 6 else 0",
-            r"^loader worker \d+ was killed by SIGKILL before minibatch \d of dataset\('train'\) was loaded; if mem",
+            r"^loader worker \d+ was killed by SIGKILL while minibatch \d of dataset\('train'\) was awaited; if mem",
         ),
-        ("os._exit(3) if i == 6 else 0", r"^loader worker \d+ ended with exit status 3 and without a word before mini"),
+        ("os._exit(3) if i == 6 else 0", r"^loader worker \d+ ended with exit status 3 and without a word while mini"),
         ("os.kill(os.getpid(), signal.SIGBUS) if i == 6 else 0", r"was killed by SIGBUS .*; give /dev/shm more room"),
     ],
     ids=["killed", "exit", "bus-error"],
@@ -252,7 +297,7 @@ def test_a_loader_worker_that_has_ended_while_nobody_waited_is_named_too(tmp_pat
         (pid,) = set(children()) - set(before)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: pid not in children())
-        with pytest.raises(WorkerDiedError, match=f"^loader worker {pid} was killed by SIGKILL before minibatch 0"):
+        with pytest.raises(WorkerDiedError, match=f"^loader worker {pid} was killed by SIGKILL while minibatch 0"):
             minibatches.load(0)
 
 
@@ -309,15 +354,16 @@ def test_the_period_is_that_of_a_replica_of_the_first_stage() -> None:
     [
         (12e-3, 3, "takes one every 6 ms: 3 loader workers suffice"),
         (3e-3, 1, ": 1 loader worker suffices"),
-        (12e-3, 1, ": 3 loader workers suffice, and 1 is used"),
-        (12e-3, 0, ": 3 loader workers suffice, and 0 are used"),
-        (1e-4, 2, ": none is needed, and 2 are used"),
+        (12e-3, 1, ": 3 loader workers suffice; 1 is used, of "),
+        (12e-3, 0, ": 3 loader workers suffice; 0 are used"),
+        (1e-4, 2, ": none is needed; 2 are used"),
     ],
 )
 def test_the_sentence_says_whether_they_suffice(loading_s: float, workers: int, end: str) -> None:
     sentence = LoadingCost(loading_s, 6e-3).sentence(workers)
     assert sentence.startswith(f"loading takes {format_seconds(loading_s)} a minibatch, and each replica of the first")
-    assert sentence.endswith(end)
+    assert end in sentence
+    assert sentence.endswith("a network") == (0 < workers < LoadingCost(loading_s, 6e-3).workers)
     assert LoadingCost(1e-4, 6e-3).sentence(0) == ""
 
 
@@ -370,7 +416,7 @@ def killing(statement: str) -> Toy:
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("os.kill(os.getpid(), 9)", r"at 0F\d of epoch 1: loader worker \d+ was killed by SIGKILL before minibatch"),
+        ("os.kill(os.getpid(), 9)", r"at 0F\d of epoch 1: loader worker \d+ was killed by SIGKILL while minibatch"),
         ("os.kill(os.getppid(), 9)", r"(was killed by SIGKILL|died); it was last at "),
     ],
     ids=["a loader worker", "its worker"],

@@ -61,6 +61,7 @@ def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch
         status=None,
         last_stage=None,
         epoch_samples=6,
+        received_device_bytes=0,
         sample_order=lambda epoch: range(6),
     )
     for name in ("train", "validate", "_save", "_report"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,13 +140,20 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 
 class MinibatchLoader:
-    """Loads minibatches of one split of the user's dataset, at a worker of the first stage."""
+    """Loads minibatches of one split of the user's dataset, at a worker of the first stage.
+
+    Attributes:
+        data: what dataset() returned.
+        open_files: paths of files that dataset() left open.
+    """
 
     def __init__(
         self, file: ModelFile, split: str, inputs: Sequence[TensorSpec], arguments: Sequence[str] = ()
     ) -> None:
         self.file, self.where = file, f"dataset({split!r})"
+        before = _open_files()
         self.data: Any = file.dataset(split)
+        self.open_files = [path for number, path in _open_files().items() if before.get(number) != path]
         self.inputs, self.arguments = inputs, arguments
         self._described: DatasetSplit | None = None
 
@@ -192,7 +202,9 @@ class MinibatchLoader:
         if loaded != expected:
             raise self.file.error(
                 f"{self.where} gives inputs {_shapes(loaded)}; the stages take {_shapes(expected)}",
-                "let collate() pad to a fixed length, for stages have fixed shapes apart from the minibatch's size"
+                "let samples be of that type"
+                if [shape for shape, _ in loaded] == [shape for shape, _ in expected]
+                else "let collate() pad to a fixed length, for stages have fixed shapes apart from the minibatch's size"
                 if self.file.has("collate")
                 else "generate the stages from inputs of the shape of the dataset's",
             )
@@ -212,6 +224,18 @@ class MinibatchLoader:
                 "let targets have one row for each sample, and pad to a fixed length",
             )
         return leaves
+
+
+def _open_files() -> dict[str, str]:
+    """The regular files that this process has open: path by descriptor; none where the system does not say."""
+    found = {}
+    with suppress(OSError):
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # that of the listing itself is gone
+                path = os.readlink(link)
+                if Path(path).is_file() and not path.startswith(("/dev/", "/proc/")):
+                    found[link.name] = path
+    return found
 
 
 def _tensors_of(target: Any) -> list[Any]:

@@ -29,7 +29,7 @@ from pdtool.run.processes.status import Status
 from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.stage_module import load_stage_module
 from pdtool.run.stage_replica import StageReplica
-from pdtool.run.startup.worker_model import WorkerModel
+from pdtool.run.startup.worker_model import WorkerModel, is_small
 from pdtool.run.weights.clipped_updates import ClippedUpdates
 from pdtool.run.weights.initial_weights import equalize_weights
 from pdtool.run.weights.learning_rate import RunLength
@@ -78,7 +78,7 @@ class WorkerContext:
         options = self.file.training
         self.shape = config.plan.shape(tuple(tied.stages for tied in bundle.tied))
         own_stages = self.shape.stages_on_same_workers(self.assignment.stage)
-        built = WorkerModel.build(self.file, config.seed, bundle, own_stages)
+        built = WorkerModel.build(self.file, config.seed, bundle, own_stages, as_a_whole=is_small(config.plan))
         if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
             built.check(lambda model: check_bundle(self.file, model, bundle, config.check_stage_files))
         self._warn_of_whole_models(all_gather(built.why_whole, self.groups.world, "the check of the stage files"))
@@ -117,7 +117,23 @@ class WorkerContext:
     def _minibatch_source(self) -> MinibatchSource:
         config = self.config
         pins_memory = self.device.type == "cuda"
-        return MinibatchSource(self.loaders, config.loader_workers, timeout_s=config.timeout_s, pins_memory=pins_memory)
+        workers, opened = (
+            config.loader_workers,
+            next((path for each in self.loaders.values() for path in each.open_files), ""),
+        )
+        if workers and opened:
+            sys.stderr.write(
+                f"warning: dataset() keeps {opened} open, and loader workers would share the place where it is read: "
+                "minibatches are loaded in the training process; open files when a sample is asked for\n"
+            )
+            workers = 0
+        return MinibatchSource(
+            self.loaders,
+            workers,
+            timeout_s=config.timeout_s,
+            pins_memory=pins_memory,
+            keeps_workers=not self.file.has("sampler"),
+        )
 
     def _equalize(self, modules: Mapping[int, nn.Module]) -> None:
         """Let replicas and tied copies begin alike; worker 0 says so where they did not."""

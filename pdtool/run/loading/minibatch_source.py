@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from pdtool.errors import ModelError, PdtoolError, WorkerDiedError
+from pdtool.errors import ModelError, PdtoolError, WorkerDiedError, describe_error
 from pdtool.machines import end_with_parent
 from pdtool.run.data import DataPass, MinibatchLoader, seed_generators
 from pdtool.run.processes.out_of_memory import is_out_of_memory
@@ -42,6 +42,8 @@ _REMEDIES = {
     "--loader-workers 0",
     -signal.SIGKILL: "if memory ran out, give fewer --loader-workers",
 }
+_REMEDY_FOR_ENDS = "with --loader-workers 0 the training process loads, and names the sample"
+_NO_CHILDREN = "daemonic processes are not allowed to have children"  # of multiprocessing
 _NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
 _REMEDY_FOR_CUDA = "let samples be tensors of the CPU, or load in the training process: --loader-workers 0"
 _T = TypeVar("_T")
@@ -92,14 +94,22 @@ class MinibatchSource:
         loaders: by the name of the split.
         workers: number of loader workers; 0 loads in this process, when a minibatch is asked for.
         timeout_s: how many seconds to wait for a loader worker.
+        keeps_workers: whether loader workers live on from pass to pass; else each pass forks new ones, which see what
+            the dataset has become meanwhile, as by a sampler() that tells it the epoch.
         pins_memory: whether what loader workers load is to lie in pinned memory, from where copies to a GPU are
             asynchronous.
     """
 
     def __init__(
-        self, loaders: Mapping[str, MinibatchLoader], workers: int, *, timeout_s: float, pins_memory: bool = False
+        self,
+        loaders: Mapping[str, MinibatchLoader],
+        workers: int,
+        *,
+        timeout_s: float,
+        pins_memory: bool = False,
+        keeps_workers: bool = True,
     ) -> None:
-        self._timeout_s, self._tasks = timeout_s, LoadTasks()
+        self._timeout_s, self._tasks, self._keeps_workers = timeout_s, LoadTasks(), keeps_workers
         self._dataset = _TaskDataset(loaders)
         self._loader: DataLoader[Any] | None = None
         if workers:
@@ -111,7 +121,7 @@ class MinibatchSource:
                 generator=torch.Generator(),  # from which DataLoader draws, instead of from this process's
                 num_workers=workers,
                 prefetch_factor=_AHEAD,
-                persistent_workers=True,
+                persistent_workers=keeps_workers,
                 multiprocessing_context="fork",
                 worker_init_fn=lambda worker: end_with_parent(),
                 pin_memory=pins_memory,
@@ -134,6 +144,8 @@ class MinibatchSource:
         if self._loader is None:
             self._iterator = map(self._dataset.__getitem__, self._tasks)
         elif minibatches:
+            if not self._keeps_workers:
+                self._iterator, self._processes = iter(()), []  # those of the pass before end
             self._iterator = self._begin(self._loader)
 
     def load(self, minibatch: int) -> LoadedMinibatch:
@@ -159,7 +171,7 @@ class MinibatchSource:
         iterator: Iterator[LoadedMinibatch | BaseException] = self._answer(
             partial(iter, loader), next(iter(self._tasks))
         )
-        if not self._processes:
+        if not (self._processes and self._keeps_workers):
             self._processes = [process for process in multiprocessing.active_children() if process not in others]
         return iterator
 
@@ -189,8 +201,8 @@ class MinibatchSource:
         for process in self._processes:
             if process.sentinel in ended:
                 process.join()
-                what = f"loader worker {process.pid} {describe_end(process.exitcode)} before {task} was loaded"
-                return WorkerDiedError(what, _REMEDIES.get(process.exitcode or 0, ""))
+                what = f"loader worker {process.pid} {describe_end(process.exitcode)} while {task} was awaited"
+                return WorkerDiedError(what, _REMEDIES.get(process.exitcode or 0, _REMEDY_FOR_ENDS))
         if "timed out" in str(error):
             what = f"{task} was not loaded within {format_seconds(self._timeout_s)}"
             return WorkerDiedError(what, "see what dataset() waits for, or give more --timeout if it is only slow")
@@ -233,6 +245,10 @@ class _TaskDataset(Dataset[LoadedMinibatch | BaseException]):
             return error if get_worker_info() is None else _portable(error)
         except SystemExit as error:
             return exit_error(error)
+        except BaseException as error:  # KeyboardInterrupt and the like, which would end a loader worker without a word
+            if get_worker_info() is None:
+                raise
+            return WorkerDiedError(f"{describe_error(error)} while {task} was loaded", "raise an Exception instead")
         finally:
             torch.set_num_threads(threads)
 
@@ -253,5 +269,7 @@ def _portable(error: PdtoolError) -> BaseException:
     text = "".join(traceback.format_exception(error))
     if _NO_CUDA in error.what:
         error = ModelError(error.what.partition(_NO_CUDA)[0] + _NO_CUDA, _REMEDY_FOR_CUDA)
+    if _NO_CHILDREN in error.what:
+        error = ModelError(error.what, "let samples be made without other processes, or give --loader-workers 0")
     error.add_note(text)
     return error

@@ -46,7 +46,9 @@ class LoadingCost:
         if not self.workers and not workers:
             return ""
         need = "none is needed" if not self.workers else f"{_loader_workers(self.workers)} {_suffice(self.workers)}"
-        used = "" if workers == self.workers else f", and {workers} {'is' if workers == 1 else 'are'} used"
+        used = "" if workers == self.workers else f"; {workers} {'is' if workers == 1 else 'are'} used"
+        if 0 < workers < self.workers:
+            used += f", of {os.cpu_count()} cores here: more --loader-workers help where loading waits for a network"
         return (
             f"loading takes {format_seconds(self.loading_s)} a minibatch, and each replica of the first stage takes "
             f"one every {format_seconds(self.period_s)}: {need}{used}"

@@ -19,9 +19,11 @@ reads on the meta device, or that needs values there. After an error the model m
 from __future__ import annotations
 
 import io
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -52,7 +54,10 @@ _SEEN_ON_CPU = {
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_NEEDING_MEMORY = {Tensor.data_ptr, Tensor.numpy, Tensor.tolist, Tensor.__array__}
+_NEEDING_MEMORY = {
+    *(Tensor.data_ptr, Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__repr__),
+    *(Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__),
+}
 
 
 class MissingValuesError(RuntimeError):
@@ -133,7 +138,14 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     draw_truncated(with_memory(tensor), *args, **kwargs)
             return tensor
 
+        start = threading.Thread.start
+
+        def start_watched(thread: threading.Thread) -> None:
+            thread.run = partial(_run_watched, self, thread.run)  # type: ignore[method-assign]
+            start(thread)
+
         with (
+            patch.object(threading.Thread, "start", start_watched),
             patch.object(nn.Module, "register_parameter", register_on_meta),
             patch.object(init, "_no_grad_trunc_normal_", draw_truncated_on_meta),
             _SeenOnCpu(self),
@@ -233,6 +245,25 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._draws:
             draw(func, *args, **kwargs)
         return args[0]
+
+
+def _run_watched(build: _PartialBuild, run: Callable[[], None]) -> None:
+    """Run a thread of model(), which the build does not follow."""
+    with _NoDraws(build):
+        run()
+
+
+class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses draws for tensors on the meta device, where nothing is drawn: the sequence would go on wrongly."""
+
+    def __init__(self, build: _PartialBuild) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._build = build
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_random(func) and any(tensor.is_meta for tensor in tensors_in((args, kwargs or {}))):
+            self._build.refuse(MissingValuesError(f"model() draws with {func} in another thread"))
+        return func(*args, **(kwargs or {}))
 
 
 class _SeenOnCpu(TorchFunctionMode):

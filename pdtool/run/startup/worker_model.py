@@ -12,10 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
 from pdtool.errors import PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import named_state
 from pdtool.run.startup.partial_build import build_partially
+
+_SMALL_BYTES = 4e9  # of the memory of all stages together
+
+
+def is_small(plan: Plan) -> bool:
+    """Return whether each worker can as well build the whole model: sooner, and model() is called only once."""
+    return plan.predicted is not None and sum(plan.predicted.memory_bytes) < _SMALL_BYTES
 
 
 @dataclass(frozen=True)
@@ -37,14 +45,16 @@ class WorkerModel:
     why_whole: str = ""
 
     @classmethod
-    def build(cls, file: ModelFile, seed: int, bundle: Bundle, stages: Collection[int]) -> WorkerModel:
-        """Build the model for a worker that has `stages`; as a whole where it needs all values, or needs to.
+    def build(
+        cls, file: ModelFile, seed: int, bundle: Bundle, stages: Collection[int], *, as_a_whole: bool = False
+    ) -> WorkerModel:
+        """Build the model for a worker that has `stages`; as a whole where that is asked for, or it needs all values.
 
         Raises:
             ModelError: the user's function fails, or returns what it made before.
         """
         why_whole = ""
-        if len(stages) < len(bundle.stages):
+        if len(stages) < len(bundle.stages) and not as_a_whole:
             try:
                 outline, model = build_partially(
                     lambda: file.build(seed), lambda built: _stage_tensors(built, bundle, stages)

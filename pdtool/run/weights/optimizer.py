@@ -7,11 +7,13 @@ groups are those that the user means. Each part of the model then keeps its own 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
@@ -138,15 +140,15 @@ def _user_optimizer(
     """
     if not any(p.requires_grad for p in kept.values()):
         return None
-    try:
-        optimizer = file.optimizer(list(model_parameters.items()))
-    except ModelError as error:
-        if isinstance(error.__cause__, DataDependentOutputException):
-            what = (
-                f"{error.what}: it reads the values of parameters, of which a worker has those of its own stages only"
-            )
-            raise ModelError(what, "let optimizer() use names, shapes and types of parameters only") from error
-        raise
+    with _MissingReads() as missing:  # type: ignore[no-untyped-call]
+        try:
+            optimizer = file.optimizer(list(model_parameters.items()))
+        except ModelError as error:
+            if not missing.is_read:
+                raise
+            raise _reads_values(file) from error
+    if missing.is_read:  # and caught the error
+        raise _reads_values(file)
     known = {id(p) for p in model_parameters.values()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in known:
@@ -154,6 +156,24 @@ def _user_optimizer(
             raise file.error(what, "take only those that it is called with")
     keep_parameters(optimizer, {id(p) for p in kept.values()})
     return optimizer if any(group["params"] for group in optimizer.param_groups) else None
+
+
+class _MissingReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether values are read of parameters that this worker does not have."""
+
+    is_read = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            self.is_read = True
+            raise
+
+
+def _reads_values(file: ModelFile) -> ModelError:
+    what = "optimizer() reads the values of parameters, of which a worker has those of its own stages only"
+    return file.error(what, "let it use names, shapes and types of parameters only")
 
 
 def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
