@@ -12,6 +12,7 @@ DataLoader they must not touch CUDA.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 import traceback
@@ -123,7 +124,7 @@ class MinibatchSource:
                 prefetch_factor=_AHEAD,
                 persistent_workers=keeps_workers,
                 multiprocessing_context="fork",
-                worker_init_fn=lambda worker: end_with_parent(),
+                worker_init_fn=_begin_loader_worker,
                 pin_memory=pins_memory,
                 timeout=timeout_s,
             )
@@ -168,6 +169,8 @@ class MinibatchSource:
     def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:
         """Let the loader workers begin with the tasks; start them for the first pass."""
         others = multiprocessing.active_children()
+        if not (self._processes and self._keeps_workers):
+            gc.collect()  # what is garbage here may have threads, which a forked process lacks when it collects that
         iterator: Iterator[LoadedMinibatch | BaseException] = self._answer(
             partial(iter, loader), next(iter(self._tasks))
         )
@@ -207,6 +210,12 @@ class MinibatchSource:
             what = f"{task} was not loaded within {format_seconds(self._timeout_s)}"
             return WorkerDiedError(what, "see what dataset() waits for, or give more --timeout if it is only slow")
         return None
+
+
+def _begin_loader_worker(_: int) -> None:
+    """Prepare a loader worker; nothing that its parent made is collected here."""
+    gc.freeze()
+    end_with_parent()
 
 
 @contextmanager
