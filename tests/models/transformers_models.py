@@ -268,7 +268,7 @@ MODELS = {
     "convnext": in_double(Task(convnext, PICTURE, CLASS, own_loss)),
     "resnet": Task(resnet, PICTURE, CLASS, own_loss),
     "segformer": Task(segformer, named(pixel_values=IMAGE, labels=classes(3, 32, 32)), CLASS, own_loss),
-    "clip": Task(clip, named(input_ids=TOKENS, pixel_values=IMAGE), CLASS, pair_loss),
+    "clip": in_double(Task(clip, named(input_ids=TOKENS, pixel_values=IMAGE), CLASS, pair_loss)),
     "whisper": Task(whisper, named(input_features=numbers(8, 20), labels=TOKENS), CLASS, own_loss),
     "wav2vec2": Task(wav2vec2, named(input_values=numbers(400), labels=CLASS), CLASS, own_loss, noisy=True),
 }
