@@ -18,8 +18,8 @@ from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
 from pdtool.partition.simulated_schedules import even_pieces, under_schedule
 from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob, steady_run
-from pdtool.schedule import SCHEDULES, default_in_flight, default_shape
+from pdtool.partition.simulator.job import SimulationJob
+from pdtool.schedule import SCHEDULES, default_in_flight, default_shape, steady_run
 
 
 def job_of(plan, profile, minibatches=None):

@@ -9,6 +9,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.cluster_file import ClusterFile
 from pdtool.artifacts.device import Devices
+from pdtool.artifacts.emulation import Emulation
 from pdtool.artifacts.envelope import Artifact, declared_kind, read_text
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
@@ -16,9 +17,9 @@ from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError
 
 _CLASSES: dict[str, type[Artifact]] = {
-    c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report, CheckpointManifest)
+    c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report, CheckpointManifest, Emulation)
 }
-_IN_FOLDERS = ("report.json", "bundle.yaml", "checkpoint.json")
+_IN_FOLDERS = ("report.json", "emulation.json", "bundle.yaml", "checkpoint.json")
 
 
 def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
@@ -49,6 +50,6 @@ def load_any(file: str) -> Artifact:
         raise ArtifactError(
             path,
             "is no artifact of pdtool (no format field)",
-            "name a profile, cluster, plan, bundle, report or checkpoint",
+            "name a profile, cluster, plan, bundle, report, emulation or checkpoint",
         )
     return artifact_class(kind, path).parse(text, path)

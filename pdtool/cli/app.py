@@ -20,6 +20,7 @@ from pdtool import __version__
 from pdtool.cli.commands.check import check
 from pdtool.cli.commands.codegen import codegen
 from pdtool.cli.commands.completion import completion
+from pdtool.cli.commands.emulate import emulate
 from pdtool.cli.commands.export import export
 from pdtool.cli.commands.import_ import import_
 from pdtool.cli.commands.partition import partition
@@ -122,5 +123,19 @@ def main() -> None:
     """
 
 
-for _command in (profile, import_, probe, partition, simulate, check, codegen, run, show, export, schema, completion):
+for _command in (
+    profile,
+    import_,
+    probe,
+    partition,
+    simulate,
+    emulate,
+    check,
+    codegen,
+    run,
+    show,
+    export,
+    schema,
+    completion,
+):
     main.add_command(_command)

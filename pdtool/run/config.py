@@ -109,6 +109,7 @@ class RunConfig:
         check_stage_files: called on each machine with the traced model before a stage file is imported; raises
             StaleError when they are not what codegen writes. It comes from outside, since codegen is no part of `run`.
             None: they are trusted as they are.
+        bucket_bytes: of gradients that replicas average in one message; the same on all machines.
     """
 
     plan: Plan
@@ -133,6 +134,7 @@ class RunConfig:
     resume: Path | None = None
     machines: Machines = field(default_factory=Machines)
     check_stage_files: Callable[[Any], None] | None = None
+    bucket_bytes: int = 25_000_000
 
     def with_absolute_paths(self) -> RunConfig:
         """Return the same with paths that hold when the current folder changes."""

@@ -91,6 +91,8 @@ class Worker:
         """Train one epoch; the pipeline is empty before and after."""
         action_list = self._action_list(len(minibatches))
         self._begin_phase("train", epoch, minibatches, action_list)
+        steady = schedule.steady_minibatches(len(minibatches), self._context.shape)
+        self._timer.epoch_begins(range(steady.start - 1, steady.stop) if steady else range(len(minibatches)))
         for action, ends_round in action_list.actions:
             i, replica = action.minibatch, self._stages[action.stage]
             self._status.set(f"{action} of epoch {epoch}")

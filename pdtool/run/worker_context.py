@@ -253,7 +253,9 @@ class _StageBuilder:
                 device=context.device,
                 meter=context.meter,
             ),
-            averager=ReplicaAverager(context.groups.replicas[s], untied.values(), context.meter),
+            averager=ReplicaAverager(
+                context.groups.replicas[s], untied.values(), context.meter, self._config.bucket_bytes
+            ),
             optimizer=self._optimizer(untied, s),
             tied=tied,
             saved_names=saved_names,

@@ -25,6 +25,7 @@ from pdtool.schedule.shape import (
     total_in_flight,
 )
 from pdtool.schedule.stash_tracker import StashTracker
+from pdtool.schedule.steady_state import steady_minibatches, steady_run
 from pdtool.schedule.timeline import timeline
 from pdtool.schedule.validate import check_executable, validate
 from pdtool.schedule.versions import POLICIES, ForwardVersions, forward_versions, is_asynchronous
@@ -49,6 +50,8 @@ __all__ = [
     "grid",
     "is_asynchronous",
     "pipeline_shape",
+    "steady_minibatches",
+    "steady_run",
     "tied_update_lag",
     "timeline",
     "total_in_flight",

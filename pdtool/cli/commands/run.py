@@ -204,14 +204,14 @@ def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int
     if output is None and (resume is None or not (Path(resume) / "checkpoints").is_dir()):
         if nnodes > 1 or is_worker(os.environ):
             raise UsageError("workers started one by one need one folder for the run", "name it with -o")
-        output = str(_new_folder(Path("runs") / inputs.folder.name))
+        output = str(new_folder(Path("runs") / inputs.folder.name))
     out = Path(output or str(resume))
     if complete_checkpoints(out) and (resume is None or Path(resume).resolve() != out.resolve()):
         raise UsageError(f"{out} holds a run already", "go on with it by --resume, or name another folder with -o")
     return out, Path(resume) if resume else None
 
 
-def _new_folder(path: Path) -> Path:
+def new_folder(path: Path) -> Path:
     """Return `runs/digits-3`, or the first of `runs/digits-3.2`, `.3`, ... that does not exist."""
     number, free = 1, path
     while free.exists():

@@ -16,11 +16,11 @@ from functools import partial
 from pdtool.errors import ScheduleError
 from pdtool.partition.simulator.allreduce import GradientAllReduces
 from pdtool.partition.simulator.delivery import MessageDelivery
-from pdtool.partition.simulator.job import SimulationJob, steady_minibatches
+from pdtool.partition.simulator.job import SimulationJob
 from pdtool.partition.simulator.network import EventQueue, Network
 from pdtool.partition.simulator.recorder import NullRecorder, Recorder, WorkerMemory
 from pdtool.partition.simulator.result import SimulationResult, WorkerUsage, time_per_minibatch_s
-from pdtool.schedule import Action, ActionKind, grid
+from pdtool.schedule import Action, ActionKind, grid, steady_minibatches
 
 
 def simulate(job: SimulationJob) -> SimulationResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,11 +11,9 @@ from pdtool.errors import UsageError
 from pdtool.partition.cost.memory import StageMemory
 from pdtool.partition.placement import Placement
 from pdtool.partition.stage_loads import StageEdge, StageLoad, stage_edges, stage_loads, tied_bytes
-from pdtool.schedule import ActionKind, Actions, PipelineShape, build, is_asynchronous, tied_update_lag
+from pdtool.schedule import ActionKind, Actions, PipelineShape, build, is_asynchronous, steady_run, tied_update_lag
 
-MIN_STEADY = 32  # minibatches in steady state
 MAX_ACTIONS = 200_000  # forwards and backwards, about ten seconds
-_LONGEST_PERIOD = 512  # minibatches
 
 
 _NO_MEMORY = StageMemory(fixed_bytes=0, version_bytes=0, minibatch_bytes=0)
@@ -138,31 +135,6 @@ def _lags(schedule: str, shape: PipelineShape, stages: tuple[int, ...]) -> tuple
     if is_asynchronous(schedule):
         return tuple(tied_update_lag(shape, stages, s) for s in stages)
     return (int(shape.chunks > 1),) * len(stages)
-
-
-def filling(shape: PipelineShape) -> int:
-    """Return the minibatches that are begun before the pipeline is in steady state."""
-    in_flight = (w * r for w, r in zip(shape.in_flight, shape.replicas, strict=False))
-    return max(*in_flight, *shape.update_every)
-
-
-def period(shape: PipelineShape) -> int:
-    """Return the minibatches after which a schedule repeats itself."""
-    common = math.lcm(*shape.update_every)
-    return common if common <= _LONGEST_PERIOD else max(shape.update_every)
-
-
-def steady_run(shape: PipelineShape) -> int:
-    """Return the minibatches to fill the pipeline, see it in steady state for whole periods, and drain it."""
-    periods = math.ceil(max(MIN_STEADY, period(shape)) / period(shape))
-    return 2 * filling(shape) + periods * period(shape)
-
-
-def steady_minibatches(minibatches: int, shape: PipelineShape) -> range:
-    """Return as many minibatches, in the order in which they end, as there are in whole periods between filling and
-    draining; there may be none."""
-    first = filling(shape)
-    return range(first, first + (minibatches - 2 * first) // period(shape) * period(shape))
 
 
 def action_count(placement: Placement) -> int:

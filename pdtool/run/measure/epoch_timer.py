@@ -22,11 +22,18 @@ class EpochTimer:
         """Forget all epochs so far."""
         self.epochs = self.minibatches = self.samples = self._intervals = 0
         self.train_s = self._intervals_s = 0.0
+        self._timed = range(0)
         self._first_loss: tuple[int, Timestamp] | None = None
         self._last_loss: tuple[int, Timestamp] | None = None
 
+    def epoch_begins(self, timed: range) -> None:
+        """Take note of the minibatches between whose losses the time is taken: those of the steady state."""
+        self._timed = timed
+
     def loss_computed(self, minibatch: int, at: Timestamp) -> None:
         """Take note of when the device has computed the loss of a minibatch."""
+        if minibatch not in self._timed:
+            return
         self._first_loss = self._first_loss or (minibatch, at)
         self._last_loss = (minibatch, at)
 
@@ -45,5 +52,5 @@ class EpochTimer:
 
     @property
     def time_per_minibatch_s(self) -> float:
-        """Seconds per minibatch between the first and the last loss of an epoch; 0 when not known."""
+        """Seconds per minibatch between the first and the last loss in steady state; 0 when not known."""
         return self._intervals_s / self._intervals if self._intervals else 0.0

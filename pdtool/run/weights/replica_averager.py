@@ -17,8 +17,6 @@ from pdtool.run.measure.round_losses import RoundLoss
 from pdtool.run.processes.collectives import PeerErrorContext
 from pdtool.run.processes.process_groups import ReplicaGroup
 
-BUCKET_BYTES = 25_000_000
-
 
 class ReplicaAverager:
     """Averages over the replicas of one stage; with one replica nothing is sent.
@@ -28,13 +26,16 @@ class ReplicaAverager:
 
     Args:
         parameters: of the stage; those that need no gradient are left out.
+        bucket_bytes: of gradients in one message, or little more.
     """
 
-    def __init__(self, replicas: ReplicaGroup, parameters: Iterable[nn.Parameter], meter: WorkerMeter) -> None:
+    def __init__(
+        self, replicas: ReplicaGroup, parameters: Iterable[nn.Parameter], meter: WorkerMeter, bucket_bytes: int
+    ) -> None:
         self._replicas, self._meter = replicas, meter
         self._group = replicas.group
         self.parameters = [p for p in parameters if p.requires_grad][::-1]  # the last gradient comes first
-        buckets = _take_tensors(self.parameters, BUCKET_BYTES)  # type: ignore[no-untyped-call]  # each of one dtype
+        buckets = _take_tensors(self.parameters, bucket_bytes)  # type: ignore[no-untyped-call]  # each of one dtype
         self._buckets: list[list[nn.Parameter]] = list(buckets)
         self._bucket_of = {id(p): b for b, bucket in enumerate(self._buckets) for p in bucket}
         self._begin_round()

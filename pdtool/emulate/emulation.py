@@ -1,0 +1,148 @@
+"""Emulate plans on a pretend cluster, one after the other."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Report
+from pdtool.cluster import Cluster
+from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
+from pdtool.emulate.workers import Emulator
+from pdtool.errors import PdtoolError, UsageError
+from pdtool.process_memory import memory_limits
+from pdtool.run.config import RunConfig
+from pdtool.schedule import steady_run
+from pdtool.units import format_bytes
+
+_BYTES_PER_CORE_S = 60e6  # what sending and receiving may take of a core, so that it does not hold up the workers
+_SHORTEST_MINIBATCH_S = 0.06  # a worker's own time, about 2 ms a minibatch, is little beside this
+_STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches
+_WORKER_BYTES = 150_000_000  # of a process that has torch imported, besides what it shares with the others
+_SMALLEST_MESSAGE_BYTES = 2_000  # a message of less than that goes in one packet, however slow the link
+
+
+def choose_scaling(plans: Sequence[Plan], scale: float | None = None, slowdown: float | None = None) -> Scaling:
+    """Return a scaling that leaves the cores of this machine idle for most of the time.
+
+    Args:
+        plans: with predictions.
+        scale, slowdown: what the user asks for; None: what is needed.
+    """
+    predicted = [plan.predicted for plan in plans if plan.predicted]
+    times_s = [figures.simulated_s or figures.bottleneck_s for figures in predicted]
+    if slowdown is None:
+        slowdown = max(1.0, *(_SHORTEST_MINIBATCH_S / time_s for time_s in times_s if time_s))
+    if scale is None:
+        rates = [figures.traffic_bytes / time_s for figures, time_s in zip(predicted, times_s, strict=True) if time_s]
+        scale = max(1.0, *(rate / slowdown / (_BYTES_PER_CORE_S * (os.cpu_count() or 1)) for rate in rates))
+    return Scaling(scale=_rounded_up(scale), slowdown=_rounded_up(slowdown))
+
+
+def _rounded_up(factor: float) -> float:
+    """Two digits are enough."""
+    digit = 10.0 ** (math.floor(math.log10(factor)) - 1)
+    return max(1.0, round(math.ceil(factor / digit) * digit, 6))
+
+
+def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
+    """Return the cluster with the bandwidths that the pretend links get."""
+    factor = scaling.scale * scaling.slowdown
+    levels = (replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s / factor) for level in cluster.levels)
+    return replace(cluster, levels=tuple(levels))
+
+
+def minibatches_to_steady_state(plan: Plan, slowdown: float = 1.0) -> int:
+    """Return the minibatches of an epoch that is for the most part in steady state, and does not last for minutes."""
+    shape = plan.shape()
+    time_s = slowdown * (plan.predicted.simulated_s or plan.predicted.bottleneck_s) if plan.predicted else 0.0
+    in_time = round(_STEADY_S / time_s) if time_s else _MOST_STEADY
+    return steady_run(shape, max(3 * max(shape.update_every), min(in_time, _MOST_STEADY)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulationSettings:
+    """How plans are emulated.
+
+    Attributes:
+        minibatches: in an epoch, of which there are two, the first to warm up; None: as many as steady state takes.
+        timeout_s: how long a worker waits for another.
+    """
+
+    scaling: Scaling
+    minibatches: int | None = None
+    timeout_s: float = 300.0
+
+
+def emulate(
+    configs: Mapping[str, RunConfig], cluster: Cluster, scaling: Scaling, notify: Callable[[str], None]
+) -> dict[str, Report]:
+    """Run each configuration on a pretend copy of the cluster.
+
+    Args:
+        notify: called with the name of each as it begins.
+
+    Returns:
+        The reports, whose times and bytes are those of the emulation: longer and fewer by the scaling.
+
+    Raises:
+        PdtoolError: the links cannot be made here, or the workers would not fit in the memory.
+        WorkerDiedError: a worker ended or did not answer.
+    """
+    for config in configs.values():
+        _check_memory(config.plan)
+    reports = {}
+    with Emulator(scaled_cluster(cluster, scaling)) as emulator:
+        for name, config in configs.items():
+            notify(name)
+            emulator.run(config)
+            reports[name] = Report.load(config.out / "report.json")
+    return reports
+
+
+def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: EmulationSettings) -> RunConfig:
+    """Write a model that sleeps in place of computing, and return the configuration of its run in `folder`.
+
+    Raises:
+        UsageError: the schedule cannot sleep, or the scale leaves nothing of the messages.
+    """
+    if plan.schedule == "zb-h1":
+        what = "schedule zb-h1 divides the backward of each operator, which one that sleeps cannot"
+        raise UsageError(what, "emulate it with --compute real, or take another schedule")
+    scaling = settings.scaling
+    minibatches = settings.minibatches or minibatches_to_steady_state(plan, scaling.slowdown)
+    written = write_sleeping_model(folder / "stages", plan, profile, scaling, minibatches)
+    largest = max((tensor.sizes(1)[1] * 4 for tensor in written.bundle.tensors[1:]), default=_SMALLEST_MESSAGE_BYTES)
+    if largest < _SMALLEST_MESSAGE_BYTES:
+        what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
+        raise UsageError(what, f"give at most {max(1.0, scaling.scale * largest / _SMALLEST_MESSAGE_BYTES):.2g}")
+    return RunConfig(
+        plan=written.plan,
+        bundle=written.bundle,
+        bundle_dir=written.bundle_dir,
+        model=written.model,
+        trusted=True,
+        out=folder,
+        epochs=2,
+        device="cpu",
+        transport="gloo",
+        threads=1,
+        timeout_s=settings.timeout_s,
+        bucket_bytes=max(1, round(RunConfig.bucket_bytes / scaling.scale)),
+    )
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse more workers than this machine has memory for; raises PdtoolError."""
+    predicted = plan.predicted.memory_bytes if plan.predicted else (0,) * len(plan.stages)
+    sizes = (size_bytes * stage.replicas for size_bytes, stage in zip(predicted, plan.stages, strict=True))
+    needed = _WORKER_BYTES * plan.workers + sum(sizes)
+    for limit in memory_limits():
+        if needed > limit.free_bytes:
+            what = f"{plan.workers} workers of {plan.config} need about {format_bytes(needed)}, and {limit.name} has "
+            raise PdtoolError(f"{what}{format_bytes(limit.free_bytes)} left", "give more --scale, or simulate the plan")

@@ -1,0 +1,113 @@
+"""The links of a pretend cluster: a tree of bridges, with shaped links between them and the workers.
+
+Every member of a level has one link to the bridge of that level, as in the simulator's network:
+
+    4x4      bridge br ──(level 0)── bridge br1 ──(level 1)── eth0 of worker 5
+
+All bridges, and the outer ends of all links, are in the namespace of one process, the switch; each worker's process has
+a namespace of its own with the other end. Either end of a link is shaped as it sends, so that both ways have the full
+bandwidth. Latency is not added: few kernels can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from pdtool.cluster import Cluster
+from pdtool.emulate.namespaces import configure
+
+INTERFACE = "eth0"  # of each worker
+_MTU = 9000
+_BURST_BYTES = 2 * _MTU  # at once, however slow a link is: little beside a message
+_QUEUE_BYTES = 1 << 30  # nothing is dropped: TCP would wait for 0.2 s before it sends it again
+
+
+@dataclass(frozen=True)
+class PretendCluster:
+    """Links between the workers of a cluster; its commands are those of iproute2.
+
+    Attributes:
+        cluster: with the bandwidths that the links are to have.
+    """
+
+    cluster: Cluster
+
+    def address(self, worker: int) -> str:
+        """Return the IPv4 address of a worker."""
+        return f"10.{1 + (worker >> 16)}.{worker >> 8 & 255}.{worker & 255}"
+
+    def make_bridges(self) -> None:
+        """Make all bridges and the links between them, in the namespace of this process; raises PdtoolError."""
+        names = [self._bridge(member) for member in self._members()]
+        configure("ip", ["link set dev lo up", *(f"link add name {name} mtu {_MTU} type bridge" for name in names)])
+        joined = [member for member in self._members() if member]
+        configure("ip", (command for member in joined for command in self._join_commands(member)))
+        configure("ip", (f"link set dev {name} up" for name in names))
+        ends = [(f"{end}{self._bridge(member)}", len(member) - 1) for member in joined for end in "ud"]
+        configure("tc", (self._shape(device, level) for device, level in ends))
+
+    def add_worker(self, worker: int, pid: int) -> None:
+        """Link a worker's namespace, that of process `pid`, to its bridge; raises PdtoolError."""
+        device = f"w{worker}"
+        configure(
+            "ip",
+            [
+                f"link add name {device} mtu {_MTU} type veth peer name {INTERFACE} mtu {_MTU} netns {pid}",
+                f"link set dev {device} gso_max_size {_MTU} master {self._bridge(self._member_of(worker))}",
+                f"link set dev {device} up",
+            ],
+        )
+        configure("tc", [self._shape(device, len(self.cluster.levels) - 1)])
+
+    def remove_worker(self, worker: int) -> None:
+        """Remove the link of a worker whose process may still be there; raises PdtoolError."""
+        configure("ip", [f"link del dev w{worker}"])
+
+    def enter(self, worker: int) -> None:
+        """Set up the worker's end of its link, in its namespace, which is that of this process; raises PdtoolError."""
+        configure(
+            "ip",
+            [
+                "link set dev lo up",
+                f"link set dev {INTERFACE} gso_max_size {_MTU}",
+                f"addr add {self.address(worker)}/8 dev {INTERFACE}",
+                f"link set dev {INTERFACE} up",
+                f"route replace 10.0.0.0/8 dev {INTERFACE} src {self.address(worker)} congctl cubic",
+            ],
+        )
+        configure("tc", [self._shape(INTERFACE, len(self.cluster.levels) - 1)])
+
+    def _members(self) -> Iterator[tuple[int, ...]]:
+        """Yield the position of every bridge in the tree: (), then (server,), then (server, ...)."""
+        sizes = [level.size for level in self.cluster.levels[:-1]]
+        for positions in accumulate(sizes, _positions_below, initial=[()]):
+            yield from positions
+
+    def _member_of(self, worker: int) -> tuple[int, ...]:
+        below = self.cluster.below
+        sizes = [level.size for level in self.cluster.levels]
+        return tuple(worker // n % size for n, size in zip(below[:-1], sizes[:-1], strict=True))
+
+    def _bridge(self, member: Sequence[int]) -> str:
+        """Name of a bridge: `br`, `br3`, `br3-1`; an interface's name has at most 15 characters."""
+        return "br" + "-".join(map(str, member))
+
+    def _join_commands(self, member: tuple[int, ...]) -> list[str]:
+        inner, outer = self._bridge(member), self._bridge(member[:-1])
+        return [
+            f"link add u{inner} mtu {_MTU} type veth peer name d{inner} mtu {_MTU}",
+            f"link set u{inner} gso_max_size {_MTU} master {inner}",
+            f"link set d{inner} gso_max_size {_MTU} master {outer}",
+            f"link set u{inner} up",
+            f"link set d{inner} up",
+        ]
+
+    def _shape(self, device: str, level: int) -> str:
+        bits_per_s = round(8 * self.cluster.levels[level].bandwidth_bytes_per_s)
+        return f"qdisc add dev {device} root tbf rate {bits_per_s}bit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+
+
+def _positions_below(positions: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    return [(*position, i) for position in positions for i in range(size)]

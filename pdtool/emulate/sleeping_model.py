@@ -1,0 +1,222 @@
+"""Write a model.py and stage files that sleep as long as the operators of a profile, and send as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
+from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Node, Profile
+from pdtool.emulate.sleeping_layers import Segment
+
+_SEGMENTS = 16  # of a stage: so finely do gradients become ready during its backward
+_FLOAT_BYTES = 4
+_MODEL = '''"""{title}."""
+
+import torch
+
+from pdtool.emulate.sleeping_layers import Segment, SleepingModel, SleepingSGD, empty_samples
+
+SEGMENTS = {{
+{segments}
+}}
+
+
+def model():
+    return SleepingModel(SEGMENTS)
+
+
+def dataset(split):
+    return empty_samples({minibatches} if split == "train" else {valid})
+
+
+def loss(output, target):
+    return output.mean()
+
+
+def optimizer(named_parameters):
+    return SleepingSGD(named_parameters, SEGMENTS)
+'''
+_STAGE = '''"""{title}: stage {stage}."""
+
+from pdtool.emulate.sleeping_layers import Segment, SleepingStage
+
+
+class Stage{stage}(SleepingStage):
+    SEGMENTS = {{
+{segments}
+    }}
+    SENDS = {sends!r}
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How an emulation differs from what it emulates.
+
+    Attributes:
+        scale: bytes and bandwidths are divided by it; times stay.
+        slowdown: times are multiplied by it, and bandwidths divided once more.
+    """
+
+    scale: float = 1.0
+    slowdown: float = 1.0
+
+    def floats(self, size_bytes: int) -> int:
+        """Number of floats that stand for so many bytes; at least one."""
+        return max(1, round(size_bytes / self.scale / _FLOAT_BYTES))
+
+
+@dataclass(frozen=True)
+class SleepingModelFiles:
+    """What was written.
+
+    Attributes:
+        plan: the same, with a minibatch of one sample.
+    """
+
+    model: ModelRef
+    bundle: Bundle
+    bundle_dir: Path
+    plan: Plan
+
+
+def write_sleeping_model(
+    folder: Path, plan: Plan, profile: Profile, scaling: Scaling, minibatches: int
+) -> SleepingModelFiles:
+    """Write model.py and the bundle of a plan into `folder`.
+
+    Args:
+        minibatches: in an epoch.
+    """
+    stages = plan.stage_nodes(profile)
+    segments = _segments(profile, stages, scaling)
+    title = f"Sleeps in place of {plan.name} ({plan.config}): bytes / {scaling.scale:g}, times x {scaling.slowdown:g}"
+    folder.mkdir(parents=True, exist_ok=True)
+    every = {name: segment for stage in segments for name, segment in stage.items()}
+    valid = max(stage.replicas for stage in plan.stages)
+    text = _MODEL.format(title=title, segments=_listed(every, 4), minibatches=minibatches, valid=valid)
+    (folder / "model.py").write_text(text, encoding="utf-8")
+    tensors = list(_tensors(profile, stages, scaling))
+    modules = [
+        _write_stage(folder, title, s, segments[s], tensors, is_last=s == len(stages) - 1) for s in range(len(stages))
+    ]
+    bundle = Bundle(
+        name=plan.name,
+        batch_size=1,
+        proof="shapes",
+        inputs=("x",),
+        stages=tuple(modules),
+        tensors=tuple(tensors),
+        tied=tuple(_tied(segments)),
+    )
+    bundle.check()
+    bundle.save(folder / "bundle.yaml")
+    changes: dict[str, Any] = {"batch_size": 1, "model": None}
+    if plan.predicted:
+        smaller = tuple(round(size_bytes / scaling.scale) for size_bytes in plan.predicted.memory_bytes)
+        changes["predicted"] = plan.predicted.model_copy(update={"memory_bytes": smaller})
+    return SleepingModelFiles(
+        ModelRef(source=str(folder / "model.py")), bundle, folder, plan.model_copy(update=changes)
+    )
+
+
+def _segments(profile: Profile, stages: Sequence[Sequence[str]], scaling: Scaling) -> list[dict[str, Segment]]:
+    """The segments of each stage, by names that are unique in the model."""
+    stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
+    holders = [{stage_of[name] for name in shared.nodes} for shared in profile.shared]
+    made, number = [], 0
+    for s, nodes in enumerate(stages):
+        segments: dict[str, Segment] = {}
+        unheld = {i for i, stages_of in enumerate(holders) if s in stages_of}
+        for group in _groups([profile.by_name[name] for name in nodes]):
+            names = {node.name for node in group}
+            here = {i for i in unheld if names.intersection(profile.shared[i].nodes)}
+            unheld -= here
+            tied = {i for i in here if len(holders[i]) > 1}
+            own_bytes = profile.parameter_bytes(names) - sum(
+                shared.bytes for i, shared in enumerate(profile.shared) if names.intersection(shared.nodes)
+            )
+            own_bytes += sum(profile.shared[i].bytes for i in here - tied)
+            segments[f"segment_{number}"] = Segment(
+                forward_s=sum(node.forward_s for node in group) * scaling.slowdown,
+                backward_s=sum(node.backward_s for node in group) * scaling.slowdown,
+                update_s=sum(node.update_s for node in group) * scaling.slowdown,
+                floats=scaling.floats(own_bytes),
+                shared={f"shared_{i}": scaling.floats(profile.shared[i].bytes) for i in sorted(tied)},
+            )
+            number += 1
+        made.append(segments)
+    return made
+
+
+def _groups(nodes: Sequence[Node]) -> Iterator[list[Node]]:
+    """Divide the operators of a stage into consecutive groups of about equally long backwards."""
+    longest_s = sum(node.backward_s for node in nodes) / _SEGMENTS
+    group: list[Node] = []
+    for node in nodes:
+        group.append(node)
+        if sum(each.backward_s for each in group) > longest_s:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _tensors(profile: Profile, stages: Sequence[Sequence[str]], scaling: Scaling) -> Iterator[TensorSpec]:
+    """The model's input, and what each stage sends: every output once to each stage that takes it."""
+    yield TensorSpec(name="x", producer=-1, consumers=(0,), shape=("batch", 1), dtype="float32", gradient=False)
+    stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
+    for number, node in enumerate(profile.nodes):
+        source = stage_of[node.name]
+        takers = tuple(sorted({stage_of[taker] for taker in profile.graph.consumers[node.name]} - {source}))
+        with_gradient = min(node.gradient_bytes, node.output_bytes)
+        for name, size_bytes, gradient in (
+            (f"t{number}", with_gradient, True),
+            (f"n{number}", node.output_bytes - with_gradient, False),
+        ):
+            if takers and size_bytes:
+                yield TensorSpec(
+                    name=name,
+                    producer=source,
+                    consumers=takers,
+                    shape=("batch", scaling.floats(size_bytes)),
+                    dtype="float32",
+                    gradient=gradient,
+                )
+
+
+def _write_stage(
+    folder: Path, title: str, s: int, segments: Mapping[str, Segment], tensors: Sequence[TensorSpec], *, is_last: bool
+) -> StageModule:
+    sent = [] if is_last else [tensor for tensor in tensors if tensor.producer == s]
+    sends = [(int(tensor.shape[1]), tensor.gradient) for tensor in sent]
+    path = folder / f"stage_{s}.py"
+    path.write_text(_STAGE.format(title=title, stage=s, segments=_listed(segments, 8), sends=sends), encoding="utf-8")
+    return StageModule(
+        file=path.name,
+        class_name=f"Stage{s}",
+        sha256=file_sha256(path),
+        inputs=tuple(tensor.name for tensor in tensors if s in tensor.consumers),
+        outputs=tuple(tensor.name for tensor in sent),
+        parameters=tuple(f"{name}.{kind}" for name, each in segments.items() for kind in ("weight", *each.shared)),
+    )
+
+
+def _listed(segments: Mapping[str, Segment], indent: int) -> str:
+    return "\n".join(f"{' ' * indent}{name!r}: {segment!r}," for name, segment in segments.items())
+
+
+def _tied(segments: Sequence[Mapping[str, Segment]]) -> Iterator[TiedParameter]:
+    """The parameters that several stages hold."""
+    names: dict[str, dict[int, str]] = {}
+    for s, stage in enumerate(segments):
+        for name, segment in stage.items():
+            for shared in segment.shared:
+                names.setdefault(shared, {})[s] = f"{name}.{shared}"
+    for held in names.values():
+        yield TiedParameter(stages=tuple(held), names=tuple(held.values()))
