@@ -25,6 +25,7 @@ from pdtool.schedule.shape import (
     total_in_flight,
 )
 from pdtool.schedule.stash_tracker import StashTracker
+from pdtool.schedule.strategies import STRATEGIES, Strategy
 from pdtool.schedule.timeline import timeline
 from pdtool.schedule.validate import check_executable, validate
 from pdtool.schedule.versions import POLICIES, ForwardVersions, forward_versions, is_asynchronous
@@ -33,12 +34,14 @@ __all__ = [
     "POLICIES",
     "SCHEDULES",
     "SEARCHED_SCHEDULES",
+    "STRATEGIES",
     "Action",
     "ActionKind",
     "Actions",
     "ForwardVersions",
     "PipelineShape",
     "StashTracker",
+    "Strategy",
     "build",
     "check_executable",
     "default_in_flight",
