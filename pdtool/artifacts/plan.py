@@ -114,6 +114,8 @@ class Plan(YamlArtifact):
             the workers of stage s mod p.
         copies: d copies of one pipeline side by side, with the same weights: replica k of every stage belongs to copy
             k mod d and never meets another copy but to average gradients.
+        strategy: what was asked for, see pdtool.schedule.strategies. The figures of `model-parallel` and `hybrid` are
+            by formulas without pipelining.
     """
 
     KIND: ClassVar[str] = "plan"
@@ -132,6 +134,9 @@ class Plan(YamlArtifact):
     update_every: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] | None = None
     chunks: Annotated[int, Field(ge=1, le=100)] = 1
     copies: Count = 1
+    strategy: Literal[
+        "auto", "pipeline", "straight", "data-parallel", "model-parallel", "gpipe", "hybrid", "async-data-parallel"
+    ] = "auto"
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     predicted: Predicted | None = None
     why: Why | None = None
@@ -150,8 +155,26 @@ class Plan(YamlArtifact):
             raise FieldError("update_every", f"{self.update_every}: each of {replicas} replicas must have one in it")
         if (self.schedule == "interleaved") != (self.chunks > 1):
             raise FieldError("chunks", f"{self.chunks}: interleaved has 2 or more on each worker, others have one")
+        self._check_strategy()
         self._check_workers()
         self._check_predicted()
+
+    def _check_strategy(self) -> None:
+        """Whether a plan that says to be without pipelining is; the figures rely on it."""
+        has_replicas = any(stage.replicas > 1 for stage in self.stages)
+        has_one_in_flight = all(stage.in_flight == 1 for stage in self.stages)
+        keeps = {
+            "model-parallel": self.schedule == "1f1b" and not has_replicas and has_one_in_flight,
+            "hybrid": self.schedule == "1f1b-flush" and self.microbatches == self.stages[0].replicas,
+            "async-data-parallel": self.schedule == "1f1b" and len(self.stages) == 1 and not has_replicas,
+        }
+        rules = {
+            "model-parallel": "it has schedule 1f1b, one replica of each stage and one minibatch in flight",
+            "hybrid": "it has schedule 1f1b-flush and as many microbatches as the first stage has replicas",
+            "async-data-parallel": "it has schedule 1f1b and one stage on one worker",
+        }
+        if not keeps.get(self.strategy, True):
+            raise FieldError("strategy", f"{self.strategy}: {rules[self.strategy]}; write auto for a plan of your own")
 
     def _check_predicted(self) -> None:
         """Figures of another number of stages are those of a plan before an edit."""
@@ -242,7 +265,8 @@ class Plan(YamlArtifact):
     @property
     def plan_sha256(self) -> str:
         """Digest of the fields that the predictions depend on."""
-        content = self.model_dump(mode="json", exclude=_NOT_PREDICTED_FROM)
+        unsaid = {"strategy"} if self.strategy == "auto" else set()  # as in plans of before it was a field
+        content = self.model_dump(mode="json", exclude=_NOT_PREDICTED_FROM | unsaid)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property

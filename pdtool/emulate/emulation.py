@@ -20,7 +20,7 @@ from pdtool.run.config import RunConfig
 from pdtool.schedule import steady_run
 from pdtool.units import format_bytes
 
-_BYTES_PER_CORE_S = 60e6  # what sending and receiving may take of a core, so that it does not hold up the workers
+_BYTES_PER_CORE_S = 25e6  # to be sent: messages, averages and updates then take a small part of a core's time
 _SHORTEST_MINIBATCH_S = 0.06  # a worker's own time, about 2 ms a minibatch, is little beside this
 _STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches
 _WORKER_BYTES = 150_000_000  # of a process that has torch imported, besides what it shares with the others

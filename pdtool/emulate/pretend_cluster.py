@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import product
 
 from pdtool.cluster import Cluster
 from pdtool.emulate.namespaces import configure
@@ -21,6 +21,7 @@ from pdtool.emulate.namespaces import configure
 INTERFACE = "eth0"  # of each worker
 _MTU = 9000
 _BURST_BYTES = 2 * _MTU  # at once, however slow a link is: little beside a message
+_HEADERS = 1.01  # what Ethernet, IP and TCP add to a full packet, and acknowledgements to the other way
 _QUEUE_BYTES = 1 << 30  # nothing is dropped: TCP would wait for 0.2 s before it sends it again
 
 
@@ -82,8 +83,8 @@ class PretendCluster:
     def _members(self) -> Iterator[tuple[int, ...]]:
         """Yield the position of every bridge in the tree: (), then (server,), then (server, ...)."""
         sizes = [level.size for level in self.cluster.levels[:-1]]
-        for positions in accumulate(sizes, _positions_below, initial=[()]):
-            yield from positions
+        for depth in range(len(sizes) + 1):
+            yield from product(*(range(size) for size in sizes[:depth]))
 
     def _member_of(self, worker: int) -> tuple[int, ...]:
         below = self.cluster.below
@@ -105,9 +106,5 @@ class PretendCluster:
         ]
 
     def _shape(self, device: str, level: int) -> str:
-        bits_per_s = round(8 * self.cluster.levels[level].bandwidth_bytes_per_s)
+        bits_per_s = round(8 * _HEADERS * self.cluster.levels[level].bandwidth_bytes_per_s)
         return f"qdisc add dev {device} root tbf rate {bits_per_s}bit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
-
-
-def _positions_below(positions: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
-    return [(*position, i) for position in positions for i in range(size)]

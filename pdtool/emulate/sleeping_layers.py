@@ -92,6 +92,11 @@ class _Send(torch.autograd.Function):
         return torch.zeros(1, 1), None
 
 
+def _sent(token: Tensor, floats: int) -> Tensor:
+    tensor: Tensor = _Send.apply(token, floats)  # type: ignore[no-untyped-call]
+    return tensor
+
+
 class SleepingSegment(nn.Module):
     """Takes the time of a segment while it trains, and none in a validation."""
 
@@ -104,7 +109,9 @@ class SleepingSegment(nn.Module):
 
     def forward(self, token: Tensor) -> Tensor:
         """Return a token for the next segment, [1, 1]."""
-        computed: Tensor = _Compute.apply(token, self.segment, *self.parameters()) if self.training else token
+        if not self.training:
+            return token
+        computed: Tensor = _Compute.apply(token, self.segment, *self.parameters())  # type: ignore[no-untyped-call]
         return computed
 
 
@@ -126,12 +133,12 @@ class SleepingStage(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Take what other stages sent; return the tensors for other stages, or the model's output, [1, 1]."""
-        token: Tensor = _Receive.apply(*inputs)
+        token: Tensor = _Receive.apply(*inputs)  # type: ignore[no-untyped-call]
         for segment in self.children():
             token = segment(token)
         if not self.SENDS:
             return token
-        sent = tuple(_Send.apply(token if gradient else token.detach(), floats) for floats, gradient in self.SENDS)
+        sent = tuple(_sent(token if gradient else token.detach(), floats) for floats, gradient in self.SENDS)
         return sent[0] if len(sent) == 1 else sent
 
 

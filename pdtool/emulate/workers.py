@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 from pdtool.cluster import Cluster
 from pdtool.emulate.namespaces import check_tools, enter_own_network
@@ -189,8 +189,7 @@ def _wait(workers: list[_Worker], config: RunConfig) -> None:
     until_s = float("inf")
     while running and time.monotonic() < until_s:
         for sentinel in wait(list(running), 0.2):
-            ended = running.pop(sentinel)  # type: ignore[call-overload]  # sentinels are numbers
-            ended.process.join()
+            running.pop(cast(int, sentinel)).process.join()
         failed = any(worker.process.exitcode for worker in workers)
         if until_s == float("inf") and (failed or any(read_failure(config.out, w.assignment.rank) for w in workers)):
             until_s = time.monotonic() + _GRACE_S

@@ -1,4 +1,8 @@
-"""The plans that everyone asks about: data parallelism, the straight pipeline, GPipe, model parallelism, one worker."""
+"""The plans that everyone asks about: data parallelism, the straight pipeline, GPipe, model parallelism, one worker.
+
+GPipe and model parallelism have the stages of the straight pipeline here, which takes no further search; the best of
+their kind are in `strategies`.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +15,31 @@ from pdtool.partition.cost.plan_cost import Candidate
 from pdtool.partition.placement import ExecutionConfig
 from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY, Layout
 from pdtool.partition.search.search import PlanSearch
+from pdtool.schedule import STRATEGIES
 from pdtool.units import format_bytes, format_seconds
 
-MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
 _OTHER_RIVALS = 2  # that a plan lists, besides the baselines
 Baseline = tuple[str, Candidate]  # with its label
 
-DATA_PARALLEL = "data parallelism"
+DATA_PARALLEL = STRATEGIES["data-parallel"].label
 ONE_WORKER = "one worker"
 
 
 def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseline]:
-    """Yield each baseline, on the workers that may be used; the straight ones on as many as there are stages."""
+    """Yield each baseline, on the workers that may be used; the straight ones on as many as there are stages. An update
+    of GPipe takes as many minibatches as one of data parallelism."""
     evaluator, execution = search.evaluator, replace(execution, copies=1)
     yield f"{DATA_PARALLEL} ({search.workers})", search.data_parallel(execution)
     pipeline = straight_pipeline(search, execution)
     if pipeline:
         stages, workers = pipeline.placement.stages, pipeline.placement.workers
         depth = len(stages)
-        gpipe = ExecutionConfig.of_schedule("gpipe", MICROBATCHES_PER_STAGE * depth)
+        gpipe = ExecutionConfig.of_schedule("gpipe", search.workers)
+        in_turns = ExecutionConfig(strategy="model-parallel")
         yield f"straight pipeline ({depth} stages)", pipeline
         label = f"GPipe ({depth} stages, {gpipe.microbatches} microbatches)"
         yield label, evaluator.place(stages, workers, gpipe)
-        one_in_flight = evaluator.place(stages, workers, execution, in_flight=[1] * depth, recompute=[False] * depth)
-        yield f"model parallelism ({depth} stages)", one_in_flight
+        yield f"model parallelism ({depth} stages)", evaluator.place(stages, workers, in_turns)
     yield ONE_WORKER, evaluator.data_parallel(1, execution)
 
 
@@ -81,9 +86,10 @@ def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> st
     if gain_s <= 0:
         return rival.cost.bottleneck
     options, faster = search.options, f"{format_seconds(gain_s)} faster"
-    has_too_many_stages = len(rival.placement.stages) > (options.max_stages or len(rival.placement.stages))
+    stages, max_stages = len(rival.placement.stages), options.max_stages or len(rival.placement.stages)
     is_other_schedule = rival.placement.execution.schedule != chosen.placement.execution.schedule
-    if options.straight or has_too_many_stages or is_other_schedule:
+    is_other_strategy = options.straight or not STRATEGIES[options.strategy].is_selected
+    if is_other_strategy or is_other_schedule or not options.min_stages <= stages <= max_stages:
         return f"{faster}, but not what was asked for"
     if gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE:
         return f"{faster}, within the margin of {options.simplest:.1%}, but not as simple"

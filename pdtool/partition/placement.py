@@ -14,7 +14,7 @@ from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import ScheduleError, UsageError
-from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, PipelineShape, check_executable, pipeline_shape
+from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, STRATEGIES, PipelineShape, check_executable, pipeline_shape
 
 _MAX_STAGES_SPELLED_OUT = 16
 _MAX_NAME = 400  # characters of the profile's in the plan's
@@ -30,11 +30,25 @@ class ExecutionConfig:
     update_every: int | None = None
     chunks: int = 1
     copies: int = 1
+    strategy: str = "auto"
 
     @classmethod
-    def of_schedule(cls, schedule: str, microbatches: int = 1, chunks: int = 1) -> ExecutionConfig:
+    def of_schedule(
+        cls, schedule: str, microbatches: int = 1, chunks: int = 1, strategy: str = "auto"
+    ) -> ExecutionConfig:
         """Return the execution of a schedule with the weight policy that it usually has."""
-        return cls(schedule=schedule, weights=POLICIES[schedule][0], microbatches=microbatches, chunks=chunks)
+        return cls(
+            schedule=schedule,
+            weights=POLICIES[schedule][0],
+            microbatches=microbatches,
+            chunks=chunks,
+            strategy=strategy,
+        )
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether stages compute at the same time; otherwise they take turns."""
+        return STRATEGIES[self.strategy].is_pipelined
 
     @property
     def has_formulas(self) -> bool:
@@ -79,6 +93,7 @@ class Placement:
                 update_every=plan.update_every,
                 chunks=plan.chunks,
                 copies=plan.copies,
+                strategy=plan.strategy,
             ),
         )
 

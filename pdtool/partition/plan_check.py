@@ -19,6 +19,8 @@ from pdtool.partition.cost.plan_cost import Evaluator
 from pdtool.partition.placement import Placement
 from pdtool.partition.planner import refresh
 from pdtool.partition.search.search import PlanSearch, SearchOptions
+from pdtool.partition.strategies.strategy_search import fastest_of_strategy
+from pdtool.schedule import STRATEGIES
 from pdtool.units import format_bytes, format_seconds
 
 _RELATIVE_TOLERANCE = 1e-9  # sums taken in another order differ in the last digits
@@ -153,7 +155,7 @@ def _certificate(plan: Plan, profile: Profile, time_s: float) -> Iterator[Findin
 
 def _lower_bound(plan: Plan, profile: Profile, bound_s: float, time_s: float) -> Finding:
     """Search again, and compare the fastest plan with the bound."""
-    fastest = _searched_again(plan, profile).fastest_plans()
+    fastest = fastest_of_strategy(_searched_again(plan, profile))
     best_s = min([time_s, *(candidate.time_per_minibatch_s for candidate in fastest[:1])])
     words = f"no plan takes less than {format_seconds(bound_s)}, it says; the fastest that was found again "
     words += f"takes {format_seconds(best_s)}"
@@ -183,7 +185,8 @@ def _searched_again(plan: Plan, profile: Profile) -> PlanSearch:
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         workers=min(workers[0], evaluator.cluster.workers) if workers else None,
-        straight="every straight" in proof,
+        straight="every straight" in proof or STRATEGIES[plan.strategy].is_straight,
+        strategy=plan.strategy,
         max_stages=max_stages[0] if max_stages else None,
         simplest=0.0,
         recompute=any(stage.recompute for stage in plan.stages),

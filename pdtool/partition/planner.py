@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pdtool.artifacts.plan import Plan, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
+from pdtool.errors import UsageError
 from pdtool.partition.baselines import baselines, rivals
 from pdtool.partition.cost.plan_cost import Candidate, Evaluator
 from pdtool.partition.infeasible import explain_infeasible
@@ -18,7 +19,9 @@ from pdtool.partition.predictions import predict, with_formulas
 from pdtool.partition.search.search import PlanSearch, SearchOptions
 from pdtool.partition.selection import select
 from pdtool.partition.simulated_schedules import SEARCHED_FOR, interleaved_placement
-from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, default_shape
+from pdtool.partition.simulator.steady_state import steady_state_s
+from pdtool.partition.strategies.strategy_search import fastest_of_strategy, with_least_memory
+from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, STRATEGIES, default_shape
 
 
 def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions | None = None) -> Plan:
@@ -37,19 +40,44 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     if options.schedule in SEARCHED_FOR:
         straight = options.straight or options.schedule == "zb-h1"
         searched = replace(options, schedule=SEARCHED_FOR[options.schedule], straight=straight)
-        changes = {"schedule": options.schedule, "weights": POLICIES[options.schedule][0]}
+        changes = {"schedule": options.schedule, "weights": POLICIES[options.schedule][0], "strategy": options.strategy}
         return reschedule(make_plan(profile, profile_path, cluster, searched), profile, changes)
     search = PlanSearch(profile, cluster, options)
-    optima = search.fastest_plans()
+    optima = fastest_of_strategy(search)
     if not optima:
         raise explain_infeasible(search)
+    if not STRATEGIES[options.strategy].is_selected:
+        return _by_formulas(search, profile_path, optima)
     execution = replace(optima[0].placement.execution, copies=1)
     named = list(baselines(search, execution))
     alike = [plan for _, plan in named if plan.placement.execution == execution]
-    selected = select(search, optima, alike)
+    selected = select(search, optima, [plan for plan in alike if len(plan.placement.stages) >= options.min_stages])
     if options.simplest and not options.straight and options.cost_model == "ours":
         selected = move_to_module_borders(search, selected)
     return _finished(search, profile_path, selected.candidate, selected.simulated_s, optima, named)
+
+
+def _by_formulas(search: PlanSearch, profile_path: str, optima: list[Candidate]) -> Plan:
+    """The best plan of a strategy that others are compared with: the optimum by the formulas, or what is simulated
+    faster among the `optima`, unless no margin is allowed."""
+    options = search.options
+    candidates = optima if options.simplest else optima[:1]
+    if options.strategy == "model-parallel":
+        candidates = [with_least_memory(search, optima[0])]
+    chosen, simulated_s = _simulated_fastest(search, candidates)
+    named = list(baselines(search, ExecutionConfig()))
+    return _finished(search, profile_path, chosen, simulated_s, optima, named)
+
+
+def _simulated_fastest(search: PlanSearch, candidates: Sequence[Candidate]) -> tuple[Candidate, float | None]:
+    """(the candidate that is simulated fastest, its seconds per minibatch); the first one and None where none can be
+    simulated, or PipeDream's formulas are asked for."""
+    chosen, chosen_s = candidates[0], None
+    for candidate in candidates if search.options.cost_model == "ours" else ():
+        time_s = steady_state_s(candidate.placement, search.profile, search.cluster)
+        if time_s is not None and (chosen_s is None or time_s < chosen_s):
+            chosen, chosen_s = candidate, time_s
+    return chosen, chosen_s
 
 
 def _finished(
@@ -58,20 +86,27 @@ def _finished(
     chosen: Candidate,
     simulated_s: float | None,
     optima: list[Candidate],
-    named: list[tuple[str, Candidate]],
+    named: Sequence[tuple[str, Candidate]],
 ) -> Plan:
     """The chosen plan as an artifact, with its figures and its certificate."""
-    bound_s, proof = _lower_bound(search, optima[0])
+    bound_s, proof = _lower_bound(search, optima[0]) if STRATEGIES[search.options.strategy].is_searched else (None, "")
     plan = chosen.placement.to_plan(search.profile, profile_path, search.cluster)
     why = Why(
         bottleneck=chosen.cost.bottleneck,
         lower_bound_s=bound_s,
-        gap=max(0.0, chosen.time_per_minibatch_s / bound_s - 1) if bound_s else 0.0,
+        gap=_gap(chosen, bound_s),
         proof=proof,
         rivals=tuple(rivals(search, chosen, named, optima)),
     )
     figures = with_formulas(plan, search.evaluator, chosen.cost, chosen.placement.execution, simulated_s)
     return plan.model_copy(update={"why": why, "predicted": figures})
+
+
+def _gap(chosen: Candidate, bound_s: float | None) -> float | None:
+    """By which fraction the plan is slower than the bound."""
+    if bound_s is None:
+        return None
+    return max(0.0, chosen.time_per_minibatch_s / bound_s - 1) if bound_s else 0.0
 
 
 def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
@@ -81,7 +116,9 @@ def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
     if search.limits:
         work_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
         return work_s / workers, f"{search.limits}; even so no plan beats {on} without a pause"
-    kind = "straight pipeline" if options.straight else "plan"
+    kind = "plan" if options.strategy == "auto" else f"plan of strategy {options.strategy}"
+    if options.straight and STRATEGIES[options.strategy].is_selected:
+        kind = "straight pipeline"
     stages = f" of at most {options.max_stages} stages" if options.max_stages else ""
     return optimum.time_per_minibatch_s, (
         f"every {kind}{stages} on {on} was searched, over {search.whole_space.cut_count} cuts, with the "
@@ -102,12 +139,16 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     """Return the same stages run in another way, with the minibatches in flight that it wants.
 
     Args:
-        changes: of schedule, weights, microbatches and update_every.
+        changes: of schedule, weights, microbatches, update_every and strategy.
 
     Raises:
-        UsageError: the schedule cannot have these replicas.
+        UsageError: the schedule cannot have these replicas, or the plan's strategy has one schedule only.
     """
-    changed = plan.model_copy(update=dict(changes))
+    if not STRATEGIES[plan.strategy].is_pipelined or plan.strategy == "async-data-parallel":
+        raise UsageError(
+            f"a plan of strategy {plan.strategy} is run as it is", "for another schedule or weights, partition again"
+        )
+    changed = plan.model_copy(update={"strategy": "auto", **changes})
     placement = Placement.of(changed, profile)
     execution, evaluator = placement.execution, _evaluator(changed, profile)
     if execution.schedule in SEARCHED_SCHEDULES:

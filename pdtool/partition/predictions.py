@@ -10,6 +10,7 @@ from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob
 from pdtool.partition.simulator.steady_state import steady_state_s
+from pdtool.schedule import is_asynchronous
 
 
 def predict(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
@@ -71,14 +72,16 @@ def _predicted(
     cost: PlanCost,
 ) -> Predicted:
     """Return the figures. The gain is over data parallelism on all workers of the cluster, whether or not that fits in
-    memory: of both in simulations, or of both by the same formulas.
+    memory: of both in simulations, or of both by the same formulas. With a flush it takes no fewer minibatches in an
+    update than the plan, as many on each worker.
 
     Args:
         execution: how data parallelism is run, but for its copies.
     """
-    data_parallel = evaluator.data_parallel(
-        evaluator.cluster.workers, ExecutionConfig.of_schedule(execution.schedule, execution.microbatches)
-    )
+    workers, microbatches = evaluator.cluster.workers, execution.microbatches
+    if not is_asynchronous(execution.schedule):
+        microbatches = -(-microbatches // workers) * workers
+    data_parallel = evaluator.data_parallel(workers, ExecutionConfig.of_schedule(execution.schedule, microbatches))
     data_parallel_s = None
     if simulated_s is not None:
         data_parallel_s = steady_state_s(data_parallel.placement, evaluator.profile, evaluator.cluster)

@@ -14,12 +14,12 @@ from itertools import accumulate
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.partition.baselines import MICROBATCHES_PER_STAGE
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.search.cuts import unbroken_groups
 from pdtool.partition.search.search import SearchOptions
 from pdtool.schedule import default_shape
 
+MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
 SEARCHED_FOR = {"2bw": "1f1b", "zb-h1": "1f1b-flush"}  # the schedule whose search gives the stages
 
 

@@ -26,6 +26,7 @@ from pdtool.schedule.shape import (
 )
 from pdtool.schedule.stash_tracker import StashTracker
 from pdtool.schedule.steady_state import steady_minibatches, steady_run
+from pdtool.schedule.strategies import STRATEGIES, Strategy
 from pdtool.schedule.timeline import timeline
 from pdtool.schedule.validate import check_executable, validate
 from pdtool.schedule.versions import POLICIES, ForwardVersions, forward_versions, is_asynchronous
@@ -34,12 +35,14 @@ __all__ = [
     "POLICIES",
     "SCHEDULES",
     "SEARCHED_SCHEDULES",
+    "STRATEGIES",
     "Action",
     "ActionKind",
     "Actions",
     "ForwardVersions",
     "PipelineShape",
     "StashTracker",
+    "Strategy",
     "build",
     "check_executable",
     "default_in_flight",

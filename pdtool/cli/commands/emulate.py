@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pdtool.emulate.sleeping_model import Scaling
     from pdtool.run.config import RunConfig
 
+_NO_RIVAL = "none"
 _FACTORS = click.FloatRange(1, 1e6)
 
 
@@ -123,8 +124,11 @@ def _folder(output: str | None, default: Path) -> Path:
 
 
 def _rivals(chosen: Plan, profile: Profile, names: Sequence[str]) -> dict[str, Plan]:
-    """Return the plans to emulate besides."""
-    return {}
+    """Return the plans to emulate besides; raises UsageError for an unknown one."""
+    from pdtool.partition.strategies.rival_plans import rival_plans
+
+    asked = [name for name in dict.fromkeys(names) if name != _NO_RIVAL]
+    return rival_plans(profile, chosen.cluster.cluster(), chosen, asked)
 
 
 def _unscaled(scale: float | None, slowdown: float | None) -> Scaling:

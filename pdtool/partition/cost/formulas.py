@@ -55,13 +55,26 @@ class CostModel:
         """Whether there is no flush: each minibatch in flight has a weight version of its own."""
         return self.execution.schedule == "1f1b"
 
+    @property
+    def drains(self) -> bool:
+        """Whether a pipeline fills and drains for each update."""
+        return not self.is_asynchronous and self.execution.is_pipelined
+
+    @property
+    def first_replicas(self) -> float | None:
+        """Replicas that the first stage must have in a copy; None: any. Without pipelining one for each minibatch of an
+        update: more would wait, fewer would take them one after the other."""
+        if self.execution.is_pipelined:
+            return None
+        return self.execution.microbatches / self.execution.copies
+
     def update_interval(self, replicas: Number) -> Number:
         """k: without a flush a stage updates when each replica has done one minibatch, with one at the flush."""
         return replicas * self.execution.copies if self.is_asynchronous else self.execution.microbatches
 
     def flush_factor(self, stages: int) -> float:
         """Time with fill and drain over time without: (M + p - 1) / M when each update flushes (GPipe, section 2.3)."""
-        if self.is_asynchronous:
+        if not self.drains:
             return 1.0
         minibatches = -(-self.execution.microbatches // self.execution.copies)
         return (minibatches + stages - 1) / minibatches
@@ -70,11 +83,11 @@ class CostModel:
         """w that keeps all later workers busy: ceil(workers_from_here / r) (PipeDream, section 3.2).
 
         `workers_from_here` are those of this stage and all later ones, in one copy. With a flush there are never more
-        than the microbatches of one update; GPipe has all of them in flight.
+        than the microbatches of one update; GPipe has all of them in flight. Without pipelining there is one.
         """
         enough = -(-workers_from_here // replicas)
         if self.is_asynchronous:
-            return enough
+            return enough if self.execution.is_pipelined else np.minimum(enough, 1)
         microbatches = -(-self.execution.microbatches // (replicas * self.execution.copies))
         return microbatches if self.execution.schedule == "gpipe" else np.minimum(enough, microbatches)
 
@@ -130,9 +143,13 @@ class CostModel:
         full duplex. Section 3.1 has their sum, 2 a/B.
 
         All that the stage takes is charged to the border before it, also what comes straight from a stage further up.
-        Latency delays a minibatch but does not slow the pipeline: the next one is already on its way.
+        Latency delays a minibatch but does not slow the pipeline: the next one is already on its way. Without
+        pipelining all stages wait for it: first for what the stage takes, later for the gradients.
         """
-        return np.maximum(load.received_bytes, load.returned_bytes) * s_per_byte / self.execution.copies
+        sent_bytes = np.maximum(load.received_bytes, load.returned_bytes)
+        if not self.execution.is_pipelined:
+            sent_bytes = load.received_bytes + load.returned_bytes
+        return sent_bytes * s_per_byte / self.execution.copies
 
     def border_s_per_byte(
         self,

@@ -28,9 +28,10 @@ class PlanCost:
     Attributes:
         stage_s: computing and averaging together.
         round_trip_s: from a forward to the end of its backward, over the minibatches in flight meanwhile; () where each
-            update flushes.
+            update flushes, and without pipelining.
         traffic_bytes: sent by all workers together for one minibatch.
         flush_factor: for the fill and drain of a flushing schedule.
+        is_pipelined: whether stages compute at the same time; otherwise they take turns.
     """
 
     compute_s: tuple[float, ...]
@@ -41,15 +42,22 @@ class PlanCost:
     memory_bytes: tuple[int, ...]
     traffic_bytes: int
     flush_factor: float
+    is_pipelined: bool = True
 
     @property
     def time_per_minibatch_s(self) -> float:
-        """Seconds per minibatch: computing, averaging and sending overlap, so the slowest of all counts."""
+        """Seconds per minibatch: computing, averaging and sending overlap, so the slowest of all counts. Without
+        pipelining their sum does."""
+        if not self.is_pipelined:
+            return sum(self.stage_s) + sum(self.transfer_s)
         return max(time_s for time_s, _ in self._resources()) * self.flush_factor
 
     @property
     def bottleneck(self) -> str:
         """`stage 1 compute 12.3 ms`; the first of those that tie."""
+        if not self.is_pipelined:
+            stages, messages = format_seconds(sum(self.stage_s)), format_seconds(sum(self.transfer_s))
+            return f"stages take turns, {stages} in all, and wait {messages} for messages"
         time_s, name = max(self._resources(), key=lambda resource: resource[0])
         flush = f", times {self.flush_factor:.3g} to fill and drain" if self.flush_factor > 1 else ""
         return f"{name} {format_seconds(time_s)}{flush}"
@@ -186,10 +194,11 @@ def _plan_cost(model: CostModel, loads: Sequence[StageLoad], placement: Placemen
         allreduce_s=tuple(allreduce_s),
         transfer_s=tuple(_transfers_s(model, loads, placement)),
         stage_s=tuple(float(model.stage_s(*args)) for args in stages),
-        round_trip_s=round_trip_s if model.is_asynchronous else (),
+        round_trip_s=round_trip_s if model.is_asynchronous and model.execution.is_pipelined else (),
         memory_bytes=tuple(int(model.memory_bytes(*args)) for args in memory),
         traffic_bytes=_traffic_bytes(model, loads, replicas),
         flush_factor=model.flush_factor(len(loads)),
+        is_pipelined=model.execution.is_pipelined,
     )
 
 

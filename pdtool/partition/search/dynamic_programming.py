@@ -16,6 +16,8 @@ and border cross are known; where stages contend for a link, cost/contention.py 
     (4)  V[i, f, q] = min over (j, r) of max((1), (2), (3)); V[end, U, q] = 0
     (5)  the best whole plan is V[0, f, 0], which leaves the first f workers idle; its stages are traced from there
 
+Without pipelining nothing overlaps, and the sum of (1), (2) and (3) stands for their maximum.
+
     i, j: cuts before and after a stage    f: its first worker    r: its replicas    q: those of the stage before it
 
 Complexity: O(c² U²) stages for c cuts and U workers, less what the bound prunes, and U times that where a border may be
@@ -73,6 +75,7 @@ class DynamicProgram:
         straight: one replica per stage.
         bound_s: plans that take longer per minibatch are not looked for.
         minimize_memory: minimise the largest memory of a stage instead, whatever the limit, and no time.
+        min_stages: 2 leaves out the plan of one stage.
         candidates: for each cut but the last, from the last to the first, the stages that may begin there.
         values_by_count: V for at most 0, 1, ... stages, as far as they were asked for.
     """
@@ -83,6 +86,7 @@ class DynamicProgram:
     straight: bool = False
     bound_s: float = np.inf
     minimize_memory: bool = False
+    min_stages: int = 1
     candidates: dict[int, _CandidateStages] = field(default_factory=dict)
     values_by_count: list[Array] = field(default_factory=list)
 
@@ -152,7 +156,7 @@ class DynamicProgram:
             values = self._with_following(stages, tables[max(0, len(tables) - 2 - len(spans))])
             if replicas_before:
                 border = self._border[self._place(stages.first), stages.replicas, replicas_before]
-                values = np.maximum(values, stages.border_load * border)
+                values = self._combine(values, stages.border_load * border)
             values = np.where(stages.first == first, values, np.inf)
             best = np.flatnonzero(values <= values.min())
             # ties: the stage that ends last, then the one with the most replicas
@@ -184,7 +188,7 @@ class DynamicProgram:
             return
         first, replicas, load_before = (x[within] for x in (stages.first, stages.replicas, stages.border_load))
         is_slow = load_before > 0
-        if is_slow.any():
+        if is_slow.any() and self._overlaps:
             is_slow = load_before * self._slowest_border[self._place(first), replicas] > values[within]
         unaffected = within[~is_slow]  # whatever stands before them, the border is not what holds them up
         np.minimum.at(target[i, :, 1], stages.first[unaffected], values[unaffected])
@@ -194,16 +198,25 @@ class DynamicProgram:
             kept = _pareto_front(slots, values[within], load_before, np.flatnonzero(is_slow))
             first, replicas, load_before = first[kept], replicas[kept], load_before[kept, None]
             borders = load_before * self._border[self._place(first), replicas, 1:]
-            with_border = np.maximum(values[within[kept], None], borders)
+            with_border = self._combine(values[within[kept], None], borders)
             starts = np.flatnonzero(np.diff(first, prepend=-1))
             best = np.minimum.reduceat(with_border, starts, axis=0)
             target[i, first[starts], 1:] = np.minimum(target[i, first[starts], 1:], best)
 
     def _with_following(self, stages: _CandidateStages, source: Array) -> Array:
-        """The larger of (1) and (2)."""
+        """The larger of (1) and (2); their sum without pipelining."""
         following = source[stages.end, stages.first + stages.replicas, stages.replicas]
-        values: Array = np.maximum(stages.value, following)
+        values: Array = self._combine(stages.value, following)
         return values
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether the largest of all parts is minimised; otherwise their sum."""
+        return self.model.execution.is_pipelined or self.minimize_memory
+
+    @property
+    def _combine(self) -> np.ufunc:
+        return np.maximum if self._overlaps else np.add
 
     def _candidate_stages(self, i: int, values: Array, is_continued: Array) -> _CandidateStages:
         """The stages that may begin at cut i.
@@ -238,7 +251,10 @@ class DynamicProgram:
         work_s, (ends, load) = self.space.forward_backward_s, self.space.stages_from[i]
         first, replicas = self._slots if i else self._first_slots
         after = self.workers - first - replicas
-        pairs = (ends[candidates] == len(work_s) - 1)[:, None] == (after == 0)
+        is_last = ends[candidates] == len(work_s) - 1
+        pairs = is_last[:, None] == (after == 0)
+        if i == 0 and self.min_stages > 1:
+            pairs &= ~is_last[:, None]
         if np.isfinite(self.bound_s) and not self.minimize_memory:
             per_worker_s = self.bound_s * self.model.execution.copies * TOLERANCE
             before_s, after_s = work_s[i], work_s[-1] - work_s[i]
@@ -264,7 +280,9 @@ class DynamicProgram:
     @cached_property
     def _first_slots(self) -> tuple[Array, Array]:
         """Of every first stage."""
-        return self._slots_from(range(self.workers))
+        first, replicas = self._slots_from(range(self.workers))
+        is_possible = np.isin(replicas, self.model.first_replicas or replicas)
+        return first[is_possible], replicas[is_possible]
 
     def _slots_from(self, first_workers: range) -> tuple[Array, Array]:
         limit = 1 if self.straight else self.workers

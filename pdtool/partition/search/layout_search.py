@@ -34,7 +34,7 @@ class LayoutSearch:
     Attributes:
         execution: how the plans are run; its copies are those of the layout.
         bound_s: plans that take longer per minibatch are not looked for.
-        max_stages: that a plan may have.
+        max_stages, min_stages: that a plan may have.
     """
 
     evaluator: Evaluator
@@ -44,6 +44,7 @@ class LayoutSearch:
     straight: bool = False
     bound_s: float = np.inf
     max_stages: int
+    min_stages: int = 1
 
     @cached_property
     def model(self) -> CostModel:
@@ -58,7 +59,13 @@ class LayoutSearch:
 
     def _program(self, *, minimize_memory: bool = False) -> DynamicProgram:
         return DynamicProgram(
-            self.space, self.model, self.layout.workers, self.straight, self.bound_s, minimize_memory=minimize_memory
+            self.space,
+            self.model,
+            self.layout.workers,
+            self.straight,
+            self.bound_s,
+            minimize_memory=minimize_memory,
+            min_stages=self.min_stages,
         )
 
     @property
@@ -82,7 +89,7 @@ class LayoutSearch:
         """The best of all `solutions`; without looking at each number of stages where nothing depends on it."""
         program = self.program
         unlimited = program.any_number_of_stages
-        if self.model.is_asynchronous and not self._counts_stages:
+        if not self.model.drains and not self._counts_stages:
             return Solution(program.best(unlimited), [unlimited])
         best = Solution(np.inf, [])
         for stages, solution in enumerate(self.solutions(), 1):

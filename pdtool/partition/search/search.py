@@ -19,7 +19,7 @@ from pdtool.partition.search.cuts import MAX_CUTS, find_cuts
 from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY, Layout, layouts
 from pdtool.partition.search.layout_search import LayoutSearch, Solution
 from pdtool.partition.search.search_space import SearchSpace
-from pdtool.schedule import SEARCHED_SCHEDULES
+from pdtool.schedule import SEARCHED_SCHEDULES, STRATEGIES
 
 _MIN_CUTS = 100
 _MAX_TIME_S = np.finfo(float).max
@@ -35,7 +35,8 @@ class SearchOptions:
         schedule: see artifacts.plan.Plan; `auto` takes the fastest.
         microbatches: of flushing schedules; `auto` looks at those only with more than one.
         workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
-        straight: one stage on every worker, none replicated.
+        straight: one stage on every worker, none replicated; `gpipe` may leave workers idle.
+        strategy: see pdtool.schedule.strategies; partition.strategies.strategy_options sets what goes with it.
         max_stages: no more stages than that; None: no limit.
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
         recompute: whether stages may run their forward twice to save memory.
@@ -48,6 +49,7 @@ class SearchOptions:
     microbatches: int = 1
     workers: int | None = None
     straight: bool = False
+    strategy: str = "auto"
     max_stages: int | None = None
     simplest: float = 0.03
     recompute: bool = True
@@ -61,7 +63,13 @@ class SearchOptions:
         schedules: tuple[str, ...] = (self.schedule,)
         if self.schedule == "auto":
             schedules = SEARCHED_SCHEDULES if self.microbatches > 1 else ("1f1b",)
-        return [ExecutionConfig.of_schedule(s, 1 if s == "1f1b" else self.microbatches) for s in schedules]
+        microbatches = {s: 1 if s == "1f1b" else self.microbatches for s in schedules}
+        return [ExecutionConfig.of_schedule(s, m, strategy=self.strategy) for s, m in microbatches.items()]
+
+    @property
+    def min_stages(self) -> int:
+        """Stages that a plan must have."""
+        return STRATEGIES[self.strategy].min_stages
 
 
 @dataclass(frozen=True)
@@ -116,8 +124,19 @@ class PlanSearch:
     def layouts(self) -> list[Layout]:
         """The layouts to search, small blocks first."""
         if self.options.straight:
-            return [Layout.whole(self.cluster, self.workers)]
+            return [Layout.whole(self.cluster, depth) for depth in self._straight_depths]
         return [v for v in layouts(self.cluster, self.workers) if v.workers <= MAX_WORKERS_PER_COPY]
+
+    @property
+    def _straight_depths(self) -> Sequence[int]:
+        """Stages of the pipelines without replicas that are searched."""
+        depth = min(self.workers, self.whole_space.cuts.max_stages)
+        match self.options.strategy:
+            case "gpipe":  # more stages take longer to fill and drain
+                return range(2, depth + 1)
+            case "model-parallel":
+                return [depth]
+        return [self.workers]
 
     def space(self, workers: int) -> SearchSpace:
         """Return the stages that are searched on so many workers: the more workers, the fewer cuts can be searched."""
@@ -163,6 +182,7 @@ class PlanSearch:
             bound_s=bound_s * TOLERANCE,
             straight=straight or self.options.straight,
             max_stages=min(self.options.max_stages or layout.workers, space.cuts.max_stages),
+            min_stages=self.options.min_stages,
         )
 
     def data_parallel(self, execution: ExecutionConfig) -> Candidate:
@@ -217,7 +237,7 @@ class PlanSearch:
     @cached_property
     def _data_parallel_plans(self) -> Sequence[Candidate]:
         """Data parallelism under each schedule, where it fits and was not excluded."""
-        if self.options.straight and self.workers > 1:
+        if (self.options.straight and self.workers > 1) or self.options.min_stages > 1:
             return []
         plans = map(self.data_parallel, self.options.executions)
         return [plan for plan in plans if self.evaluator.fits(plan)]

@@ -1,0 +1,56 @@
+"""What a strategy means for the search: the options that go with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdtool.cluster import Cluster
+from pdtool.errors import UsageError
+from pdtool.partition.search.search import SearchOptions
+from pdtool.schedule import STRATEGIES, is_asynchronous
+
+_DEFAULT_MICROBATCHES = 4  # of a flushing schedule that was asked for by name
+
+
+def strategy_options(
+    name: str, cluster: Cluster, *, schedule: str | None = None, microbatches: int | None = None, **others: Any
+) -> SearchOptions:
+    """Return the search options for the best plan of a strategy.
+
+    GPipe has as many microbatches as there are workers, so that an update takes the samples that one of data
+    parallelism takes.
+
+    Args:
+        name: one of STRATEGIES.
+        schedule, microbatches: None: what goes with the strategy.
+        others: further fields of SearchOptions.
+
+    Raises:
+        UsageError: the strategy has no such schedule or microbatches, or needs more workers.
+    """
+    strategy = STRATEGIES[name]
+    workers = others.get("workers") or cluster.workers
+    if workers < strategy.min_workers:
+        raise UsageError(
+            f"--strategy {name} on {workers} worker(s)", f"give {strategy.min_workers} or more, or another strategy"
+        )
+    if strategy.schedule and schedule not in (None, strategy.schedule):
+        raise UsageError(
+            f"--strategy {name} with --schedule {schedule}", f"leave --schedule out: it has {strategy.schedule}"
+        )
+    if strategy.schedule not in (None, "gpipe") and microbatches not in (None, 1):
+        raise UsageError(f"--strategy {name} with --microbatches {microbatches}", "leave --microbatches out")
+    if strategy.schedule not in (None, "1f1b") and others.get("cost_model", "ours") != "ours":
+        raise UsageError(f"--strategy {name} with --cost {others['cost_model']}", "leave --cost out")
+    chosen = schedule or strategy.schedule or "1f1b"
+    match name:
+        case "gpipe":
+            default = workers
+        case "hybrid":
+            default = workers - 1  # the most that its first stage can have; all below are searched, too
+        case _:
+            default = 1 if chosen == "auto" or is_asynchronous(chosen) else _DEFAULT_MICROBATCHES
+    straight = others.pop("straight", False) or strategy.is_straight
+    return SearchOptions(
+        strategy=name, schedule=chosen, microbatches=microbatches or default, straight=straight, **others
+    )
