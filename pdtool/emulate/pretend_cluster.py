@@ -51,7 +51,7 @@ class PretendCluster:
 
     def add_worker(self, worker: int, pid: int) -> None:
         """Link a worker's namespace, that of process `pid`, to its bridge; raises PdtoolError."""
-        device = f"w{worker}"
+        device = f"pid{pid}"  # the link of a worker that has ended may still be there for a moment
         configure(
             "ip",
             [
@@ -61,10 +61,6 @@ class PretendCluster:
             ],
         )
         configure("tc", [self._shape(device, len(self.cluster.levels) - 1)])
-
-    def remove_worker(self, worker: int) -> None:
-        """Remove the link of a worker whose process may still be there; raises PdtoolError."""
-        configure("ip", [f"link del dev w{worker}"])
 
     def enter(self, worker: int) -> None:
         """Set up the worker's end of its link, in its namespace, which is that of this process; raises PdtoolError."""
