@@ -51,11 +51,23 @@ def test_data_parallelism_waits_for_what_its_last_backward_does_not_hide():
     assert found.time_per_minibatch_s == pytest.approx((6 + 6) / 4)
     assert [usage.communication_s / found.makespan_s for usage in found.workers] == [pytest.approx(0.5)] * 4
     assert found.sent_bytes == pytest.approx(2 * 3 * 400 / 4)
-    large = chain([3.0, 3.0], parameters=100_000_000)  # eight pieces, seven of them leave while the backward goes on
+    large = chain([3.0, 3.0], parameters=100_000_000)  # the gradients of the second leave halfway through the backward
     fast = make_cluster((4,), (1e8,))
     found = simulated(plan_of(large, [large.graph.names], [range(4)], fast), large)
-    piece = 1.5 * 25e6 / 1e8
-    assert found.time_per_minibatch_s == pytest.approx((6 + piece) / 4)
+    assert found.time_per_minibatch_s == pytest.approx((6 + 1.5 * 100e6 / 1e8) / 4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_bucket_leaves_when_the_gradients_in_it_are_there(recompute):
+    """Backwards of 2, 4 and 2 s, the last layer's first; 25 MB in each of the outer two, none in the middle."""
+    net = chain([3.0, 6.0, 3.0], parameters=25_000_000)
+    nodes = tuple(n.model_copy(update={"parameter_bytes": 0}) if n.name == "a1" else n for n in net.nodes)
+    net = net.model_copy(update={"nodes": nodes})
+    plan = plan_of(net, [net.graph.names], [range(2)], make_cluster((2,), (1e8,)))
+    stage = plan.stages[0].model_copy(update={"recompute": recompute})
+    [work] = job_of(plan.model_copy(update={"stages": (stage,)}), net).stages
+    forward_s = 4.0 * recompute
+    assert work.buckets_ready == ((forward_s + 2) / (forward_s + 8), 1.0)
 
 
 @pytest.mark.parametrize(("schedule", "lags"), [("1f1b", (0, 1)), ("gpipe", (0, 0))])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +10,6 @@ from functools import partial
 from pdtool.partition.simulator.job import SimulationJob, TiedGroup
 from pdtool.partition.simulator.network import EventQueue, Flow, Link, Network
 from pdtool.partition.simulator.recorder import NullRecorder
-
-BUCKET_BYTES, MAX_BUCKETS = 25_000_000, 8  # the runtime's buckets are of this size, however many
 
 Averaged = TiedGroup | int  # the gradients of a group of tied parameters, or of a stage
 
@@ -76,10 +73,6 @@ class GradientAllReduces:
     _rings: dict[Averaged, AllReduceRing] = field(default_factory=dict)
     _rounds: dict[tuple[Averaged, int], AllReduceRound] = field(default_factory=dict)
 
-    def buckets(self, stage: int) -> int:
-        """Return the number of buckets in which the gradients of a stage are sent."""
-        return self._ring(stage).buckets
-
     def offer(self, averaged: Averaged, number: int, w: int, buckets: int) -> None:
         """Worker `w` has so many buckets of round `number` ready: start those that all members have."""
         ring, current = self._ring(averaged), self._round(averaged, number)
@@ -98,7 +91,7 @@ class GradientAllReduces:
         """Worker `w` wants to do update `number`: return when the last member had all it waits for; None: the average
         is not there yet."""
         awaited: list[tuple[Averaged, int]] = [(stage, number)]
-        self.offer(stage, number, w, self.buckets(stage))
+        self.offer(stage, number, w, self._ring(stage).buckets)
         for tied in self.job.tied:
             if stage in tied.stages:
                 self.offer(tied, number, w, 1)
@@ -126,8 +119,8 @@ class GradientAllReduces:
         """(stages that have them, bytes, buckets)."""
         if isinstance(averaged, TiedGroup):
             return averaged.stages, averaged.size_bytes, 1
-        size_bytes = self.job.stages[averaged].averaged_bytes
-        return (averaged,), size_bytes, min(MAX_BUCKETS, max(1, math.ceil(size_bytes / BUCKET_BYTES)))
+        work = self.job.stages[averaged]
+        return (averaged,), work.averaged_bytes, len(work.buckets_ready)
 
     def _round(self, averaged: Averaged, number: int) -> AllReduceRound:
         if (averaged, number) not in self._rounds:

@@ -190,10 +190,9 @@ class _SimulatedWorker:
         following = self.actions[self.position + 1 : self.position + 2]
         if action.kind.completes_backward and following and following[0].kind is ActionKind.UPDATE:
             allreduces = self.shared.allreduces
-            buckets = allreduces.buckets(action.stage)
-            for n in range(1, buckets):
+            for n, share in enumerate(self.shared.job.stages[action.stage].buckets_ready[:-1], start=1):
                 offer = partial(allreduces.offer, action.stage, following[0].minibatch, self.w, n)
-                self.clock.at(self.clock.now + length_s * n / buckets, offer)
+                self.clock.at(self.clock.now + length_s * share, offer)
 
     def usage(self, makespan_s: float, memory: WorkerMemory, sent_bytes: float) -> WorkerUsage:
         """Return how the time was spent."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.profile import Node, Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
 from pdtool.partition.cost.memory import StageMemory
@@ -16,6 +17,7 @@ from pdtool.schedule import ActionKind, Actions, PipelineShape, build, is_asynch
 MAX_ACTIONS = 200_000  # forwards and backwards, about ten seconds
 
 
+_BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # the runtime's buckets are of this size, however many
 _NO_MEMORY = StageMemory(fixed_bytes=0, version_bytes=0, minibatch_bytes=0)
 
 
@@ -27,11 +29,13 @@ class StageWork:
         seconds: of each kind of action.
         memory: its parts; see cost.memory.
         averaged_bytes: of gradients, over the replicas, in each round.
+        buckets_ready: of each bucket of them, all of equal size, the share of the backward after which it is there.
     """
 
     seconds: Mapping[ActionKind, float]
     memory: StageMemory = _NO_MEMORY
     averaged_bytes: int = 0
+    buckets_ready: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +127,31 @@ def _stage_work(profile: Profile, load: StageLoad, nodes: Collection[str], recom
         },
         memory=StageMemory(**{name: int(value) for name, value in vars(memory).items()}),
         averaged_bytes=load.parameter_bytes - load.tied_bytes,
+        buckets_ready=_buckets_ready(
+            [profile.by_name[name] for name in nodes],
+            load.parameter_bytes - load.tied_bytes,
+            load.forward_s * recompute,
+        ),
     )
+
+
+def _buckets_ready(nodes: Sequence[Node], averaged_bytes: int, recompute_s: float) -> tuple[float, ...]:
+    """Return when each bucket of a stage's gradients is there, as a share of its backward: the last layers come first.
+
+    Args:
+        nodes: in topological order.
+        recompute_s: seconds of the forward that runs again before the backward.
+    """
+    buckets = min(_MAX_BUCKETS, max(1, math.ceil(averaged_bytes / _BUCKET_BYTES)))
+    total_bytes = sum(node.parameter_bytes for node in nodes)
+    total_s = recompute_s + sum(node.backward_s for node in nodes)
+    ready: list[float] = []
+    done_s, done_bytes = recompute_s, 0
+    for node in reversed(nodes):
+        done_s, done_bytes = done_s + node.backward_s, done_bytes + node.parameter_bytes
+        complete = int(buckets * done_bytes / total_bytes) if total_bytes else 0
+        ready += [done_s / total_s if total_s else 1.0] * (complete - len(ready))
+    return (*tuple([*ready, *([1.0] * buckets)][: buckets - 1]), 1.0)
 
 
 def _lags(schedule: str, shape: PipelineShape, stages: tuple[int, ...]) -> tuple[int, ...]:
