@@ -11,12 +11,14 @@ bandwidth. Latency is not added: few kernels can.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from pdtool.cluster import Cluster
 from pdtool.emulate.namespaces import configure
+from pdtool.errors import PdtoolError
 
 INTERFACE = "eth0"  # of each worker
 _MTU = 9000
@@ -51,7 +53,7 @@ class PretendCluster:
 
     def add_worker(self, worker: int, pid: int) -> None:
         """Link a worker's namespace, that of process `pid`, to its bridge; raises PdtoolError."""
-        device = f"pid{pid}"  # the link of a worker that has ended may still be there for a moment
+        device = _device_of(pid)
         configure(
             "ip",
             [
@@ -61,6 +63,19 @@ class PretendCluster:
             ],
         )
         configure("tc", [self._shape(device, len(self.cluster.levels) - 1)])
+
+    def remove_worker(self, pid: int) -> None:
+        """Remove the link of a process that has ended; raises PdtoolError.
+
+        The kernel would do so a while later, and until then the next worker of that address would not be alone with it.
+        """
+        device = _device_of(pid)
+        if device in _devices():
+            try:
+                configure("ip", [f"link del dev {device}"])
+            except PdtoolError:
+                if device in _devices():
+                    raise
 
     def enter(self, worker: int) -> None:
         """Set up the worker's end of its link, in its namespace, which is that of this process; raises PdtoolError."""
@@ -104,3 +119,12 @@ class PretendCluster:
     def _shape(self, device: str, level: int) -> str:
         bits_per_s = round(8 * _HEADERS * self.cluster.levels[level].bandwidth_bytes_per_s)
         return f"qdisc add dev {device} root tbf rate {bits_per_s}bit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+
+
+def _device_of(pid: int) -> str:
+    """Name of the switch's end of a worker's link: a new one for each process."""
+    return f"pid{pid}"
+
+
+def _devices() -> set[str]:
+    return {name for _, name in socket.if_nameindex()}

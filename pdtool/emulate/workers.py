@@ -165,6 +165,7 @@ def _started(pretend: PretendCluster, config: RunConfig, assignments: list[RankA
             worker.process.kill()
             worker.process.join()
             worker.pipe.close()
+            pretend.remove_worker(worker.process.pid or 0)
 
 
 def _connect(pretend: PretendCluster, worker: _Worker) -> None:
