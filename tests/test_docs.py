@@ -67,6 +67,7 @@ STAND_INS = {
 NOT_RUN = {
     "make demo": "its commands are those of the console block, which are run",
     "make test": "the tests would run themselves",
+    "pdtool emulate": "it needs namespaces; test_emulate.py runs it where there are any",
     "srun": "there is no SLURM here; its command line is parsed",
 }
 

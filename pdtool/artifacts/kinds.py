@@ -9,11 +9,10 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.cluster_file import ClusterFile
 from pdtool.artifacts.device import Devices
-from pdtool.artifacts.emulation import Emulation
 from pdtool.artifacts.envelope import Artifact, declared_kind, read_text
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.artifacts.report import Report
+from pdtool.artifacts.report import Emulation, Report
 from pdtool.errors import ArtifactError
 
 _CLASSES: dict[str, type[Artifact]] = {

@@ -1,12 +1,17 @@
-"""The artifact Report: what a run did, beside what its plan predicted."""
+"""The artifacts Report, what a run did beside what was predicted, and Emulation, plans on a pretend cluster."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field
+
+from pdtool.artifacts.cluster_file import ClusterSpec
 from pdtool.artifacts.envelope import Artifact, FrozenModel
-from pdtool.artifacts.fields import Bytes, Count, Figure, Label, Number, Seconds
+from pdtool.artifacts.fields import Bytes, Count, Figure, FigureBytes, Label, Number, Seconds, Title
 from pdtool.artifacts.plan import Predicted
+
+Factor = Annotated[float, Field(ge=1, le=1e9, allow_inf_nan=False)]
 
 
 class StageReport(FrozenModel):
@@ -81,3 +86,56 @@ class Report(Artifact):
     predicted: Predicted | None
     measured: Measured
     stages: tuple[StageReport, ...]
+
+
+class EmulatedPlan(FrozenModel):
+    """One plan, in steady state; times and bytes are those of the cluster, not of its pretended copy.
+
+    Attributes:
+        name: `this plan`, or which rival it is.
+        minibatches: that were measured.
+        bottleneck_s: seconds per minibatch.
+        simulated_s: seconds per minibatch in a simulation.
+        sent_bytes: by all workers together for one minibatch.
+    """
+
+    name: Label
+    config: Label
+    schedule: Label
+    workers: Count
+    minibatches: Count
+    bottleneck_s: Figure
+    throughput_samples_per_s: Figure
+    simulated_s: Figure
+    sent_bytes: FigureBytes
+
+    @property
+    def error(self) -> float:
+        """By which fraction the emulated time is longer than the simulated one."""
+        return self.bottleneck_s / self.simulated_s - 1 if self.simulated_s else 0.0
+
+
+class Emulation(Artifact):
+    """`runs/NAME/emulation.json`.
+
+    Attributes:
+        plan: name of the plan.
+        compute: `sleep`: workers slept the times of the profile; `real`: they trained the model.
+        scale: bytes and bandwidths were divided by it.
+        slowdown: times were multiplied by it, and bandwidths divided once more.
+        cores: of the machine.
+        plans: the plan, then its rivals.
+    """
+
+    KIND: ClassVar[str] = "emulation"
+    MAKER: ClassVar[str] = "pdtool emulate"
+
+    format: Literal["pdtool/emulation/1"] = "pdtool/emulation/1"
+    plan: Title
+    batch_size: Count
+    cluster: ClusterSpec
+    compute: Literal["sleep", "real"]
+    scale: Factor
+    slowdown: Factor
+    cores: Count
+    plans: Annotated[tuple[EmulatedPlan, ...], Field(min_length=1)]

@@ -101,7 +101,7 @@ def write_sleeping_model(
     valid = max(stage.replicas for stage in plan.stages)
     text = _MODEL.format(title=title, segments=_listed(every, 4), minibatches=minibatches, valid=valid)
     (folder / "model.py").write_text(text, encoding="utf-8")
-    tensors = list(_tensors(profile, stages, scaling))
+    tensors = list(sleeping_tensors(profile, stages, scaling))
     modules = [
         _write_stage(folder, title, s, segments[s], tensors, is_last=s == len(stages) - 1) for s in range(len(stages))
     ]
@@ -167,8 +167,12 @@ def _groups(nodes: Sequence[Node]) -> Iterator[list[Node]]:
         yield group
 
 
-def _tensors(profile: Profile, stages: Sequence[Sequence[str]], scaling: Scaling) -> Iterator[TensorSpec]:
-    """The model's input, and what each stage sends: every output once to each stage that takes it."""
+def sleeping_tensors(profile: Profile, stages: Sequence[Sequence[str]], scaling: Scaling) -> Iterator[TensorSpec]:
+    """Yield the model's input, and what each stage sends: every output once to each stage that takes it.
+
+    Args:
+        stages: names of their nodes.
+    """
     yield TensorSpec(name="x", producer=-1, consumers=(0,), shape=("batch", 1), dtype="float32", gradient=False)
     stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
     for number, node in enumerate(profile.nodes):

@@ -125,7 +125,7 @@ def _switch_main(pipe: Connection, cluster: Cluster) -> None:
 
 
 @dataclass(frozen=True)
-class _Worker:
+class _WorkerProcess:
     """A worker's process; `pipe` tells it when its link is there."""
 
     assignment: RankAssignment
@@ -148,9 +148,11 @@ def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
 
 
 @contextmanager
-def _started(pretend: PretendCluster, config: RunConfig, assignments: list[RankAssignment]) -> Iterator[list[_Worker]]:
+def _started(
+    pretend: PretendCluster, config: RunConfig, assignments: list[RankAssignment]
+) -> Iterator[list[_WorkerProcess]]:
     """Start the workers; in the end all of them are gone, and their links with them."""
-    workers: list[_Worker] = []
+    workers: list[_WorkerProcess] = []
     try:
         for assignment in assignments:
             own, theirs = _fork.Pipe()
@@ -158,7 +160,7 @@ def _started(pretend: PretendCluster, config: RunConfig, assignments: list[RankA
             process = _fork.Process(target=_worker_main, args=arguments, name=f"worker-{assignment.rank}")
             process.start()
             theirs.close()
-            workers.append(_Worker(assignment, process, own))
+            workers.append(_WorkerProcess(assignment, process, own))
         yield workers
     finally:
         for worker in workers:
@@ -168,7 +170,7 @@ def _started(pretend: PretendCluster, config: RunConfig, assignments: list[RankA
             pretend.remove_worker(worker.process.pid or 0)
 
 
-def _connect(pretend: PretendCluster, worker: _Worker) -> None:
+def _connect(pretend: PretendCluster, worker: _WorkerProcess) -> None:
     """Link a worker once it is in its own namespace; raises PdtoolError."""
     if not worker.pipe.poll(_START_TIMEOUT_S):
         what = f"{worker.assignment} did not start within {_START_TIMEOUT_S:g} s"
@@ -184,7 +186,7 @@ def _connect(pretend: PretendCluster, worker: _Worker) -> None:
     pretend.add_worker(worker.assignment.worker, worker.process.pid or 0)
 
 
-def _wait(workers: list[_Worker], config: RunConfig) -> None:
+def _wait(workers: list[_WorkerProcess], config: RunConfig) -> None:
     """Wait until all have ended, or one has failed and the others had a little time to say how they end."""
     running = {worker.process.sentinel: worker for worker in workers}
     until_s = float("inf")

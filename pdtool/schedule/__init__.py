@@ -25,7 +25,7 @@ from pdtool.schedule.shape import (
     total_in_flight,
 )
 from pdtool.schedule.stash_tracker import StashTracker
-from pdtool.schedule.steady_state import steady_minibatches, steady_run
+from pdtool.schedule.steady_minibatches import steady_minibatches, steady_run
 from pdtool.schedule.strategies import STRATEGIES, Strategy
 from pdtool.schedule.timeline import timeline
 from pdtool.schedule.validate import check_executable, validate

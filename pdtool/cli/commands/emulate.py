@@ -16,12 +16,11 @@ from pdtool.cli.console.terminal import note, show
 from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
-    from pdtool.artifacts.emulation import Emulation
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
-    from pdtool.artifacts.report import Report
+    from pdtool.artifacts.report import Emulation, Report
     from pdtool.cli.inputs import Inputs
-    from pdtool.emulate.emulation import EmulationSettings
+    from pdtool.emulate.emulate_plans import EmulationSettings
     from pdtool.emulate.sleeping_model import Scaling
     from pdtool.run.config import RunConfig
 
@@ -80,12 +79,14 @@ def emulate(
     Each worker is a process in a network namespace, behind links of the plan's bandwidths. It sleeps in place of
     computing, and sends real tensors. This needs Linux, iproute2, and root or user namespaces.
     """
-    from pdtool.cli.console.emulation_view import emulation_view
+    from pdtool.cli.console.report_view import emulation_view
     from pdtool.cli.inputs import Inputs, planned
-    from pdtool.emulate.emulation import EmulationSettings, choose_scaling, sleeping_config
-    from pdtool.emulate.emulation import emulate as on_pretend_cluster
+    from pdtool.emulate.emulate_plans import EmulationSettings, choose_scaling, sleeping_config
+    from pdtool.emulate.emulate_plans import emulate as on_pretend_cluster
+    from pdtool.emulate.namespaces import check_tools
     from pdtool.units import parse_seconds
 
+    check_tools()
     path = options.candidate("plan", plan)
     chosen, profile = planned(path)
     plans = {"this plan": chosen} | _rivals(chosen, profile, against)
@@ -112,14 +113,12 @@ def emulate(
 
 
 def _folder(output: str | None, default: Path) -> Path:
-    """Return the folder that is asked for, else a new one; raises UsageError when the first holds something."""
+    """Return the folder that is asked for, else a new one; raises UsageError when it holds an emulation."""
     from pdtool.cli.commands.run import new_folder
 
-    if output is None:
-        return new_folder(default)
-    folder = Path(output)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"-o {output} is not empty", "name a new folder")
+    folder = Path(output) if output else new_folder(default)
+    if (folder / "emulation.json").exists():
+        raise UsageError(f"{folder} holds an emulation already", "name another folder with -o")
     return folder
 
 
@@ -144,7 +143,7 @@ def _unscaled(scale: float | None, slowdown: float | None) -> Scaling:
 def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> RunConfig:
     """Generate the stages of a plan, and return the configuration of a run that trains them."""
     from pdtool.cli.commands.codegen import generated
-    from pdtool.emulate.emulation import minibatches_to_steady_state
+    from pdtool.emulate.emulate_plans import minibatches_to_steady_state
     from pdtool.run.config import RunConfig
 
     return RunConfig(
@@ -167,7 +166,7 @@ def _emulation(
     plans: Mapping[str, Plan], reports: Mapping[str, Report], scaling: Scaling, compute: Literal["sleep", "real"]
 ) -> Emulation:
     """Return the artifact: times and bytes as they would be on the cluster itself."""
-    from pdtool.artifacts.emulation import EmulatedPlan, Emulation
+    from pdtool.artifacts.report import EmulatedPlan, Emulation
 
     chosen = next(iter(plans.values()))
     emulated = []
@@ -179,6 +178,7 @@ def _emulation(
                 name=name,
                 config=plan.config,
                 schedule=plan.schedule,
+                workers=plan.workers,
                 minibatches=report.minibatches,
                 bottleneck_s=time_s,
                 throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,

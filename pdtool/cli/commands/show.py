@@ -44,16 +44,14 @@ def _view(artifact: Artifact) -> Lines:
     from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
     from pdtool.artifacts.cluster_file import ClusterFile
     from pdtool.artifacts.device import Devices
-    from pdtool.artifacts.emulation import Emulation
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
-    from pdtool.artifacts.report import Report
+    from pdtool.artifacts.report import Emulation, Report
     from pdtool.cli.console.bundle_view import bundle_view
     from pdtool.cli.console.cluster_view import cluster_view
-    from pdtool.cli.console.emulation_view import emulation_view
     from pdtool.cli.console.plan_view import plan_view, timeline
     from pdtool.cli.console.profile_view import devices_view, profile_table
-    from pdtool.cli.console.report_view import checkpoint_view, report_view
+    from pdtool.cli.console.report_view import checkpoint_view, emulation_view, report_view
 
     match artifact:
         case Profile():

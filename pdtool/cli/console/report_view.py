@@ -1,4 +1,4 @@
-"""Reports of runs: where each stage's time went, and predicted beside measured. And checkpoints: their files."""
+"""Reports of runs: where each stage's time went, predicted beside measured. Emulations, and files of checkpoints."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from rich.table import Table
 
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.plan import Predicted
-from pdtool.artifacts.report import Report
+from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.cli.console.table import Lines, table
-from pdtool.units import format_bytes, format_seconds
+from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 
 def report_view(report: Report) -> Lines:
@@ -77,3 +77,34 @@ def checkpoint_view(manifest: CheckpointManifest) -> Lines:
     title = f"epoch {manifest.epoch}, seed {manifest.seed}: {metrics}"
     rows = [[name, format_bytes(file.bytes), file.sha256] for name, file in manifest.files.items()]
     yield table(("file", "bytes", "sha256"), rows, title=title)
+
+
+def emulation_view(emulation: Emulation) -> Lines:
+    """Show each plan's time per minibatch, emulated beside simulated, and the gain of the first over each."""
+    own = emulation.plans[0]
+    rows = []
+    for plan in emulation.plans:
+        error = "" if _is_crowded(emulation, plan) else f"{plan.error:+.1%}"
+        gain = "" if plan is own else f"{plan.bottleneck_s / own.bottleneck_s:.3g} ×"
+        times, speed = (
+            map(format_seconds, (plan.bottleneck_s, plan.simulated_s)),
+            f"{plan.throughput_samples_per_s:.4g}",
+        )
+        rows.append([plan.name, plan.config, *times, error, speed, gain, format_bytes(plan.sent_bytes)])
+    columns = ("emulated", "plan", "per minibatch", "simulated", "error", "samples/s", "gain", "sent")
+    cluster = emulation.cluster.cluster()
+    speeds = ", ".join(format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels)
+    yield table(columns, rows, names=2, title=f"{emulation.plan}: {cluster.topology} at {speeds}")
+    scaled = f"; bytes and bandwidths / {emulation.scale:g}, times x {emulation.slowdown:g}"
+    if emulation.compute == "sleep":
+        yield f"workers slept the times of the profile{scaled}"
+    else:
+        yield "workers trained the model on this machine"
+    if any(_is_crowded(emulation, plan) for plan in emulation.plans):
+        workers = max(plan.workers for plan in emulation.plans)
+        yield f"{workers} workers shared {emulation.cores} core(s): on devices of their own they would be faster"
+
+
+def _is_crowded(emulation: Emulation, plan: EmulatedPlan) -> bool:
+    """Whether its workers computed on fewer cores than they are."""
+    return emulation.compute == "real" and plan.workers > emulation.cores

@@ -12,7 +12,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.cluster import Cluster
-from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
+from pdtool.emulate.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
 from pdtool.emulate.workers import Emulator
 from pdtool.errors import PdtoolError, UsageError
 from pdtool.process_memory import memory_limits
@@ -20,7 +20,7 @@ from pdtool.run.config import RunConfig
 from pdtool.schedule import steady_run
 from pdtool.units import format_bytes
 
-_BYTES_PER_CORE_S = 25e6  # to be sent: messages, averages and updates then take a small part of a core's time
+_BYTES_PER_CORE_S = 15e6  # to be sent: messages, averages and updates then take a small part of a core's time
 _SHORTEST_MINIBATCH_S = 0.06  # a worker's own time, about 2 ms a minibatch, is little beside this
 _STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches
 _WORKER_BYTES = 150_000_000  # of a process that has torch imported, besides what it shares with the others
@@ -115,12 +115,13 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: Emulat
         what = "schedule zb-h1 divides the backward of each operator, which one that sleeps cannot"
         raise UsageError(what, "emulate it with --compute real, or take another schedule")
     scaling = settings.scaling
-    minibatches = settings.minibatches or minibatches_to_steady_state(plan, scaling.slowdown)
-    written = write_sleeping_model(folder / "stages", plan, profile, scaling, minibatches)
-    largest = max((tensor.sizes(1)[1] * 4 for tensor in written.bundle.tensors[1:]), default=_SMALLEST_MESSAGE_BYTES)
+    _, *sent = sleeping_tensors(profile, plan.stage_nodes(profile), scaling)
+    largest = max((tensor.sizes(1)[1] * 4 for tensor in sent), default=_SMALLEST_MESSAGE_BYTES)
     if largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
         raise UsageError(what, f"give at most {max(1.0, scaling.scale * largest / _SMALLEST_MESSAGE_BYTES):.2g}")
+    minibatches = settings.minibatches or minibatches_to_steady_state(plan, scaling.slowdown)
+    written = write_sleeping_model(folder / "stages", plan, profile, scaling, minibatches)
     return RunConfig(
         plan=written.plan,
         bundle=written.bundle,

@@ -1,0 +1,238 @@
+"""Emulation: what sleeps is what the profile says, links have their speeds, and nothing is left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from graphs import chain, plan_of
+
+from pdtool.artifacts.profile import Profile, SharedParameter
+from pdtool.artifacts.report import Emulation
+from pdtool.cluster import make_cluster
+from pdtool.emulate.emulate_plans import choose_scaling, scaled_cluster
+from pdtool.emulate.namespaces import check_tools, enter_own_network
+from pdtool.emulate.pretend_cluster import PretendCluster
+from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
+from pdtool.errors import PdtoolError
+from pdtool.partition.planner import refresh
+from pdtool.process_memory import resident_bytes
+
+_CLUSTER = make_cluster((2, 2), (2e6, 2e7))
+
+
+def _can_emulate() -> bool:
+    """Whether this machine allows network namespaces, and can shape links in them."""
+    pid = os.fork()
+    if not pid:
+        try:
+            check_tools()
+            enter_own_network()
+            PretendCluster(_CLUSTER).make_bridges()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+namespaces = pytest.mark.skipif(
+    resident_bytes() is None or not _can_emulate(), reason="needs root or user namespaces, iproute2 and sch_tbf"
+)
+
+
+def net_and_plan(stages=(["x", "a0", "a1"], ["a2", "a3"]), workers=((0, 1, 2), (3,)), **settings):
+    """Four operators of 6 ms, 40 KB over each border, and a plan for two servers of two workers."""
+    net = chain([0.006] * 4, parameters=20_000, crossing=40_000)
+    plan = plan_of(net, stages, workers, _CLUSTER, **settings)
+    return net, refresh(plan, net)
+
+
+def loaded(path: Path):
+    """A generated file, imported."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    code = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code)
+    return code
+
+
+def test_what_sleeps_has_the_times_and_bytes_of_the_profile(tmp_path):
+    net, plan = net_and_plan()
+    written = write_sleeping_model(tmp_path, plan, net, Scaling(scale=4, slowdown=3), minibatches=10)
+    for s, nodes in enumerate(plan.stage_nodes(net)):
+        segments = loaded(tmp_path / f"stage_{s}.py").__dict__[f"Stage{s}"].SEGMENTS.values()
+        held = [net.by_name[name] for name in nodes]
+        for field in ("forward_s", "backward_s", "update_s"):
+            expected = 3 * sum(getattr(node, field) for node in held)
+            assert sum(getattr(segment, field) for segment in segments) == pytest.approx(expected)
+        assert 4 * sum(segment.floats for segment in segments) == pytest.approx(
+            sum(node.parameter_bytes for node in held) / 4, abs=4 * len(held)
+        )
+    [_, crossing] = written.bundle.tensors
+    assert (crossing.producer, crossing.consumers, crossing.gradient) == (0, (1,), True)
+    assert 4 * crossing.sizes(1)[1] == 40_000 / 4
+
+
+def test_a_skip_is_sent_to_every_stage_that_takes_it_and_tied_weights_stay_tied(tmp_path):
+    net = chain([0.006] * 3, parameters=20_000, crossing=40_000)
+    skipping = net.nodes[3].model_copy(update={"inputs": ("a0", "a1")})
+    shared = (SharedParameter(name="w", bytes=8_000, nodes=("a0", "a2")),)
+    fields = {name: getattr(net, name) for name in type(net).model_fields}
+    net = Profile(**fields | {"nodes": (*net.nodes[:3], skipping), "shared": shared})
+    plan = plan_of(net, [["x", "a0"], ["a1"], ["a2"]], [[0], [1], [2]], _CLUSTER)
+    written = write_sleeping_model(tmp_path, plan, net, Scaling(), minibatches=10)
+    assert [tensor.consumers for tensor in written.bundle.tensors] == [(0,), (1, 2), (2,)]
+    [tied] = written.bundle.tied
+    assert tied.stages == (0, 2)
+    model = loaded(tmp_path / "model.py").model()
+    first, last = (model.get_parameter(name) for name in tied.names)
+    assert first is last
+    assert first.nbytes == 8_000
+    assert sum(p.nbytes for p in model.parameters()) == 3 * 20_000 - 8_000
+
+
+def test_bandwidths_are_divided_by_what_bytes_and_times_are_scaled_with():
+    cluster = scaled_cluster(_CLUSTER, Scaling(scale=4, slowdown=2.5))
+    assert [level.bandwidth_bytes_per_s for level in cluster.levels] == [2e5, 2e6]
+
+
+def test_a_minibatch_is_slow_enough_to_be_emulated_and_the_cores_can_carry_the_bytes():
+    _, plan = net_and_plan()
+    scaling = choose_scaling([plan])
+    assert scaling.slowdown * plan.predicted.simulated_s >= 0.06
+    assert choose_scaling([plan], scale=7, slowdown=3) == Scaling(scale=7, slowdown=3)
+    heavy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 10**12})})
+    assert choose_scaling([heavy]).scale > 1000
+
+
+class TestCommand:
+    """`pdtool emulate` in a folder with a plan."""
+
+    @pytest.fixture(autouse=True)
+    def _files(self, folder, monkeypatch):
+        monkeypatch.chdir(folder.path)
+        self.net, plan = net_and_plan()
+        self.net.save("net.json")
+        plan = plan.model_copy(update={"digests": {"net.json": self.net.content_sha256}})
+        plan.save("net.yaml")
+
+    @namespaces
+    def test_a_plan_and_its_rival_are_emulated_and_can_be_shown(self, folder):
+        result = folder.pdtool("emulate", "net.yaml", "--slowdown", "2", "--minibatches", "24", "--json", "-o", "out")
+        emulation = Emulation.load("out/emulation.json")
+        assert json.loads(result.stdout)["plans"] == json.loads(emulation.dump())["plans"]
+        assert [(plan.name, plan.config) for plan in emulation.plans] == [("this plan", "3-1"), ("data-parallel", "4")]
+        own, rival = emulation.plans
+        assert own.bottleneck_s >= 0.006 * 2 / 3, "no sooner than its slowest stage"
+        # an activation and its gradient for each minibatch, and the gradients of stage 0 for every third
+        assert own.sent_bytes == pytest.approx(2 * 40_000 + 40_000 * 2 * 2 / 3, rel=0.05)
+        assert rival.sent_bytes == pytest.approx(2 * 3 * 80_000 / 4, rel=0.05)
+        assert "data-parallel" in folder.pdtool("show", "out").stdout
+
+    @namespaces
+    def test_links_hold_messages_up(self, folder):
+        """Activations of a minibatch take 20 times as long as its computation, over 20 times slower links."""
+        slow = make_cluster((2, 2), (1e5, 1e5))
+        plan = refresh(plan_of(self.net, [["x", "a0", "a1"], ["a2", "a3"]], [[0], [2]], slow), self.net)
+        plan.model_copy(update={"digests": {"net.json": self.net.content_sha256}}).save("net.yaml")
+        folder.pdtool(
+            "emulate",
+            "net.yaml",
+            "--scale",
+            "1",
+            "--slowdown",
+            "1",
+            "--minibatches",
+            "8",
+            "--against",
+            "none",
+            "-o",
+            "out",
+        )
+        [own] = Emulation.load("out/emulation.json").plans
+        assert own.bottleneck_s >= 0.9 * 40_000 / 1e5
+
+    @namespaces
+    def test_whatever_ends_it_nothing_is_left(self, folder):
+        """Killed at random moments: no process, no namespace and no link of it is there a second later."""
+        before = _networks(), _links()
+        chance = random.Random(0)
+        for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
+            command = [sys.executable, "-m", "pdtool", "emulate", "net.yaml", "--minibatches", "10000"]
+            process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            time.sleep(chance.uniform(3, 9))
+            process.send_signal(number)
+            assert process.wait(30) in (-number, 130)
+            deadline = time.monotonic() + 20
+            while _networks() != before[0] and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert (
+                _networks(),
+                subprocess.run(["ip", "-br", "link"], capture_output=True, check=True).stdout,
+            ) == before
+
+    @namespaces
+    def test_a_worker_that_dies_is_named(self, folder):
+        command = [sys.executable, "-m", "pdtool", "emulate", "net.yaml", "--minibatches", "10000", "-o", "out"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        trained = Path("out/this-plan/.workers/1.status")
+        deadline = time.monotonic() + 60
+        while b"of epoch" not in (trained.read_bytes() if trained.exists() else b"") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(int.from_bytes(trained.read_bytes()[:4], "little"), signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 5
+        assert re.search(r"error: rank 1 \(stage 0, replica 1\) was killed by SIGKILL", said)
+
+    def test_without_iproute2_it_says_so_and_what_to_do_instead(self, folder, monkeypatch):
+        monkeypatch.setenv("PATH", "")
+        said = folder.pdtool("emulate", "net.yaml", code=1).stderr
+        assert "needs ip and tc of iproute2" in said
+        assert "pdtool simulate" in said
+
+    def test_what_cannot_be_emulated_is_refused_at_once(self, folder):
+        def error(*arguments, code=2):
+            return folder.pdtool("emulate", "net.yaml", "-o", "out", *arguments, code=code).stderr
+
+        assert "the largest message between stages has 1" in error("--scale", "400")
+        assert "neither its bytes nor its times can be scaled" in error("--compute", "real", "--scale", "2")
+        assert "strategy 'gpype'" in error("--against", "gpype")
+        assert not Path("out").exists()
+        Path("out").mkdir()
+        Path("out/emulation.json").touch()
+        assert "out holds an emulation already" in error()
+
+    def test_more_workers_than_the_memory_holds_are_refused(self, folder, monkeypatch):
+        monkeypatch.setattr("pdtool.emulate.emulate_plans._WORKER_BYTES", 10**15)
+        said = folder.pdtool("emulate", "net.yaml", "-o", "out", code=1).stderr
+        assert "4 workers of 3-1 need about" in said
+
+
+def test_a_process_that_may_not_make_namespaces_is_told(monkeypatch):
+    monkeypatch.setattr("pdtool.emulate.namespaces._unshare", lambda flags: 1)
+    with pytest.raises(PdtoolError, match=r"which this process may not make .*start it as root.*pdtool simulate"):
+        enter_own_network()
+
+
+def _networks() -> set[str]:
+    """The network namespaces of all processes."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(os.readlink(path))
+        except OSError:
+            continue
+    return found
+
+
+def _links() -> bytes:
+    """The network interfaces of the machine."""
+    return subprocess.run(["ip", "-br", "link"], capture_output=True, check=True).stdout
