@@ -16,7 +16,7 @@ from pdtool.artifacts.cluster_file import ClusterFile, ClusterSpec, LevelMeasure
 from pdtool.artifacts.envelope import Artifact, ModelRef
 from pdtool.artifacts.plan import Plan, Predicted, Rival, Stage, Why
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
-from pdtool.artifacts.report import Measured, Report, StageReport
+from pdtool.artifacts.report import EmulatedPlan, Emulation, Measured, Report, StageReport
 
 MODEL = ModelRef(source="model.py", settings={"layers": 3, "wide": True, "rate": 0.5, "kind": "a b"})
 
@@ -203,7 +203,32 @@ def checkpoint_manifest() -> CheckpointManifest:
     return CheckpointManifest(epoch=3, seed=7, metrics={"loss": 0.5, "accuracy": 0.75}, files=files)
 
 
-ALL: tuple[Artifact, ...] = (profile(), cluster(), plan(), bundle(), report(), checkpoint_manifest())
+def emulation() -> Emulation:
+    """Of a plan and of data parallelism."""
+    own = EmulatedPlan(
+        name="this plan",
+        config="3-1",
+        schedule="1f1b",
+        workers=4,
+        minibatches=40,
+        bottleneck_s=4e-3,
+        throughput_samples_per_s=2000.0,
+        simulated_s=3.9e-3,
+        sent_bytes=10**6,
+    )
+    return Emulation(
+        plan="net-2x2",
+        batch_size=8,
+        cluster=plan().cluster,
+        compute="sleep",
+        scale=12,
+        slowdown=1.5,
+        cores=2,
+        plans=(own, own.model_copy(update={"name": "data-parallel", "config": "4", "bottleneck_s": 9e-3})),
+    )
+
+
+ALL: tuple[Artifact, ...] = (profile(), cluster(), plan(), bundle(), report(), emulation(), checkpoint_manifest())
 
 
 def sealed(content: dict[str, Any]) -> str:

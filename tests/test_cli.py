@@ -37,6 +37,7 @@ COMMANDS = (
     "probe",
     "partition",
     "simulate",
+    "emulate",
     "check",
     "codegen",
     "run",
@@ -73,7 +74,7 @@ def test_help_is_an_imperative_sentence_with_two_examples(folder, name):
     command = main.commands[name]
     sentence = command.help.split("\n\n")[0]
     assert sentence.endswith(".")
-    assert sentence.split()[0] in ("Measure", "Execute", "Compute", "Divide", "Write", "Train", "Print")
+    assert sentence.split()[0] in ("Measure", "Execute", "Compute", "Divide", "Write", "Train", "Run", "Print")
     text = folder.pdtool(name, "--help").output
     assert len(re.findall(rf"^ +pdtool {name}\b", text, re.MULTILINE)) == 2
     for option in command.params:
@@ -377,7 +378,14 @@ def test_show_finds_what_a_folder_holds(folder):
     samples.bundle().save("plans/a/bundle.yaml")
     assert "measured" in folder.pdtool("show", "runs/a").stdout
     assert "stage_0.py" in folder.pdtool("show", "plans/a").stdout
-    assert "holds none of report.json, bundle.yaml, checkpoint.json" in folder.pdtool("show", ".", code=3).stderr
+    samples.emulation().save("runs/b/emulation.json")
+    assert re.search(
+        r"data-parallel 3-1|data-parallel 4 .*2.25 ×", " ".join(folder.pdtool("show", "runs/b").stdout.split())
+    )
+    assert (
+        "holds none of report.json, emulation.json, bundle.yaml, checkpoint.json"
+        in folder.pdtool("show", ".", code=3).stderr
+    )
 
 
 def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(folder):

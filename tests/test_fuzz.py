@@ -132,6 +132,7 @@ def test_every_file_is_loaded_or_refused(kind, tmp_path, capsys):
 
 
 COMMANDS_OF = {
+    "emulation": [["show", "FILE"], ["show", "FILE", "--json"]],
     "profile": [
         ["show", "FILE"],
         ["show", "FILE", "--json"],
