@@ -195,6 +195,10 @@ def test_gpipe_has_fewer_stages_where_filling_and_draining_cost_more_than_they_b
     assert plan.predicted.simulated_s == pytest.approx(16 / 4)
     plan = planned(net, cluster, "gpipe")
     assert (len(plan.stages), plan.microbatches, plan.predicted.simulated_s) == (2, 4, pytest.approx(13 / 4))
+    rivals = {rival.plan: rival.why for rival in plan.why.rivals}
+    hidden = "faster by these formulas, which hide what the simulation shows"
+    assert rivals["GPipe (4 stages, 4 microbatches)"].endswith(hidden)
+    assert rivals["data parallelism (4)"].endswith("faster, but not what was asked for")
 
 
 # --- rivals -----------------------------------------------------------------------------------------------------------
@@ -265,6 +269,14 @@ def test_strategies_that_make_no_sense(folder, arguments, error):
 def test_a_model_in_one_piece_has_no_pipeline():
     with pytest.raises(NoPlanError, match="--strategy pipeline needs 2 stages, but the model can be cut into 1"):
         planned(chain([1.0]), make_cluster((2,), (FAST,)), "pipeline")
+
+
+def test_where_a_strategy_does_not_fit_another_one_may():
+    net = chain([1.0] * 4, parameters=1000)
+    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0, .* at least 8000 bytes, or use --strategy auto, or"):
+        planned(net, make_cluster((4,), (FAST,), memory_bytes=4000), "data-parallel")
+    with pytest.raises(NoPlanError, match="at least 2000 bytes, or smaller minibatches"):
+        planned(net, make_cluster((4,), (FAST,), memory_bytes=1000), "gpipe")
 
 
 def test_asynchronous_data_parallelism_that_does_not_fit_says_what_it_needs():

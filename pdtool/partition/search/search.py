@@ -83,8 +83,8 @@ class PlanSearch:
     profile: Profile
     cluster: Cluster
     options: SearchOptions
-    bound_s: float = np.inf
     _spaces: dict[int, SearchSpace] = field(default_factory=dict)
+    bound_s: float = np.inf
 
     def __post_init__(self) -> None:
         options = self.options

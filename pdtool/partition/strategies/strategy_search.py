@@ -50,6 +50,13 @@ def fastest_of_strategy(search: PlanSearch) -> list[Candidate]:
     return search.fastest_plans()
 
 
+def limits_of_strategy(search: PlanSearch) -> str:
+    """Return what was left out of the search for the strategy's sake, in words; empty when nothing was."""
+    if search.options.strategy != "hybrid" or _searches_all_updates(search):
+        return ""
+    return "not every number of minibatches in an update was searched"
+
+
 def _time_s(plan: Candidate) -> float:
     return plan.time_per_minibatch_s
 
@@ -98,11 +105,15 @@ def _of_each_update(search: PlanSearch) -> Iterator[Candidate]:
     workers, best_s = search.workers, math.inf
     for microbatches in reversed(range(2, workers)):
         is_usual = workers % microbatches == 0 or workers % (workers - microbatches) == 0
-        if is_usual or workers <= _MAX_WORKERS_WITH_ALL_MINIBATCHES:
+        if is_usual or _searches_all_updates(search):
             options = replace(search.options, microbatches=microbatches)
             for plan in replace(search, options=options, bound_s=best_s).fastest_plans()[:1]:
                 best_s = min(best_s, plan.time_per_minibatch_s)
                 yield plan
+
+
+def _searches_all_updates(search: PlanSearch) -> bool:
+    return search.workers <= _MAX_WORKERS_WITH_ALL_MINIBATCHES
 
 
 def _asynchronous(search: PlanSearch) -> Candidate:
