@@ -215,6 +215,9 @@ def test_rivals_take_as_many_samples_in_an_update():
     assert samples["hybrid"] == 8 * rivals["hybrid"].stages[0].replicas < 4 * 8
     flushing = planned(net, cluster, "auto", schedule="1f1b-flush", microbatches=6)
     assert rival_plans(net, cluster, flushing, ["gpipe"])["gpipe"].microbatches == 6
+    short = chain([1.0] * 2)
+    rivals = rival_plans(short, cluster, planned(short, cluster, "auto"), ["straight", "gpipe"])
+    assert [(rival.config, rival.microbatches) for rival in rivals.values()] == [("1-1", 1), ("1-1", 4)]
 
 
 def test_a_rival_that_does_not_fit_is_planned_all_the_same():

@@ -62,8 +62,9 @@ def samples_per_update(placement: Placement, profile: Profile) -> int:
 def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Plan:
     if name not in RIVALS:
         raise UsageError(f"strategy {name!r} cannot be compared with", f"choose of {', '.join(RIVALS)}")
-    flushes = not is_asynchronous(plan.schedule)
-    microbatches = plan.microbatches if name == "gpipe" and flushes else None
+    microbatches = None
+    if name == "gpipe":
+        microbatches = cluster.workers if is_asynchronous(plan.schedule) else plan.microbatches
     workers = _max_straight_workers(profile, cluster) if STRATEGIES[name].is_straight else None
     options = strategy_options(name, cluster, microbatches=microbatches, workers=workers)
     try:
