@@ -37,6 +37,7 @@ from pdtool.partition.plan_check import check_plan
 from pdtool.partition.planner import make_plan, refresh
 from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob
+from pdtool.schedule import RIVALS
 
 INPUTS = int(os.environ.get("PDTOOL_FUZZ_INPUTS", "500"))
 COMMANDS = int(os.environ.get("PDTOOL_FUZZ_COMMANDS", "30"))
@@ -114,7 +115,7 @@ def _check(plan: Plan) -> None:
 def _simulate(plan: Plan) -> None:
     plan.check_schedule()
     placement, cluster = Placement.of(refresh(plan, PROFILE), PROFILE), plan.cluster.cluster()
-    compare(PROFILE, cluster, placement, simulate(SimulationJob.of(placement, PROFILE, cluster)))
+    compare(PROFILE, plan, RIVALS, placement, simulate(SimulationJob.of(placement, PROFILE, cluster)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,7 +34,7 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
     if pipeline:
         stages, workers = pipeline.placement.stages, pipeline.placement.workers
         depth = len(stages)
-        gpipe = ExecutionConfig.of_schedule("gpipe", search.workers)
+        gpipe = ExecutionConfig.of_schedule("gpipe", search.workers, strategy="gpipe")
         in_turns = ExecutionConfig(strategy="model-parallel")
         yield f"straight pipeline ({depth} stages)", pipeline
         label = f"GPipe ({depth} stages, {gpipe.microbatches} microbatches)"
@@ -88,7 +88,9 @@ def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> st
     options, faster = search.options, f"{format_seconds(gain_s)} faster"
     stages, max_stages = len(rival.placement.stages), options.max_stages or len(rival.placement.stages)
     is_other_schedule = rival.placement.execution.schedule != chosen.placement.execution.schedule
-    is_other_strategy = options.straight or not STRATEGIES[options.strategy].is_selected
+    is_other_strategy = options.straight
+    if not STRATEGIES[options.strategy].is_selected:
+        is_other_strategy = rival.placement.execution.strategy != options.strategy
     if is_other_strategy or is_other_schedule or not options.min_stages <= stages <= max_stages:
         return f"{faster}, but not what was asked for"
     if gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE:

@@ -1,21 +1,22 @@
-"""A plan beside the plans that everyone asks about, all simulated; and over a range of bandwidths."""
+"""A plan beside its rivals, all simulated; and beside data parallelism over a range of bandwidths."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
-from pdtool.partition.baselines import DATA_PARALLEL, ONE_WORKER, baselines
-from pdtool.partition.in_flight import wanted_in_flight
-from pdtool.partition.placement import ExecutionConfig, Placement
-from pdtool.partition.search.search import PlanSearch, SearchOptions
+from pdtool.errors import NoPlanError, UsageError
+from pdtool.partition.placement import Placement
 from pdtool.partition.simulator.engine import simulate, simulated_time_s
 from pdtool.partition.simulator.job import MAX_ACTIONS, SimulationJob, action_count
 from pdtool.partition.simulator.result import SimulationResult
+from pdtool.partition.strategies.rival_plans import rival_plans, samples_per_update
+from pdtool.schedule import STRATEGIES
 
 THIS_PLAN = "this plan"
 
@@ -25,6 +26,7 @@ class ComparedPlan:
     """One plan, simulated in its steady state.
 
     Attributes:
+        samples_per_update: whose gradients an update averages, at the stage where these are most.
         memory_bytes: on the worker that needs most.
         sent_bytes: by all workers together for one minibatch.
         fits: whether the memory of a device is enough.
@@ -34,6 +36,7 @@ class ComparedPlan:
     config: str
     time_per_minibatch_s: float
     throughput_samples_per_s: float
+    samples_per_update: int
     memory_bytes: int
     sent_bytes: float
     fits: bool
@@ -41,45 +44,61 @@ class ComparedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Plans beside each other; `left_out` names those that would take too long to simulate."""
+    """Plans beside each other; `left_out` says which rivals there are no figures of, and why."""
 
     plans: tuple[ComparedPlan, ...]
     left_out: tuple[str, ...]
 
 
-def compare(profile: Profile, cluster: Cluster, placement: Placement, result: SimulationResult) -> Comparison:
-    """Compare a placement with data parallelism, the straight pipeline, GPipe and model parallelism, each where there
-    is one.
+def compare(
+    profile: Profile, plan: Plan, strategies: Sequence[str], placement: Placement, result: SimulationResult
+) -> Comparison:
+    """Compare a plan with its rivals (strategies.rival_plans), at the samples per update that are said there.
 
     Args:
-        result: the placement's own simulation, with as many minibatches as its steady state takes.
+        strategies: names of the rivals.
+        placement: how the plan is simulated, which may be under another schedule than its own.
+        result: of that, with as many minibatches as its steady state takes.
     """
-    named = list(_baseline_placements(profile, cluster))
-    small = {label: baseline for label, baseline in named if action_count(baseline) <= MAX_ACTIONS}
-    compared = [_compared(THIS_PLAN, placement, cluster, result)]
-    for label, baseline in small.items():
-        simulated = simulate(SimulationJob.of(baseline, profile, cluster))
-        compared.append(_compared(label, baseline, cluster, simulated))
-    return Comparison(plans=tuple(compared), left_out=tuple(label for label, _ in named if label not in small))
+    cluster = plan.cluster.cluster()
+    compared, left_out = [_compared(THIS_PLAN, placement, profile, cluster, result)], []
+    executed = plan.model_copy(
+        update={"schedule": placement.execution.schedule, "microbatches": placement.execution.microbatches}
+    )
+    for name in strategies:
+        label = STRATEGIES[name].label
+        try:
+            rival = rival_plans(profile, cluster, executed, [name])[name]
+        except (NoPlanError, UsageError) as error:
+            left_out.append(f"{label}: {error}")
+            continue
+        label = f"{label} ({_size(rival)})"
+        rival_placement = Placement.of(rival, profile)
+        if action_count(rival_placement) > MAX_ACTIONS:
+            left_out.append(f"{label}: too large to simulate here")
+            continue
+        simulated = simulate(SimulationJob.of(rival_placement, profile, cluster))
+        compared.append(_compared(label, rival_placement, profile, cluster, simulated))
+    return Comparison(plans=tuple(compared), left_out=tuple(left_out))
 
 
-def _baseline_placements(profile: Profile, cluster: Cluster) -> Iterator[tuple[str, Placement]]:
-    """Yield label and placement of each baseline but one worker, with the minibatches in flight that it wants."""
-    search = PlanSearch(profile, cluster, SearchOptions())
-    for label, baseline in baselines(search, ExecutionConfig()):
-        if set(baseline.placement.in_flight) != {1}:
-            baseline = wanted_in_flight(search.evaluator, baseline, search.options.simplest)
-        if label != ONE_WORKER:
-            yield label, baseline.placement
+def _size(plan: Plan) -> str:
+    """`16`, the workers of one stage; `6 stages, 16 microbatches`."""
+    if len(plan.stages) == 1:
+        return str(plan.workers)
+    return f"{len(plan.stages)} stages" + f", {plan.microbatches} microbatches" * (plan.schedule == "gpipe")
 
 
-def _compared(label: str, placement: Placement, cluster: Cluster, result: SimulationResult) -> ComparedPlan:
+def _compared(
+    label: str, placement: Placement, profile: Profile, cluster: Cluster, result: SimulationResult
+) -> ComparedPlan:
     memory_bytes = max(usage.memory_bytes for usage in result.workers)
     return ComparedPlan(
         label=label,
         config=placement.config,
         time_per_minibatch_s=result.time_per_minibatch_s,
         throughput_samples_per_s=result.throughput_samples_per_s,
+        samples_per_update=samples_per_update(placement, profile),
         memory_bytes=memory_bytes,
         sent_bytes=result.sent_bytes,
         fits=memory_bytes <= (cluster.memory_bytes or math.inf),
@@ -100,16 +119,16 @@ class SweepPoint:
         return self.data_parallel_s / self.time_per_minibatch_s
 
 
-def sweep(profile: Profile, cluster: Cluster, placement: Placement, bandwidths: Sequence[float]) -> list[SweepPoint]:
-    """Simulate the same placement, and data parallelism on all workers, at each bandwidth of the outermost level."""
-    data_parallel = next(p for label, p in _baseline_placements(profile, cluster) if label.startswith(DATA_PARALLEL))
+def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[SweepPoint]:
+    """Simulate the same stages, and data parallelism on all workers, at each bandwidth of the outermost level."""
+    cluster = plan.cluster.cluster()
+    data_parallel = rival_plans(profile, cluster, plan, ["data-parallel"])["data-parallel"]
+    placements = [Placement.of(each, profile) for each in (plan, data_parallel)]
     points = []
     for bandwidth in bandwidths:
         outer = replace(cluster.levels[0], bandwidth_bytes_per_s=bandwidth)
         changed = replace(cluster, levels=(outer, *cluster.levels[1:]))
-        own_s, other_s = (
-            simulated_time_s(SimulationJob.of(each, profile, changed)) for each in (placement, data_parallel)
-        )
+        own_s, other_s = (simulated_time_s(SimulationJob.of(each, profile, changed)) for each in placements)
         points.append(SweepPoint(bandwidth_bytes_per_s=bandwidth, time_per_minibatch_s=own_s, data_parallel_s=other_s))
     return points
 

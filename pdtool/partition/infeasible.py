@@ -8,6 +8,7 @@ from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError
 from pdtool.partition.cost.plan_cost import Candidate
 from pdtool.partition.search.search import PlanSearch
+from pdtool.schedule import STRATEGIES
 from pdtool.units import format_bytes
 
 _MAX_WORKERS = 64  # that are proposed
@@ -82,7 +83,12 @@ def _smallest_cluster(search: PlanSearch, enough: Cluster) -> Cluster:
 
 
 def _other_schedules(search: PlanSearch) -> str:
-    """Return another schedule that fits."""
+    """Return another schedule that fits, or for a strategy that has one only, whether another strategy does."""
+    if STRATEGIES[search.options.strategy].schedule:
+        anything = replace(
+            search.options, strategy="auto", schedule="1f1b", microbatches=1, straight=False, max_stages=None
+        )
+        return ", or use --strategy auto" if _is_possible(replace(search, options=anything)) else ""
     schedules = [("1f1b", 1), ("1f1b-flush", max(4, search.options.microbatches))]
     searched = {execution.schedule for execution in search.options.executions}
     for schedule, microbatches in schedules:

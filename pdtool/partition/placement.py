@@ -123,7 +123,7 @@ class Placement:
             return Plan.model_validate(
                 {
                     **vars(self.execution),
-                    "name": f"{profile.name[:_MAX_NAME]}-{cluster.topology}",
+                    "name": f"{profile.name[:_MAX_NAME]}-{cluster.topology}{self._name_suffix}",
                     "model": profile.model,
                     "profile": profile_path,
                     "digests": {**profile.digests, profile_path: profile.content_sha256},
@@ -132,6 +132,12 @@ class Placement:
                     "stages": stages,
                 }
             )
+
+    @property
+    def _name_suffix(self) -> str:
+        """`-gpipe` after the name of a plan that is made for comparison, so that it lies beside the planner's own."""
+        strategy = self.execution.strategy
+        return "" if STRATEGIES[strategy].is_selected else f"-{strategy}"
 
     @property
     def pipeline_depth(self) -> int:

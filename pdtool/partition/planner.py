@@ -20,8 +20,8 @@ from pdtool.partition.search.search import PlanSearch, SearchOptions
 from pdtool.partition.selection import select
 from pdtool.partition.simulated_schedules import SEARCHED_FOR, interleaved_placement
 from pdtool.partition.simulator.steady_state import steady_state_s
-from pdtool.partition.strategies.strategy_search import fastest_of_strategy, with_least_memory
-from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, STRATEGIES, default_shape
+from pdtool.partition.strategies.strategy_search import fastest_of_strategy, limits_of_strategy, with_least_memory
+from pdtool.schedule import POLICIES, RIVALS, SEARCHED_SCHEDULES, STRATEGIES, default_shape
 
 
 def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions | None = None) -> Plan:
@@ -47,7 +47,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     if not optima:
         raise explain_infeasible(search)
     if not STRATEGIES[options.strategy].is_selected:
-        return _by_formulas(search, profile_path, optima)
+        return _best_of_strategy(search, profile_path, optima)
     execution = replace(optima[0].placement.execution, copies=1)
     named = list(baselines(search, execution))
     alike = [plan for _, plan in named if plan.placement.execution == execution]
@@ -57,7 +57,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     return _finished(search, profile_path, selected.candidate, selected.simulated_s, optima, named)
 
 
-def _by_formulas(search: PlanSearch, profile_path: str, optima: list[Candidate]) -> Plan:
+def _best_of_strategy(search: PlanSearch, profile_path: str, optima: list[Candidate]) -> Plan:
     """The best plan of a strategy that others are compared with: the optimum by the formulas, or what is simulated
     faster among the `optima`, unless no margin is allowed."""
     options = search.options
@@ -65,7 +65,8 @@ def _by_formulas(search: PlanSearch, profile_path: str, optima: list[Candidate])
     if options.strategy == "model-parallel":
         candidates = [with_least_memory(search, optima[0])]
     chosen, simulated_s = _simulated_fastest(search, candidates)
-    named = list(baselines(search, ExecutionConfig()))
+    is_for_speed = options.strategy in RIVALS
+    named = list(baselines(search, ExecutionConfig())) if is_for_speed else []
     return _finished(search, profile_path, chosen, simulated_s, optima, named)
 
 
@@ -113,9 +114,9 @@ def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
     """(seconds per minibatch that no plan can beat, why that is so)."""
     options, workers = search.options, search.workers
     on = "1 worker" if workers == 1 else f"{workers} workers"
-    if search.limits:
+    if limits := "; ".join(filter(None, [search.limits, limits_of_strategy(search)])):
         work_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
-        return work_s / workers, f"{search.limits}; even so no plan beats {on} without a pause"
+        return work_s / workers, f"{limits}; even so no plan beats {on} without a pause"
     kind = "plan" if options.strategy == "auto" else f"plan of strategy {options.strategy}"
     if options.straight and STRATEGIES[options.strategy].is_selected:
         kind = "straight pipeline"

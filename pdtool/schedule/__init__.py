@@ -26,13 +26,14 @@ from pdtool.schedule.shape import (
 )
 from pdtool.schedule.stash_tracker import StashTracker
 from pdtool.schedule.steady_minibatches import steady_minibatches, steady_run
-from pdtool.schedule.strategies import STRATEGIES, Strategy
+from pdtool.schedule.strategies import RIVALS, STRATEGIES, Strategy
 from pdtool.schedule.timeline import timeline
 from pdtool.schedule.validate import check_executable, validate
 from pdtool.schedule.versions import POLICIES, ForwardVersions, forward_versions, is_asynchronous
 
 __all__ = [
     "POLICIES",
+    "RIVALS",
     "SCHEDULES",
     "SEARCHED_SCHEDULES",
     "STRATEGIES",

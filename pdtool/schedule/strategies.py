@@ -57,3 +57,4 @@ STRATEGIES = {
     ),
     "async-data-parallel": Strategy(label="asynchronous data parallelism", schedule="1f1b", is_searched=False),
 }
+RIVALS = tuple(name for name in STRATEGIES if name not in ("auto", "async-data-parallel"))  # that compare in speed

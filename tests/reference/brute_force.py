@@ -31,17 +31,28 @@ def fastest(
     evaluator: Evaluator, execution: ExecutionConfig, *, straight: bool = False, max_stages: int | None = None
 ) -> Candidate | None:
     """Return the fastest plan that fits in memory."""
+    plans = every_plan(evaluator, execution, straight=straight)
+    allowed = (plan for plan in plans if len(plan.placement.stages) <= (max_stages or len(plan.placement.stages)))
+    return min(allowed, key=lambda plan: plan.time_per_minibatch_s, default=None)
+
+
+def every_plan(
+    evaluator: Evaluator, execution: ExecutionConfig, *, straight: bool = False, depth: int | None = None
+) -> Iterator[Candidate]:
+    """Yield every plan that fits in memory.
+
+    Args:
+        straight: of one worker a stage.
+        depth: then, so many stages; None: as many as there are workers.
+    """
     cluster, profile = evaluator.cluster, evaluator.profile
-    best: Candidate | None = None
-    for layout in [Layout.whole(cluster)] if straight else layouts(cluster, cluster.workers):
+    for layout in [Layout.whole(cluster, depth)] if straight else layouts(cluster, cluster.workers):
         fewest = layout.workers if straight or evaluator.cost_model != "ours" else 1
         for workers in range(fewest, layout.workers + 1):
             for stages, replicas in divisions(profile, workers, straight):
                 plan = placed(evaluator, layout, stages, replicas, execution)
-                is_allowed = evaluator.fits(plan) and len(stages) <= (max_stages or len(stages))
-                if is_allowed and (best is None or plan.time_per_minibatch_s < best.time_per_minibatch_s):
-                    best = plan
-    return best
+                if evaluator.fits(plan):
+                    yield plan
 
 
 def placed(

@@ -11,7 +11,7 @@ from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note, show
 from pdtool.errors import UsageError
-from pdtool.schedule import SCHEDULES, is_asynchronous
+from pdtool.schedule import SCHEDULES, STRATEGIES
 
 if TYPE_CHECKING:
     from pdtool.cluster import Cluster
@@ -35,9 +35,14 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 @click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
 @click.option("--memory", metavar="SIZE", show_default="no limit", help="Of each device, as 16GB or 16GiB.")
 @options.count("--workers", help="Number of workers to use.", unset="all of the topology")
-@click.option("--straight", is_flag=True, help="Replicate no stage.")
-@options.schedule([*SCHEDULES, "auto"])
-@options.microbatches("4 with a flushing --schedule")
+@options.choice(
+    "--strategy",
+    choices=tuple(STRATEGIES),
+    help="The fastest plan of any kind (auto), or the best of one kind, to compare it with.",
+)
+@click.option("--straight", is_flag=True, help="The same as --strategy straight.")
+@options.schedule([*SCHEDULES, "auto"], unset="1f1b, or what --strategy has")
+@options.microbatches("4 with a flushing --schedule, as many as workers with --strategy gpipe")
 @options.count(
     "--chunks", help="Stages on each worker with --schedule interleaved.", default=2, within=click.IntRange(2, 100)
 )
@@ -66,18 +71,19 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(
-    profile: str | None, microbatches: int | None, output: str | None, as_json: bool, **settings: Any
+    profile: str | None, strategy: str, straight: bool, output: str | None, as_json: bool, **settings: Any
 ) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.console.plan_view import plan_view
     from pdtool.partition.planner import make_plan
-    from pdtool.partition.search.search import SearchOptions
+    from pdtool.partition.strategies.strategy_options import strategy_options
 
     path = options.candidate("profile", profile)
     cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency", "memory")))
-    flushes = settings["schedule"] != "auto" and not is_asynchronous(settings["schedule"])
-    search_options = SearchOptions(microbatches=microbatches or (4 if flushes else 1), **settings)
+    if straight and strategy not in ("auto", "straight"):
+        raise UsageError(f"--straight together with --strategy {strategy}", "give one of them")
+    search_options = strategy_options("straight" if straight else strategy, cluster, **settings)
     profiled = Profile.load(path, may_be_pipe=True)
     plan = make_plan(profiled, path, _leave_room(cluster, profiled.reserved_bytes), search_options)
     show(*plan_view(plan))

@@ -11,7 +11,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.terminal import show, status, write_stdout
 from pdtool.errors import UsageError
-from pdtool.schedule import SCHEDULES
+from pdtool.schedule import RIVALS, SCHEDULES
 
 _SWEEP_POINTS = 13
 
@@ -45,6 +45,13 @@ _SWEEP_POINTS = 13
     metavar="bandwidth=LOW..HIGH",
     help="Give the outermost level other bandwidths, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
 )
+@click.option(
+    "--against",
+    default="data-parallel,straight,gpipe,model-parallel",
+    callback=lambda ctx, parameter, text: _strategies(text),
+    metavar="STRATEGY,...",
+    help="Compare with the best plans of these strategies of `pdtool partition`; also hybrid and pipeline.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON on stdout.")
 def simulate(
     plan: str | None,
@@ -53,9 +60,14 @@ def simulate(
     trace: Path | None,
     svg: Path | None,
     sweep: str | None,
+    against: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Execute PLAN on a clock, beside data parallelism and others."""
+    """Execute PLAN on a clock, beside data parallelism and others.
+
+    An update of data parallelism takes a minibatch of every worker; one of GPipe as many samples, or what the plan
+    takes if that flushes, too.
+    """
     from pdtool.artifacts.chrome_trace import chrome_trace
     from pdtool.cli.console import simulation_view as views
     from pdtool.cli.console import svg as pictures
@@ -78,8 +90,8 @@ def simulate(
     with status("simulating"):
         result = execute(SimulationJob.of(placement, profile, cluster, minibatches))
         steady = execute(SimulationJob.of(placement, profile, cluster)) if minibatches else result
-        compared = compare(profile, cluster, placement, steady)
-        points = over_bandwidths(profile, cluster, as_planned, rates) if rates else []
+        compared = compare(profile, chosen, against, placement, steady)
+        points = over_bandwidths(profile, chosen, rates) if rates else []
     if as_json:
         write_stdout(json.dumps(views.as_data(chosen, name, result, compared, points), indent=1) + "\n")
     else:
@@ -94,6 +106,14 @@ def simulate(
         else:
             picture = pictures.timeline_svg(result, title)
         write_text(picture, svg)
+
+
+def _strategies(text: str) -> tuple[str, ...]:
+    """Read the names of the rivals; raises UsageError."""
+    names = tuple(dict.fromkeys(filter(None, text.split(","))))
+    if unknown := [name for name in names if name not in RIVALS]:
+        raise UsageError(f"--against {unknown[0]!r} is no strategy to compare with", f"choose of {', '.join(RIVALS)}")
+    return names
 
 
 def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:

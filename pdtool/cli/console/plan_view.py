@@ -22,7 +22,9 @@ def plan_view(plan: Plan) -> Lines:
     if plan.edited:
         yield "edited by hand since its predictions were computed; run and codegen compute them again"
     if predicted:
-        yield from _speed(plan.batch_size, predicted)
+        yield from _speed(plan, predicted)
+    if plan.strategy == "async-data-parallel":
+        yield _asynchronous_note(plan)
     if plan.why:
         yield f"bottleneck: {plan.why.bottleneck}"
         if plan.why.lower_bound_s is not None:
@@ -52,13 +54,30 @@ def _stage_figures(predicted: Predicted, s: int) -> list[str]:
     return [compute, allreduce, to_next, format_bytes(predicted.memory_bytes[s])]
 
 
-def _speed(batch_size: int, predicted: Predicted) -> Lines:
-    """Tell the time per minibatch by the formulas and by simulation; throughput and gain stand beside their source."""
+def _asynchronous_note(plan: Plan) -> str:
+    """Tell what a plan is for that computes the minibatches of many workers on one."""
+    count = plan.stages[0].in_flight
+    return (
+        f"for learning curves, not for speed: one worker computes the minibatches of {count} that update in turns, "
+        f"each gradient {count - 1} updates late"
+    )
+
+
+def _speed(plan: Plan, predicted: Predicted) -> Lines:
+    """Tell the time per minibatch by the formulas and by simulation; throughput and gain stand beside their source.
+
+    The gain of data parallelism itself, and of a plan that is not for speed, says nothing.
+    """
+    is_data_parallel = len(plan.stages) == 1 and plan.workers == plan.cluster.cluster().workers
     throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
     gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism"
+    if is_data_parallel:
+        gain = ", this is data parallelism"
+    elif plan.strategy == "async-data-parallel":
+        gain = ""
     simulated_s, both = predicted.simulated_s, predicted.data_parallel_s is not None
     by_formulas = f"{throughput if simulated_s is None else ''}{'' if both else gain}"
-    yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {batch_size}{by_formulas}"
+    yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {plan.batch_size}{by_formulas}"
     if simulated_s is not None:
         yield f"simulated: {format_seconds(simulated_s)} per minibatch{throughput}{gain if both else ''}"
 

@@ -52,17 +52,18 @@ def _compared_with_prediction(predicted: float | None, simulated: float) -> str:
 
 
 def comparison_view(comparison: Comparison) -> Lines:
-    """Compare the plan with the usual baselines in steady state, whatever number of minibatches was asked for."""
+    """Compare the plan with its rivals in steady state, whatever number of minibatches was asked for."""
     plan_row = next(row for row in comparison.plans if row.label == THIS_PLAN)
     rows = []
     for row in comparison.plans:
         speed, gain = f"{row.throughput_samples_per_s:.4g}", _gain(plan_row, row)
         memory = format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit")
-        rows.append([row.label, _shortened(row.config), speed, gain, memory, format_bytes(row.sent_bytes)])
-    columns = ("in steady state", "plan", "samples/s", "this plan's gain", "most memory", "sent per minibatch")
+        sent = format_bytes(row.sent_bytes)
+        rows.append([row.label, _shortened(row.config), speed, gain, row.samples_per_update, memory, sent])
+    columns = ("in steady state", "plan", "samples/s", "this plan's gain", "samples per update", "most memory", "sent")
     yield table(columns, rows, names=2)
-    for label in comparison.left_out:
-        yield f"{label}: too large to simulate here"
+    yield "samples per update: of the stage that takes most; sent: by all workers for one minibatch"
+    yield from comparison.left_out
 
 
 def _gain(plan: ComparedPlan, other: ComparedPlan) -> str:

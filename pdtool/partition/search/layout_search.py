@@ -89,8 +89,8 @@ class LayoutSearch:
         """The best of all `solutions`; without looking at each number of stages where nothing depends on it."""
         program = self.program
         unlimited = program.any_number_of_stages
-        if not self.model.drains and not self._counts_stages:
-            return Solution(program.best(unlimited), [unlimited])
+        if (self.straight or not self.model.drains) and not self._counts_stages:  # straight: a stage for each worker
+            return Solution(program.best(unlimited) * self.model.flush_factor(self.layout.workers), [unlimited])
         best = Solution(np.inf, [])
         for stages, solution in enumerate(self.solutions(), 1):
             best = min(best, solution, key=lambda entry: entry.time_per_minibatch_s)

@@ -74,12 +74,17 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """Everything that may be asked of one profile on one cluster; raises UsageError for options that make no sense."""
+    """Everything that may be asked of one profile on one cluster; raises UsageError for options that make no sense.
+
+    Attributes:
+        bound_s: plans that take longer per minibatch are not looked for.
+    """
 
     profile: Profile
     cluster: Cluster
     options: SearchOptions
     _spaces: dict[int, SearchSpace] = field(default_factory=dict)
+    bound_s: float = np.inf
 
     def __post_init__(self) -> None:
         options = self.options
@@ -245,7 +250,7 @@ class PlanSearch:
     @cached_property
     def _layout_searches(self) -> list[LayoutSearch]:
         """The search of each layout and schedule that has a plan within the margin of the fastest one."""
-        best_s = min((plan.time_per_minibatch_s for plan in self._data_parallel_plans), default=np.inf)
+        best_s = min([self.bound_s, *(plan.time_per_minibatch_s for plan in self._data_parallel_plans)])
         pairs = [(layout, execution) for layout in self.layouts for execution in self.options.executions]
         for layout, execution in pairs:  # the small ones first: their bounds spare most of the work on the large ones
             search = self.search_layout(layout, execution, best_s)

@@ -23,12 +23,13 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError, UsageError
+from pdtool.partition.placement import Placement
 from pdtool.partition.planner import make_plan, refresh
+from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY
+from pdtool.partition.search.search import PlanSearch, SearchOptions
 from pdtool.partition.stage_loads import tied_bytes
 from pdtool.partition.strategies.strategy_options import strategy_options
-from pdtool.schedule import STRATEGIES, is_asynchronous
-
-RIVALS = tuple(name for name in STRATEGIES if name not in ("auto", "async-data-parallel"))
+from pdtool.schedule import RIVALS, STRATEGIES, is_asynchronous
 
 
 def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[str]) -> dict[str, Plan]:
@@ -53,18 +54,19 @@ def fits(plan: Plan, cluster: Cluster) -> bool:
     return cluster.memory_bytes is None or needed <= cluster.memory_bytes
 
 
-def samples_per_update(plan: Plan, profile: Profile) -> int:
+def samples_per_update(placement: Placement, profile: Profile) -> int:
     """Return the samples whose gradients an update averages, at the stage where these are most."""
-    tied_stages = tuple(tied_bytes(profile, plan.stage_nodes(profile)))
-    return plan.batch_size * max(plan.shape(tied_stages).update_every)
+    return profile.batch_size * max(placement.shape(tied_bytes(profile, placement.stages)).update_every)
 
 
 def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Plan:
     if name not in RIVALS:
         raise UsageError(f"strategy {name!r} cannot be compared with", f"choose of {', '.join(RIVALS)}")
-    flushes = not is_asynchronous(plan.schedule)
-    microbatches = plan.microbatches if name == "gpipe" and flushes else None
-    options = strategy_options(name, cluster, microbatches=microbatches)
+    microbatches = None
+    if name == "gpipe":
+        microbatches = cluster.workers if is_asynchronous(plan.schedule) else plan.microbatches
+    workers = _max_straight_workers(profile, cluster) if STRATEGIES[name].is_straight else None
+    options = strategy_options(name, cluster, microbatches=microbatches, workers=workers)
     try:
         return make_plan(profile, plan.profile, cluster, options)
     except NoPlanError:
@@ -72,3 +74,9 @@ def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Pl
             raise
     unlimited = make_plan(profile, plan.profile, replace(cluster, memory_bytes=None), options)
     return refresh(unlimited.model_copy(update={"cluster": ClusterSpec.of(cluster)}), profile)
+
+
+def _max_straight_workers(profile: Profile, cluster: Cluster) -> int:
+    """Return on how many workers a pipeline without replicas can be."""
+    max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.cuts.max_stages
+    return min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)

@@ -51,6 +51,8 @@ def strategy_options(
         case _:
             default = 1 if chosen == "auto" or is_asynchronous(chosen) else _DEFAULT_MICROBATCHES
     straight = others.pop("straight", False) or strategy.is_straight
+    if not strategy.is_searched:
+        others["max_stages"] = 1
     return SearchOptions(
         strategy=name, schedule=chosen, microbatches=microbatches or default, straight=straight, **others
     )

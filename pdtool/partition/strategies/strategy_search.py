@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,14 +17,14 @@ from pdtool.units import format_bytes
 # time: they hide messages, which all stages of a pipeline that fills and drains wait for.
 _MAX_SLOWDOWN = 2.0
 _BISECTIONS = 12  # of the memory of a worker
-_MAX_WORKERS_WITH_ALL_MINIBATCHES = 16  # hybrid parallelism is searched with any number of minibatches up to here
+_MAX_WORKERS_WITH_ALL_MINIBATCHES = 8  # hybrid parallelism is searched with any number of minibatches up to here
 
 
 def fastest_of_strategy(search: PlanSearch) -> list[Candidate]:
     """Return plans of the strategy that was asked for, the fastest by the formulas first; none where none fits.
 
-    Of GPipe the best of each number of stages, of hybrid parallelism the best of each number of minibatches in an
-    update.
+    Of GPipe the best of each number of stages, of hybrid parallelism of each number of minibatches in an update, as far
+    as they may be the fastest.
 
     Raises:
         NoPlanError: the model cannot be cut into as many stages as the strategy has; or asynchronous data parallelism
@@ -43,11 +44,17 @@ def fastest_of_strategy(search: PlanSearch) -> list[Candidate]:
         case "async-data-parallel":
             return [_asynchronous(search)]
         case "hybrid":
-            optima = [plan for each in _hybrid_searches(search) for plan in each.fastest_plans()[:1]]
-            return sorted(optima, key=_time_s)
+            return sorted(_of_each_update(search), key=_time_s)
         case "gpipe":
             return sorted(_of_each_depth(search), key=_time_s)
     return search.fastest_plans()
+
+
+def limits_of_strategy(search: PlanSearch) -> str:
+    """Return what was left out of the search for the strategy's sake, in words; empty when nothing was."""
+    if search.options.strategy != "hybrid" or _searches_all_updates(search):
+        return ""
+    return "not every number of minibatches in an update was searched"
 
 
 def _time_s(plan: Candidate) -> float:
@@ -88,17 +95,25 @@ def with_least_memory(search: PlanSearch, fastest: Candidate) -> Candidate:
     return least
 
 
-def _hybrid_searches(search: PlanSearch) -> Iterator[PlanSearch]:
-    """Yield a search for each number of minibatches that an update may average: the replicas of the first stage.
+def _of_each_update(search: PlanSearch) -> Iterator[Candidate]:
+    """Yield the best hybrid plan of each number of minibatches that an update may average, the replicas of the first
+    stage, as far as it is within the margin of the best so far.
 
     On many workers not every number is searched, but those that divide them, and those that leave a divisor of them to
     the other stages.
     """
-    workers = search.workers
-    for microbatches in range(2, workers):
+    workers, best_s = search.workers, math.inf
+    for microbatches in reversed(range(2, workers)):
         is_usual = workers % microbatches == 0 or workers % (workers - microbatches) == 0
-        if is_usual or workers <= _MAX_WORKERS_WITH_ALL_MINIBATCHES:
-            yield replace(search, options=replace(search.options, microbatches=microbatches))
+        if is_usual or _searches_all_updates(search):
+            options = replace(search.options, microbatches=microbatches)
+            for plan in replace(search, options=options, bound_s=best_s).fastest_plans()[:1]:
+                best_s = min(best_s, plan.time_per_minibatch_s)
+                yield plan
+
+
+def _searches_all_updates(search: PlanSearch) -> bool:
+    return search.workers <= _MAX_WORKERS_WITH_ALL_MINIBATCHES
 
 
 def _asynchronous(search: PlanSearch) -> Candidate:

@@ -1,0 +1,378 @@
+"""Plans of every strategy: each obeys its definition, is the best of its kind, and trains as the definition says."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+from graphs import chain, random_cluster, random_profile
+from harness import CONV1, assert_same, batches, stage_of, weights
+from reference import replay
+from reference.brute_force import divisions, every_plan
+
+from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.plan import Plan
+from pdtool.cluster import make_cluster
+from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
+from pdtool.frontend.modelfile import ModelFile
+from pdtool.partition.cost.plan_cost import Evaluator
+from pdtool.partition.placement import ExecutionConfig, Placement
+from pdtool.partition.plan_check import check_plan
+from pdtool.partition.planner import make_plan, refresh, reschedule
+from pdtool.partition.strategies.rival_plans import fits, rival_plans, samples_per_update
+from pdtool.partition.strategies.strategy_options import strategy_options
+from pdtool.run.data import sample_order
+from pdtool.schedule import RIVALS, STRATEGIES, gradient_delays
+
+FAST = 1e9
+
+
+def planned(profile, cluster, strategy, **options):
+    """The plan of a strategy."""
+    return make_plan(profile, "p.json", cluster, strategy_options(strategy, cluster, **options))
+
+
+def is_of(strategy: str, plan: Plan) -> bool:
+    """The definitions once more, of pdtool/schedule/strategies.py."""
+    replicas = [stage.replicas for stage in plan.stages]
+    in_flight = [stage.in_flight for stage in plan.stages]
+    straight, flushes = max(replicas) == 1, plan.weights == "flush"
+    workers = plan.cluster.cluster().workers
+    return {
+        "auto": True,
+        "pipeline": len(replicas) > 1,
+        "straight": straight and len(replicas) == workers,
+        "data-parallel": replicas == [workers] and in_flight == [1] and not flushes,
+        "model-parallel": straight and len(replicas) > 1 and set(in_flight) == {1} and not flushes,
+        "gpipe": straight and len(replicas) > 1 and plan.schedule == "gpipe" and set(in_flight) == {plan.microbatches},
+        "hybrid": len(replicas) > 1 and flushes and plan.microbatches == replicas[0] > 1 and in_flight[0] == 1,
+        "async-data-parallel": replicas == [1] and in_flight == [workers] and not flushes,
+    }[strategy]
+
+
+# --- definitions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_plan_obeys_its_definition_and_all_that_it_says_is_true(strategy, tmp_path):
+    seen = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        profile, cluster = random_profile(rng, rng.randint(3, 6)), random_cluster(rng)
+        try:
+            plan = planned(profile, cluster, strategy, simplest=rng.choice([0.0, 0.03]))
+        except (NoPlanError, UsageError):
+            continue
+        seen += 1
+        assert (plan.strategy, is_of(strategy, plan)) == (strategy, True), f"seed {seed}"
+        plan.check()
+        assert [one.words for one in check_plan(plan, profile) if one.holds is False] == [], f"seed {seed}"
+        assert plan.predicted.simulated_s is not None
+        plan.save(tmp_path / "plan.yaml")
+        assert Plan.load(tmp_path / "plan.yaml") == plan
+    assert seen > 3
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "async-data-parallel"])
+def test_where_there_is_nothing_to_choose_nothing_is_claimed(strategy):
+    plan = planned(chain([1.0] * 4, parameters=10), make_cluster((4,), (FAST,)), strategy)
+    assert (plan.why.lower_bound_s, plan.why.proof) == (None, "")
+    assert {rival.why for rival in plan.why.rivals if "faster" in rival.why} <= {
+        f"{rival.why.partition(',')[0]}, but not what was asked for" for rival in plan.why.rivals
+    }
+
+
+def test_what_was_not_asked_for_is_no_reason_to_be_simple():
+    """Data parallelism is faster by far; of pipelines, it is only what was not asked for."""
+    net = chain([1.0] * 4, parameters=10)
+    for strategy in ("pipeline", "model-parallel", "hybrid"):
+        plan = planned(net, make_cluster((4,), (FAST,)), strategy)
+        rivals = {rival.plan: rival.why for rival in plan.why.rivals}
+        if "faster" in rivals["data parallelism (4)"]:
+            assert rivals["data parallelism (4)"].endswith("but not what was asked for")
+
+
+# --- the best of its kind ---------------------------------------------------------------------------------------------
+
+
+def hybrids(evaluator):
+    """Every plan of hybrid parallelism; a copy's first stage has its share of the replicas."""
+    for microbatches in range(2, evaluator.cluster.workers):
+        execution = ExecutionConfig.of_schedule("1f1b-flush", microbatches, strategy="hybrid")
+        for plan in every_plan(evaluator, execution):
+            if plan.placement.replicas[0] == microbatches:
+                yield plan
+
+
+def gpipes(evaluator):
+    """Every pipeline without replicas, with as many microbatches as there are workers."""
+    execution = ExecutionConfig.of_schedule("gpipe", evaluator.cluster.workers, strategy="gpipe")
+    for depth in range(2, evaluator.cluster.workers + 1):
+        yield from every_plan(evaluator, execution, straight=True, depth=depth)
+
+
+def splits(evaluator):
+    """Every split for model parallelism into as many stages as there are workers, or operators to cut between."""
+    workers = evaluator.cluster.workers
+    depths = [depth for depth in range(2, workers + 1) if any(divisions(evaluator.profile, depth, straight=True))]
+    execution = ExecutionConfig(strategy="model-parallel")
+    return every_plan(evaluator, execution, straight=True, depth=max(depths)) if depths else []
+
+
+def pipelines(evaluator):
+    """Every plan of 1F1B."""
+    return every_plan(evaluator, ExecutionConfig(strategy="pipeline"))
+
+
+KINDS = {"pipeline": pipelines, "gpipe": gpipes, "model-parallel": splits, "hybrid": hybrids}
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_it_is_the_fastest_of_all_plans_of_its_kind(strategy):
+    """By the formulas, without a margin, on 40 random graphs and clusters."""
+    outcomes = []
+    for seed in range(40):
+        rng = random.Random(1000 + seed)
+        profile, cluster = random_profile(rng, rng.randint(2, 5)), random_cluster(rng)
+        evaluator = Evaluator(profile, cluster)
+        if cluster.workers < STRATEGIES[strategy].min_workers:
+            continue
+        plans = (plan for plan in KINDS[strategy](evaluator) if len(plan.placement.stages) > 1)
+        optimum_s = min((plan.time_per_minibatch_s for plan in plans), default=None)
+        outcomes.append(optimum_s is not None)
+        if optimum_s is None:
+            with pytest.raises(NoPlanError):
+                planned(profile, cluster, strategy, simplest=0.0)
+        else:
+            plan = planned(profile, cluster, strategy, simplest=0.0)
+            assert plan.predicted.bottleneck_s == pytest.approx(optimum_s, rel=1e-9), f"seed {seed}"
+            assert plan.why.lower_bound_s == pytest.approx(optimum_s, rel=1e-9), f"seed {seed}"
+    assert set(outcomes) == {True, False}
+    assert sum(outcomes) >= 8
+
+
+def test_within_the_margin_model_parallelism_shares_the_memory():
+    """Of all splits that are at most the margin slower, none has less on its fullest worker."""
+    seen = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        profile, cluster = random_profile(rng, rng.randint(3, 6)), make_cluster((3,), (1e5,))
+        plans = list(splits(Evaluator(profile, cluster)))
+        if not plans:
+            continue
+        limit_s = min(plan.time_per_minibatch_s for plan in plans) * 1.1
+        least = min(max(plan.cost.memory_bytes) for plan in plans if plan.time_per_minibatch_s <= limit_s * (1 + 1e-9))
+        plan = planned(profile, cluster, "model-parallel", simplest=0.1)
+        assert plan.predicted.bottleneck_s <= limit_s * (1 + 1e-9), f"seed {seed}"
+        assert max(plan.predicted.memory_bytes) <= least * 1.01 + 1, f"seed {seed}"
+        seen += 1
+    assert seen > 5
+
+
+def test_stages_that_take_turns_take_the_sum():
+    """Three operators of 3 s and two messages of 1 s, each way: 13 s; two replicas share two minibatches."""
+    net = chain([3.0] * 3, crossing=100)
+    plan = planned(net, make_cluster((3,), (100.0,)), "model-parallel")
+    assert (plan.predicted.bottleneck_s, plan.predicted.simulated_s) == (pytest.approx(13), pytest.approx(13))
+    assert plan.why.bottleneck == "stages take turns, 9 s in all, and wait 4 s for messages"
+    plan = planned(chain([4.0, 2.0]), make_cluster((3,), (FAST,)), "hybrid")
+    assert (plan.config, plan.microbatches) == ("2-1", 2)
+    assert plan.predicted.bottleneck_s == pytest.approx(4 / 2 + 2)
+    assert 3 <= plan.predicted.simulated_s <= 4 + 1e-9, "what the one worker has done its successor begins"
+
+
+def test_gpipe_has_fewer_stages_where_filling_and_draining_cost_more_than_they_bring():
+    """Four operators of 1 s, four microbatches, messages of 1 s: by the formulas, which hide these, four stages take
+    4 + 3 s. With them, four messages one after the other on the way forward and as many on the way back, and two more
+    borders each way for the last: 16 s on four stages, 13 s on two."""
+    net, cluster = chain([1.0] * 4, crossing=100), make_cluster((4,), (100.0,))
+    plan = planned(net, cluster, "gpipe", simplest=0.0)
+    assert (len(plan.stages), plan.predicted.bottleneck_s) == (4, pytest.approx(7 / 4))
+    assert plan.predicted.simulated_s == pytest.approx(16 / 4)
+    plan = planned(net, cluster, "gpipe")
+    assert (len(plan.stages), plan.microbatches, plan.predicted.simulated_s) == (2, 4, pytest.approx(13 / 4))
+    rivals = {rival.plan: rival.why for rival in plan.why.rivals}
+    hidden = "faster by these formulas, which hide what the simulation shows"
+    assert rivals["GPipe (4 stages, 4 microbatches)"].endswith(hidden)
+    assert rivals["data parallelism (4)"].endswith("faster, but not what was asked for")
+
+
+# --- rivals -----------------------------------------------------------------------------------------------------------
+
+
+def test_rivals_take_as_many_samples_in_an_update():
+    """Minibatches of 8 on 4 workers."""
+    net, cluster = chain([1.0] * 8, parameters=100), make_cluster((4,), (1e5,))
+    rivals = rival_plans(net, cluster, planned(net, cluster, "straight"), RIVALS)
+    assert list(rivals) == list(RIVALS)
+    samples = {name: samples_per_update(Placement.of(plan, net), net) for name, plan in rivals.items()}
+    assert samples["data-parallel"] == samples["gpipe"] == 4 * 8
+    assert samples["straight"] == samples["model-parallel"] == 8
+    assert samples["hybrid"] == 8 * rivals["hybrid"].stages[0].replicas < 4 * 8
+    flushing = planned(net, cluster, "auto", schedule="1f1b-flush", microbatches=6)
+    assert rival_plans(net, cluster, flushing, ["gpipe"])["gpipe"].microbatches == 6
+    short = chain([1.0] * 2)
+    rivals = rival_plans(short, cluster, planned(short, cluster, "auto"), ["straight", "gpipe"])
+    assert [(rival.config, rival.microbatches) for rival in rivals.values()] == [("1-1", 1), ("1-1", 4)]
+
+
+def test_a_rival_that_does_not_fit_is_planned_all_the_same():
+    net, cluster = chain([1.0] * 4, parameters=1000), make_cluster((4,), (1e5,), memory_bytes=4500)
+    plan = planned(net, cluster, "model-parallel")
+    rivals = rival_plans(net, cluster, plan, ["data-parallel", "model-parallel"])
+    assert {name: fits(rival, cluster) for name, rival in rivals.items()} == {
+        "data-parallel": False,
+        "model-parallel": True,
+    }
+    assert rivals["data-parallel"].cluster.memory_bytes == 4500
+    with pytest.raises(UsageError, match="strategy 'auto' cannot be compared with; choose of pipeline, straight"):
+        rival_plans(net, cluster, plan, ["auto"])
+
+
+def test_the_gain_of_a_flushing_plan_is_over_workers_that_are_all_busy():
+    """Two microbatches on four workers would leave two of data parallelism idle."""
+    net = chain([1.0] * 4, parameters=10)
+    plan = planned(net, make_cluster((4,), (FAST,)), "auto", schedule="gpipe", microbatches=2, straight=True)
+    assert plan.predicted.data_parallel_s == pytest.approx(1.0, rel=1e-3)
+
+
+def test_simulate_shows_samples_and_memory_of_each_rival(folder):
+    chain([0.3, 0.3, 0.2, 0.1], parameters=1000, crossing=50).save("profiles/net.json")
+    folder.pdtool("partition", "--topology", "3", "--bandwidth", "1kB/s", "--memory", "7kB", "--straight")
+    text = folder.pdtool("simulate", "--against", "data-parallel,gpipe,hybrid").stdout
+    rows = dict(re.findall(r"^(\S[\w -]*?)(?: \(.*?\))?  .*?(\d+) +[\d.]+ kB", text, re.MULTILINE))
+    assert rows == {"this plan": "8", "data parallelism": "24", "GPipe": "24", "hybrid parallelism": "16"}
+    assert re.search(r"^data parallelism \(3\) .* 8.1 kB: does not fit", text, re.MULTILINE)
+    errors = folder.pdtool("simulate", "--against", "gpipe,fsdp", code=2).stderr
+    assert "--against 'fsdp' is no strategy to compare with; choose of pipeline, straight, data-parallel" in errors
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--strategy", "gpipe", "--schedule", "1f1b"], "--strategy gpipe with --schedule 1f1b; leave --schedule out"),
+        (["--strategy", "hybrid", "--microbatches", "4"], "--strategy hybrid with --microbatches 4; leave --micro"),
+        (["--strategy", "gpipe", "--cost", "pipedream"], "--strategy gpipe with --cost pipedream; leave --cost out"),
+        (["--strategy", "hybrid", "--workers", "2"], "--strategy hybrid on 2 worker(s); give 3 or more, or another"),
+        (["--strategy", "pipeline", "--straight"], "--straight together with --strategy pipeline; give one of them"),
+    ],
+)
+def test_strategies_that_make_no_sense(folder, arguments, error):
+    chain([1.0] * 4).save("net.json")
+    assert error in folder.pdtool("partition", "net.json", "--topology", "4", *arguments, code=2).stderr
+
+
+def test_a_model_in_one_piece_has_no_pipeline():
+    with pytest.raises(NoPlanError, match="--strategy pipeline needs 2 stages, but the model can be cut into 1"):
+        planned(chain([1.0]), make_cluster((2,), (FAST,)), "pipeline")
+
+
+def test_where_a_strategy_does_not_fit_another_one_may():
+    net = chain([1.0] * 4, parameters=1000)
+    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0, .* at least 8000 bytes.*, or use --strategy auto, or"):
+        planned(net, make_cluster((4,), (FAST,), memory_bytes=4000), "data-parallel")
+    with pytest.raises(NoPlanError, match="at least 2000 bytes.*, or smaller minibatches"):
+        planned(net, make_cluster((4,), (FAST,), memory_bytes=1000), "gpipe")
+
+
+def test_asynchronous_data_parallelism_that_does_not_fit_says_what_it_needs():
+    with pytest.raises(NoPlanError, match=r"of 4 workers does not fit: one worker .* needs 5 kB, it has 4 kB; give fe"):
+        planned(chain([1.0], parameters=1000), make_cluster((4,), (FAST,), memory_bytes=4000), "async-data-parallel")
+
+
+def test_a_plan_without_pipelining_stays_one():
+    """An edit by hand that gives it a pipeline says so in `strategy`; `run --schedule` makes no other plan of it."""
+    net = chain([1.0] * 4)
+    for strategy in ("model-parallel", "hybrid", "async-data-parallel"):
+        plan = planned(net, make_cluster((4,), (FAST,)), strategy)
+        more = plan.model_copy(update={"schedule": "gpipe", "weights": "flush", "microbatches": 7})
+        with pytest.raises(FieldError, match=f"{strategy}: it has .*; write auto for a plan of your own"):
+            more.check()
+        more.model_copy(update={"strategy": "auto"}).check()
+        with pytest.raises(UsageError, match=f"a plan of strategy {strategy} is run as it is; for another schedule"):
+            reschedule(plan, net, {"weights": "none"})
+    straight = planned(net, make_cluster((4,), (FAST,)), "straight")
+    assert reschedule(straight, net, {"weights": "none"}).strategy == "auto"
+    assert refresh(straight, net).strategy == "straight"
+
+
+def test_plans_of_before_there_were_strategies_are_not_taken_for_edited(tmp_path):
+    plan = planned(chain([1.0] * 4), make_cluster((2,), (FAST,)), "auto")
+    plan.save(tmp_path / "plan.yaml")
+    text = (tmp_path / "plan.yaml").read_text()
+    (tmp_path / "plan.yaml").write_text(text.replace("strategy: auto\n", ""))
+    assert not Plan.load(tmp_path / "plan.yaml").edited
+    (tmp_path / "plan.yaml").write_text(text.replace("strategy: auto\n", "strategy: fsdp\n"))
+    with pytest.raises(ArtifactError, match="strategy"):
+        Plan.load(tmp_path / "plan.yaml")
+
+
+# --- what they train --------------------------------------------------------------------------------------------------
+
+
+def of_one_process(file: ModelFile, plan: Plan, epochs: int) -> dict[str, torch.Tensor]:
+    """What the unsplit model is trained to on the same minibatches."""
+    data = file.dataset("train")
+    orders = [sample_order(0, epoch, len(data)) for epoch in range(1, epochs + 1)]
+    size = plan.batch_size
+    parts = [[order[i : i + size] for i in range(0, len(order), size)] for order in orders]
+    x, y = data.tensors
+    rounds = [[(x[part], y[part]) for part in epoch] for epoch in parts]
+    torch.manual_seed(0)
+    if plan.strategy == "async-data-parallel":
+        late = replay.Pipeline([1], [stage.in_flight for stage in plan.stages], [1])
+        return replay.asynchronous(file.build(0), lambda name: 0, rounds, file.loss, file.optimizer, late)
+    every = max(plan.shape().update_every)
+    return replay.synchronous(file.build(0), rounds, file.loss, file.optimizer, every)
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "model-parallel", "gpipe", "hybrid", "async-data-parallel"])
+def test_it_goes_the_whole_road_and_trains_as_one_process_does(road, strategy):
+    """Law 2; asynchronous data parallelism as its own replay. Six minibatches of 8 in each of two epochs."""
+    road.pdtool("partition", "--topology", "3", "--bandwidth", "1GB/s", "--strategy", strategy, "-o", "plans/p.yaml")
+    plan = Plan.load("plans/p.yaml")
+    assert is_of(strategy, plan)
+    assert "strategy" not in road.pdtool("check", "plans/p.yaml").stderr
+    road.pdtool("simulate", "plans/p.yaml", "--against", "")
+    road.pdtool("run", "plans/p.yaml", "--epochs", "2", "-o", "runs/p")
+    road.pdtool("export", "runs/p", "-o", "model.pt")
+    file = ModelFile.load(ModelRef(source="model.py"), trusted=True)
+    assert_same(torch.load("model.pt"), of_one_process(file, plan, 2))
+    shown = road.pdtool("show", "plans/p.yaml").stdout
+    assert ("for learning curves, not for speed" in shown) == (strategy == "async-data-parallel")
+    assert ("× data parallelism" in shown) == (strategy in ("model-parallel", "gpipe", "hybrid"))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_gradients_of_asynchronous_data_parallelism_are_one_update_late_for_each_other_worker(
+    tmp_path: Path, workers: int
+):
+    """w(t+1) = w(t) - lr grad f(w(t-N+1), minibatch t), written out here; the replay and the runtime agree with it."""
+    plan = planned(chain([1.0] * 2), make_cluster((workers,), (FAST,)), "async-data-parallel")
+    assert gradient_delays(plan.schedule, plan.shape()) == [workers - 1]
+    spec = harness.job(tmp_path, CONV1, (1,), in_flight=(workers,), optimizer="plain", batch_size=2)
+    file = ModelFile.load(spec.model, trusted=True)
+    model = file.build(spec.seed)
+    history = [{name: value.detach().clone() for name, value in model.named_parameters()}]
+    for t, (x, y) in enumerate(batches(spec)[0]):
+        late = {name: value.requires_grad_() for name, value in history[max(0, t - workers + 1)].items()}
+        gradients = torch.autograd.grad(
+            file.loss(torch.func.functional_call(model, late, (x,)), y), list(late.values())
+        )
+        newest = history[-1].items()
+        history.append({name: (w - 0.1 * g).detach() for (name, w), g in zip(newest, gradients, strict=True)})
+    outcomes = harness.run(spec)
+    assert_same(weights(outcomes), history[-1])
+    definition = replay.Pipeline([1], [workers], [1])
+    expected = replay.asynchronous(
+        file.build(spec.seed), stage_of(spec).__getitem__, batches(spec), file.loss, file.optimizer, definition
+    )
+    assert_same(expected, history[-1])
+    assert [outcome.peak_versions for outcome in outcomes] == [workers]
