@@ -11,7 +11,7 @@ import click
 
 from pdtool.errors import UsageError
 from pdtool.machines import parse_endpoint
-from pdtool.schedule import POLICIES
+from pdtool.schedule import POLICIES, RIVALS
 from pdtool.units import parse_seconds
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -113,6 +113,27 @@ def schedule(names: Sequence[str], *, unset: str = "") -> Decorator:
     help = "Order of work: 1f1b and 2bw never stop (old weights are kept); the others empty the pipeline to update"
     auto = "; auto takes the fastest, flushing ones only with --microbatches" if "auto" in names else ""
     return choice("--schedule", choices=names, help=f"{help}{auto}.", unset=unset)
+
+
+def against(default: str) -> Decorator:
+    """Define `--against`, the rivals of a plan."""
+    help = "Compare with the best plans of these strategies of `pdtool partition`"
+    others = " and ".join(name for name in RIVALS if name not in default.split(","))
+    return click.option(
+        "--against",
+        default=default,
+        callback=_rivals,
+        metavar="STRATEGY,...",
+        help=f"{help}; also {others}; '' is none.",
+    )
+
+
+def _rivals(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
+    """Split the names of strategies; raises UsageError for one that no plan is compared with."""
+    names = tuple(dict.fromkeys(filter(None, text.split(","))))
+    if unknown := [name for name in names if name not in RIVALS]:
+        raise UsageError(f"--against {unknown[0]!r} is no strategy to compare with", f"choose of {', '.join(RIVALS)}")
+    return names
 
 
 def microbatches(unset: str) -> Decorator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,30 +17,22 @@ from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Emulation, Report
     from pdtool.cli.inputs import Inputs
     from pdtool.emulate.emulate_plans import EmulationSettings
     from pdtool.emulate.sleeping_model import Scaling
     from pdtool.run.config import RunConfig
 
-_NO_RIVAL = "none"
 _FACTORS = click.FloatRange(1, 1e6)
 
 
 @click.command(
     epilog="\b\nExamples:\n  pdtool emulate plans/vgg16-4x4.yaml\n"
-    "  pdtool emulate plans/vgg16-4x4.yaml --against data-parallel --against gpipe"
+    "  pdtool emulate plans/vgg16-4x4.yaml --against data-parallel,gpipe"
 )
 @click.argument("plan", required=False)
 @options.output("Folder of the emulation.  [default: a new one, runs/PLAN-emulated, runs/PLAN-emulated.2, ...]")
-@click.option(
-    "--against",
-    multiple=True,
-    metavar="STRATEGY",
-    default=("data-parallel",),
-    help="Emulate a rival, too; none is none.  May be repeated.",
-)
+@options.against("data-parallel")
 @click.option(
     "--scale",
     type=_FACTORS,
@@ -84,12 +76,13 @@ def emulate(
     from pdtool.emulate.emulate_plans import EmulationSettings, choose_scaling, sleeping_config
     from pdtool.emulate.emulate_plans import emulate as on_pretend_cluster
     from pdtool.emulate.namespaces import check_tools
+    from pdtool.partition.strategies.rival_plans import rival_plans
     from pdtool.units import parse_seconds
 
     check_tools()
     path = options.candidate("plan", plan)
     chosen, profile = planned(path)
-    plans = {"this plan": chosen} | _rivals(chosen, profile, against)
+    plans = {"this plan": chosen} | rival_plans(profile, chosen.cluster.cluster(), chosen, against)
     folder = _folder(output, Path("runs") / f"{chosen.name}-emulated")
     scaling = _unscaled(scale, slowdown) if compute == "real" else choose_scaling(list(plans.values()), scale, slowdown)
     settings = EmulationSettings(scaling=scaling, minibatches=minibatches, timeout_s=parse_seconds(timeout))
@@ -120,14 +113,6 @@ def _folder(output: str | None, default: Path) -> Path:
     if (folder / "emulation.json").exists():
         raise UsageError(f"{folder} holds an emulation already", "name another folder with -o")
     return folder
-
-
-def _rivals(chosen: Plan, profile: Profile, names: Sequence[str]) -> dict[str, Plan]:
-    """Return the plans to emulate besides; raises UsageError for an unknown one."""
-    from pdtool.partition.strategies.rival_plans import rival_plans
-
-    asked = [name for name in dict.fromkeys(names) if name != _NO_RIVAL]
-    return rival_plans(profile, chosen.cluster.cluster(), chosen, asked)
 
 
 def _unscaled(scale: float | None, slowdown: float | None) -> Scaling:

@@ -11,7 +11,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.terminal import show, status, write_stdout
 from pdtool.errors import UsageError
-from pdtool.schedule import RIVALS, SCHEDULES
+from pdtool.schedule import SCHEDULES
 
 _SWEEP_POINTS = 13
 
@@ -45,13 +45,7 @@ _SWEEP_POINTS = 13
     metavar="bandwidth=LOW..HIGH",
     help="Give the outermost level other bandwidths, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
 )
-@click.option(
-    "--against",
-    default="data-parallel,straight,gpipe,model-parallel",
-    callback=lambda ctx, parameter, text: _strategies(text),
-    metavar="STRATEGY,...",
-    help="Compare with the best plans of these strategies of `pdtool partition`; also hybrid and pipeline.",
-)
+@options.against("data-parallel,straight,gpipe,model-parallel")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON on stdout.")
 def simulate(
     plan: str | None,
@@ -106,14 +100,6 @@ def simulate(
         else:
             picture = pictures.timeline_svg(result, title)
         write_text(picture, svg)
-
-
-def _strategies(text: str) -> tuple[str, ...]:
-    """Read the names of the rivals; raises UsageError."""
-    names = tuple(dict.fromkeys(filter(None, text.split(","))))
-    if unknown := [name for name in names if name not in RIVALS]:
-        raise UsageError(f"--against {unknown[0]!r} is no strategy to compare with", f"choose of {', '.join(RIVALS)}")
-    return names
 
 
 def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
