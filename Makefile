@@ -66,6 +66,13 @@ bench-planner: $(STAMP) ## measure the planner's time and its plans on large mod
 bench-runtime: $(STAMP) ## compare training speed with the machine's limit and with PyTorch's own ways (about twenty minutes)
 	$(BIN)/python tests/bench_runtime.py
 
+reproduce: $(STAMP) ## answer the claims of PipeDream by commands, and write docs/reproduction.md (root; goes on where it stopped)
+	$(BIN)/python tests/reproduce.py
+
+reproduce-quick: $(STAMP) ## a few cases of each claim, in minutes, into runs/reproduction/quick.md
+	mkdir -p runs/reproduction
+	$(BIN)/python tests/reproduce.py --quick -o runs/reproduction/quick.md
+
 bench-startup: $(STAMP) ## measure the memory of each worker of a GPT of 1.5 billion parameters at the start (several minutes)
 	$(BIN)/python tests/bench_startup.py
 

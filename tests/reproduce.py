@@ -1,0 +1,54 @@
+"""Answer the claims of PipeDream, each by commands of pdtool: `make reproduce`, which writes docs/reproduction.md.
+
+What was measured is kept in the folder of --keep; a reproduction that was stopped goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reproduction import prediction
+from reproduction.results import Results
+
+SECTIONS = {"prediction": prediction}
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> None:
+    """Measure what is missing, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="A few cases of each section, in five minutes.")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="Some of the sections.")
+    parser.add_argument("--keep", type=Path, default=ROOT / "runs" / "reproduction", metavar="FOLDER")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "reproduction.md", metavar="FILE")
+    arguments = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    results = Results(arguments.keep.resolve() / ("quick" if arguments.quick else "full"))
+    lines = list(head())
+    for name in arguments.only:
+        lines += SECTIONS[name].page(SECTIONS[name].measure(results, quick=arguments.quick))
+    arguments.output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    sys.stderr.write(f"wrote {arguments.output}\n")
+
+
+def head() -> Iterator[str]:
+    """What stands above all sections."""
+    commit = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
+    yield "# The claims of PipeDream, answered by commands\n"
+    yield (
+        f"Written by `make reproduce` at commit {commit.stdout.strip()} on {os.cpu_count()} cores. Profiles are estimated "
+        "(`pdtool profile --device v100`); emulated times are those of real worker processes that sleep the times of "
+        "the profile and send their messages over shaped links (`pdtool emulate`).\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

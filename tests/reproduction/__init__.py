@@ -1,0 +1,1 @@
+"""What `make reproduce` measures, and the page that it writes."""

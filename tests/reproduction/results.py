@@ -1,0 +1,78 @@
+"""Results that are kept, so that a reproduction goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Results:
+    """The figures of a reproduction, one file for each; and the commands that gave them.
+
+    Attributes:
+        folder: of the files, and in `work/` of profiles, plans and runs.
+    """
+
+    folder: Path
+    commands: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def work(self) -> Path:
+        """Where the commands are run."""
+        path = self.folder / "work"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return the figures of this name, measured now if no earlier reproduction did."""
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            sys.stderr.write(f"measuring {name}\n")
+            figures = measure()
+            path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def pdtool(self, *arguments: str) -> str:
+        """Run a command of pdtool in the work folder; return what it writes on stdout.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        command = [sys.executable, "-m", "pdtool", *arguments]
+        ended = subprocess.run(command, cwd=self.work, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            raise RuntimeError(f"pdtool {' '.join(arguments)}: exit code {ended.returncode}\n{ended.stderr}")
+        return ended.stdout
+
+    def profile(self, model: str, device: str, batch_size: int, *settings: str) -> str:
+        """Return the path of an estimated profile of a model of the zoo, made unless it is there."""
+        name = f"{model}-{device}-{batch_size}"
+        path = f"profiles/{name}.json"
+        if not (self.work / path).exists():
+            source = str(Path(__file__).parents[2] / "pdtool" / "zoo" / f"{model}.py")
+            options = [option for setting in settings for option in ("--set", setting)]
+            self.pdtool("profile", source, "--device", device, "--batch-size", str(batch_size), *options, "-o", path)
+        return path
+
+    def plan(self, profile: str, topology: str, bandwidth: str, strategy: str = "auto") -> str:
+        """Return the path of the best plan of a strategy, made unless it is there."""
+        speeds = bandwidth.replace("/s", "").replace(",", "-")
+        path = f"plans/{Path(profile).stem}-{topology}-{speeds}-{strategy}.yaml"
+        if not (self.work / path).exists():
+            cluster = ("--topology", topology, "--bandwidth", bandwidth)
+            self.pdtool("partition", profile, *cluster, "--strategy", strategy, "-o", path)
+        return path
+
+    def emulation(self, plan: str, against: str = "") -> dict[str, Any]:
+        """Return the emulation of a plan and its rivals."""
+        out = self.work / "runs" / Path(plan).stem
+        if not (out / "emulation.json").exists():
+            self.pdtool("emulate", plan, "--against", against, "-o", str(out))
+        content: dict[str, Any] = json.loads((out / "emulation.json").read_text(encoding="utf-8"))
+        return content
