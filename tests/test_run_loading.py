@@ -31,7 +31,8 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.data import DataPass, DatasetSplit, Minibatches, MinibatchLoader
+from pdtool.run.data import DataPass, DatasetSplit, Minibatches
+from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.loading.minibatch_source import MinibatchSource
 from pdtool.run.loading.worker_count import LoadingCost
 from pdtool.run.messages.stage_io import StageIO

@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from pdtool.errors import ModelError, PdtoolError, WorkerDiedError, describe_error
 from pdtool.machines import end_with_parent
-from pdtool.run.data import DataPass, MinibatchLoader, seed_generators
+from pdtool.run.data import DataPass, seed_generators
+from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.processes.out_of_memory import is_out_of_memory
 from pdtool.run.processes.worker_end import describe_end, exit_error
 from pdtool.units import format_seconds
@@ -58,12 +59,14 @@ class LoadTask:
         split: name of the split of the dataset.
         indices: of its samples.
         seed: of random augmentation.
+        stream_pass: see DataPass.
     """
 
     split: str
     minibatch: int
     indices: Sequence[int]
     seed: int
+    stream_pass: int | None
 
     def __str__(self) -> str:
         return f"minibatch {self.minibatch} of dataset({self.split!r})"
@@ -84,8 +87,9 @@ class LoadTasks:
         return map(self._task, self._minibatches)
 
     def _task(self, i: int) -> LoadTask:
-        assert self._data
-        return LoadTask(self._data.split_name, i, self._data.minibatches[i], self._data.seed(i))
+        data = self._data
+        assert data
+        return LoadTask(data.split_name, i, data.minibatches[i], data.seed(i), data.stream_pass)
 
 
 class MinibatchSource:
@@ -114,7 +118,7 @@ class MinibatchSource:
         self._dataset = _TaskDataset(loaders)
         self._loader: DataLoader[Any] | None = None
         if workers:
-            self._loader = DataLoader(
+            self._loader = _TaskLoader(
                 self._dataset,
                 batch_size=None,
                 sampler=self._tasks,
@@ -168,13 +172,13 @@ class MinibatchSource:
 
     def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:
         """Let the loader workers begin with the tasks; start them for the first pass."""
-        others = multiprocessing.active_children()
-        if not (self._processes and self._keeps_workers):
+        others = None if self._processes else multiprocessing.active_children()
+        if others is not None:
             gc.collect()  # what is garbage here may have threads, which a forked process lacks when it collects that
         iterator: Iterator[LoadedMinibatch | BaseException] = self._answer(
             partial(iter, loader), next(iter(self._tasks))
         )
-        if not (self._processes and self._keeps_workers):
+        if others is not None:
             self._processes = [process for process in multiprocessing.active_children() if process not in others]
         return iterator
 
@@ -238,6 +242,13 @@ def _interrupted_by_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
+class _TaskLoader(DataLoader[LoadedMinibatch | BaseException]):
+    """Loads tasks in loader workers."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of nothing: more workers than cores are there only where they were asked for, as for a slow network."""
+
+
 class _TaskDataset(Dataset[LoadedMinibatch | BaseException]):
     """Minibatches by their tasks; an error is returned, for DataLoader would lose what it is."""
 
@@ -248,7 +259,7 @@ class _TaskDataset(Dataset[LoadedMinibatch | BaseException]):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in loader workers: the order of a sum depends on it
         try:
-            inputs, target = self._loaders[task.split].load(task.indices, task.seed)
+            inputs, target = self._loaders[task.split].load(task.indices, task.seed, task.stream_pass)
             return [_detached(tensor) for tensor in inputs], [_detached(tensor) for tensor in target]
         except PdtoolError as error:
             return error if get_worker_info() is None else _portable(error)
