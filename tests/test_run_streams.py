@@ -19,6 +19,7 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.profile.instruments import measure_loading_s
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches, epochs_go_on, samples_in_epoch, stream_order
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.loading.minibatch_source import MinibatchSource
@@ -227,7 +228,8 @@ def test_a_validation_set_without_a_length_is_counted(tmp_path: Path) -> None:
     """Once, in the pass that every validation reads."""
     stream = loader(tmp_path, split="valid")
     assert stream.describe(60.0).samples == 23
-    assert len(stream._stream.read(0, range(23))) == 23
+    first, second = (stream._stream.read(0, range(23)) for _ in range(2))
+    assert [y for _, y in first] == [y for _, y in second]
 
 
 def test_an_endless_validation_set_needs_a_length(tmp_path: Path) -> None:
@@ -266,6 +268,18 @@ def test_an_error_in_a_stream_names_its_line_and_the_sample(tmp_path: Path) -> N
     broken = TEXT.replace("buffer.append(i)", "buffer.append(i + 0 // (i - 9))")
     with pytest.raises(ModelError, match=r"^user.py:13: dataset\('train'\), sample 6, raised ZeroDivisionError"):
         loader(tmp_path, broken).load(range(4, 8), 0)
+
+
+def test_examples_and_loading_times_come_from_the_beginning_of_a_stream(tmp_path: Path) -> None:
+    """A stream that ends before one minibatch has no loading time, and is no example of one."""
+    file = loader(tmp_path).file
+    inputs, target = file.example_batch(23)
+    assert inputs.shape == (23, 2)
+    assert len(set(target.tolist())) == 23
+    assert measure_loading_s(file, 23) is not None
+    assert measure_loading_s(file, 24) is None
+    with pytest.raises(ModelError, match="the training set has 23 samples, fewer than one minibatch of 24"):
+        file.example_batch(24)
 
 
 def test_a_sampler_cannot_choose_from_a_stream(tmp_path: Path) -> None:
