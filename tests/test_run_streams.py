@@ -23,6 +23,7 @@ from pdtool.profile.instruments import measure_loading_s
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches, epochs_go_on, samples_in_epoch, stream_order
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.loading.minibatch_source import MinibatchSource
+from pdtool.run.loading.worker_count import usable_workers
 
 SYNC = {"weights": "vertical-sync"}
 TRAINED, SIZE = 26, 4
@@ -198,6 +199,13 @@ def test_a_stream_with_set_epoch_is_told_the_pass(tmp_path: Path) -> None:
     wrong = TEXT.replace("epoch = None", "def set_epoch(self, epoch): 1 / 0")
     with pytest.raises(ModelError, match=r"^user.py:7: set_epoch\(0\) of dataset\('train'\) raised ZeroDivisionError"):
         loader(tmp_path, wrong).describe()
+
+
+def test_one_loader_worker_reads_a_stream(tmp_path: Path) -> None:
+    """Several would each read all of it."""
+    for asked, used in ((0, 0), (1, 1), (3, 1)):
+        workers, warning = usable_workers(asked, [loader(tmp_path)])
+        assert (workers, f"one loader worker of {asked} is used" in warning) == (used, asked > 1)
 
 
 # --- what an epoch is -------------------------------------------------------------------------------------------------

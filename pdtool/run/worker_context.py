@@ -26,6 +26,7 @@ from pdtool.run.last_minibatch import check_last_minibatch
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.loading.minibatch_source import MinibatchSource
 from pdtool.run.loading.sample_stream import VALIDATION_PASS
+from pdtool.run.loading.worker_count import usable_workers
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.messages.open_channels import Channels, open_channels
 from pdtool.run.messages.routes import describe_targets, list_edges, list_routes
@@ -141,32 +142,16 @@ class WorkerContext:
         return open_channels(routes, groups, config, in_flight, self.meter)
 
     def _minibatch_source(self) -> MinibatchSource:
+        workers, warning = usable_workers(self.config.loader_workers, self.loaders.values())
+        if warning and self.is_replica_0:
+            sys.stderr.write(f"warning: {warning}\n")
         return MinibatchSource(
             self.loaders,
-            self._usable_loader_workers(),
+            workers,
             timeout_s=self.config.timeout_s,
             pins_memory=self.device.type == "cuda",
             keeps_workers=not self.file.has("sampler"),
         )
-
-    def _usable_loader_workers(self) -> int:
-        """As many loader workers as are asked for, as far as the dataset can be read by several; else say why not."""
-        workers = self.config.loader_workers
-        opened = next((path for each in self.loaders.values() for path in each.open_files), "")
-        if workers and opened:
-            sys.stderr.write(
-                f"warning: dataset() keeps {opened} open, and loader workers would share the place where it is read: "
-                "minibatches are loaded in the training process; open files when a sample is asked for\n"
-            )
-            return 0
-        if workers > 1 and any(loader.is_stream for loader in self.loaders.values()):
-            if self.is_replica_0:
-                sys.stderr.write(
-                    f"warning: an IterableDataset is read by one process, in order: one loader worker of {workers} "
-                    "is used; one with __getitem__ would be loaded by all\n"
-                )
-            return 1
-        return workers
 
     def _equalize(self, modules: Mapping[int, nn.Module]) -> None:
         """Let replicas and tied copies begin alike; worker 0 says so where they did not."""
