@@ -329,6 +329,7 @@ def reports(draw: st.DrawFn) -> Report:
         update_s=_seconds,
         wait_s=_seconds,
         allreduce_s=_seconds,
+        data_s=_seconds,
         rest_s=_seconds,
         send_s=_seconds,
         sent_bytes=_bytes,

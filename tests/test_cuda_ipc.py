@@ -6,13 +6,16 @@ That CUDA shares memory and events between processes is for `make gpu-check` to 
 from __future__ import annotations
 
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,10 +23,12 @@ import torch
 from reference.simulated_device import Event, SimulatedDevice, Stream
 from test_nccl_rules import job, jobs
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.run.messages import cuda_ipc
+from pdtool.run.messages import cuda_ipc, cuda_ipc_setup
 from pdtool.run.messages.cuda_ipc import SPARE_SLOTS, CudaIpcReceiver, CudaIpcSender, DeviceMemory
+from pdtool.run.messages.cuda_ipc_setup import share_device_memory
 from pdtool.run.messages.open_channels import _device_layout
 from pdtool.run.messages.routes import Edge, Route, list_routes
 from pdtool.run.messages.slots import SlotLayout
@@ -221,3 +226,148 @@ def test_slots_of_a_gpu_suffice_for_every_schedule(schedule: str, replicas: Sequ
                 actions.popleft()
                 done += 1
         assert done, f"all wait: {[str(actions[0]) for actions in lists if actions]}"
+
+
+def test_a_slot_that_cannot_be_freed_is_told_at_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would only print an error at the end of a tensor."""
+
+    class Broken(Event):
+        def record(self, stream: Stream) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pair(0, monkeypatch, freed=Broken) as ends:
+        values = [torch.ones(BATCH, 3), torch.ones(BATCH, 3).bfloat16()]
+        ends.send(0, values)
+        ends.device.run()
+        ends.receive(0)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            ends.receive(1)
+
+
+# --- how memory comes to be shared ------------------------------------------------------------------------------------
+
+
+class SharedEvent:
+    """As torch.cuda.Event(interprocess=True): whoever opens its handle has the same event."""
+
+    by_handle: ClassVar[dict[bytes, SharedEvent]] = {}
+
+    def __init__(self, *, interprocess: bool) -> None:
+        assert interprocess
+        self.records, self.waits = 0, 0
+
+    def record(self) -> None:
+        self.records += 1
+
+    def wait(self) -> None:
+        assert self.records, "it is waited for before it was recorded"
+        self.waits += 1
+
+    def ipc_handle(self) -> bytes:
+        handle = str(len(self.by_handle)).encode()
+        self.by_handle[handle] = self
+        return handle
+
+    @classmethod
+    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> SharedEvent:
+        return cls.by_handle[handle]
+
+
+class Cuda:
+    """What two workers, threads here, ask CUDA for; `refused` is the name of what it refuses, at which worker."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refused: tuple[str, int] | None = None) -> None:
+        self._exported: list[Tensor] = []
+        self._refused, self._worker = refused, threading.local()
+        self._gathered: list[Any] = [None, None]
+        self._barrier = threading.Barrier(2, timeout=10)
+        monkeypatch.setattr(torch.cuda, "Event", SharedEvent)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(reductions, "reduce_tensor", self._export)
+        monkeypatch.setattr(reductions, "rebuild_cuda_tensor", self._map)
+        monkeypatch.setattr(cuda_ipc_setup, "all_gather", self._gather)
+
+    def share(self, routes: Sequence[Route]) -> list[tuple[set[int], dict[int, DeviceMemory]]]:
+        """Share memory of GPUs 0 and 1 among the workers of these numbers; raises what one of them raises."""
+        layouts = {route.number: SlotLayout.of(route, BATCH, DEPTH, SPARE_SLOTS) for route in routes}
+        connections: Any = {route.number: SimpleNamespace(connection=f"socket of {route.number}") for route in routes}
+
+        def worker(rank: int) -> tuple[set[int], dict[int, DeviceMemory]]:
+            self._worker.rank = rank
+            try:
+                device = torch.device("cpu", rank)
+                return share_device_memory(routes, connections, layouts, rank, None, device)
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(2) as pool:
+            return [future.result() for future in [pool.submit(worker, rank) for rank in range(2)]]
+
+    def _gather(self, value: Any, group: object, what: str) -> list[Any]:
+        self._gathered[self._worker.rank] = value
+        self._barrier.wait()
+        values = list(self._gathered)
+        self._barrier.wait()
+        return values
+
+    def _refuse(self, name: str, error: type[Exception] = RuntimeError) -> None:
+        if self._refused == (name, self._worker.rank):
+            raise error(f"CUDA error: {name} is not supported\nand more lines")
+
+    def _export(self, tensor: Tensor) -> tuple[object, tuple[Any, ...]]:
+        self._refuse("memory", torch.OutOfMemoryError)
+        self._refuse("export")
+        self._exported.append(tensor)
+        return None, (len(self._exported) - 1, 7)
+
+    def _map(self, handle: int, storage_device: int) -> Tensor:
+        self._refuse("map")
+        assert storage_device == self._worker.rank, "the number of the device is that of this process"
+        other = self._refused == ("same memory", self._worker.rank)
+        return torch.zeros_like(self._exported[handle]) if other else self._exported[handle]
+
+
+def two_ways() -> list[Route]:
+    """Route 0 from worker 0 to worker 1, and route 1 back."""
+    sent = edge(0, "a", "float32")
+    return list_routes([replace(sent, tensor=sent.tensor.model_copy(update={"gradient": True}))], [[0], [1]])
+
+
+def test_both_ends_of_a_route_come_to_the_same_memory_and_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = two_ways()
+    (agreed, first), (also_agreed, second) = Cuda(monkeypatch).share(routes)
+    assert agreed == also_agreed == {route.number for route in routes} == first.keys() == second.keys()
+    for number in agreed:
+        one, other = first[number], second[number]
+        assert one.memory.data_ptr() == other.memory.data_ptr()
+        assert one.connection == other.connection == f"socket of {number}"
+        assert one.memory.numel() == SlotLayout.of(routes[0], BATCH, DEPTH, SPARE_SLOTS).total_bytes
+        assert (one.written, one.freed) == (other.written, other.freed)
+        assert len(one.written) == len(one.freed) == DEPTH + SPARE_SLOTS
+        assert all(event.records for event in (*one.written, *one.freed)), "who waits for one at first does not wait"
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        (("export", 1), "CUDA error: export is not supported"),
+        (("map", 0), "CUDA error: map is not supported"),
+        (("same memory", 0), "one worker did not read what the other one wrote"),
+    ],
+)
+def test_what_cuda_refuses_is_said_once_and_no_end_shares_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: tuple[str, int], said: str
+) -> None:
+    """Route 0 is refused, when it is offered, accepted or checked; route 1 is not."""
+    for agreed, memory in Cuda(monkeypatch, refused).share(two_ways()):
+        assert agreed == memory.keys() == {1}
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: CUDA does not let workers share memory of their GPUs ({said}): they send each")
+    assert warning.count("\n") == 1
+
+
+def test_a_gpu_without_memory_for_the_slots_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run needs less memory, not another way."""
+    with pytest.raises(torch.OutOfMemoryError):
+        Cuda(monkeypatch, ("memory", 0)).share(two_ways())

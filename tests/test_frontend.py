@@ -160,8 +160,7 @@ DATA = (
     ("data", "what"),
     [
         ("[]", "dataset\\('train'\\) is empty"),
-        ("3", "returned int, not a map-style Dataset; return one with __len__ and __getitem__"),
-        ("Stream()", "returned Stream, not a map-style Dataset; return one with"),
+        ("3", "returned int, not a torch Dataset; return one with __len__ and __getitem__"),
         ("[1, 2, 3, 4]", "not a pair"),
         ("[(1, 2)]", "fewer than one minibatch of 4"),
     ],
@@ -305,7 +304,7 @@ def test_faulty_metrics_are_explained(returned, what, tmp_path):
             "from operator import attrgetter\ndataset = attrgetter('x')\n",
             r"^model.py: attrgetter\(\) raised .*has no attribute 'x'",
         ),
-        ("from builtins import id as dataset\n", r"^model.py: dataset\('train'\) returned int, not a map-style"),
+        ("from builtins import id as dataset\n", r"^model.py: dataset\('train'\) returned int, not a torch Dataset"),
     ],
 )
 def test_what_a_function_wrongly_returns_is_told_with_its_line(text, what, tmp_path):

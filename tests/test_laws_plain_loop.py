@@ -19,7 +19,7 @@ from test_laws_training import BW2, pipeline
 
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig
-from pdtool.run.data import MinibatchLoader
+from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.measure.metrics_log import read_metrics
 
 MAX_NORM = 0.3  # of gradients that have a norm of one or two

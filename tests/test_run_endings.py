@@ -21,8 +21,8 @@ from harness import faulty
 
 from pdtool.run import checkpoint
 from pdtool.run.config import RunConfig
-from pdtool.run.processes import semaphores
-from pdtool.run.processes.semaphores import remove_stale_semaphores
+from pdtool.run.processes import shared_memory_files
+from pdtool.run.processes.shared_memory_files import remove_stale_semaphores
 from pdtool.run.processes.status import read_pid
 
 SCRIPT = """
@@ -156,11 +156,11 @@ def test_nohup_is_respected_and_ctrl_z_suspends_the_workers(tmp_path: Path) -> N
 
 
 def test_semaphores_of_launchers_that_are_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(semaphores, "_FOLDER", tmp_path)
+    monkeypatch.setattr(shared_memory_files, "_FOLDER", tmp_path)
     namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
     with subprocess.Popen(["true"]) as gone:
         pass
-    own = f"{os.getpid()}-{semaphores._start_ticks(os.getpid())}"
+    own = f"{os.getpid()}-{shared_memory_files._start_ticks(os.getpid())}"
     kept = ["sem.mp-abc", "other", f"sem.pdtool-{namespace}-{own}-a", f"sem.pdtool-1-{gone.pid}-5-a", "sem.pdtool-x"]
     stale = [f"sem.pdtool-{namespace}-{gone.pid}-5-a", f"sem.pdtool-{namespace}-{os.getpid()}-5-a"]
     for name in (*kept, *stale):
@@ -170,10 +170,10 @@ def test_semaphores_of_launchers_that_are_gone_are_removed(tmp_path: Path, monke
 
 
 def test_counters_of_shared_tensors_end_with_their_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(semaphores, "_FOLDER", tmp_path)
+    monkeypatch.setattr(shared_memory_files, "_FOLDER", tmp_path)
     for name in ("torch_12_345_0", "torch_12_345_1", "torch_123_45_0", "torch_1_2_3"):
         (tmp_path / name).touch()
-    semaphores.remove_counters(12)
+    shared_memory_files.remove_counters(12)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["torch_123_45_0", "torch_1_2_3"]
 
 

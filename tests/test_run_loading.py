@@ -31,7 +31,8 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.data import DataPass, DatasetSplit, Minibatches, MinibatchLoader
+from pdtool.run.data import DataPass, DatasetSplit, Minibatches
+from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.loading.minibatch_source import MinibatchSource
 from pdtool.run.loading.worker_count import LoadingCost
 from pdtool.run.messages.stage_io import StageIO
@@ -266,6 +267,30 @@ def test_a_dataset_that_uses_cuda_is_told_to_load_in_the_training_process(tmp_pa
     )
     with source(tmp_path, 1, f'raise RuntimeError("{text}")') as minibatches, pytest.raises(ModelError, match=message):
         loaded(minibatches, one_pass(), range(1))
+
+
+def test_a_dataset_that_starts_processes_is_told_to_load_in_the_training_process(tmp_path: Path) -> None:
+    """multiprocessing lets a loader worker, which is daemonic, have none."""
+    statement = "import multiprocessing; multiprocessing.Process(target=print).start()"
+    message = r"sample 0, raised AssertionError: .*; let samples be made without other processes, or give --loader-work"
+    with source(tmp_path, 1, statement) as minibatches, pytest.raises(ModelError, match=message):
+        loaded(minibatches, one_pass(), range(1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_another_type_are_told_which_one_is_wanted(tmp_path: Path, workers: int) -> None:
+    message = r"inputs float64\[2, 2\]; the stages take float32\[2, 2\]; let x be float32, as by .to\(torch.float32\)$"
+    with (
+        source(tmp_path, workers, "return torch.ones(2).double(), i") as minibatches,
+        pytest.raises(ModelError, match=message),
+    ):
+        loaded(minibatches, one_pass(), range(1))
+
+
+def test_more_loader_workers_than_cores_are_nothing_to_warn_of(tmp_path: Path) -> None:
+    """They were asked for; torch's own warning is an error here."""
+    with source(tmp_path, (os.cpu_count() or 1) + 1) as minibatches:
+        assert len(loaded(minibatches, one_pass(), range(2))) == 2
 
 
 @pytest.mark.parametrize(

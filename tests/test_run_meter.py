@@ -75,6 +75,21 @@ def test_what_an_action_waits_for_is_not_its_own_time(clock: Told) -> None:
     assert lane(found) == [("wait", 2.0), ("1F0", 3.0), ("1U0", 1.0), ("wait", 4.0), ("1U0", 0.5)]
 
 
+def test_loading_is_neither_computation_nor_a_wait_for_a_worker(clock: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an action or between two, as where a minibatch is loaded ahead; nobody else is to blame for it."""
+    monkeypatch.setattr(meter, "wait_begins", lambda: pytest.fail("the status names a worker"))
+    found = WorkerMeter(CPU)
+    with found.action(FORWARD):
+        clock.now = 1.0
+        with found.loading:
+            clock.now = 4.0
+        clock.now = 6.0
+    with found.loading:
+        clock.now = 6.5
+    assert found.totals == TimeTotals(forward_s=3.0, data_s=3.5)
+    assert lane(found) == [("1F0", 1.0), ("data", 3.0), ("1F0", 2.0), ("data", 0.5)]
+
+
 def test_a_wait_within_a_wait_counts_once_and_one_between_actions_too(clock: Told) -> None:
     found = WorkerMeter(CPU)
     with found.waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,9 @@ def test_the_trace_of_a_run_has_the_lanes_and_names_of_its_simulation(traced: tu
         actions, messages, averages = [], [], []
         for made in (found, expected):
             mine = [e for e in made if e["pid"] == pid]
-            compute = [(e["cat"], e["name"]) for e in mine if lane_of(e) == "compute" and e["cat"] != "wait"]
+            compute = [
+                (e["cat"], e["name"]) for e in mine if lane_of(e) == "compute" and e["cat"] not in ("wait", "data")
+            ]
             actions.append([name for name, _ in groupby(compute)])
             messages.append(Counter((lane_of(e), e["cat"], e["name"]) for e in mine if e["cat"] in ("send", "receive")))
             averages.append({(e["cat"], e["name"]) for e in mine if lane_of(e) == "all-reduce"})
@@ -213,6 +216,35 @@ def test_the_report_compares_measured_with_simulated_time_where_the_plan_has_one
     ):
         changed = predicted.model_copy(update={"bottleneck_s": 2e-3, "simulated_s": simulated_s})
         assert line in list(report_view(report.model_copy(update={"predicted": changed})))
+
+
+def test_a_report_says_when_loading_slows_the_run() -> None:
+    """Where the first stage would else be no slower than another: its loading is no loss while it has to wait."""
+    report = samples.report()
+    first, second = report.stages
+    quick = first.model_copy(update={"data_s": 0.1e-3})
+    slow = first.model_copy(update={"data_s": 5e-3})
+    slower = second.model_copy(update={"busy_s": 9e-3})
+    said = [
+        [line for line in report_view(report.model_copy(update={"stages": stages})) if "loading slows" in str(line)]
+        for stages in ((quick, second), (slow, slower), (slow, second), (slow,))
+    ]
+    line = "loading slows this run: stage 0 spends 50% of its time on data; more --loader-workers load in the "
+    assert said[:2] == [[], []]
+    assert all(str(lines[0]).startswith(line) for lines in said[2:])
+
+
+def test_a_run_with_slow_samples_says_so(tmp_path: Path) -> None:
+    """Loaded in the training process, or by a loader worker that is waited for."""
+    sleeping = CONV2.model.replace("return self.x[i]", "import time; time.sleep(0.02); return self.x[i]")
+    for workers in (0, 1):
+        toy = replace(CONV2, model=sleeping)
+        report = launch(harness.job(tmp_path / str(workers), toy, device="cpu", loader_workers=workers, steps=3))
+        first, second = report.stages
+        assert first.data_s > 20e-3, "of 80 ms a minibatch"
+        assert second.data_s == 0.0
+        assert first.forward_s < first.data_s
+        assert any("loading slows this run" in str(line) for line in report_view(report))
 
 
 def test_seeds_differ_in_every_part() -> None:

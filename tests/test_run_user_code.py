@@ -10,7 +10,7 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.training_contract import looks_at_all_parameters
-from pdtool.run.data import MinibatchLoader
+from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.stage import PipelineStage
 from pdtool.run.weights.learning_rate import RunLength
 from pdtool.run.weights.optimizer import NamedOptimizer

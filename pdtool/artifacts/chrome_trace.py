@@ -14,8 +14,8 @@ class TraceEvent(NamedTuple):
 
     Attributes:
         track: one of TRACKS.
-        name, kind: `2F0` and `forward`, `wait` and `wait`, `for 2F0` and `send` (the action that takes the message),
-            `gradients` and `all-reduce`.
+        name, kind: `2F0` and `forward`, `wait` and `wait`, `data` and `data`, `for 2F0` and `send` (the action
+            that takes the message), `gradients` and `all-reduce`.
         start_s: on a clock that all workers share.
     """
 

@@ -17,14 +17,16 @@ Factor = Annotated[float, Field(ge=1, le=1e9, allow_inf_nan=False)]
 class StageReport(FrozenModel):
     """What one stage did, per minibatch of the whole pipeline, averaged over its replicas and the measured epochs.
 
-    busy_s + wait_s + allreduce_s + rest_s is the whole time of a minibatch. A worker cannot tell whether what it waits
-    for is under way or not computed yet, which a simulation calls communication and idle time: its waits are both.
+    busy_s + wait_s + allreduce_s + data_s + rest_s is the whole time of a minibatch. A worker cannot tell whether what
+    it waits for is under way or not computed yet, which a simulation calls communication and idle time: its waits are
+    both.
 
     Attributes:
         busy_s: seconds of forward, backward and update without waiting; handing over messages is part of it.
         forward_s, backward_s, update_s: the parts of busy_s, in seconds.
         wait_s: seconds blocked on messages from other stages, and at the end of an epoch on messages to them.
         allreduce_s: seconds blocked on gradients of other replicas, or of other stages with the same parameter.
+        data_s: seconds of loading minibatches, or of waiting for loader workers, at the first stage.
         rest_s: seconds between actions.
         send_s: seconds of handing over messages, a part of busy_s; 0 on a GPU, which computes meanwhile.
         sent_bytes: bytes sent to other workers.
@@ -42,6 +44,7 @@ class StageReport(FrozenModel):
     update_s: Seconds
     wait_s: Seconds
     allreduce_s: Seconds = 0.0
+    data_s: Seconds = 0.0
     rest_s: Seconds = 0.0
     send_s: Seconds = 0.0
     sent_bytes: Bytes
@@ -52,7 +55,7 @@ class StageReport(FrozenModel):
     @property
     def time_s(self) -> float:
         """The whole time of a minibatch, in seconds."""
-        return self.busy_s + self.wait_s + self.allreduce_s + self.rest_s
+        return self.busy_s + self.wait_s + self.allreduce_s + self.data_s + self.rest_s
 
 
 class Measured(FrozenModel):

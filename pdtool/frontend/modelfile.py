@@ -6,9 +6,10 @@ import inspect
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
 from pdtool.errors import FieldError, ModelError, StaleError, UsageError
@@ -26,7 +27,7 @@ from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_io import LEAVES, ModelInputs
 from pdtool.frontend.model_source import find_source, import_source, is_local
 from pdtool.frontend.training_contract import TrainingOptions, check_optimizer, takes_total
-from pdtool.frontend.user_code import collate, definition_line, error_at
+from pdtool.frontend.user_code import collate, definition_line, error_at, is_stream, read_samples, stream_samples
 
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 _MAX_METRIC_NAME = 100
@@ -148,12 +149,15 @@ class ModelFile:
 
     def example_batch(self, batch_size: int) -> tuple[Any, Any]:
         """Return (inputs, target): the first `batch_size` samples of the training set, collated."""
-        data: Any = self.dataset("train")
-        samples = self.samples(data, "dataset('train')")
-        if samples < batch_size:
-            what = f"the training set has {samples} samples, fewer than one minibatch of {batch_size}"
+        data, name, indices = self.dataset("train"), "dataset('train')", range(batch_size)
+        if is_stream(data):
+            samples = list(islice(self.stream(data, name), batch_size))
+        else:
+            samples = self.read(data, indices[: self.samples(data, name)], name)
+        if len(samples) < batch_size:
+            what = f"the training set has {len(samples)} samples, fewer than one minibatch of {batch_size}"
             raise self.error(what, "choose a smaller --batch-size")
-        return self.collate(data, range(batch_size), "dataset('train')")
+        return self.collate(samples, indices, name)
 
     def dataset(self, split: str) -> Dataset[Any]:
         """Return the samples (inputs, target) of `split`, which is "train" or "valid".
@@ -163,19 +167,27 @@ class ModelFile:
         """
         _seed_generators(0)
         data = self._call(self._function("dataset"), split)
-        is_stream = isinstance(data, IterableDataset)  # whose samples have no numbers, even where it has a length
-        if is_stream or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            what = f"dataset({split!r}) returned {type(data).__name__}, not a map-style Dataset"
-            raise self._error_in("dataset", what, "return one with __len__ and __getitem__, or a list of samples")
+        if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            what = f"dataset({split!r}) returned {type(data).__name__}, not a torch Dataset"
+            remedy = "return one with __len__ and __getitem__, an IterableDataset, or a list of samples"
+            raise self._error_in("dataset", what, remedy)
+        if is_stream(data) and split == "train" and self.has("sampler"):
+            what = f"sampler() chooses samples by number, and those of a {type(data).__name__}, a stream, have none"
+            raise self._error_in("sampler", what, "leave it out, or let dataset() return one with __getitem__")
         if self.samples(data, f"dataset({split!r})") == 0:
             raise self._error_in("dataset", f"dataset({split!r}) is empty")
         return data  # type: ignore[no-any-return]
 
-    def samples(self, data: Any, name: str) -> int:
-        """Return the length of a split of the dataset, which `name` names in an error."""
+    def samples(self, data: Any, name: str) -> int | None:
+        """Return the length of a split of the dataset, which `name` names in an error.
+
+        None for an IterableDataset that does not know it: it has no length, or says so by the error that is usual.
+        """
         try:
             return len(data)
         except Exception as error:
+            if is_stream(data) and isinstance(error, (TypeError, NotImplementedError)):
+                return None
             raise self.error_at(error, f"the length of {name}") from error
 
     def sampler(self, data: Any, epoch: int) -> list[int]:
@@ -191,13 +203,25 @@ class ModelFile:
             what = f"sampler() returned {returned!r:.80}, which does not give numbers of samples ({error})"
             raise self.error(what, "return a list of them, or a torch Sampler") from error
 
-    def collate(self, data: Any, indices: Sequence[int], name: str) -> tuple[Any, Any]:
-        """Return (inputs, target) of some samples of a split of the dataset, which `name` names in an error.
+    def read(self, data: Any, indices: Iterable[int], name: str) -> list[Any]:
+        """Return some samples of a split of the dataset, which `name` names in an error; raises ModelError."""
+        return read_samples(self.path, data, indices, name)
+
+    def stream(self, data: Any, name: str) -> Iterator[Any]:
+        """Iterate over a split that is an IterableDataset, which `name` names in an error; raises ModelError."""
+        return stream_samples(self.path, data, name)
+
+    def collate(self, samples: Sequence[Any], indices: Sequence[int], name: str) -> tuple[Any, Any]:
+        """Return (inputs, target) of some samples of a split of the dataset.
+
+        Args:
+            indices: the numbers of the samples, for errors.
+            name: of the split, for errors.
 
         Raises:
-            ModelError: a sample cannot be read or does not go with the others, or there is no pair of them.
+            ModelError: a sample does not go with the others, or there is no pair of them.
         """
-        return collate(self.path, data, indices, name, self.module.collate if self.has("collate") else None)
+        return collate(self.path, samples, indices, name, self.module.collate if self.has("collate") else None)
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the user's loss: a tensor of one element, the mean over the minibatch."""

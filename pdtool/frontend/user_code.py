@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from pdtool.errors import ModelError, describe_error
 
@@ -44,8 +44,33 @@ def user_modules_importable() -> Iterator[None]:
                 sys.modules[name] = module
 
 
+def is_stream(data: object) -> bool:
+    """Whether samples of a dataset come one after another and have no numbers, even where it has a length."""
+    return isinstance(data, IterableDataset)
+
+
+def read_samples(path: Path, data: Any, indices: Iterable[int], name: str) -> list[Any]:
+    """Return some samples of a map-style dataset; see ModelFile.read."""
+    return [_sample(path, data, index, name) for index in indices]
+
+
+def stream_samples(path: Path, data: Any, name: str) -> Iterator[Any]:
+    """Iterate over an IterableDataset; see ModelFile.stream."""
+    index = 0
+    try:
+        for sample in data:
+            yield sample
+            index += 1
+    except Exception as error:
+        raise error_at(path, error, f"{name}, sample {index},") from error
+
+
 def collate(
-    path: Path, data: Any, indices: Sequence[int], name: str, function: Callable[[Sequence[Any]], Any] | None = None
+    path: Path,
+    samples: Sequence[Any],
+    indices: Sequence[int],
+    name: str,
+    function: Callable[[Sequence[Any]], Any] | None = None,
 ) -> tuple[Any, Any]:
     """Return (inputs, target) of some samples; see ModelFile.collate.
 
@@ -53,7 +78,6 @@ def collate(
         path: of the user's file.
         function: the user's `collate`; None stacks the samples, each a pair, as torch's default does.
     """
-    samples = [_sample(path, data, index, name) for index in indices]
     if function is None:
         _check_pairs(path, samples, indices, name)
     try:
@@ -67,9 +91,9 @@ def collate(
 
 
 @torch.no_grad()
-def _stacked(samples: list[Any]) -> Any:
+def _stacked(samples: Sequence[Any]) -> Any:
     """The samples as torch stacks them; in a DataLoader's worker it cannot stack what requires a gradient."""
-    return default_collate(samples)
+    return default_collate(list(samples))
 
 
 def error_at(path: Path, error: BaseException, what: str) -> ModelError:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 
 from pdtool import process_memory
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.user_code import is_stream
 
 Work = Callable[[], Any]
 _LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches, the first of which is for warming up
@@ -115,29 +117,39 @@ def measure_scratch_bytes(device: torch.device, work: Callable[[], Any]) -> tupl
 
 
 def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:
-    """Return the median seconds of loading a minibatch with one thread, as a loader worker does; None without dataset.
+    """Return the median seconds of loading a minibatch with one thread, as a loader worker does.
 
-    The minibatches hold samples in random order, as those of training do.
+    None without dataset(), and of a stream that ends before a minibatch is full.
 
     Raises:
         ModelError: the dataset or one of its samples cannot be read.
     """
     if not model_file.has("dataset"):
         return None
-    name = "dataset('train')"
-    data = model_file.dataset("train")
-    samples = model_file.samples(data, name)
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()
+    minibatches = _loaded_minibatches(model_file, batch_size)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     seconds: list[float] = []
     try:
         while len(seconds) < _LOADED and sum(seconds) < _LOADING_BUDGET_S:
-            first = len(seconds) * batch_size
-            indices = [order[k % samples] for k in range(first, first + batch_size)]
             start = time.perf_counter()
-            model_file.collate(data, indices, name)
+            if next(minibatches, None) is None:
+                break
             seconds.append(time.perf_counter() - start)
     finally:
         torch.set_num_threads(threads)
-    return statistics.median(seconds[1:] or seconds)
+    return statistics.median(seconds[1:] or seconds) if seconds else None
+
+
+def _loaded_minibatches(model_file: ModelFile, batch_size: int) -> Iterator[object]:
+    """Load minibatches of the training set: as they come from a stream, which may end, or else in random order."""
+    data, name = model_file.dataset("train"), "dataset('train')"
+    if is_stream(data):
+        stream = model_file.stream(data, name)
+        while len(samples := list(islice(stream, batch_size))) == batch_size:
+            yield model_file.collate(samples, range(batch_size), name)
+        return
+    order = torch.randperm(model_file.samples(data, name) or 0, generator=torch.Generator().manual_seed(0)).tolist()
+    numbers = cycle(order)
+    while indices := list(islice(numbers, batch_size)):
+        yield model_file.collate(model_file.read(data, indices, name), indices, name)

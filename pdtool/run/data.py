@@ -1,14 +1,11 @@
-"""Which samples are in which minibatch, and loading them: seed and epoch decide, never the plan."""
+"""Which samples are in which minibatch: seed and epoch decide, never the plan."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from pdtool.artifacts.bundle import TensorSpec
-from pdtool.errors import ModelError
+from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_io import register_containers
-from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig, derive_seed
-from pdtool.run.messages.routes import dtype_of
+
+Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -29,22 +25,24 @@ class DatasetSplit:
     """What every worker must know of a split of the dataset.
 
     Attributes:
-        samples: its length.
+        samples: its length; None for a training set that is a stream which does not know it.
         target: of a minibatch of one sample, which shows the structure of any target.
+        is_stream: whether it is an IterableDataset.
     """
 
-    samples: int
+    samples: int | None
     target: Any
+    is_stream: bool = False
 
     @cached_property
     def leaves(self) -> list[Any]:
         """The tensors of that target, [1, ...] each; it may hold None besides."""
-        return _tensors_of(self.target)
+        return tensors_of_target(self.target)
 
     @cached_property
-    def shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(self) -> list[Shape]:
         """Shape and dtype of each of these tensors."""
-        return _shapes_of(self.leaves)
+        return shapes_of(self.leaves)
 
     def unflatten(self, leaves: Sequence[Tensor]) -> Any:
         """Return a target as the user's loss takes it, from its tensors, [samples, ...] each."""
@@ -83,31 +81,44 @@ class Minibatches:
 
 @dataclass(frozen=True)
 class DataPass:
-    """One pass over a split: an epoch of training, or a validation."""
+    """One pass over a split: an epoch of training, or a validation.
+
+    Attributes:
+        stream_pass: the pass over an IterableDataset that its samples are counted in; None where they are counted over
+            all passes, since epochs go on from each other.
+    """
 
     split_name: str
     split: DatasetSplit
     minibatches: Minibatches
     run_seed: int
     epoch: int
+    stream_pass: int | None = None
 
     def seed(self, minibatch: int) -> int:
         """Return the seed of random augmentation of a minibatch."""
         return derive_seed(self.run_seed, self.split_name, self.epoch, "data", minibatch)
 
 
-def samples_in_epoch(samples: int, config: RunConfig, *, drop_last: bool) -> int:
+def samples_in_epoch(samples: int | None, config: RunConfig, *, drop_last: bool) -> int:
     """Return how many samples of the training set are in an epoch.
 
     Args:
-        samples: of the training set, or those that sampler() chooses.
+        samples: of the training set, or those that sampler() chooses; None for a stream that does not know it.
         drop_last: whether a short last minibatch is left out.
 
     Raises:
         ModelError: none is.
+        UsageError: it is not known.
     """
     size = config.plan.batch_size
-    count = min(samples, config.steps * size) if config.steps else samples
+    limit = config.steps * size if config.steps else None
+    count = min((number for number in (samples, limit) if number is not None), default=None)
+    if count is None:
+        raise UsageError(
+            "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches",
+            "give it with --steps: each epoch then goes on where the one before has ended",
+        )
     count -= count % size if drop_last else 0
     if not count:
         what = f"with DROP_LAST the training set of {samples} samples has no minibatch of {size}"
@@ -115,10 +126,30 @@ def samples_in_epoch(samples: int, config: RunConfig, *, drop_last: bool) -> int
     return count
 
 
+def epochs_go_on(split: DatasetSplit, config: RunConfig) -> bool:
+    """Whether an epoch of training is a part of a stream, so that the next one begins where it ends.
+
+    Else an epoch is a pass over the stream.
+    """
+    if not split.is_stream or not config.steps:
+        return False
+    return split.samples is None or config.steps * config.plan.batch_size < split.samples
+
+
 def sample_order(seed: int, epoch: int, samples: int) -> list[int]:
     """Return the permutation of the training set in `epoch`: a function of these numbers only (law 8)."""
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, "order"))
     return torch.randperm(samples, generator=generator).tolist()
+
+
+def stream_order(epoch: int, samples: int, *, goes_on: bool) -> range:
+    """Return the numbers of the samples of a stream in `epoch`, each of which has as many.
+
+    Args:
+        goes_on: whether they are counted over all epochs.
+    """
+    first = (epoch - 1) * samples if goes_on else 0
+    return range(first, first + samples)
 
 
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
@@ -139,117 +170,14 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     np.random.seed(seed % 2**32)
 
 
-class MinibatchLoader:
-    """Loads minibatches of one split of the user's dataset, at a worker of the first stage.
-
-    Attributes:
-        data: what dataset() returned.
-        open_files: paths of files that dataset() left open.
-    """
-
-    def __init__(
-        self, file: ModelFile, split: str, inputs: Sequence[TensorSpec], arguments: Sequence[str] = ()
-    ) -> None:
-        self.file, self.where = file, f"dataset({split!r})"
-        before = _open_files()
-        self.data: Any = file.dataset(split)
-        self.open_files = [path for number, path in _open_files().items() if before.get(number) != path]
-        self.inputs, self.arguments = inputs, arguments
-        self._described: DatasetSplit | None = None
-
-    def describe(self) -> DatasetSplit:
-        """Return what the other workers must know; `load` checks the targets by it."""
-        _, target = self.file.collate(self.data, [0], self.where)
-        self._described = DatasetSplit(self.file.samples(self.data, self.where), target)
-        self._check_target(target, 1)
-        return self._described
-
-    def sample_order(self, run_seed: int, epoch: int) -> list[int]:
-        """Return the samples that the user's sampler() chooses for an epoch: a function of seed and epoch only.
-
-        Raises:
-            ModelError: it fails, or gives no samples, or one that the dataset does not have.
-        """
-        seed_generators(derive_seed(run_seed, epoch, "order"))
-        order, samples = self.file.sampler(self.data, epoch), self.file.samples(self.data, self.where)
-        wrong = [index for index in order if not 0 <= index < samples]
-        if wrong or not order:
-            what = f"gives sample {wrong[0]}, of {samples} samples" if wrong else "gives no samples"
-            raise self.file.error(f"sampler() {what}, in epoch {epoch}", "return numbers from 0 to len(dataset) - 1")
-        return order
-
-    def load(self, indices: Sequence[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Load one minibatch.
-
-        Args:
-            indices: of its samples.
-            seed: of random augmentation.
-
-        Returns:
-            The input tensors and the tensors of the target, [samples, ...] each.
-
-        Raises:
-            ModelError: a sample cannot be read or does not go with the others, or the inputs are not what the stages
-                were generated for.
-        """
-        seed_generators(seed)
-        given, target = self.file.collate(self.data, indices, self.where)
-        arguments = self.file.as_inputs(given)
-        self.file.check_arguments(arguments, self.arguments, self.where)
-        inputs = arguments.tensors
-        loaded = _shapes_of(inputs)
-        expected = [(tensor.sizes(len(indices)), dtype_of(tensor)) for tensor in self.inputs]
-        if loaded != expected:
-            raise self.file.error(
-                f"{self.where} gives inputs {_shapes(loaded)}; the stages take {_shapes(expected)}",
-                "let samples be of that type"
-                if [shape for shape, _ in loaded] == [shape for shape, _ in expected]
-                else "let collate() pad to a fixed length, for stages have fixed shapes apart from the minibatch's size"
-                if self.file.has("collate")
-                else "generate the stages from inputs of the shape of the dataset's",
-            )
-        return inputs, self._check_target(target, len(indices))
-
-    def _check_target(self, target: Any, samples: int) -> list[Any]:
-        """Return the tensors of a minibatch's target, [samples, ...] each as those of one sample are [1, ...]."""
-        leaves = _tensors_of(target)
-        if self._described is None:
-            return leaves
-        expected = [((samples, *shape[1:]), dtype) for shape, dtype in self._described.shapes]
-        loaded = _shapes_of(leaves)
-        if loaded != expected:
-            raise self.file.error(
-                f"{self.where} gives targets {_shapes(loaded)}, where the first sample alone makes them "
-                f"{_shapes(expected)}",
-                "let targets have one row for each sample, and pad to a fixed length",
-            )
-        return leaves
-
-
-def _open_files() -> dict[str, str]:
-    """The regular files that this process has open: path by descriptor; none where the system does not say."""
-    found = {}
-    with suppress(OSError):
-        for link in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # that of the listing itself is gone
-                path = os.readlink(link)
-                if Path(path).is_file() and not path.startswith(("/dev/", "/proc/")):
-                    found[link.name] = path
-    return found
-
-
-def _tensors_of(target: Any) -> list[Any]:
-    """The tensors of a target, and whatever else but None it holds."""
+def tensors_of_target(target: Any) -> list[Any]:
+    """Return the tensors of a target, and whatever else but None it holds."""
     if isinstance(target, Tensor):
         return [target]
     register_containers(target)
     return [leaf for leaf in tree_leaves(target) if leaf is not None]
 
 
-def _shapes_of(values: Sequence[Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each tensor among the values."""
+def shapes_of(values: Sequence[Any]) -> list[Shape]:
+    """Return shape and dtype of each tensor among the values."""
     return [(tuple(value.shape), value.dtype) for value in values if isinstance(value, Tensor)]
-
-
-def _shapes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in shapes)

@@ -38,7 +38,7 @@ from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
 from pdtool.run import checkpoint
-from pdtool.run.data import DataPass, Minibatches
+from pdtool.run.data import Minibatches
 from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.metric_totals import MetricTotals
@@ -139,7 +139,7 @@ class Worker:
         Raises:
             PdtoolError: one of them is not a number.
         """
-        samples = self._context.splits["valid"].samples
+        samples = self._context.splits["valid"].samples or 0
         minibatches = Minibatches(range(samples)[:max_samples], self._config.plan.batch_size)
         action_list = self._forward_list(len(minibatches))
         self._begin_phase("valid", epoch, minibatches, action_list)
@@ -212,7 +212,7 @@ class Worker:
         return ActionList([(a, False) for a, _ in actions if a.kind is ActionKind.FORWARD], {})
 
     def _begin_phase(self, split: str, epoch: int, minibatches: Minibatches, action_list: ActionList) -> None:
-        data = DataPass(split, self._context.splits[split], minibatches, self._config.seed, epoch)
+        data = self._context.data_pass(split, epoch, minibatches)
         for stage, replica in self._stages.items():
             replica.stage.weights.begin_phase(action_list.versions.get(stage, {}))
             replica.stage.seeds.begin_phase(self._config.seed, split, epoch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,31 +13,36 @@ from pdtool.frontend.graph_check import check_bundle
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.training_contract import looks_at_all_parameters
 from pdtool.run.config import RunConfig, assign_ranks
-from pdtool.run.data import DatasetSplit, MinibatchLoader, sample_order, samples_in_epoch
+from pdtool.run.data import (
+    DataPass,
+    DatasetSplit,
+    Minibatches,
+    epochs_go_on,
+    sample_order,
+    samples_in_epoch,
+    stream_order,
+)
 from pdtool.run.last_minibatch import check_last_minibatch
+from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.loading.minibatch_source import MinibatchSource
+from pdtool.run.loading.sample_stream import VALIDATION_PASS
+from pdtool.run.loading.worker_count import usable_workers
 from pdtool.run.measure.meter import WorkerMeter
-from pdtool.run.measure.round_losses import LossReader
 from pdtool.run.messages.open_channels import Channels, open_channels
-from pdtool.run.messages.routes import describe_targets, dtype_of, list_edges, list_routes
-from pdtool.run.messages.stage_io import StageIO
-from pdtool.run.operator_seeds import OperatorSeeds
+from pdtool.run.messages.routes import describe_targets, list_edges, list_routes
 from pdtool.run.processes.collectives import all_gather, broadcast
 from pdtool.run.processes.process_groups import make_process_groups
 from pdtool.run.processes.status import Status
-from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.stage_module import load_stage_module
 from pdtool.run.stage_replica import StageReplica
+from pdtool.run.startup.stage_builder import StageBuilder
 from pdtool.run.startup.worker_model import WorkerModel, is_small
 from pdtool.run.weights.clipped_updates import ClippedUpdates
 from pdtool.run.weights.initial_weights import equalize_weights
-from pdtool.run.weights.learning_rate import RunLength
-from pdtool.run.weights.optimizer import NamedOptimizer
-from pdtool.run.weights.replica_averager import ReplicaAverager
-from pdtool.run.weights.tied_parameters import TiedHolders, TiedParameterSync
-from pdtool.schedule import gradient_delays, is_asynchronous, tied_update_lag
+from pdtool.schedule import is_asynchronous
 
 _SPLITS = ("train", "valid")
+_COUNTING = 0.5  # the part of --timeout in which a validation set without a length is counted
 _WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -92,17 +96,32 @@ class WorkerContext:
         self.status.set("the loading of the data")
         inputs = [bundle.by_name[name] for name in bundle.inputs]
         loaded = _SPLITS if self.assignment.stage == 0 else ()
-        self.loaders = {name: MinibatchLoader(self.file, name, inputs, bundle.arguments) for name in loaded}
+        self.loaders = {
+            name: MinibatchLoader(self.file, name, inputs, bundle.arguments, seed=config.seed) for name in loaded
+        }
         self.source = self._minibatch_source() if self.loaders else None
-        described = {name: loader.describe() for name, loader in self.loaders.items()}
+        count_s = config.timeout_s * _COUNTING  # the others wait for this one meanwhile
+        described = {name: loader.describe(count_s) for name, loader in self.loaders.items()}
         source = self.groups.replicas[0].ranks[0]
         self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
         self._chosen = len(self._sampled(1)) if self.file.has("sampler") else self.splits["train"].samples
         self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=options.drop_last)
+        self._epochs_go_on = epochs_go_on(self.splits["train"], config)
         check_last_minibatch(modules, bundle, self.epoch_samples, device)
         self.status.set("the building of the stages")
-        builder = _StageBuilder(self, built)
-        self.received_device_bytes = builder.channels.device_bytes
+        channels = self._channels()
+        self.received_device_bytes = channels.device_bytes
+        builder = StageBuilder(
+            config=config,
+            built=built,
+            canonical=self.canonical,
+            shape=self.shape,
+            groups=self.groups,
+            channels=channels,
+            device=device,
+            meter=self.meter,
+            epoch_samples=self.epoch_samples,
+        )
         self.stages = {s: builder.build(s, module) for s, module in modules.items()}
         updates_together = not is_asynchronous(config.plan.schedule) and len(self.shape.replicas) > 1
         self.updates = ClippedUpdates(
@@ -114,24 +133,23 @@ class WorkerContext:
         )
         self._warn_of_optimizer()
 
+    def _channels(self) -> Channels:
+        config, shape, groups = self.config, self.shape, self.groups
+        targets = describe_targets(self.splits["train"].leaves)
+        edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
+        routes = list_routes(edges, [replicas.ranks for replicas in groups.replicas])
+        in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
+        return open_channels(routes, groups, config, in_flight, self.meter)
+
     def _minibatch_source(self) -> MinibatchSource:
-        config = self.config
-        pins_memory = self.device.type == "cuda"
-        workers, opened = (
-            config.loader_workers,
-            next((path for each in self.loaders.values() for path in each.open_files), ""),
-        )
-        if workers and opened:
-            sys.stderr.write(
-                f"warning: dataset() keeps {opened} open, and loader workers would share the place where it is read: "
-                "minibatches are loaded in the training process; open files when a sample is asked for\n"
-            )
-            workers = 0
+        workers, warning = usable_workers(self.config.loader_workers, self.loaders.values())
+        if warning and self.is_replica_0:
+            sys.stderr.write(f"warning: {warning}\n")
         return MinibatchSource(
             self.loaders,
             workers,
-            timeout_s=config.timeout_s,
-            pins_memory=pins_memory,
+            timeout_s=self.config.timeout_s,
+            pins_memory=self.device.type == "cuda",
             keeps_workers=not self.file.has("sampler"),
         )
 
@@ -175,12 +193,21 @@ class WorkerContext:
         Raises:
             ModelError: sampler() chooses another number of samples than in the first epoch.
         """
-        is_sampled = self.file.has("sampler")
-        order = self._sampled(epoch) if is_sampled else sample_order(self.config.seed, epoch, self._chosen)
+        if self.file.has("sampler"):
+            order = self._sampled(epoch)
+        elif self._chosen is None or self.splits["train"].is_stream:
+            return stream_order(epoch, self.epoch_samples, goes_on=self._epochs_go_on)
+        else:
+            order = sample_order(self.config.seed, epoch, self._chosen)
         if len(order) != self._chosen:
             what = f"sampler() gives {len(order)} samples in epoch {epoch}, and {self._chosen} in epoch 1"
             raise self.file.error(what, "return as many in each, which the schedule of the run rests on")
         return order[: self.epoch_samples]
+
+    def data_pass(self, split: str, epoch: int, minibatches: Minibatches) -> DataPass:
+        """Return an epoch of training ("train"), or the validation after it ("valid")."""
+        stream_pass = VALIDATION_PASS if split == "valid" else None if self._epochs_go_on else epoch
+        return DataPass(split, self.splits[split], minibatches, self.config.seed, epoch, stream_pass)
 
     def _sampled(self, epoch: int) -> list[int]:
         """The samples that sampler() chooses; the first worker, which has the dataset, asks it."""
@@ -215,110 +242,3 @@ class WorkerContext:
         """
         for replica in self.stages.values():
             replica.load(folder, self.canonical, validation_losses)
-
-
-def _channels(context: WorkerContext) -> Channels:
-    config, shape, groups = context.config, context.shape, context.groups
-    targets = describe_targets(context.splits["train"].leaves)
-    edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
-    routes = list_routes(edges, [replicas.ranks for replicas in groups.replicas])
-    in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
-    return open_channels(routes, groups, config, in_flight, context.meter)
-
-
-class _StageBuilder:
-    """Builds the stage replicas of a worker."""
-
-    def __init__(self, context: WorkerContext, built: WorkerModel) -> None:
-        self._context, self._config, self.channels = context, context.config, _channels(context)
-        self._model_state = built.model.state_dict(keep_vars=True)
-        self._model_parameters = built.optimizer_parameters()
-        self._delays = gradient_delays(self._config.plan.schedule, context.shape)
-
-    def build(self, s: int, module: nn.Module) -> StageReplica:
-        context = self._context
-        stage = self._pipeline_stage(s, module)
-        tied = self._tied(s, stage)
-        tied_ids = {id(t.parameter) for t in tied}
-        untied = {name: p for name, p in stage.weights.parameters.items() if id(p) not in tied_ids}
-        in_flight = context.shape.in_flight[s % context.shape.pipeline_depth]
-        saved_names = [name for name in module.state_dict() if name in self._model_state]
-        return StageReplica(
-            stage=stage,
-            io=StageIO(
-                self._config.bundle,
-                s,
-                self.channels,
-                prefetch=in_flight + 1,
-                device=context.device,
-                meter=context.meter,
-            ),
-            averager=ReplicaAverager(
-                context.groups.replicas[s], untied.values(), context.meter, self._config.bucket_bytes
-            ),
-            optimizer=self._optimizer(untied, s),
-            tied=tied,
-            saved_names=saved_names,
-            unused_state=self._unused_state(s, stage, saved_names),
-            losses=LossReader(context.device),
-        )
-
-    def _pipeline_stage(self, s: int, module: nn.Module) -> PipelineStage:
-        config, device = self._config, self._context.device
-        compensation = config.delay_compensation
-        output_dtypes = [dtype_of(config.bundle.by_name[name]) for name in config.bundle.stages[s].outputs]
-        return PipelineStage(
-            module,
-            self._context.file.loss if s == len(config.plan.stages) - 1 else None,
-            recompute=config.plan.stages[s].recompute,
-            stashing=config.plan.weights != "none",
-            extrapolates=compensation is not None and compensation.extrapolates_weights,
-            autocast=Autocast(device, output_dtypes) if config.precision == "bf16" else None,
-            compiled=config.compiled,
-            seeds=OperatorSeeds(s, device),
-        )
-
-    def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
-        """The tied parameters of a stage, each with an optimizer of its own under the first holder's name."""
-        context, config = self._context, self._config
-        tied = []
-        for described, group in zip(config.bundle.tied, context.groups.tied, strict=True):
-            names = dict(zip(described.stages, described.names, strict=True))
-            if s in names:
-                first = min(names)
-                is_late = is_asynchronous(config.plan.schedule)
-                lag = tied_update_lag(context.shape, described.stages, s) if is_late else 0
-                holders = TiedHolders(group, len(names), lag, is_first=first == s)
-                optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
-                max_norm = context.file.training.max_grad_norm if is_late else None
-                tied.append(TiedParameterSync(optimizer, holders, context.meter, max_norm))
-        return tied
-
-    def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
-        context, config = self._context, self._config
-        minibatches = math.ceil(context.epoch_samples / config.plan.batch_size)
-        updates = config.epochs * math.ceil(minibatches / context.shape.update_every[s])
-        return NamedOptimizer(
-            context.file,
-            self._model_parameters,
-            parameters,
-            RunLength(config.epochs, updates),
-            config.delay_compensation,
-            self._delays[s],
-        )
-
-    def _unused_state(self, s: int, stage: PipelineStage, saved_names: Sequence[str]) -> dict[str, Tensor]:
-        """See StageReplica.unused_state."""
-        canonical: Mapping[str, str] = self._context.canonical
-        used = {name for d in self._config.bundle.stages for name in (*d.parameters, *d.buffers)}
-        name_here = {canonical.get(name, name): name for name in saved_names}
-        held = stage.weights.by_name | dict(stage.module.named_buffers(remove_duplicate=False))
-        used_canonical = {canonical.get(name, name) for name in used}
-        unused: dict[str, Tensor] = {}
-        for name in self._model_state.keys() - used:
-            first_name = canonical.get(name, name)
-            if first_name in name_here:
-                unused[name] = held[name_here[first_name]]
-            elif s == 0 and first_name not in used_canonical:
-                unused[name] = self._model_state[name].detach()
-        return unused

@@ -131,7 +131,7 @@ def where(report: Report, taken: Mapping[int, float]) -> dict[str, float]:
     """Milliseconds per minibatch of the stage that waits least."""
     s = min(taken, key=lambda s: report.stages[s].wait_s + report.stages[s].allreduce_s)
     of = report.stages[s]
-    own = of.forward_s + of.backward_s - taken[s] + of.rest_s
+    own = of.forward_s + of.backward_s - taken[s] + of.data_s + of.rest_s
     parts = {"own": own, "update": of.update_s, "wait": of.wait_s, "average": of.allreduce_s}
     return {"stage": s, **{name: seconds * 1e3 for name, seconds in parts.items()}}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdtool.artifacts.profile import Profile
     from pdtool.frontend.modelfile import ModelFile
 
-
+_MEASURED_DEVICES = ("cpu", "cuda")
 _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
 
 
@@ -72,14 +72,8 @@ def profile(
     from pdtool.cli.console.profile_view import profile_table
     from pdtool.profile.devices import find_device
 
-    measures = device in ("cpu", "cuda")
-    if measures and calibrate:
-        raise UsageError(f"--device {device} measures; --calibrate is for estimates", "leave it out")
-    if measures and precision not in (None, "fp32", "bf16"):
-        raise UsageError(f"--device {device} measures what `run` computes in, not {precision}", "give fp32 or bf16")
-    if threads and not measures:
-        raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
-    spec = None if measures else find_device(device)
+    _check_options(device, threads, precision, calibrate)
+    spec = None if device in _MEASURED_DEVICES else find_device(device)
     # From here on torch is imported, which takes seconds: the options were checked before.
     from pdtool.artifacts.profile import Profile
     from pdtool.frontend.model_source import is_local, parse_ref
@@ -88,7 +82,7 @@ def profile(
     from pdtool.profile.measure import measure
 
     folder = Path.cwd()
-    with chdir("."), progress(f"{'measuring' if measures else 'estimating'} operators") as on_progress:
+    with chdir("."), progress(f"{'estimating' if spec else 'measuring'} operators") as on_progress:
         file = ModelFile.load(parse_ref(model, settings), trusted=True)  # which may go to another folder
         if not is_local(file.path, folder):
             note(f"{model} is outside of this folder: name it to codegen and run, too, with --model {file.ref.source}")
@@ -115,6 +109,18 @@ def profile(
     _say_what_is_opaque(result)
     _warn_about_coverage(result)
     write_artifact(result, target, as_json=as_json)
+
+
+def _check_options(device: str, threads: int | None, precision: Precision | None, calibrate: str | None) -> None:
+    """Raise UsageError for options that only measuring, or only estimating, takes."""
+    if device not in _MEASURED_DEVICES:
+        if threads:
+            raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
+        return
+    if calibrate:
+        raise UsageError(f"--device {device} measures; --calibrate is for estimates", "leave it out")
+    if precision not in (None, "fp32", "bf16"):
+        raise UsageError(f"--device {device} measures what `run` computes in, not {precision}", "give fp32 or bf16")
 
 
 def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> DeviceSpec:

@@ -37,7 +37,11 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
 @options.output("Folder of the run.  [default: a new one, runs/PLAN, runs/PLAN.2, ...]")
 @options.model
 @options.count("--epochs", help="Epochs in all.", default=1)
-@options.count("--steps", help="Minibatches in an epoch, at most.", unset="the whole training set")
+@options.count(
+    "--steps",
+    help="Minibatches in an epoch, at most; needed for an IterableDataset without a length.",
+    unset="the whole training set",
+)
 @click.option(
     "--target",
     metavar="METRIC<=VALUE",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.table import Table
 
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
@@ -10,14 +12,17 @@ from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.cli.console.table import Lines, table
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
+_MUCH_LOADING = 0.1  # of the first stage's time
+
 
 def report_view(report: Report) -> Lines:
     """Show where each stage's time went, and predicted beside measured."""
     yield _time_table(report)
     yield (
         "waits: for messages of other stages, on their way or not made yet; averaging: waits for gradients of other "
-        "workers; rest: between actions"
+        "workers; data: loading, or waits for loader workers; rest: between actions"
     )
+    yield from _loading_limit(report)
     yield _prediction_table(report)
     measured = report.measured
     if report.predicted:
@@ -34,16 +39,41 @@ def _time_table(report: Report) -> Table:
     """List each stage's shares of the whole time, and its times per minibatch."""
     rows = []
     for s, stage in enumerate(report.stages):
-        parts = (stage.busy_s, stage.wait_s, stage.allreduce_s, stage.rest_s)
+        parts = (stage.busy_s, stage.wait_s, stage.allreduce_s, stage.data_s, stage.rest_s)
         shares = (f"{part / (stage.time_s or 1.0):.0%}" for part in parts)
         times = map(format_seconds, (stage.forward_s, stage.backward_s, stage.update_s, stage.send_s))
         rows.append([s, stage.replicas, *shares, *times])
-    columns = ("stage", "replicas", "busy", "waits", "averaging", "rest", "forward", "backward", "update", "sending")
+    columns = (
+        "stage",
+        "replicas",
+        "busy",
+        "waits",
+        "averaging",
+        "data",
+        "rest",
+        "forward",
+        "backward",
+        "update",
+        "sending",
+    )
     title = (
         f"{report.plan}: {report.config}, schedule {report.schedule}, {report.epochs} epoch(s) of {report.minibatches} "
         f"minibatches of {report.batch_size}\nwhere the time went, and how long a minibatch took:"
     )
     return table(columns, rows, title=title)
+
+
+def _loading_limit(report: Report) -> Iterator[str]:
+    """Say that loading slows a run: the first stage would not be as slow as the slowest without it."""
+    if not report.stages:
+        return
+    first, *others = report.stages
+    share = first.data_s / (first.time_s or 1.0)
+    if share >= _MUCH_LOADING and first.busy_s + first.data_s > max((other.busy_s for other in others), default=0.0):
+        yield (
+            f"loading slows this run: stage 0 spends {share:.0%} of its time on data; more --loader-workers load in "
+            "the background, as long as there are cores for them"
+        )
 
 
 def _prediction_table(report: Report) -> Table:

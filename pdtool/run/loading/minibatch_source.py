@@ -15,27 +15,24 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import signal
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader
 
-from pdtool.errors import ModelError, PdtoolError, WorkerDiedError, describe_error
+from pdtool.errors import WorkerDiedError
 from pdtool.machines import end_with_parent
-from pdtool.run.data import DataPass, MinibatchLoader, seed_generators
-from pdtool.run.processes.out_of_memory import is_out_of_memory
-from pdtool.run.processes.worker_end import describe_end, exit_error
+from pdtool.run.data import DataPass, seed_generators
+from pdtool.run.loading.load_tasks import LoadedMinibatch, LoadTask, LoadTasks, TaskDataset
+from pdtool.run.loading.minibatch_loader import MinibatchLoader
+from pdtool.run.processes.worker_end import describe_end
 from pdtool.units import format_seconds
 
-LoadedMinibatch = tuple[list[Tensor], list[Tensor]]  # the inputs and the tensors of the target, [samples, ...] each
 _ENDING_S = 1.0  # a process that is killed closes its connections a little earlier than it is gone
 _AHEAD = 2  # minibatches that each loader worker loads ahead
 _REMEDIES = {
@@ -44,48 +41,7 @@ _REMEDIES = {
     -signal.SIGKILL: "if memory ran out, give fewer --loader-workers",
 }
 _REMEDY_FOR_ENDS = "with --loader-workers 0 the training process loads, and names the sample"
-_NO_CHILDREN = "daemonic processes are not allowed to have children"  # of multiprocessing
-_NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
-_REMEDY_FOR_CUDA = "let samples be tensors of the CPU, or load in the training process: --loader-workers 0"
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class LoadTask:
-    """A minibatch to be loaded.
-
-    Attributes:
-        split: name of the split of the dataset.
-        indices: of its samples.
-        seed: of random augmentation.
-    """
-
-    split: str
-    minibatch: int
-    indices: Sequence[int]
-    seed: int
-
-    def __str__(self) -> str:
-        return f"minibatch {self.minibatch} of dataset({self.split!r})"
-
-
-class LoadTasks:
-    """The tasks of the present pass, in order; made one by one, for there may be many."""
-
-    def __init__(self) -> None:
-        self._data: DataPass | None = None
-        self._minibatches: Sequence[int] = ()
-
-    def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
-        """Let the tasks be those of some minibatches of a pass."""
-        self._data, self._minibatches = data, minibatches
-
-    def __iter__(self) -> Iterator[LoadTask]:
-        return map(self._task, self._minibatches)
-
-    def _task(self, i: int) -> LoadTask:
-        assert self._data
-        return LoadTask(self._data.split_name, i, self._data.minibatches[i], self._data.seed(i))
 
 
 class MinibatchSource:
@@ -111,10 +67,10 @@ class MinibatchSource:
         keeps_workers: bool = True,
     ) -> None:
         self._timeout_s, self._tasks, self._keeps_workers = timeout_s, LoadTasks(), keeps_workers
-        self._dataset = _TaskDataset(loaders)
+        self._dataset = TaskDataset(loaders)
         self._loader: DataLoader[Any] | None = None
         if workers:
-            self._loader = DataLoader(
+            self._loader = _TaskLoader(
                 self._dataset,
                 batch_size=None,
                 sampler=self._tasks,
@@ -168,13 +124,13 @@ class MinibatchSource:
 
     def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:
         """Let the loader workers begin with the tasks; start them for the first pass."""
-        others = multiprocessing.active_children()
-        if not (self._processes and self._keeps_workers):
+        others = None if self._processes else multiprocessing.active_children()
+        if others is not None:
             gc.collect()  # what is garbage here may have threads, which a forked process lacks when it collects that
         iterator: Iterator[LoadedMinibatch | BaseException] = self._answer(
             partial(iter, loader), next(iter(self._tasks))
         )
-        if not (self._processes and self._keeps_workers):
+        if others is not None:
             self._processes = [process for process in multiprocessing.active_children() if process not in others]
         return iterator
 
@@ -238,47 +194,8 @@ def _interrupted_by_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
-class _TaskDataset(Dataset[LoadedMinibatch | BaseException]):
-    """Minibatches by their tasks; an error is returned, for DataLoader would lose what it is."""
+class _TaskLoader(DataLoader[LoadedMinibatch | BaseException]):
+    """Loads tasks in loader workers."""
 
-    def __init__(self, loaders: Mapping[str, MinibatchLoader]) -> None:
-        self._loaders = loaders
-
-    def __getitem__(self, task: LoadTask) -> LoadedMinibatch | BaseException:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in loader workers: the order of a sum depends on it
-        try:
-            inputs, target = self._loaders[task.split].load(task.indices, task.seed)
-            return [_detached(tensor) for tensor in inputs], [_detached(tensor) for tensor in target]
-        except PdtoolError as error:
-            return error if get_worker_info() is None else _portable(error)
-        except SystemExit as error:
-            return exit_error(error)
-        except BaseException as error:  # KeyboardInterrupt and the like, which would end a loader worker without a word
-            if get_worker_info() is None:
-                raise
-            return WorkerDiedError(f"{describe_error(error)} while {task} was loaded", "raise an Exception instead")
-        finally:
-            torch.set_num_threads(threads)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    """The tensor, of any shape, without a graph, and without the rest of a tensor that it is a view of.
-
-    Neither can be sent, or should.
-    """
-    tensor = tensor.detach()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _portable(error: PdtoolError) -> BaseException:
-    """The error as another process gets it, with its traceback as a note."""
-    if is_out_of_memory(error):
-        return MemoryError(str(error))
-    text = "".join(traceback.format_exception(error))
-    if _NO_CUDA in error.what:
-        error = ModelError(error.what.partition(_NO_CUDA)[0] + _NO_CUDA, _REMEDY_FOR_CUDA)
-    if _NO_CHILDREN in error.what:
-        error = ModelError(error.what, "let samples be made without other processes, or give --loader-workers 0")
-    error.add_note(text)
-    return error
+    def check_worker_number_rationality(self) -> None:
+        """Warn of nothing: more workers than cores are there only where they were asked for, as for a slow network."""

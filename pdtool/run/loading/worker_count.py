@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pdtool.artifacts.plan import Plan
 from pdtool.run.config import RunConfig
+from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.units import format_seconds
 
 _SMALL = 0.02  # the part of a replica's time that it may load by itself
@@ -63,6 +65,22 @@ def at_most_the_cores(workers: int, config: RunConfig) -> int:
     """
     replicas_here = math.ceil(config.plan.stages[0].replicas / config.machines.count)
     return min(workers, max(1, (os.cpu_count() or 1) // replicas_here))
+
+
+def usable_workers(asked: int, loaders: Collection[MinibatchLoader]) -> tuple[int, str]:
+    """Return how many of the loader workers that are asked for can read the dataset, and why where that is fewer."""
+    opened = next((path for loader in loaders for path in loader.open_files), "")
+    if asked and opened:
+        return 0, (
+            f"dataset() keeps {opened} open, and loader workers would share the place where it is read: minibatches "
+            "are loaded in the training process; open files when a sample is asked for"
+        )
+    if asked > 1 and any(loader.is_stream for loader in loaders):
+        return 1, (
+            f"an IterableDataset is read by one process, in order: one loader worker of {asked} is used; one with "
+            "__getitem__ would be loaded by all"
+        )
+    return asked, ""
 
 
 def _loader_workers(count: int) -> str:

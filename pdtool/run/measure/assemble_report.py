@@ -78,7 +78,7 @@ def _stage_report(replicas: Sequence[WorkerMeasurements]) -> StageReport:
     return StageReport(
         replicas=len(replicas),
         busy_s=busy_s,
-        rest_s=max(0.0, time_s - busy_s - times["wait_s"] - times["allreduce_s"]),
+        rest_s=max(0.0, time_s - busy_s - times["wait_s"] - times["allreduce_s"] - times["data_s"]),
         sent_bytes=round(mean["sent_bytes"] * per_minibatch),
         peak_versions=max(replica.peak_versions for replica in replicas),
         peak_stashed=max(replica.peak_stashed for replica in replicas),

@@ -22,13 +22,13 @@ from torch.profiler import record_function
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.run.measure.peak_memory import PeakMemory
 from pdtool.run.measure.timestamps import Timestamp, timestamps_of
-from pdtool.run.measure.timings import TimeTotals, Timings
+from pdtool.run.measure.timings import TimeTotals, Timings, WaitTotal
 from pdtool.run.processes.status import wait_begins, wait_ends
 from pdtool.schedule import Action
 
 MAX_UNREAD = 1_000  # actions and waits whose timestamps are kept before they are read
 _NVTX_VARIABLE = "PDTOOL_NVTX"
-_Wait = tuple[Timestamp, Timestamp, bool]  # start, end, and whether it was for an average
+_Wait = tuple[Timestamp, Timestamp, WaitTotal]  # start, end, and the total that it is added to
 _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
@@ -46,6 +46,7 @@ class WorkerMeter:
         timestamps: of the device.
         waiting: context that times a wait for messages of other stages; one within another is part of it.
         averaging: context that times a wait for gradients of other replicas, or of tied stages.
+        loading: context that times the loading of a minibatch, or a wait for the loader worker that does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +56,8 @@ class WorkerMeter:
         self._uses_nvtx = not self._is_on_host and os.environ.get(_NVTX_VARIABLE, "0") != "0"
         self._unread: list[tuple[Action | None, Timestamp, Timestamp, Sequence[_Wait]]] = []
         self._action_context = _ActionContext(self)
-        self.waiting, self.averaging = _WaitContext(self, False), _WaitContext(self, True)
+        self.waiting, self.averaging = _WaitContext(self, "wait_s"), _WaitContext(self, "allreduce_s")
+        self.loading = _WaitContext(self, "data_s", is_for_peers=False)
         self._action: Action | None = None
         self._waits: list[_Wait] = []
 
@@ -139,7 +141,7 @@ class WorkerMeter:
             if not self.timestamps.is_ready(end):
                 break
             read += 1
-            start_s, waits_s = seconds(start), [(seconds(a), seconds(b), averaging) for a, b, averaging in waits]
+            start_s, waits_s = seconds(start), [(seconds(a), seconds(b), total) for a, b, total in waits]
             self._timings.add_action(action, start_s, seconds(end), waits_s)
         del self._unread[:read]
 
@@ -176,24 +178,26 @@ class _ActionContext:
 
 
 class _WaitContext:
-    """Around a wait, which the worker's status shows; one within another is part of it."""
+    """Around a wait, one for other workers is shown by this worker's status; one within another is part of it."""
 
-    def __init__(self, meter: WorkerMeter, is_averaging: bool) -> None:
-        self._meter, self._record, self._is_averaging = meter, meter.timestamps.record, is_averaging
+    def __init__(self, meter: WorkerMeter, total: WaitTotal, *, is_for_peers: bool = True) -> None:
+        self._meter, self._record, self._total = meter, meter.timestamps.record, total
+        self._is_for_peers = is_for_peers
         self._depth = 0
 
     def __enter__(self) -> None:
         if not self._depth:
             self._start = self._record()
-            wait_begins()
+            if self._is_for_peers:
+                wait_begins()
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if not self._depth:
-            if error[0] is None:
+            if self._is_for_peers and error[0] is None:
                 wait_ends()
-            wait = (self._start, self._record(), self._is_averaging)
+            wait = (self._start, self._record(), self._total)
             if self._meter._action:
                 self._meter._waits.append(wait)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.schedule import Action, ActionKind
@@ -21,6 +22,7 @@ class TimeTotals:
         forward_s, backward_s, update_s: seconds in actions, without their waits; zero-bubble's two backwards are one.
         wait_s: seconds of waiting for messages of other stages, and at the end of an epoch to be rid of one's own.
         allreduce_s: seconds of waiting for gradients of other workers, and at the end of an epoch for their buffers.
+        data_s: seconds of loading minibatches, or of waiting for loader workers, at the first stage.
         send_s: seconds of handing over messages, a part of the times of actions; 0 on a GPU.
         sent_bytes: bytes sent to other workers.
     """
@@ -30,10 +32,12 @@ class TimeTotals:
     update_s: float = 0.0
     wait_s: float = 0.0
     allreduce_s: float = 0.0
+    data_s: float = 0.0
     send_s: float = 0.0
     sent_bytes: int = 0
 
 
+WaitTotal = Literal["wait_s", "allreduce_s", "data_s"]  # the total that a wait is added to
 _Span = tuple[str, str, str, float, float, int]  # track, name, kind, start and end in seconds, bytes
 _FIELD = {
     ActionKind.FORWARD: "forward_s",
@@ -53,30 +57,25 @@ class Timings:
     _messages: list[_Span] = field(default_factory=list)
 
     def add_action(
-        self, action: Action | None, start_s: float, end_s: float, waits: Sequence[tuple[float, float, bool]]
+        self, action: Action | None, start_s: float, end_s: float, waits: Sequence[tuple[float, float, WaitTotal]]
     ) -> None:
         """Add an action, or with None a wait between two actions.
 
         Args:
-            waits: those in the action: start, end, and whether they were for an average over workers.
+            waits: those in the action: start, end, and their total.
         """
-        totals = self.totals
         compute_s, drawn_from_s = end_s - start_s, start_s
-        for wait_start_s, wait_end_s, is_averaging in waits:
+        for wait_start_s, wait_end_s, total in waits:
             wait_s = wait_end_s - wait_start_s
             compute_s -= wait_s
-            if is_averaging:
-                totals.allreduce_s += wait_s
-            else:
-                totals.wait_s += wait_s
+            self._add(total, wait_s)
             if wait_s > MIN_DRAWN_S:  # it divides the action
                 if wait_start_s - drawn_from_s > MIN_DRAWN_S:
                     self._draw(action, drawn_from_s, wait_start_s)
-                self._draw(None, wait_start_s, wait_end_s)
+                self._draw("data" if total == "data_s" else "wait", wait_start_s, wait_end_s)
                 drawn_from_s = wait_end_s
         if action:
-            name = _FIELD[action.kind]
-            setattr(totals, name, getattr(totals, name) + compute_s)
+            self._add(_FIELD[action.kind], compute_s)
             self._draw(action, drawn_from_s, end_s)
 
     def add_message(self, track: str, name: str, start_s: float, end_s: float, size_bytes: int) -> None:
@@ -84,10 +83,14 @@ class Timings:
         if len(self._messages) < MAX_EVENTS:
             self._messages.append((track, name, track, start_s, end_s, size_bytes))
 
-    def _draw(self, action: Action | None, start_s: float, end_s: float) -> None:
-        if len(self._actions) < MAX_EVENTS:
-            name, kind = (str(action), action.kind.name.lower()) if action else ("wait", "wait")
-            self._actions.append(("compute", name, kind, start_s, end_s, 0))
+    def _add(self, total: str, seconds: float) -> None:
+        setattr(self.totals, total, getattr(self.totals, total) + seconds)
+
+    def _draw(self, action: Action | str | None, start_s: float, end_s: float) -> None:
+        """Draw a part of an action, or a wait by its name."""
+        if action and len(self._actions) < MAX_EVENTS:
+            kind = action.kind.name.lower() if isinstance(action, Action) else action
+            self._actions.append(("compute", str(action), kind, start_s, end_s, 0))
 
     def events(self) -> list[TraceEvent]:
         """Return the events in seconds of time.time.

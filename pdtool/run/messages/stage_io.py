@@ -192,7 +192,8 @@ class StageIO:
     def _load(self, source: MinibatchSource, minibatch: int) -> None:
         """Load a minibatch, the next one, and start to copy to a GPU what this stage takes of it."""
         self._unloaded.popleft()
-        inputs, target = source.load(minibatch)
+        with self._meter.loading:
+            inputs, target = source.load(minibatch)
         targets = {target_name(i): leaf for i, leaf in enumerate(target)}
         self._loaded = dict(zip(self._model_inputs, inputs, strict=True)) | targets
         if self._upload:

@@ -39,7 +39,11 @@ from pdtool.run.measure.metrics_log import following_metrics
 from pdtool.run.processes.collectives import short_reason
 from pdtool.run.processes.diagnosis import diagnose, fork_server_end
 from pdtool.run.processes.reaper import Reaper
-from pdtool.run.processes.semaphores import name_semaphores_after_this_process, remove_counters, remove_stale_semaphores
+from pdtool.run.processes.shared_memory_files import (
+    name_semaphores_after_this_process,
+    remove_counters,
+    remove_stale_semaphores,
+)
 from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
 from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, stop_message
 from pdtool.run.processes.worker_main import run_worker, worker_main

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from pdtool.errors import PdtoolError, WorkerDiedError, describe_error
 from pdtool.run.processes.collectives import PeerError
-from pdtool.run.processes.semaphores import remove_counters
+from pdtool.run.processes.shared_memory_files import remove_counters
 from pdtool.run.processes.status import (
     OWN_ERROR,
     WorkerFailure,

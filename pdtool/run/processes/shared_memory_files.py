@@ -1,12 +1,10 @@
-"""Files in /dev/shm that would outlive their processes.
+"""Files in /dev/shm that outlive their processes, unless somebody unlinks them.
 
-Named semaphores of multiprocessing, which torch elastic makes: those of a launcher that was killed are removed.
+Named semaphores of multiprocessing, which torch elastic makes: its resource tracker unlinks them, unless it is killed
+with the launcher, as by a signal to the whole process group. So they are named after the launcher, and the next one
+unlinks those of launchers that are gone.
 
-On Linux they are files that outlive their processes. multiprocessing's resource tracker unlinks them, unless it is
-killed with the launcher, as by a signal to the whole process group. So they are named after the launcher, and the next
-one unlinks those of launchers that are gone.
-
-Counters of torch, for memory of a GPU that is shared: torch removes them in destructors, which no worker lives to see.
+Counters of torch, for memory of a GPU that is shared: torch unlinks them in destructors, which no worker lives to see.
 """
 
 from __future__ import annotations
