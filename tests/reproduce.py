@@ -44,8 +44,8 @@ def head() -> Iterator[str]:
     )
     yield "# The claims of PipeDream, answered by commands\n"
     yield (
-        f"Written by `make reproduce` at commit {commit.stdout.strip()} on {os.cpu_count()} cores. Profiles are estimated "
-        "(`pdtool profile --device v100`); emulated times are those of real worker processes that sleep the times of "
+        f"Written by `make reproduce` at commit {commit.stdout.strip()} on {os.cpu_count()} cores. Profiles are "
+        "estimated (`pdtool profile --device v100`); emulated times are those of real worker processes that sleep the times of "
         "the profile and send their messages over shaped links (`pdtool emulate`).\n"
     )
 

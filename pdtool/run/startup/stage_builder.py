@@ -65,7 +65,7 @@ class StageBuilder:
             io=StageIO(
                 self.config.bundle, s, self.channels, prefetch=in_flight + 1, device=self.device, meter=self.meter
             ),
-            averager=ReplicaAverager(self.groups.replicas[s], untied.values(), self.meter),
+            averager=ReplicaAverager(self.groups.replicas[s], untied.values(), self.meter, self.config.bucket_bytes),
             optimizer=self._optimizer(untied, s),
             tied=tied,
             saved_names=saved_names,
