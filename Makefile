@@ -19,7 +19,7 @@ DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 .DELETE_ON_ERROR:
 .SECONDARY:
 .SECONDEXPANSION:
-.PHONY: help venv test test-models check fuzz demo bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run soak chaos gpu-check examples clean
+.PHONY: help venv test test-models check fuzz demo bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run reproduce reproduce-quick soak chaos gpu-check examples clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,7 +66,7 @@ bench-planner: $(STAMP) ## measure the planner's time and its plans on large mod
 bench-runtime: $(STAMP) ## compare training speed with the machine's limit and with PyTorch's own ways (about twenty minutes)
 	$(BIN)/python tests/bench_runtime.py
 
-reproduce: $(STAMP) ## answer the claims of PipeDream by commands, and write docs/reproduction.md (root; goes on where it stopped)
+reproduce: $(STAMP) ## answer claims of PipeDream by commands, and write docs/reproduction.md (goes on where it was stopped)
 	$(BIN)/python tests/reproduce.py
 
 reproduce-quick: $(STAMP) ## a few cases of each claim, in minutes, into runs/reproduction/quick.md

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reproduction import prediction
+from reproduction import prediction, table1
 from reproduction.results import Results
 
-SECTIONS = {"prediction": prediction}
+SECTIONS = {"table1": table1, "prediction": prediction}
 ROOT = Path(__file__).parent.parent
 
 
@@ -45,8 +45,8 @@ def head() -> Iterator[str]:
     yield "# The claims of PipeDream, answered by commands\n"
     yield (
         f"Written by `make reproduce` at commit {commit.stdout.strip()} on {os.cpu_count()} cores. Profiles are "
-        "estimated (`pdtool profile --device v100`); emulated times are those of real worker processes that sleep the times of "
-        "the profile and send their messages over shaped links (`pdtool emulate`).\n"
+        "estimated (`pdtool profile --device v100`). Emulated times are those of real worker processes, which sleep "
+        "the times of the profile and send their messages over shaped links (`pdtool emulate`).\n"
     )
 
 

@@ -56,7 +56,7 @@ def _name(case: Case) -> str:
 
 def _figures(results: Results, case: Case) -> dict[str, Any]:
     profile = results.profile(case.model, "v100", 64)
-    plan = results.plan(profile, case.topology, case.bandwidth, case.strategy)
+    plan = results.plan(profile, case.topology, case.bandwidth, "--strategy", case.strategy, name=_name(case))
     emulation = results.emulation(plan)
     [emulated] = emulation["plans"]
     return {

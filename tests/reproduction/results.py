@@ -52,7 +52,7 @@ class Results:
 
     def profile(self, model: str, device: str, batch_size: int, *settings: str) -> str:
         """Return the path of an estimated profile of a model of the zoo, made unless it is there."""
-        name = f"{model}-{device}-{batch_size}"
+        name = "-".join([model, *(setting.replace("=", "") for setting in settings), device, str(batch_size)])
         path = f"profiles/{name}.json"
         if not (self.work / path).exists():
             source = str(Path(__file__).parents[2] / "pdtool" / "zoo" / f"{model}.py")
@@ -60,13 +60,16 @@ class Results:
             self.pdtool("profile", source, "--device", device, "--batch-size", str(batch_size), *options, "-o", path)
         return path
 
-    def plan(self, profile: str, topology: str, bandwidth: str, strategy: str = "auto") -> str:
-        """Return the path of the best plan of a strategy, made unless it is there."""
-        speeds = bandwidth.replace("/s", "").replace(",", "-")
-        path = f"plans/{Path(profile).stem}-{topology}-{speeds}-{strategy}.yaml"
+    def plan(self, profile: str, topology: str, bandwidth: str, *options: str, name: str) -> str:
+        """Return the path of a plan, made unless it is there.
+
+        Args:
+            options: of `pdtool partition`.
+        """
+        path = f"plans/{name}.yaml"
         if not (self.work / path).exists():
             cluster = ("--topology", topology, "--bandwidth", bandwidth)
-            self.pdtool("partition", profile, *cluster, "--strategy", strategy, "-o", path)
+            self.pdtool("partition", profile, *cluster, *options, "-o", path)
         return path
 
     def emulation(self, plan: str, against: str = "") -> dict[str, Any]:
