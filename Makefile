@@ -14,12 +14,13 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 PDTOOL := $(BIN)/pdtool
 DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
+DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
 .SECONDEXPANSION:
-.PHONY: help venv test test-models check fuzz demo bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run reproduce reproduce-quick soak chaos gpu-check examples clean
+.PHONY: help venv test test-models check fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run reproduce reproduce-quick soak chaos gpu-check examples clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +57,14 @@ demo: $(STAMP) ## profile, partition, generate and train a small model on real d
 	$(PDTOOL) codegen plans/demo-3.yaml
 	cat plans/demo-3/stage_1.py
 	$(PDTOOL) run plans/demo-3.yaml -o runs/demo --epochs 20 --target accuracy=0.98
+	@$(MAKE) --no-print-directory demo-network
+
+demo-network: $(STAMP) ## emulate VGG-16 on four servers with 2.5 Gbit/s, as a pipeline and data-parallel (one minute)
+	rm -rf $(DEMO_NETWORK)
+	$(PDTOOL) profile pdtool/zoo/vgg16.py --device v100 --batch-size 64 -o profiles/demo-vgg16.json
+	$(PDTOOL) partition profiles/demo-vgg16.json --topology 4 --bandwidth 2.5Gbit/s -o plans/demo-vgg16-4.yaml
+	$(PDTOOL) emulate plans/demo-vgg16-4.yaml --minibatches 24 -o runs/demo-vgg16 || \
+	  $(PDTOOL) simulate plans/demo-vgg16-4.yaml --sweep bandwidth=0.1..25Gbit/s
 
 bench-road: $(STAMP) ## measure how long each of the four commands takes here
 	$(BIN)/python tests/bench_road.py
