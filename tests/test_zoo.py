@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from pdtool.artifacts.envelope import ModelRef
+from pdtool.cluster import make_cluster
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.partition.planner import make_plan
+from pdtool.partition.search.search import SearchOptions
+from pdtool.profile.devices import find_device
+from pdtool.profile.estimate import estimate
 
 PAPER = {
     "vgg16": 138_357_544,
@@ -285,3 +290,19 @@ def test_digits_are_learned_by_one_process():
 def test_small_image_models_learn(name):
     """At five seeds all had passed 0.85 by then; chance is 0.1."""
     epochs_to(load(name, **SMALL[name]), 0.6, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "minibatch", "cluster"),
+    [
+        ("alexnet", "v100", 256, make_cluster([4, 4], [1.25e9, 12e9], memory_bytes=16 * 10**9)),
+        ("s2vt", "titanx", 80, make_cluster([4], [5e9], memory_bytes=12 * 10**9)),
+    ],
+)
+def test_paper_sizes_are_estimated_and_planned_for_the_papers_clusters(name, device, minibatch, cluster):
+    """The two that take the least time; those of LSTMs take half a minute each."""
+    profile = estimate(load(name), batch_size=minibatch, device=find_device(device))
+    assert profile.parameter_bytes(set(profile.by_name)) == 4 * PAPER[name]
+    plan = make_plan(profile, "profile.json", cluster, SearchOptions())
+    assert sum(stage.replicas for stage in plan.stages) == plan.workers <= cluster.workers
+    assert max(plan.predicted.memory_bytes) < cluster.memory_bytes

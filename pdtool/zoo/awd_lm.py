@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 VOCABULARY = {"paper": 10_000, "mini": 1000}
 LENGTH = {"paper": 70, "mini": 20}  # words of a sequence
-TEXT = {"paper": None, "mini": 200_000}  # words of the text that are read; None: all
+TEXT = {"paper": None, "mini": 100_000}  # words of the text that are read; None: all
 
 
 class SameDropout(nn.Module):
@@ -128,7 +128,7 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def optimizer(named_parameters):
     """Adam."""
-    return torch.optim.Adam([p for _, p in named_parameters], lr=2e-3)
+    return torch.optim.Adam([p for _, p in named_parameters], lr=4e-3)
 
 
 def metrics(output: torch.Tensor, target: torch.Tensor) -> dict[str, tuple[float, float]]:

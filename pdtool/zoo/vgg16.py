@@ -1,4 +1,4 @@
-"""VGG-16 (Simonyan and Zisserman, 2015), 138,357,544 parameters, on real digits enlarged to ImageNet's shape."""
+"""VGG-16 (Simonyan and Zisserman, 2015), 138,357,544 parameters, on MNIST enlarged to ImageNet's shape."""
 
 from functools import cache
 
@@ -98,8 +98,8 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer(named_parameters):
-    """The paper's SGD."""
-    return torch.optim.SGD([p for _, p in named_parameters], lr=0.01, momentum=0.9, weight_decay=5e-4)
+    """The paper's SGD at half its learning rate, which suits both sizes."""
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.005, momentum=0.9, weight_decay=5e-4)
 
 
 def metrics(output: torch.Tensor, target: torch.Tensor) -> dict[str, tuple[float, float]]:
