@@ -3,7 +3,9 @@
 Half of the layers encode, the first of them in both directions, and half decode. The attention (Bahdanau et al., 2015)
 looks from the first layer of the decoder at the encoder's output; what it finds goes to all layers above.
 
-The data are generated, by num2words: numbers below ten thousand in English and German words, for want of WMT16.
+The data are generated, by num2words: numbers below ten thousand in English and German words, for want of WMT16. At mini
+size 97 % of the sentences are right after 2 epochs, in one process with minibatches of 32, 15 s of one core in all:
+`pdtool run plans/gnmt-1.yaml --target 'exact>=0.95'`.
 """
 
 import re
