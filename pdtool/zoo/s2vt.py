@@ -4,8 +4,8 @@ The first LSTM goes over the frames; the second over what the first one makes of
 the words of the caption.
 
 The data are made here, for want of MSVD: scikit-learn's real handwritten digits move over a black square, one way and
-then another, and a template captions them. A frame's pixels take the place of its VGG features. At mini size 91 % of
-the captions are right after 10 epochs, in one process with minibatches of 32, 20 s of one core:
+then another, and a template captions them. A frame's pixels take the place of its VGG features. At mini size 92 % of
+the captions are right after 10 epochs, in one process with minibatches of 32, 14 s of one core in all:
 `pdtool run plans/s2vt-1.yaml --target 'exact>=0.9'`.
 """
 
