@@ -5,7 +5,7 @@ the words of the caption.
 
 The data are made here, for want of MSVD: scikit-learn's real handwritten digits move over a black square, one way and
 then another, and a template captions them. A frame's pixels take the place of its VGG features. At mini size 92 % of
-the captions are right after 10 epochs, in one process with minibatches of 32, 14 s of one core in all:
+the captions are right after 10 epochs of 2 s, in one process of one thread with minibatches of 32:
 `pdtool run plans/s2vt-1.yaml --target 'exact>=0.9'`.
 """
 

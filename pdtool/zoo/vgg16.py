@@ -1,7 +1,7 @@
 """VGG-16 (Simonyan and Zisserman, 2015), 138,357,544 parameters, on MNIST enlarged to ImageNet's shape.
 
-At mini size 95 % of the digits are recognised after 5 epochs, in one process with minibatches of 32, 18 s of one core:
-`pdtool run plans/vgg16-1.yaml --target accuracy=0.95`.
+At mini size 97 % of the digits are recognised after 7 epochs of 3.5 s, in one process of one thread with minibatches of
+32: `pdtool run plans/vgg16-1.yaml --target accuracy=0.95`.
 """
 
 from functools import cache
