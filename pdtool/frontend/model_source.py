@@ -14,7 +14,7 @@ from types import ModuleType
 from pdtool.artifacts.envelope import ModelRef, fields_checked
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, UsageError
-from pdtool.frontend.user_code import error_at, module_name
+from pdtool.frontend.user_code import error_at, in_zoo, module_name
 
 
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
@@ -56,9 +56,7 @@ def find_source(source: str) -> Path:
 
 def is_local(path: Path, folder: Path | None = None) -> bool:
     """Whether a file is under a folder, by default the current one, or one of pdtool's own zoo."""
-    zoo = Path(__file__).parent.parent / "zoo"
-    resolved = path.resolve()
-    return resolved.is_relative_to(zoo) or resolved.is_relative_to((folder or Path.cwd()).resolve())
+    return in_zoo(path) or path.resolve().is_relative_to((folder or Path.cwd()).resolve())
 
 
 def import_source(source: str, path: Path) -> ModuleType:

@@ -122,7 +122,7 @@ class ModelFile:
             ModelError: the user's function fails, or an input is neither tensor nor constant.
         """
         if self.has("example_inputs"):
-            inputs = self._call(self._function("example_inputs"), batch_size)
+            inputs = self._call_with_settings("example_inputs", batch_size)
         else:
             inputs = self.example_batch(batch_size)[0]
         return self.as_inputs(inputs)
@@ -166,7 +166,7 @@ class ModelFile:
         the samples alike each time, so that those of one split are never in the other.
         """
         _seed_generators(0)
-        data = self._call(self._function("dataset"), split)
+        data = self._call_with_settings("dataset", split)
         if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             what = f"dataset({split!r}) returned {type(data).__name__}, not a torch Dataset"
             remedy = "return one with __len__ and __getitem__, an IterableDataset, or a list of samples"
@@ -346,6 +346,12 @@ class ModelFile:
             defined = ", ".join(f.__name__ for f in functions if f.__module__ == self.module.__name__)
             raise ModelError(f"{self.path.name} has no function {name}()", f"it defines: {defined or 'no functions'}")
         return getattr(self.module, name)  # type: ignore[no-any-return]
+
+    def _call_with_settings(self, name: str, argument: Any) -> Any:
+        """Call a function of the file with its one argument, and with those settings that it has parameters for."""
+        function, settings = self._function(name), self.ref.settings
+        parameters = list(inspect.signature(function).parameters)[1:] if settings else []
+        return self._call(function, argument, **{key: settings[key] for key in parameters if key in settings})
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

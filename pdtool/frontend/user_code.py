@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 from pdtool.errors import ModelError, describe_error
 
 _PREFIX = "pdtool_user_"  # of the names under which the users' files are imported
+_ZOO = Path(__file__).parent.parent / "zoo"
 
 
 def module_name(path: Path) -> str:
@@ -96,9 +97,15 @@ def _stacked(samples: Sequence[Any]) -> Any:
     return default_collate(list(samples))
 
 
+def in_zoo(path: Path) -> bool:
+    """Whether a file is one of pdtool's own examples, what they need being the extra `zoo`."""
+    return path.resolve().is_relative_to(_ZOO)
+
+
 def error_at(path: Path, error: BaseException, what: str) -> ModelError:
     """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
-    return ModelError(f"{user_line(error, path)}{what} raised {describe_error(error)}")
+    remedy = "pip install 'pdtool[zoo]'" if isinstance(error, ModuleNotFoundError) and in_zoo(path) else ""
+    return ModelError(f"{user_line(error, path)}{what} raised {describe_error(error)}", remedy)
 
 
 def user_line(error: BaseException, path: Path) -> str:

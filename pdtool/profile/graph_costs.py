@@ -175,11 +175,27 @@ def _shared_parameters(model: ProfiledModel) -> Iterator[SharedParameter]:
 
 
 def _constraints(model: ProfiledModel, profile: Profile) -> dict[str, Any]:
-    """Return `together` and `pin`: what the trace demands and what HINTS asks for."""
+    """Return `together` and `pin`: what the trace demands, what belongs to its user, and what HINTS asks for."""
     hints = model.model_file.hints
-    together = [*model.traced.together, *(_nodes_of(model, profile, path) for path in hints.no_split)]
+    asked = (_nodes_of(model, profile, path) for path in hints.no_split)
+    together = [*model.traced.together, *_made_of_parameters(profile), *asked]
     pin = {name: stage for path, stage in hints.pin.items() for name in _nodes_of(model, profile, path)}
     return {"together": tuple(group for group in together if len(group) > 1), "pin": pin}
+
+
+def _made_of_parameters(profile: Profile) -> Iterator[tuple[str, ...]]:
+    """Yield (node, user) for each node that is computed from parameters alone, such as dropped weights, for one user.
+
+    Without inputs it could stand in the first stage, which would then send its value with each minibatch.
+    """
+    users: dict[str, list[str]] = {node.name: [] for node in profile.nodes}
+    from_parameters: set[str] = set()
+    for node in profile.nodes:
+        for name in node.inputs:
+            users[name].append(node.name)
+        if node.op != "input" and from_parameters.issuperset(node.inputs):
+            from_parameters.add(node.name)
+    yield from ((name, *users[name]) for name in users if name in from_parameters and len(users[name]) == 1)
 
 
 def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, ...]:

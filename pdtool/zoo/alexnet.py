@@ -6,21 +6,16 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
 
+PIXELS = {"paper": 224, "mini": 64}  # along a side of an image
+
 
 class AlexNet(nn.Module):
     """Images (batch, 3, height, width) to scores (batch, classes)."""
 
     def __init__(
-        self,
-        classes: int = 1000,
-        width: float = 1.0,
-        hidden: int = 4096,
-        pooled: int = 6,
-        shrink: int = 1,
-        dropout: float = 0.5,
+        self, classes: int = 1000, width: float = 1.0, hidden: int = 4096, pooled: int = 6, dropout: float = 0.5
     ) -> None:
         super().__init__()
-        self.shrink = shrink
         c1, c2, c3, c4 = (int(c * width) for c in (64, 192, 384, 256))
         self.features = nn.Sequential(
             nn.Conv2d(3, c1, 11, stride=4, padding=2),
@@ -54,47 +49,45 @@ class AlexNet(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.shrink > 1:
-            x = F.avg_pool2d(x, self.shrink)
         x = self.avgpool(self.features(x))
         return self.classifier(torch.flatten(x, 1))
 
 
 def model(size: str = "paper") -> nn.Module:
-    """The paper's network, or "mini": a quarter as wide, on 74 pixels."""
+    """The paper's network, or "mini": a quarter as wide, on 64 pixels."""
     if size == "paper":
         return AlexNet()
     if size == "mini":
-        return AlexNet(classes=10, width=1 / 4, hidden=64, pooled=1, shrink=3, dropout=0.1)
+        return AlexNet(classes=10, width=1 / 4, hidden=64, pooled=1, dropout=0.1)
     raise ValueError(f"size {size!r} is neither paper nor mini")
 
 
-def example_inputs(batch_size: int) -> torch.Tensor:
-    """Noise of ImageNet's shape, at both sizes."""
-    return torch.randn(batch_size, 3, 224, 224)
+def example_inputs(batch_size: int, size: str = "paper") -> torch.Tensor:
+    """Noise."""
+    return torch.randn(batch_size, 3, PIXELS[size], PIXELS[size])
 
 
 class EnlargedDigits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Real images (3, 224, 224), each made when it is asked for, with the digit it shows."""
+    """Real images (3, pixels, pixels), each made when it is asked for, with the digit it shows."""
 
-    def __init__(self, images: torch.Tensor, digits: torch.Tensor) -> None:
-        self.images, self.digits = images, digits
+    def __init__(self, images: torch.Tensor, digits: torch.Tensor, pixels: int) -> None:
+        self.images, self.digits, self.pixels = images, digits, pixels
 
     def __len__(self) -> int:
         return len(self.digits)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         image = self.images[index].expand(1, 3, -1, -1)
-        return F.interpolate(image, size=224, mode="bilinear", align_corners=False)[0], self.digits[index]
+        return F.interpolate(image, size=self.pixels, mode="bilinear", align_corners=False)[0], self.digits[index]
 
 
-def dataset(split: str) -> EnlargedDigits:
+def dataset(split: str, size: str = "paper") -> EnlargedDigits:
     """scikit-learn's handwritten digits for want of ImageNet: 1437 to train on and 360 to validate with."""
     digits = load_digits()
     order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
     chosen = order[360:] if split == "train" else order[:360]
     images = torch.tensor(digits.images, dtype=torch.float32)[chosen].unsqueeze(1) / 16
-    return EnlargedDigits(images, torch.tensor(digits.target)[chosen])
+    return EnlargedDigits(images, torch.tensor(digits.target)[chosen], PIXELS[size])
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

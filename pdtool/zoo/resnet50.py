@@ -6,6 +6,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
 
+PIXELS = {"paper": 224, "mini": 56}  # along a side of an image
+
 
 class Bottleneck(nn.Module):
     """1×1, 3×3 and 1×1 convolutions beside a shortcut."""
@@ -37,11 +39,8 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """Images (batch, 3, height, width) to scores (batch, classes)."""
 
-    def __init__(
-        self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000, shrink: int = 1
-    ) -> None:
+    def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
         super().__init__()
-        self.shrink = shrink
         self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
@@ -58,8 +57,6 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(channels, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.shrink > 1:
-            x = F.avg_pool2d(x, self.shrink)
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for i in range(self.layers):
             x = self.get_submodule(f"layer{i + 1}")(x)
@@ -71,36 +68,36 @@ def model(size: str = "paper") -> nn.Module:
     if size == "paper":
         return ResNet()
     if size == "mini":
-        return ResNet(depths=(1, 2, 1, 1), width=8, classes=10, shrink=4)
+        return ResNet(depths=(1, 2, 1, 1), width=8, classes=10)
     raise ValueError(f"size {size!r} is neither paper nor mini")
 
 
-def example_inputs(batch_size: int) -> torch.Tensor:
-    """Noise of ImageNet's shape, at both sizes."""
-    return torch.randn(batch_size, 3, 224, 224)
+def example_inputs(batch_size: int, size: str = "paper") -> torch.Tensor:
+    """Noise."""
+    return torch.randn(batch_size, 3, PIXELS[size], PIXELS[size])
 
 
 class EnlargedDigits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Real images (3, 224, 224), each made when it is asked for, with the digit it shows."""
+    """Real images (3, pixels, pixels), each made when it is asked for, with the digit it shows."""
 
-    def __init__(self, images: torch.Tensor, digits: torch.Tensor) -> None:
-        self.images, self.digits = images, digits
+    def __init__(self, images: torch.Tensor, digits: torch.Tensor, pixels: int) -> None:
+        self.images, self.digits, self.pixels = images, digits, pixels
 
     def __len__(self) -> int:
         return len(self.digits)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         image = self.images[index].expand(1, 3, -1, -1)
-        return F.interpolate(image, size=224, mode="bilinear", align_corners=False)[0], self.digits[index]
+        return F.interpolate(image, size=self.pixels, mode="bilinear", align_corners=False)[0], self.digits[index]
 
 
-def dataset(split: str) -> EnlargedDigits:
+def dataset(split: str, size: str = "paper") -> EnlargedDigits:
     """scikit-learn's handwritten digits for want of ImageNet: 1437 to train on and 360 to validate with."""
     digits = load_digits()
     order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
     chosen = order[360:] if split == "train" else order[:360]
     images = torch.tensor(digits.images, dtype=torch.float32)[chosen].unsqueeze(1) / 16
-    return EnlargedDigits(images, torch.tensor(digits.target)[chosen])
+    return EnlargedDigits(images, torch.tensor(digits.target)[chosen], PIXELS[size])
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,13 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
 )
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Setting for model(); may be repeated.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Setting for model(), also for example_inputs() and dataset() if they take it; may be repeated.",
+)
 @options.count("--batch-size", help="Samples in one minibatch, the size that will run.", default=32)
 @click.option(
     "--device",
