@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 from graphs import random_profile, with_nodes
 
@@ -10,7 +12,8 @@ from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError
 from pdtool.partition.baselines import baselines
 from pdtool.partition.cost.contention import lower_bound_s
-from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.in_flight import IN_FLIGHT_MARGIN
+from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import PlanSearch, SearchOptions
 from pdtool.partition.simulator.steady_state import steady_state_s
@@ -94,6 +97,28 @@ def test_where_the_formulas_are_far_off_the_best_of_each_number_of_copies_is_loo
             told = f"seed {seed}: {rival.placement.config} {rival_s} s, {plan.config} {plan.predicted.simulated_s} s"
             assert rival_s is None or plan.predicted.simulated_s <= rival_s * (1 + MARGIN) ** 2, told
     assert seen > 10
+
+
+def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_fits():
+    """Else they are the schedule's own: ceil(workers from here / replicas), p - s of a straight pipeline."""
+    seen = 0
+    for seed in range(SEEDS):
+        for options in (SearchOptions(), SearchOptions(straight=True), SearchOptions(simplest=0)):
+            search = replace(question(seed), options=options)
+            try:
+                plan = make_plan(search.profile, "p", search.cluster, options)
+            except NoPlanError:
+                continue
+            placement = Placement.of(plan, search.profile)
+            own = search.evaluator.place(
+                placement.stages, placement.workers, placement.execution, recompute=placement.recompute
+            )
+            if placement.in_flight != own.placement.in_flight:
+                seen += 1
+                own_s, time_s = simulated_s(search, own), plan.predicted.simulated_s
+                assert own_s is None or own_s > time_s * (1 + IN_FLIGHT_MARGIN), f"seed {seed}: {own_s} s, {time_s} s"
+                assert max(plan.predicted.memory_bytes) <= (search.cluster.memory_bytes or math.inf)
+    assert seen > SEEDS / 4
 
 
 def test_no_plan_is_simulated_faster_than_its_bound():

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.partition.baselines import DATA_PARALLEL, ONE_WORKER, baselines
-from pdtool.partition.in_flight import wanted_in_flight
+from pdtool.partition.in_flight import with_fewest_in_flight
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.search.search import PlanSearch, SearchOptions
 from pdtool.partition.simulator.engine import simulate, simulated_time_s
@@ -68,7 +68,7 @@ def _baseline_placements(profile: Profile, cluster: Cluster) -> Iterator[tuple[s
     search = PlanSearch(profile, cluster, SearchOptions())
     for label, baseline in baselines(search, ExecutionConfig()):
         if set(baseline.placement.in_flight) != {1}:
-            baseline = wanted_in_flight(search.evaluator, baseline, search.options.simplest)
+            baseline, _ = with_fewest_in_flight(search.evaluator, baseline, search.options.simplest)
         if label != ONE_WORKER:
             yield label, baseline.placement
 

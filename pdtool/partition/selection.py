@@ -3,24 +3,22 @@
 shortlist   the fastest plans by the formulas, the baselines, and the best of each layout and number of stages
 drop        those that a lower bound shows to be slower than what was simulated
 simulate    the rest, each with few and with more minibatches in flight
-take        the fastest; within the margin the fewest stages, and the fewest minibatches in flight
+take        the fastest, each with the fewest minibatches in flight (in_flight.py); within the margin the fewest stages
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdtool.partition.cost.contention import lower_bound_s
 from pdtool.partition.cost.plan_cost import Candidate
-from pdtool.partition.in_flight import in_flight_choices, wanted_in_flight
+from pdtool.partition.in_flight import with_fewest_in_flight
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.search.search import PlanSearch
-from pdtool.partition.simulator.steady_state import is_too_large, steady_state_s
+from pdtool.partition.simulator.steady_state import is_too_large
 
-# Additional minibatches in flight must shorten the time by this fraction, since each adds gradient staleness.
-IN_FLIGHT_MARGIN = 0.1
 # Where the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
 # such plans communicate less.
 _LINK_SLOWDOWNS = (1.0, 2.0)
@@ -56,8 +54,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if not search.options.straight:
         simplest_plan = search.simplest_plan(optimum_s * (1 + margin)) or simplest_plan
     if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement):
-        wanted = wanted_in_flight(search.evaluator, simplest_plan, margin)
-        return Selected(wanted, None, optimum_s * (1 + margin))
+        return Selected(simplest_plan, None, optimum_s * (1 + margin))
     if search.options.straight or not margin:  # then the optimum by the formulas was asked for
         selection = _Selection(search, [simplest_plan])
         selection.simulate()
@@ -74,27 +71,17 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     return selection.selected() or Selected(simplest_plan, None, goal_s)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Simulated:
-    """One plan of the shortlist.
+    """A plan of the shortlist with the minibatches in flight that it gets, and its simulated seconds per minibatch."""
 
-    Attributes:
-        choices: the plan with more and more minibatches in flight (in_flight_choices).
-        times_s: simulated seconds per minibatch of the first choices; infinite where these are too slow to win.
-    """
-
-    choices: Sequence[Candidate]
-    times_s: list[float] = field(default_factory=list)
-
-    @property
-    def fastest_s(self) -> float:
-        """Seconds per minibatch of the fastest choice."""
-        return min(self.times_s, default=math.inf)
+    candidate: Candidate
+    time_s: float
 
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return len(self.choices[0].placement.stages)
+        return len(self.candidate.placement.stages)
 
 
 class _Selection:
@@ -136,30 +123,17 @@ class _Selection:
         self._shortlist = []
 
     def selected(self) -> Selected | None:
-        """Return the fastest plan; within the margin of it the one with the fewest stages; of that one the fewest
-        minibatches in flight with which it still wins, and loses no more than IN_FLIGHT_MARGIN."""
-        near = [plan for plan in self._plans if plan.fastest_s <= self.fastest_s * (1 + self.margin)]
+        """Return the fastest plan; within the margin of it the one with the fewest stages."""
+        near = self._near
         if not near:
             return None
-        chosen = min(near, key=lambda plan: (plan.stages, plan.fastest_s))
-        limits_s = [self._limit_s(chosen, other) for other in self._plans if other is not chosen]
-        limit_s = max(chosen.fastest_s, min([chosen.fastest_s * self._max_slowdown, *limits_s]))
-        simulated = zip(chosen.choices, chosen.times_s, strict=False)
-        choice, time_s = next((choice, time_s) for choice, time_s in simulated if time_s <= limit_s)
-        return Selected(choice, time_s, max(time_s, self.fastest_s * (1 + self.margin)))
-
-    def _limit_s(self, plan: _Simulated, other: _Simulated) -> float:
-        """Seconds per minibatch up to which a plan wins over another."""
-        if other.stages == plan.stages:
-            return other.fastest_s
-        return (
-            other.fastest_s * (1 + self.margin) if other.stages > plan.stages else other.fastest_s / (1 + self.margin)
-        )
+        chosen = min(near, key=lambda plan: (plan.stages, plan.time_s))
+        return Selected(chosen.candidate, chosen.time_s, self.fastest_s * (1 + self.margin))
 
     @property
-    def _max_slowdown(self) -> float:
-        """Factor by which a plan may be slower for fewer minibatches in flight."""
-        return 1 + IN_FLIGHT_MARGIN if self.margin else 1.0
+    def _near(self) -> list[_Simulated]:
+        """The plans within the margin of the fastest."""
+        return [plan for plan in self._plans if plan.time_s <= self.fastest_s * (1 + self.margin)]
 
     def _with_lower_bounds(self, candidates: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
         """Those that fit, each once, with their lower bounds."""
@@ -174,28 +148,19 @@ class _Selection:
 
     def _may_win(self, bound_s: float, candidate: Candidate) -> bool:
         """Whether it may be the fastest, or within the margin of the fastest and of fewer stages than all there."""
-        near = [plan.stages for plan in self._plans if plan.fastest_s <= self.fastest_s * (1 + self.margin)]
-        has_fewer_stages = len(candidate.placement.stages) < min(near, default=math.inf)
+        fewest_stages = min((plan.stages for plan in self._near), default=math.inf)
+        has_fewer_stages = len(candidate.placement.stages) < fewest_stages
         return bound_s < self.fastest_s * ((1 + self.margin) if has_fewer_stages else 1.0)
 
     def _simulate(self, bound_s: float, candidate: Candidate) -> None:
-        """Simulate a plan with more and more minibatches in flight, as long as these may make it much faster."""
+        """Simulate a plan, and keep it if it may be chosen."""
         limit_s = self.fastest_s * (1 + self.margin)
-        plan = _Simulated(in_flight_choices(self.search.evaluator, candidate, self.margin))
-        for choice in plan.choices:
-            time_s = self._time_s(choice, limit_s)
-            is_slower = plan.fastest_s <= time_s and plan.fastest_s < math.inf
-            plan.times_s.append(time_s)
-            if time_s <= bound_s * (1 + self.margin) or is_slower:
-                break  # more in flight bring nothing
-        if plan.fastest_s < math.inf:
+        plan = _Simulated(
+            *with_fewest_in_flight(self.search.evaluator, candidate, self.margin, enough_s=bound_s, limit_s=limit_s)
+        )
+        if plan.time_s < math.inf:
             self._plans.append(plan)
-            self.fastest_s = min(self.fastest_s, plan.fastest_s)
-
-    def _time_s(self, candidate: Candidate, limit_s: float) -> float:
-        """Simulated seconds per minibatch; infinite above the limit, and where the plan cannot be executed."""
-        time_s = steady_state_s(candidate.placement, self.search.profile, self.search.cluster, limit_s)
-        return time_s if time_s is not None and time_s < limit_s and candidate.placement.is_executable else math.inf
+            self.fastest_s = min(self.fastest_s, plan.time_s)
 
 
 def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:
