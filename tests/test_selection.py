@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import replace
 
-from graphs import random_profile, with_nodes
+from graphs import chain, random_profile, with_nodes
 
 from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError
@@ -97,6 +97,25 @@ def test_where_the_formulas_are_far_off_the_best_of_each_number_of_copies_is_loo
             told = f"seed {seed}: {rival.placement.config} {rival_s} s, {plan.config} {plan.predicted.simulated_s} s"
             assert rival_s is None or plan.predicted.simulated_s <= rival_s * (1 + MARGIN) ** 2, told
     assert seen > 10
+
+
+def test_idle_workers_are_used_where_only_the_simulation_shows_a_gain():
+    """As AlexNet: convolutions of 76 ms, classifiers of 9 ms with most of the weights, servers that share a slow link.
+
+    The second stage is the slowest whether the first has 9 or 15 workers, so the formulas are indifferent.
+    """
+    convolutions, classifiers = {"parameter_bytes": 10**7}, {"parameter_bytes": 235 * 10**6}
+    profile = chain([0.076, 0.009], crossing=94 * 10**5)
+    nodes = zip(profile.nodes, ({}, convolutions, classifiers), strict=True)
+    profile = with_nodes(profile, [node.model_copy(update=changes) for node, changes in nodes])
+    search = PlanSearch(profile, make_cluster((4, 4), (1.25e9, 1.2e10)), SearchOptions())
+    names = [[node.name for node in profile.nodes[:2]], [profile.nodes[2].name]]
+    few, all_workers = (
+        search.evaluator.place(names, [range(15 - replicas, 15), [15]], ExecutionConfig()) for replicas in (9, 15)
+    )
+    assert few.time_per_minibatch_s == all_workers.time_per_minibatch_s
+    assert simulated_s(search, few) > simulated_s(search, all_workers) * 1.1
+    assert make_plan(profile, "p", search.cluster).config == "15-1"
 
 
 def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_fits():

@@ -212,7 +212,7 @@ class PlanSearch:
             for solution in (*islice(search.solutions(), _STAGE_COUNTS_LISTED), search.fastest):
                 if solution.time_per_minibatch_s < best_s:
                     best_s = solution.time_per_minibatch_s
-                    yield search.candidate(solution)
+                    yield from search.candidates(solution)
 
     @cached_property
     def _data_parallel_plans(self) -> Sequence[Candidate]:
