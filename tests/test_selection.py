@@ -10,12 +10,14 @@ from graphs import chain, random_profile, with_nodes
 
 from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError
+from pdtool.partition import selection
 from pdtool.partition.baselines import baselines
 from pdtool.partition.cost.contention import lower_bound_s
 from pdtool.partition.in_flight import IN_FLIGHT_MARGIN
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import PlanSearch, SearchOptions
+from pdtool.partition.simulator import steady_state
 from pdtool.partition.simulator.steady_state import steady_state_s
 
 MARGIN, SEEDS = SearchOptions().simplest, 40
@@ -138,6 +140,26 @@ def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_
                 assert own_s is None or own_s > time_s * (1 + IN_FLIGHT_MARGIN), f"seed {seed}: {own_s} s, {time_s} s"
                 assert max(plan.predicted.memory_bytes) <= (search.cluster.memory_bytes or math.inf)
     assert seen > SEEDS / 4
+
+
+def test_a_plan_that_is_too_large_for_the_shortlist_is_simulated_before_it_is_chosen(monkeypatch):
+    """Or it would win by formulas that may be far off; here more than 800 actions times workers are many."""
+    seen = 0
+    for seed in range(SEEDS):
+        with monkeypatch.context() as patch:
+            patch.setattr(steady_state, "_MAX_ACTIONS_TIMES_WORKERS", 800)
+            patch.setattr(steady_state, "PATIENT", math.inf)
+            patch.setattr(selection, "PATIENT", math.inf)
+            try:
+                search, plan, asked = planned_with_baselines(seed)
+            except NoPlanError:
+                continue
+            small = [rival for _, rival in asked if not steady_state.is_too_large(rival.placement)]
+        time_s = steady_state_s(Placement.of(plan, search.profile), search.profile, search.cluster)
+        for rival in small:
+            seen += 1
+            assert time_s <= simulated_s(search, rival) * (1 + MARGIN) * WINDOW, f"seed {seed}: {plan.config}"
+    assert seen > SEEDS / 2
 
 
 def test_no_plan_is_simulated_faster_than_its_bound():

@@ -22,7 +22,13 @@ _MAX_FACTOR = 2  # times what the schedule wants
 
 
 def with_fewest_in_flight(
-    evaluator: Evaluator, candidate: Candidate, margin: float, *, enough_s: float = 0.0, limit_s: float = math.inf
+    evaluator: Evaluator,
+    candidate: Candidate,
+    margin: float,
+    *,
+    enough_s: float = 0.0,
+    limit_s: float = math.inf,
+    patience: float = 1.0,
 ) -> tuple[Candidate, float]:
     """Simulate a plan with more and more minibatches in flight; return it with the fewest that lose no more than
     IN_FLIGHT_MARGIN, and its seconds per minibatch then.
@@ -33,11 +39,12 @@ def with_fewest_in_flight(
         margin: fraction of the time per minibatch that is too little to look for more minibatches in flight.
         enough_s: seconds per minibatch that the plan cannot beat: as soon as it comes near, more bring nothing.
         limit_s: seconds per minibatch above which a time does not matter, and may be given as infinite.
+        patience: how many times as long as usual each simulation may take.
     """
     simulated: list[tuple[Candidate, float]] = []
     fastest_s = math.inf
     for choice in _choices(evaluator, candidate, margin):
-        time_s = _simulated_s(evaluator, choice, limit_s * (1 + IN_FLIGHT_MARGIN))
+        time_s = _simulated_s(evaluator, choice, limit_s * (1 + IN_FLIGHT_MARGIN), patience)
         is_slower = fastest_s <= time_s and fastest_s < math.inf
         simulated.append((choice, time_s))
         fastest_s = min(fastest_s, time_s)
@@ -46,9 +53,10 @@ def with_fewest_in_flight(
     return next(choice for choice in simulated if choice[1] <= fastest_s * (1 + IN_FLIGHT_MARGIN))
 
 
-def _simulated_s(evaluator: Evaluator, candidate: Candidate, limit_s: float) -> float:
+def _simulated_s(evaluator: Evaluator, candidate: Candidate, limit_s: float, patience: float) -> float:
     """Simulated seconds per minibatch; infinite above the limit, and where the plan cannot be executed."""
-    time_s = steady_state_s(candidate.placement, evaluator.profile, evaluator.cluster, limit_s)
+    profile, cluster = evaluator.profile, evaluator.cluster
+    time_s = steady_state_s(candidate.placement, profile, cluster, limit_s, patience=patience)
     return time_s if time_s is not None and time_s < limit_s and candidate.placement.is_executable else math.inf
 
 

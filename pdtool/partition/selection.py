@@ -17,7 +17,7 @@ from pdtool.partition.cost.plan_cost import Candidate
 from pdtool.partition.in_flight import with_fewest_in_flight
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.search.search import PlanSearch
-from pdtool.partition.simulator.steady_state import is_too_large
+from pdtool.partition.simulator.steady_state import PATIENT, is_too_large
 
 # Where the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
 # such plans communicate less.
@@ -53,7 +53,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     simplest_plan = optima[0]
     if not search.options.straight:
         simplest_plan = search.simplest_plan(optimum_s * (1 + margin)) or simplest_plan
-    if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement):
+    if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement, PATIENT):
         return Selected(simplest_plan, None, optimum_s * (1 + margin))
     if search.options.straight or not margin:  # then the optimum by the formulas was asked for
         selection = _Selection(search, [simplest_plan])
@@ -62,6 +62,8 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
     execution = simplest_plan.placement.execution
     selection = _Selection(search, [simplest_plan, *optima, *baselines])
+    if is_too_large(simplest_plan.placement):
+        selection.simulate_patiently(simplest_plan)
     if selection.lowest_bound_s > goal_s:
         selection.add_plans_by_stage_count(execution, selection.lowest_bound_s, slowdowns=(1.0,))
     selection.simulate()
@@ -122,12 +124,19 @@ class _Selection:
                 self._simulate(bound_s, candidate)
         self._shortlist = []
 
+    def simulate_patiently(self, candidate: Candidate) -> None:
+        """Simulate a plan that is too large for the shortlist."""
+        evaluator, enough_s = self.search.evaluator, candidate.time_per_minibatch_s
+        self._keep(*with_fewest_in_flight(evaluator, candidate, self.margin, enough_s=enough_s, patience=PATIENT))
+
     def selected(self) -> Selected | None:
         """Return the fastest plan; within the margin of it the one with the fewest stages."""
         near = self._near
         if not near:
             return None
         chosen = min(near, key=lambda plan: (plan.stages, plan.time_s))
+        if is_too_large(chosen.candidate.placement):  # whoever checks or changes it has the formulas only
+            return Selected(chosen.candidate, None, chosen.candidate.time_per_minibatch_s * (1 + self.margin))
         return Selected(chosen.candidate, chosen.time_s, self.fastest_s * (1 + self.margin))
 
     @property
@@ -154,13 +163,13 @@ class _Selection:
 
     def _simulate(self, bound_s: float, candidate: Candidate) -> None:
         """Simulate a plan, and keep it if it may be chosen."""
-        limit_s = self.fastest_s * (1 + self.margin)
-        plan = _Simulated(
-            *with_fewest_in_flight(self.search.evaluator, candidate, self.margin, enough_s=bound_s, limit_s=limit_s)
-        )
-        if plan.time_s < math.inf:
-            self._plans.append(plan)
-            self.fastest_s = min(self.fastest_s, plan.time_s)
+        evaluator, limit_s = self.search.evaluator, self.fastest_s * (1 + self.margin)
+        self._keep(*with_fewest_in_flight(evaluator, candidate, self.margin, enough_s=bound_s, limit_s=limit_s))
+
+    def _keep(self, candidate: Candidate, time_s: float) -> None:
+        if time_s < math.inf:
+            self._plans.append(_Simulated(candidate, time_s))
+            self.fastest_s = min(self.fastest_s, time_s)
 
 
 def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:
