@@ -90,6 +90,12 @@ def memory_limits() -> list[MemoryLimit]:
     return limits
 
 
+def machine_bytes() -> int | None:
+    """Return the memory that all processes together can have here, that of the machine or of the control group; None:
+    unknown."""
+    return min((limit.total_bytes for limit in memory_limits() if limit.name != ULIMIT), default=None)
+
+
 def oom_kills() -> int | None:
     """Return how many processes the kernel has killed for lack of memory since it started; None: unknown."""
     with suppress(OSError, ValueError, KeyError):

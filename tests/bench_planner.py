@@ -115,7 +115,7 @@ def measure(case: Case, folder: Path, start_up_s: float, limit_s: float) -> Row:
     """Partition once, and read what was found."""
     path = case.profile(folder)
     rates = ",".join(RATES[: case.topology.count("x") + 1])
-    wanted = ["--topology", case.topology, "--bandwidth", rates, *(["--memory", case.memory] if case.memory else [])]
+    wanted = ["--topology", case.topology, "--bandwidth", rates, "--memory", case.memory or "none"]
     plan_path = folder / "plan.yaml"
     plan_path.unlink(missing_ok=True)
     done = run(folder, ["partition", str(path), *wanted, "-o", str(plan_path)], limit_s)
@@ -202,7 +202,7 @@ def targets() -> list[Case]:
         ("resnet101", "4x4", None),
     ]
     found = [
-        Case(name=f"published {name}", profile=partial(imported, name), topology="4x4", target_s=1.0)
+        Case(name=f"published {name}", profile=partial(imported, name), topology="4x4", target_s=1.0, memory="16GB")
         for name in ("gnmt8", "resnet50")
         if PUBLISHED.is_dir()
     ]

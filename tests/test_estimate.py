@@ -346,6 +346,7 @@ def test_the_command_says_that_it_estimates_and_records_its_inputs(tmp_path, mon
     assert "measured over estimated in measured.json: " in done.stderr
     profile = Profile.load("out.json")
     assert (profile.device.kind, profile.device.name) == ("estimated", "mine, calibrated")
+    assert profile.device.memory_bytes == 1000, "of own.yaml"
     assert (profile.step_s, profile.coverage) == (0, 0)
     assert set(profile.digests) == {"net.py", "own.yaml", "measured.json"}
 

@@ -50,9 +50,11 @@ def test_a_small_graph_comes_in_whole():
     assert (loaded.forward_s, loaded.backward_s, loaded.gradient_bytes, loaded.output_bytes) == (0, 0, 0, 1024)
     assert (conv.forward_s, conv.backward_s, conv.parameter_bytes) == (1.5e-3, 3e-3, 72)
     assert lstm.output_bytes == lstm.gradient_bytes == lstm.stash_bytes == 600
+    assert (add.output_bytes, add.stash_bytes) == (8, 0), "it writes into the memory of its input"
     assert add.inputs == ("node3", "node10")
     assert profile.model is None
     assert profile.device.kind == "measured"
+    assert (profile.device.memory_bytes, profile.reserved_bytes) == (16 * 10**9, 2**30), "the paper's V100"
     assert Profile.parse(profile.dump()) == profile
 
 

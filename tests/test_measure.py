@@ -1,5 +1,6 @@
 """The profile: what is counted exactly is checked exactly; times are only checked to be there."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,7 @@ def test_profile_counts_what_the_model_holds(model_file):
 
 def test_times_are_measured(model_file):
     profile = measure(model_file, batch_size=16)
+    assert 0 < profile.device.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("embed", "mix", "norm", "loss"):
         assert profile.by_name[name].forward_s > 0
         assert profile.by_name[name].backward_s > 0

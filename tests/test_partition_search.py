@@ -17,7 +17,7 @@ from pdtool.partition.placement import ExecutionConfig
 from pdtool.partition.planner import make_plan, refresh
 from pdtool.partition.search.cuts import find_cuts
 from pdtool.partition.search.dynamic_programming import DynamicProgram
-from pdtool.partition.search.search import SearchOptions
+from pdtool.partition.search.search import PlanSearch, SearchOptions
 from pdtool.partition.search.search_space import SearchSpace
 from pdtool.partition.stage_loads import stage_loads
 
@@ -290,3 +290,26 @@ def test_the_search_knows_what_each_border_of_a_plan_costs(cost_model):
                 placed = evaluator.place(stages, workers, execution).cost
                 found = model.transfer_s(load, program._border[program._place(first), after, before])
                 assert found == pytest.approx(placed.transfer_s[0]), workers
+
+
+def test_a_limit_of_memory_leaves_a_certificate_where_free_operators_were_merged():
+    """Two branches of 14 operators, every other free: more cuts than are searched, unless the free ones are merged."""
+    nodes = [Node(name="x", op="input", module="")]
+    for branch in "ab":
+        before = "x"
+        for i in range(14):
+            seconds = 1.0 if i % 2 else 0.0
+            node = Node(name=f"{branch}{i}", op="op", module="", inputs=(before,), forward_s=seconds, stash_bytes=1000)
+            nodes.append(node)
+            before = node.name
+    nodes.append(Node(name="loss", op="loss", module="", inputs=("a13", "b13")))
+    profile, options = profile_of(nodes), SearchOptions(max_cuts=100, straight=True, recompute=False)
+    search = PlanSearch(profile, make_cluster((3,), (FAST,), memory_bytes=20_000), options)
+    assert not search.limits
+    assert search.whole_space.cuts.merged_free_blocks
+    plan = make_plan(profile, "p", search.cluster, options)
+    unlimited = make_plan(profile, "p", make_cluster((3,), (FAST,)), options)
+    assert plan.predicted.bottleneck_s > unlimited.predicted.bottleneck_s, "memory is short"
+    assert plan.why.lower_bound_s == unlimited.predicted.bottleneck_s
+    assert plan.why.proof.endswith("without the limit of memory")
+    assert not unlimited.why.proof.endswith("without the limit of memory")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
-from graphs import random_profile, with_nodes
+from graphs import chain, random_profile, with_nodes
 
 from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError
+from pdtool.partition import selection
 from pdtool.partition.baselines import baselines
 from pdtool.partition.cost.contention import lower_bound_s
-from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.in_flight import IN_FLIGHT_MARGIN
+from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import PlanSearch, SearchOptions
+from pdtool.partition.simulator import steady_state
 from pdtool.partition.simulator.steady_state import steady_state_s
 
 MARGIN, SEEDS = SearchOptions().simplest, 40
@@ -94,6 +99,67 @@ def test_where_the_formulas_are_far_off_the_best_of_each_number_of_copies_is_loo
             told = f"seed {seed}: {rival.placement.config} {rival_s} s, {plan.config} {plan.predicted.simulated_s} s"
             assert rival_s is None or plan.predicted.simulated_s <= rival_s * (1 + MARGIN) ** 2, told
     assert seen > 10
+
+
+def test_idle_workers_are_used_where_only_the_simulation_shows_a_gain():
+    """As AlexNet: convolutions of 76 ms, classifiers of 9 ms with most of the weights, servers that share a slow link.
+
+    The second stage is the slowest whether the first has 9 or 15 workers, so the formulas are indifferent.
+    """
+    convolutions, classifiers = {"parameter_bytes": 10**7}, {"parameter_bytes": 235 * 10**6}
+    profile = chain([0.076, 0.009], crossing=94 * 10**5)
+    nodes = zip(profile.nodes, ({}, convolutions, classifiers), strict=True)
+    profile = with_nodes(profile, [node.model_copy(update=changes) for node, changes in nodes])
+    search = PlanSearch(profile, make_cluster((4, 4), (1.25e9, 1.2e10)), SearchOptions())
+    names = [[node.name for node in profile.nodes[:2]], [profile.nodes[2].name]]
+    few, all_workers = (
+        search.evaluator.place(names, [range(15 - replicas, 15), [15]], ExecutionConfig()) for replicas in (9, 15)
+    )
+    assert few.time_per_minibatch_s == all_workers.time_per_minibatch_s
+    assert simulated_s(search, few) > simulated_s(search, all_workers) * 1.1
+    assert make_plan(profile, "p", search.cluster).config == "15-1"
+
+
+def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_fits():
+    """Else they are the schedule's own: ceil(workers from here / replicas), p - s of a straight pipeline."""
+    seen = 0
+    for seed in range(SEEDS):
+        for options in (SearchOptions(), SearchOptions(straight=True), SearchOptions(simplest=0)):
+            search = replace(question(seed), options=options)
+            try:
+                plan = make_plan(search.profile, "p", search.cluster, options)
+            except NoPlanError:
+                continue
+            placement = Placement.of(plan, search.profile)
+            own = search.evaluator.place(
+                placement.stages, placement.workers, placement.execution, recompute=placement.recompute
+            )
+            if placement.in_flight != own.placement.in_flight:
+                seen += 1
+                own_s, time_s = simulated_s(search, own), plan.predicted.simulated_s
+                assert own_s is None or own_s > time_s * (1 + IN_FLIGHT_MARGIN), f"seed {seed}: {own_s} s, {time_s} s"
+                assert max(plan.predicted.memory_bytes) <= (search.cluster.memory_bytes or math.inf)
+    assert seen > SEEDS / 4
+
+
+def test_a_plan_that_is_too_large_for_the_shortlist_is_simulated_before_it_is_chosen(monkeypatch):
+    """Or it would win by formulas that may be far off; here more than 800 actions times workers are many."""
+    seen = 0
+    for seed in range(SEEDS):
+        with monkeypatch.context() as patch:
+            patch.setattr(steady_state, "_MAX_ACTIONS_TIMES_WORKERS", 800)
+            patch.setattr(steady_state, "PATIENT", math.inf)
+            patch.setattr(selection, "PATIENT", math.inf)
+            try:
+                search, plan, asked = planned_with_baselines(seed)
+            except NoPlanError:
+                continue
+            small = [rival for _, rival in asked if not steady_state.is_too_large(rival.placement)]
+        time_s = steady_state_s(Placement.of(plan, search.profile), search.profile, search.cluster)
+        for rival in small:
+            seen += 1
+            assert time_s <= simulated_s(search, rival) * (1 + MARGIN) * WINDOW, f"seed {seed}: {plan.config}"
+    assert seen > SEEDS / 2
 
 
 def test_no_plan_is_simulated_faster_than_its_bound():

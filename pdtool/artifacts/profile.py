@@ -12,7 +12,7 @@ from pydantic import Field
 
 from pdtool.artifacts.device import Precision
 from pdtool.artifacts.envelope import Artifact, FrozenModel, ModelRef
-from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, Seconds, StageIndex, Title
+from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, PositiveBytes, Seconds, StageIndex, Title
 from pdtool.errors import FieldError
 from pdtool.graph import Graph
 
@@ -20,10 +20,15 @@ _THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of
 
 
 class Device(FrozenModel):
-    """The device that the times are for, and whether they were measured on it or estimated."""
+    """The device that the times are for, and whether they were measured on it or estimated.
+
+    Attributes:
+        memory_bytes: all that it has; of a CPU that of its machine, which workers share. None: not recorded.
+    """
 
     name: Label
     kind: Literal["measured", "estimated"]
+    memory_bytes: PositiveBytes | None = None
 
 
 class Node(FrozenModel):
@@ -130,6 +135,11 @@ class Profile(Artifact):
         """The CPU threads that the times were measured with; None when they were not measured on a CPU."""
         match = _THREADS.search(self.device.name)
         return int(match[1]) if match and self.device.kind == "measured" else None
+
+    @property
+    def is_measured_on_cpu(self) -> bool:
+        """Whether its device is a CPU, and the memory of that the machine's."""
+        return self.threads is not None
 
     @cached_property
     def graph(self) -> Graph:

@@ -1,6 +1,8 @@
-"""How many minibatches in flight a plan may want, where messages take time, links are shared and rounds wait.
+"""How many minibatches in flight a plan gets, where messages take time, links are shared and rounds wait.
 
-The schedule's own number keeps all later workers busy when nothing does; each more is one more update of delay.
+The schedule's own number keeps all later workers busy when nothing does (PipeDream, section 3.2). Each more is one more
+update of delay, and memory: a plan gets more only where the simulation shows that they shorten its time by
+IN_FLIGHT_MARGIN, and as far as memory goes.
 """
 
 from __future__ import annotations
@@ -12,18 +14,55 @@ from pdtool.partition.cost.contention import link_times_s
 from pdtool.partition.cost.formulas import TOLERANCE, CostModel
 from pdtool.partition.cost.plan_cost import Candidate, Evaluator
 from pdtool.partition.placement import Placement
+from pdtool.partition.simulator.steady_state import steady_state_s
 from pdtool.partition.stage_loads import StageLoad, stage_loads
 
+IN_FLIGHT_MARGIN = 0.1  # fraction of the time per minibatch that fewer minibatches in flight may cost
 _MAX_FACTOR = 2  # times what the schedule wants
 
 
-def in_flight_choices(evaluator: Evaluator, candidate: Candidate, margin: float) -> list[Candidate]:
-    """Return the plan with the schedule's own number of minibatches in flight, with what its round trips want, and with
-    as many as are ever tried: each once, from few to many, all as far as memory goes.
+def with_fewest_in_flight(
+    evaluator: Evaluator,
+    candidate: Candidate,
+    margin: float,
+    *,
+    enough_s: float = 0.0,
+    limit_s: float = math.inf,
+    patience: float = 1.0,
+) -> tuple[Candidate, float]:
+    """Simulate a plan with more and more minibatches in flight; return it with the fewest that lose no more than
+    IN_FLIGHT_MARGIN, and its seconds per minibatch then.
+
+    Where no simulation is possible, that is the plan with the schedule's own number, and infinity.
 
     Args:
-        margin: fraction of the time per minibatch that fewer minibatches in flight are worth.
+        margin: fraction of the time per minibatch that is too little to look for more minibatches in flight.
+        enough_s: seconds per minibatch that the plan cannot beat: as soon as it comes near, more bring nothing.
+        limit_s: seconds per minibatch above which a time does not matter, and may be given as infinite.
+        patience: how many times as long as usual each simulation may take.
     """
+    simulated: list[tuple[Candidate, float]] = []
+    fastest_s = math.inf
+    for choice in _choices(evaluator, candidate, margin):
+        time_s = _simulated_s(evaluator, choice, limit_s * (1 + IN_FLIGHT_MARGIN), patience)
+        is_slower = fastest_s <= time_s and fastest_s < math.inf
+        simulated.append((choice, time_s))
+        fastest_s = min(fastest_s, time_s)
+        if time_s <= enough_s * (1 + margin) or is_slower:
+            break  # more in flight bring nothing
+    return next(choice for choice in simulated if choice[1] <= fastest_s * (1 + IN_FLIGHT_MARGIN))
+
+
+def _simulated_s(evaluator: Evaluator, candidate: Candidate, limit_s: float, patience: float) -> float:
+    """Simulated seconds per minibatch; infinite above the limit, and where the plan cannot be executed."""
+    profile, cluster = evaluator.profile, evaluator.cluster
+    time_s = steady_state_s(candidate.placement, profile, cluster, limit_s, patience=patience)
+    return time_s if time_s is not None and time_s < limit_s and candidate.placement.is_executable else math.inf
+
+
+def _choices(evaluator: Evaluator, candidate: Candidate, margin: float) -> list[Candidate]:
+    """Return the plan with the schedule's own number of minibatches in flight, with what its round trips want, and with
+    as many as are ever tried: each once, from few to many, all as far as memory goes."""
     placement = candidate.placement
     if placement.execution.schedule != "1f1b":
         return [candidate]
@@ -38,17 +77,6 @@ def in_flight_choices(evaluator: Evaluator, candidate: Candidate, margin: float)
     largest = _decreasing(placement, [*largest[:-1], default[-1]])
     choices = {default, tuple(wanted), tuple(_decreasing(placement, wanted)), tuple(largest)}
     return [evaluator.with_in_flight(candidate, numbers) for numbers in sorted(choices, key=lambda n: (sum(n), n))]
-
-
-def wanted_in_flight(evaluator: Evaluator, candidate: Candidate, margin: float) -> Candidate:
-    """Return the plan with the minibatches in flight that its round trips want, without a simulation."""
-    placement = candidate.placement
-    if placement.execution.schedule != "1f1b" or evaluator.cost_model != "ours":
-        return candidate
-    wanted = _wanted(evaluator, candidate, stage_loads(evaluator.profile, placement.stages), margin)
-    choices = (wanted, _decreasing(placement, wanted))
-    executable = (numbers for numbers in choices if placement.with_in_flight(numbers).is_executable)
-    return evaluator.with_in_flight(candidate, next(executable, placement.in_flight))
 
 
 def _wanted(evaluator: Evaluator, candidate: Candidate, loads: Sequence[StageLoad], margin: float) -> list[int]:

@@ -31,12 +31,15 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         )
     needed = max(smallest.cost.memory_bytes)
     stage = smallest.cost.memory_bytes.index(needed)
+    least = needed + search.profile.reserved_bytes  # which is not in the limit
+    recomputing = " with every stage recomputing" if options.recompute else ""
+    recompute = "" if options.recompute else ", or leave out --no-recompute"
     return NoPlanError(
-        f"no plan fits: the one that needs the least memory, {smallest.placement.config}, lacks "
+        f"no plan fits: the one that needs the least memory, {smallest.placement.config}{recomputing}, lacks "
         f"{format_bytes(needed - limit)} in stage {stage}, which needs {format_bytes(needed)} on a worker that has "
         f"{format_bytes(limit)}",
-        f"give each worker at least {needed} bytes{_more_workers(search)}{_other_schedules(search)}, "
-        "or smaller minibatches",
+        f"give each worker at least {least} bytes (--memory {least}B){recompute}{_more_workers(search)}"
+        f"{_other_schedules(search)}, or smaller minibatches",
     )
 
 

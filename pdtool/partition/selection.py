@@ -3,24 +3,22 @@
 shortlist   the fastest plans by the formulas, the baselines, and the best of each layout and number of stages
 drop        those that a lower bound shows to be slower than what was simulated
 simulate    the rest, each with few and with more minibatches in flight
-take        the fastest; within the margin the fewest stages, and the fewest minibatches in flight
+take        the fastest, each with the fewest minibatches in flight (in_flight.py); within the margin the fewest stages
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdtool.partition.cost.contention import lower_bound_s
 from pdtool.partition.cost.plan_cost import Candidate
-from pdtool.partition.in_flight import in_flight_choices, wanted_in_flight
+from pdtool.partition.in_flight import with_fewest_in_flight
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.search.search import PlanSearch
-from pdtool.partition.simulator.steady_state import is_too_large, steady_state_s
+from pdtool.partition.simulator.steady_state import PATIENT, is_too_large
 
-# Additional minibatches in flight must shorten the time by this fraction, since each adds gradient staleness.
-IN_FLIGHT_MARGIN = 0.1
 # Where the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
 # such plans communicate less.
 _LINK_SLOWDOWNS = (1.0, 2.0)
@@ -55,9 +53,8 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     simplest_plan = optima[0]
     if not search.options.straight:
         simplest_plan = search.simplest_plan(optimum_s * (1 + margin)) or simplest_plan
-    if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement):
-        wanted = wanted_in_flight(search.evaluator, simplest_plan, margin)
-        return Selected(wanted, None, optimum_s * (1 + margin))
+    if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement, PATIENT):
+        return Selected(simplest_plan, None, optimum_s * (1 + margin))
     if search.options.straight or not margin:  # then the optimum by the formulas was asked for
         selection = _Selection(search, [simplest_plan])
         selection.simulate()
@@ -65,6 +62,8 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
     execution = simplest_plan.placement.execution
     selection = _Selection(search, [simplest_plan, *optima, *baselines])
+    if is_too_large(simplest_plan.placement):
+        selection.simulate_patiently(simplest_plan)
     if selection.lowest_bound_s > goal_s:
         selection.add_plans_by_stage_count(execution, selection.lowest_bound_s, slowdowns=(1.0,))
     selection.simulate()
@@ -74,27 +73,17 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     return selection.selected() or Selected(simplest_plan, None, goal_s)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Simulated:
-    """One plan of the shortlist.
+    """A plan of the shortlist with the minibatches in flight that it gets, and its simulated seconds per minibatch."""
 
-    Attributes:
-        choices: the plan with more and more minibatches in flight (in_flight_choices).
-        times_s: simulated seconds per minibatch of the first choices; infinite where these are too slow to win.
-    """
-
-    choices: Sequence[Candidate]
-    times_s: list[float] = field(default_factory=list)
-
-    @property
-    def fastest_s(self) -> float:
-        """Seconds per minibatch of the fastest choice."""
-        return min(self.times_s, default=math.inf)
+    candidate: Candidate
+    time_s: float
 
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return len(self.choices[0].placement.stages)
+        return len(self.candidate.placement.stages)
 
 
 class _Selection:
@@ -135,31 +124,25 @@ class _Selection:
                 self._simulate(bound_s, candidate)
         self._shortlist = []
 
+    def simulate_patiently(self, candidate: Candidate) -> None:
+        """Simulate a plan that is too large for the shortlist."""
+        evaluator, enough_s = self.search.evaluator, candidate.time_per_minibatch_s
+        self._keep(*with_fewest_in_flight(evaluator, candidate, self.margin, enough_s=enough_s, patience=PATIENT))
+
     def selected(self) -> Selected | None:
-        """Return the fastest plan; within the margin of it the one with the fewest stages; of that one the fewest
-        minibatches in flight with which it still wins, and loses no more than IN_FLIGHT_MARGIN."""
-        near = [plan for plan in self._plans if plan.fastest_s <= self.fastest_s * (1 + self.margin)]
+        """Return the fastest plan; within the margin of it the one with the fewest stages."""
+        near = self._near
         if not near:
             return None
-        chosen = min(near, key=lambda plan: (plan.stages, plan.fastest_s))
-        limits_s = [self._limit_s(chosen, other) for other in self._plans if other is not chosen]
-        limit_s = max(chosen.fastest_s, min([chosen.fastest_s * self._max_slowdown, *limits_s]))
-        simulated = zip(chosen.choices, chosen.times_s, strict=False)
-        choice, time_s = next((choice, time_s) for choice, time_s in simulated if time_s <= limit_s)
-        return Selected(choice, time_s, max(time_s, self.fastest_s * (1 + self.margin)))
-
-    def _limit_s(self, plan: _Simulated, other: _Simulated) -> float:
-        """Seconds per minibatch up to which a plan wins over another."""
-        if other.stages == plan.stages:
-            return other.fastest_s
-        return (
-            other.fastest_s * (1 + self.margin) if other.stages > plan.stages else other.fastest_s / (1 + self.margin)
-        )
+        chosen = min(near, key=lambda plan: (plan.stages, plan.time_s))
+        if is_too_large(chosen.candidate.placement):  # whoever checks or changes it has the formulas only
+            return Selected(chosen.candidate, None, chosen.candidate.time_per_minibatch_s * (1 + self.margin))
+        return Selected(chosen.candidate, chosen.time_s, self.fastest_s * (1 + self.margin))
 
     @property
-    def _max_slowdown(self) -> float:
-        """Factor by which a plan may be slower for fewer minibatches in flight."""
-        return 1 + IN_FLIGHT_MARGIN if self.margin else 1.0
+    def _near(self) -> list[_Simulated]:
+        """The plans within the margin of the fastest."""
+        return [plan for plan in self._plans if plan.time_s <= self.fastest_s * (1 + self.margin)]
 
     def _with_lower_bounds(self, candidates: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
         """Those that fit, each once, with their lower bounds."""
@@ -174,28 +157,19 @@ class _Selection:
 
     def _may_win(self, bound_s: float, candidate: Candidate) -> bool:
         """Whether it may be the fastest, or within the margin of the fastest and of fewer stages than all there."""
-        near = [plan.stages for plan in self._plans if plan.fastest_s <= self.fastest_s * (1 + self.margin)]
-        has_fewer_stages = len(candidate.placement.stages) < min(near, default=math.inf)
+        fewest_stages = min((plan.stages for plan in self._near), default=math.inf)
+        has_fewer_stages = len(candidate.placement.stages) < fewest_stages
         return bound_s < self.fastest_s * ((1 + self.margin) if has_fewer_stages else 1.0)
 
     def _simulate(self, bound_s: float, candidate: Candidate) -> None:
-        """Simulate a plan with more and more minibatches in flight, as long as these may make it much faster."""
-        limit_s = self.fastest_s * (1 + self.margin)
-        plan = _Simulated(in_flight_choices(self.search.evaluator, candidate, self.margin))
-        for choice in plan.choices:
-            time_s = self._time_s(choice, limit_s)
-            is_slower = plan.fastest_s <= time_s and plan.fastest_s < math.inf
-            plan.times_s.append(time_s)
-            if time_s <= bound_s * (1 + self.margin) or is_slower:
-                break  # more in flight bring nothing
-        if plan.fastest_s < math.inf:
-            self._plans.append(plan)
-            self.fastest_s = min(self.fastest_s, plan.fastest_s)
+        """Simulate a plan, and keep it if it may be chosen."""
+        evaluator, limit_s = self.search.evaluator, self.fastest_s * (1 + self.margin)
+        self._keep(*with_fewest_in_flight(evaluator, candidate, self.margin, enough_s=bound_s, limit_s=limit_s))
 
-    def _time_s(self, candidate: Candidate, limit_s: float) -> float:
-        """Simulated seconds per minibatch; infinite above the limit, and where the plan cannot be executed."""
-        time_s = steady_state_s(candidate.placement, self.search.profile, self.search.cluster, limit_s)
-        return time_s if time_s is not None and time_s < limit_s and candidate.placement.is_executable else math.inf
+    def _keep(self, candidate: Candidate, time_s: float) -> None:
+        if time_s < math.inf:
+            self._plans.append(_Simulated(candidate, time_s))
+            self.fastest_s = min(self.fastest_s, time_s)
 
 
 def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:

@@ -173,7 +173,8 @@ class _Estimate:
             optimizer_state_bytes=state_bytes,
         )
         name = ", ".join(details + ["calibrated"] * bool(self.device.factors))
-        profile = make_profile(self.model, Device(name=name, kind="estimated"), costs)
+        device = Device(name=name, kind="estimated", memory_bytes=self.device.memory_bytes)
+        profile = make_profile(self.model, device, costs)
         told = {"precision": self.precision or "fp32", "reserved_bytes": self.device.reserved_bytes}
         return profile.model_copy(update=told)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from pdtool import process_memory
 from pdtool.artifacts.device import RESERVED_BYTES
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.graph_digest import graph_sha256
@@ -92,7 +93,7 @@ class _Measurement:
             optimizer_state_bytes=state_bytes,
             step_s=step_s,
         )
-        device = Device(name=_device_name(self.device), kind="measured")
+        device = Device(name=_device_name(self.device), kind="measured", memory_bytes=_memory_bytes(self.device))
         reserved_bytes = RESERVED_BYTES if self.device.type == "cuda" else 0
         launch_s = self._timer.launch_s[_WHOLE_STEP] if isinstance(self._timer, CudaTimer) else 0.0
         told = {"precision": self.model.run.precision, "reserved_bytes": reserved_bytes, "launch_s": launch_s}
@@ -185,3 +186,10 @@ def _device_name(device: torch.device) -> str:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     threads = torch.get_num_threads()
     return f"{names[0] if names else platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    """Return all the memory of a GPU, or of the machine for a CPU; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return process_memory.machine_bytes()

@@ -23,8 +23,9 @@ from typing import NamedTuple
 from pdtool.artifacts.envelope import title
 from pdtool.artifacts.profile import Device, Node, Profile
 from pdtool.errors import ArtifactError
+from pdtool.profile.devices import find_device
 
-DEVICE = "V100 (published by PipeDream)"
+DEVICE, _DEVICE_IN_TABLE = "V100 (published by PipeDream)", "v100"  # the paper's V100 have 16 GB (section 5.1)
 _MAX_SAMPLES = 10**9
 DEFAULT_BATCH = 128  # what PipeDream's own profiles were mostly taken at
 _FLOAT_BYTES = 4
@@ -33,6 +34,8 @@ _NODE = re.compile(
     r"(node[0-9]{1,18}) -- (([^()\x00-\x1f]{1,100}?)(?:\([^\x00-\x1f]*)?) -- forward_compute_time=([^,]+), "
     r"backward_compute_time=([^,]+), activation_size=([^,]+), parameter_size=([^,]+?)(?: -- stage_id=[0-9]+)?"
 )
+# What writes into the memory of its input, or returns a part of it.
+_ALIAS = re.compile(r"(View|Size|__getitem__)\b|.*\(.*\binplace\b")
 _EDGE = re.compile(r"\t(node[0-9]{1,18}) -- (node[0-9]{1,18})")
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,3})?")
 
@@ -64,8 +67,9 @@ def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int |
     """Read the text of a `graph.txt`.
 
     The file tells neither what is kept for a backward (`stash_bytes` is the node's own output, as in PipeDream's
-    planner) nor the time of the optimizer, nor that of a whole step: these stay 0. Inputs cost nothing: their time is
-    that of loading.
+    planner, or nothing where it lies in the memory of another) nor the time of the optimizer, nor that of a whole step:
+    these stay 0. Inputs cost nothing: their time is that of loading. The memory is that of the V100 that the paper
+    names, from the table of devices.
 
     Args:
         path: of the text, for errors and for the digest.
@@ -77,12 +81,14 @@ def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int |
     """
     lines = _parse(text, path)
     samples, batch_source = (batch_size, "") if batch_size else _batch_size(lines)
+    device = find_device(_DEVICE_IN_TABLE)
     profile = Profile(
         name=title(name),
         model=None,
         digests={path: hashlib.sha256(text.encode()).hexdigest()},
         batch_size=samples,
-        device=Device(name=DEVICE, kind="measured"),
+        device=Device(name=DEVICE, kind="measured", memory_bytes=device.memory_bytes),
+        reserved_bytes=device.reserved_bytes,
         step_s=0.0,
         coverage=0.0,
         nodes=tuple(_node(lines[key]) for key in _ordered(lines, path)),
@@ -140,7 +146,7 @@ def _line(match: re.Match[str], number: int, path: str) -> _NodeLine:
         output_bytes=sum(output_bytes),
         gradient_bytes=sum(output_bytes),
         parameter_bytes=sum(map(int, values["parameter_size"])),
-        stash_bytes=sum(output_bytes),
+        stash_bytes=0 if _ALIAS.match(match[2]) else sum(output_bytes),
     )
     return _NodeLine(number=number, description=match[2], output_bytes=output_bytes, node=node)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +9,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note, show
+from pdtool.cli.worker_memory import with_worker_memory
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES, STRATEGIES
 
@@ -33,7 +33,12 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
     help="Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
 )
 @click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
-@click.option("--memory", metavar="SIZE", show_default="no limit", help="Of each device, as 16GB or 16GiB.")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    show_default="that of the device profiled",
+    help="Of each device, as 16GB or 16GiB; none: no limit.",
+)
 @options.count("--workers", help="Number of workers to use.", unset="all of the topology")
 @options.choice(
     "--strategy",
@@ -71,7 +76,13 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(
-    profile: str | None, strategy: str, straight: bool, output: str | None, as_json: bool, **settings: Any
+    profile: str | None,
+    strategy: str,
+    straight: bool,
+    memory: str | None,
+    output: str | None,
+    as_json: bool,
+    **settings: Any,
 ) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.artifacts.profile import Profile
@@ -80,29 +91,27 @@ def partition(
     from pdtool.partition.strategies.strategy_options import strategy_options
 
     path = options.candidate("profile", profile)
-    cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency", "memory")))
+    cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency")))
     if straight and strategy not in ("auto", "straight"):
         raise UsageError(f"--straight together with --strategy {strategy}", "give one of them")
     search_options = strategy_options("straight" if straight else strategy, cluster, **settings)
     profiled = Profile.load(path, may_be_pipe=True)
-    plan = make_plan(profiled, path, _leave_room(cluster, profiled.reserved_bytes), search_options)
+    cluster = with_worker_memory(cluster, profiled, memory)
+    plan = make_plan(profiled, path, cluster, search_options)
     show(*plan_view(plan))
     write_artifact(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
 
 
-def _cluster(
-    file: str | None, topology: str | None, bandwidth: str | None, latency: str | None, memory: str | None
-) -> Cluster:
+def _cluster(file: str | None, topology: str | None, bandwidth: str | None, latency: str | None) -> Cluster:
     """Read the cluster from `file`, or make it of the figures given; raises UsageError for both and for neither."""
     from pdtool.artifacts.cluster_file import ClusterFile
     from pdtool.cluster import make_cluster, parse_topology
-    from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
+    from pdtool.units import parse_bandwidth, parse_seconds
 
     if file:
         if figures := topology or bandwidth or latency:
             raise UsageError(f"--cluster {file} together with {figures!r}", "give the file or the figures, not both")
-        cluster = ClusterFile.load(file, may_be_pipe=True).cluster()
-        return replace(cluster, memory_bytes=parse_bytes(memory)) if memory else cluster
+        return ClusterFile.load(file, may_be_pipe=True).cluster()
     if topology is None:
         raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
     sizes = parse_topology(topology)
@@ -111,21 +120,7 @@ def _cluster(
         note(f"no --bandwidth given: assuming {bandwidth}")
     bandwidths = [parse_bandwidth(text) for text in bandwidth.split(",")]
     latencies = [parse_seconds(text) for text in latency.split(",")] if latency else None
-    return make_cluster(sizes, bandwidths, latencies=latencies, memory_bytes=parse_bytes(memory) if memory else None)
-
-
-def _leave_room(cluster: Cluster, reserved_bytes: int) -> Cluster:
-    """Return the cluster with the memory that tensors can have; raises UsageError where none is left."""
-    from pdtool.units import format_bytes
-
-    if cluster.memory_bytes is None or not reserved_bytes:
-        return cluster
-    whole, reserved = format_bytes(cluster.memory_bytes), format_bytes(reserved_bytes)
-    purpose = "CUDA's context, communicators and workspaces"
-    if cluster.memory_bytes <= reserved_bytes:
-        raise UsageError(f"{whole} of memory, of which {reserved} are for {purpose}", "give the memory of a device")
-    note(f"of {whole} of memory {reserved} are left for {purpose}")
-    return replace(cluster, memory_bytes=cluster.memory_bytes - reserved_bytes)
+    return make_cluster(sizes, bandwidths, latencies=latencies)
 
 
 def _share(text: str) -> float:

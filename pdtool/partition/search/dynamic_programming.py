@@ -145,12 +145,16 @@ class DynamicProgram:
         """(5) The value of the best whole plan."""
         return float(values[0, self.first_worker(values), 0])
 
-    def trace(self, tables: list[Array]) -> list[StageSpan]:
+    def trace(self, tables: list[Array], first_worker: int | None = None) -> list[StageSpan]:
         """(5) The stages of the best whole plan of tables[-1], which came from tables[-2], and so on; or, of a single
-        table, from itself."""
+        table, from itself.
+
+        Args:
+            first_worker: that the plan begins at; None: that of the best.
+        """
         spans: list[StageSpan] = []
         cut = replicas_before = 0
-        first = self.first_worker(tables[-1])
+        first = self.first_worker(tables[-1]) if first_worker is None else first_worker
         while first < self.workers:
             stages = self.candidates[cut]
             values = self._with_following(stages, tables[max(0, len(tables) - 2 - len(spans))])

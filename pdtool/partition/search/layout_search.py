@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from pdtool.partition.cost.formulas import CostModel, members_between
 from pdtool.partition.cost.plan_cost import Candidate, Evaluator
 from pdtool.partition.placement import ExecutionConfig
 from pdtool.partition.search.device_blocks import Layout
-from pdtool.partition.search.dynamic_programming import DynamicProgram
+from pdtool.partition.search.dynamic_programming import DynamicProgram, StageSpan
 from pdtool.partition.search.search_space import SearchSpace
 from pdtool.partition.stage_loads import Array
 
@@ -117,7 +117,18 @@ class LayoutSearch:
 
     def candidate(self, solution: Solution) -> Candidate:
         """Return the plan behind a solution."""
-        return self._traced(self.program, solution.tables)
+        return self._traced(self.program.trace(solution.tables))
+
+    def candidates(self, solution: Solution) -> Iterator[Candidate]:
+        """Yield the plan behind a solution, then one of as many stages on all workers, if that is within the bound.
+
+        Of plans that are equally fast by the formulas, the first has the fewest workers. A simulation may show the
+        second to be faster: its other stages have more time to spare, and less to send over each link.
+        """
+        yield self.candidate(solution)
+        values = solution.tables[-1]
+        if self.program.first_worker(values) and values[0, 0, 0] <= self.bound_s:
+            yield self._traced(self.program.trace(solution.tables, first_worker=0))
 
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
@@ -127,7 +138,7 @@ class LayoutSearch:
             tables = min(tables_by_count, key=lambda tables: program.best(tables[-1]))
         else:
             tables = [program.any_number_of_stages]
-        return self._traced(program, tables) if np.isfinite(program.best(tables[-1])) else None
+        return self._traced(program.trace(tables)) if np.isfinite(program.best(tables[-1])) else None
 
     def _tables(self, program: DynamicProgram, stages: int) -> list[Array]:
         if self.space.cuts.has_counted_pins:
@@ -135,9 +146,8 @@ class LayoutSearch:
         program.at_most(stages)
         return program.values_by_count[: stages + 1]
 
-    def _traced(self, program: DynamicProgram, tables: list[Array]) -> Candidate:
-        layout, spans = self.layout, program.trace(tables)
-        names = self.evaluator.profile.graph.names
+    def _traced(self, spans: Sequence[StageSpan]) -> Candidate:
+        layout, names = self.layout, self.evaluator.profile.graph.names
         stages = []
         for span in spans:
             nodes = set(self.space.cuts.nodes(span.before, span.after))

@@ -165,14 +165,20 @@ class PlanSearch:
         limits = []
         if self.workers > MAX_WORKERS_PER_COPY:
             limits.append(f"one copy of the pipeline has at most {MAX_WORKERS_PER_COPY} workers")
-        cuts = self.whole_space.cuts
-        if cuts.coarsened:
-            limits.append(cuts.coarsened)
-        if cuts.merged_free_blocks and self.cluster.memory_bytes:
-            limits.append(
-                f"{cuts.merged_free_blocks} operators without cost stand with a neighbour, whatever they stash"
-            )
+        if self.whole_space.cuts.coarsened:
+            limits.append(self.whole_space.cuts.coarsened)
         return "; ".join(limits)
+
+    @property
+    def without_memory_limit(self) -> PlanSearch:
+        """The search without a limit of memory; itself where no plan can have been lost by the limit.
+
+        Merged operators without cost stand with a neighbour, whatever they stash: with a limit a plan that parts them
+        may be the only one that fits. Without one none is lost, and the optimum bounds all plans.
+        """
+        if not self.whole_space.cuts.merged_free_blocks or self.cluster.memory_bytes is None:
+            return self
+        return PlanSearch(self.profile, replace(self.cluster, memory_bytes=None), self.options, self._spaces)
 
     def search_layout(
         self, layout: Layout, execution: ExecutionConfig, bound_s: float = np.inf, *, straight: bool = False
@@ -237,7 +243,7 @@ class PlanSearch:
             for solution in (*islice(search.solutions(), _STAGE_COUNTS_LISTED), search.fastest):
                 if solution.time_per_minibatch_s < best_s:
                     best_s = solution.time_per_minibatch_s
-                    yield search.candidate(solution)
+                    yield from search.candidates(solution)
 
     @cached_property
     def _data_parallel_plans(self) -> Sequence[Candidate]:

@@ -1,0 +1,74 @@
+"""Which memory a plan is made for: what is given, or else that of the device that was profiled; and it is said."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import samples
+
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Device
+
+GB = 10**9
+RESERVED = 2**30
+GPU = Device(name="V100", kind="estimated", memory_bytes=16 * GB)
+CPU = Device(name="AMD EPYC, 2 threads", kind="measured", memory_bytes=12 * GB)
+UNKNOWN = Device(name="AMD EPYC, 2 threads", kind="measured")
+
+
+def saved(device, path="profiles/net.json"):
+    """A profile for this device; a GPU keeps a reserve."""
+    reserved_bytes = RESERVED if device is GPU else 0
+    samples.profile().model_copy(update={"device": device, "reserved_bytes": reserved_bytes}).save(path)
+
+
+@pytest.mark.parametrize(
+    ("device", "topology", "memory", "expected", "words"),
+    [
+        (GPU, "2", [], 16 * GB - RESERVED, "no --memory given: planning for the 16 GB of V100 (--memory none: no"),
+        (GPU, "2x2", [], 16 * GB - RESERVED, "of 16 GB of memory 1.07 GB are left for CUDA's context"),
+        (CPU, "3", [], 4 * GB, "planning for 4 GB a worker, the machine's 12 GB shared by 3 (--memory none: no limit)"),
+        (CPU, "2x3", [], 4 * GB, "planning for 4 GB a worker, the machine's 12 GB shared by 3 (--"),
+        (CPU, "3x1", [], 12 * GB, "planning for 12 GB a worker (--memory none: no limit)"),
+        (UNKNOWN, "3", [], None, "the profile does not say how much its device has: planning without a limit"),
+        (GPU, "2", ["--memory", "none"], None, ""),
+        (GPU, "2", ["--memory", "8GB"], 8 * GB - RESERVED, "of 8 GB of memory 1.07 GB are left"),
+        (CPU, "3", ["--memory", "8GB"], 8 * GB, ""),
+    ],
+)
+def test_a_worker_has_the_memory_of_the_profiled_device_unless_told_otherwise(
+    folder, device, topology, memory, expected, words
+):
+    saved(device)
+    bandwidth = ",".join("1GB/s" for _ in topology.split("x"))
+    result = folder.pdtool("partition", "--topology", topology, "--bandwidth", bandwidth, *memory, "-o", "plan.yaml")
+    assert Plan.load("plan.yaml").cluster.memory_bytes == expected
+    assert words in result.stderr
+    assert ("no --memory given" in result.stderr) == (not memory)
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"), [([], 16 * GB), (["--memory", "3GB"], 3 * GB), (["--memory", "none"], None)]
+)
+def test_what_a_cluster_file_says_goes_before_the_device_and_after_the_option(folder, memory, expected):
+    saved(CPU)
+    samples.cluster().save("cluster.yaml")
+    result = folder.pdtool("partition", "--cluster", "cluster.yaml", *memory, "-o", "plan.yaml")
+    assert Plan.load("plan.yaml").cluster.memory_bytes == expected
+    assert "no --memory given" not in result.stderr
+
+
+@pytest.mark.parametrize("extra", [[], ["--no-recompute"]])
+def test_where_the_default_is_too_little_the_error_names_what_would_do(folder, extra):
+    tiny = GPU.model_copy(update={"memory_bytes": RESERVED + 900})
+    samples.profile().model_copy(update={"device": tiny, "reserved_bytes": RESERVED}).save("profiles/net.json")
+    partition = ["partition", "--topology", "2", "--bandwidth", "1GB/s", *extra]
+    stderr = folder.pdtool(*partition, code=4).stderr
+    assert "no --memory given: planning for the 1.07 GB of V100" in stderr
+    assert ("with every stage recomputing" in stderr) == (not extra)
+    assert ("leave out --no-recompute" in stderr) == bool(extra)
+    enough = int(re.search(r"\(--memory (\d+)B\)", stderr)[1])
+    folder.pdtool(*partition, "--memory", f"{enough}B")
+    folder.pdtool(*partition, "--memory", f"{enough - 1}B", code=4)
+    folder.pdtool(*partition, "--memory", "none")
