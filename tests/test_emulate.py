@@ -105,12 +105,14 @@ def test_bandwidths_are_divided_by_what_bytes_and_times_are_scaled_with():
 
 
 def test_a_minibatch_is_slow_enough_to_be_emulated_and_the_cores_can_carry_the_bytes():
-    _, plan = net_and_plan()
-    scaling = choose_scaling([plan])
+    net, plan = net_and_plan()
+    scaling = choose_scaling([plan], net)
     assert scaling.slowdown * plan.predicted.simulated_s >= 0.06
-    assert choose_scaling([plan], scale=7, slowdown=3) == Scaling(scale=7, slowdown=3)
+    assert choose_scaling([plan], net, scale=7, slowdown=3) == Scaling(scale=7, slowdown=3)
     heavy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 10**12})})
-    assert choose_scaling([heavy]).scale > 1000
+    assert choose_scaling([heavy], net).scale > 1000
+    large = chain([0.006] * 4, parameters=10**10)
+    assert choose_scaling([plan], large).scale > 1000, "its updates would keep the cores busy"
 
 
 class TestCommand:

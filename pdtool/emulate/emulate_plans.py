@@ -20,28 +20,44 @@ from pdtool.run.config import RunConfig
 from pdtool.schedule import steady_run
 from pdtool.units import format_bytes
 
-_BYTES_PER_CORE_S = 15e6  # to be sent: messages, averages and updates then take a small part of a core's time
+_BYTES_PER_CORE_S = 15e6  # to be sent or updated: that takes a small part of a core's time
 _SHORTEST_MINIBATCH_S = 0.06  # a worker's own time, about 2 ms a minibatch, is little beside this
 _STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches
 _WORKER_BYTES = 150_000_000  # of a process that has torch imported, besides what it shares with the others
 _SMALLEST_MESSAGE_BYTES = 2_000  # a message of less than that goes in one packet, however slow the link
 
 
-def choose_scaling(plans: Sequence[Plan], scale: float | None = None, slowdown: float | None = None) -> Scaling:
+def choose_scaling(
+    plans: Sequence[Plan], profile: Profile, scale: float | None = None, slowdown: float | None = None
+) -> Scaling:
     """Return a scaling that leaves the cores of this machine idle for most of the time.
 
     Args:
         plans: with predictions.
         scale, slowdown: what the user asks for; None: what is needed.
     """
-    predicted = [plan.predicted for plan in plans if plan.predicted]
-    times_s = [figures.simulated_s or figures.bottleneck_s for figures in predicted]
+    times_s = [_time_per_minibatch_s(plan) for plan in plans]
     if slowdown is None:
         slowdown = max(1.0, *(_SHORTEST_MINIBATCH_S / time_s for time_s in times_s if time_s))
     if scale is None:
-        rates = [figures.traffic_bytes / time_s for figures, time_s in zip(predicted, times_s, strict=True) if time_s]
-        scale = max(1.0, *(rate / slowdown / (_BYTES_PER_CORE_S * (os.cpu_count() or 1)) for rate in rates))
+        sizes = [_handled_bytes(plan, profile) for plan in plans]
+        rates = [size / time_s / slowdown for size, time_s in zip(sizes, times_s, strict=True) if time_s]
+        scale = max(1.0, *(rate / (_BYTES_PER_CORE_S * (os.cpu_count() or 1)) for rate in rates))
     return Scaling(scale=_rounded_up(scale), slowdown=_rounded_up(slowdown))
+
+
+def _time_per_minibatch_s(plan: Plan) -> float:
+    return (plan.predicted.simulated_s or plan.predicted.bottleneck_s) if plan.predicted else 0.0
+
+
+def _handled_bytes(plan: Plan, profile: Profile) -> float:
+    """Bytes that all workers together send, or update, for one minibatch; whichever are more."""
+    rounds = plan.shape().update_every
+    updated = sum(
+        profile.parameter_bytes(nodes) * stage.replicas / every
+        for nodes, stage, every in zip(plan.stage_nodes(profile), plan.stages, rounds, strict=True)
+    )
+    return max(updated, plan.predicted.traffic_bytes if plan.predicted else 0)
 
 
 def _rounded_up(factor: float) -> float:
@@ -60,7 +76,7 @@ def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
 def minibatches_to_steady_state(plan: Plan, slowdown: float = 1.0) -> int:
     """Return the minibatches of an epoch that is for the most part in steady state, and does not last for minutes."""
     shape = plan.shape()
-    time_s = slowdown * (plan.predicted.simulated_s or plan.predicted.bottleneck_s) if plan.predicted else 0.0
+    time_s = slowdown * _time_per_minibatch_s(plan)
     in_time = round(_STEADY_S / time_s) if time_s else _MOST_STEADY
     return steady_run(shape, max(3 * max(shape.update_every), min(in_time, _MOST_STEADY)))
 

@@ -84,7 +84,10 @@ def emulate(
     chosen, profile = planned(path)
     plans = {"this plan": chosen} | rival_plans(profile, chosen.cluster.cluster(), chosen, against)
     folder = _folder(output, Path("runs") / f"{chosen.name}-emulated")
-    scaling = _unscaled(scale, slowdown) if compute == "real" else choose_scaling(list(plans.values()), scale, slowdown)
+    if compute == "real":
+        scaling = _unscaled(scale, slowdown)
+    else:
+        scaling = choose_scaling(list(plans.values()), profile, scale, slowdown)
     settings = EmulationSettings(scaling=scaling, minibatches=minibatches, timeout_s=parse_seconds(timeout))
     configs = {}
     for name, each in plans.items():
