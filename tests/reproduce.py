@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reproduction import prediction, table1
+from reproduction import bandwidth, prediction, table1
 from reproduction.results import Results
 
-SECTIONS = {"table1": table1, "prediction": prediction}
+SECTIONS = {"table1": table1, "bandwidth": bandwidth, "prediction": prediction}
 ROOT = Path(__file__).parent.parent
 
 
@@ -32,7 +32,14 @@ def main() -> None:
     results = Results(arguments.keep.resolve() / ("quick" if arguments.quick else "full"))
     lines = list(head())
     for name in arguments.only:
-        lines += SECTIONS[name].page(SECTIONS[name].measure(results, quick=arguments.quick))
+        figures = SECTIONS[name].measure(results, quick=arguments.quick)
+        lines += SECTIONS[name].page(figures)
+        if name == "bandwidth":
+            picture = arguments.output.with_name("gain-against-bandwidth.svg")
+            bandwidth.plot(figures, str(picture))
+            lines.append(
+                f"![The gain of each model, on both clusters, falls to 1 as links get faster]({picture.name})\n"
+            )
     arguments.output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     sys.stderr.write(f"wrote {arguments.output}\n")
 
