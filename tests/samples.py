@@ -215,6 +215,8 @@ def emulation() -> Emulation:
         throughput_samples_per_s=2000.0,
         simulated_s=3.9e-3,
         sent_bytes=10**6,
+        epochs=2,
+        training_s=0.4,
     )
     return Emulation(
         plan="net-2x2",

@@ -206,6 +206,7 @@ class TestCommand:
 
         assert "the largest message between stages has 1" in error("--scale", "400")
         assert "neither its bytes nor its times can be scaled" in error("--compute", "real", "--scale", "2")
+        assert "learn nothing; add --compute real" in error("--target", "loss<1")
         assert "--against 'gpype' is no strategy" in error("--against", "gpype")
         assert not Path("out").exists()
         Path("out").mkdir()

@@ -96,10 +96,13 @@ class EmulatedPlan(FrozenModel):
 
     Attributes:
         name: `this plan`, or which rival it is.
-        minibatches: that were measured.
+        minibatches: of an epoch.
         bottleneck_s: seconds per minibatch.
         simulated_s: seconds per minibatch in a simulation.
         sent_bytes: by all workers together for one minibatch.
+        epochs: trained in all, or until the target was reached.
+        training_s: seconds that these took, without validation.
+        target_reached: None where there is no target.
     """
 
     name: Label
@@ -111,6 +114,9 @@ class EmulatedPlan(FrozenModel):
     throughput_samples_per_s: Figure
     simulated_s: Figure
     sent_bytes: FigureBytes
+    epochs: Count
+    training_s: Figure
+    target_reached: bool | None = None
 
     @property
     def error(self) -> float:
@@ -127,6 +133,7 @@ class Emulation(Artifact):
         scale: bytes and bandwidths were divided by it.
         slowdown: times were multiplied by it, and bandwidths divided once more.
         cores: of the machine.
+        target: metric and value at which the training of each plan ended; None: there was none.
         plans: the plan, then its rivals.
     """
 
@@ -141,4 +148,5 @@ class Emulation(Artifact):
     scale: Factor
     slowdown: Factor
     cores: Count
+    target: Label | None = None
     plans: Annotated[tuple[EmulatedPlan, ...], Field(min_length=1)]

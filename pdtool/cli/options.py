@@ -105,6 +105,12 @@ def _timeout(ctx: click.Context, parameter: click.Parameter, text: str) -> str:
 
 
 model = click.option("--model", metavar="FILE", show_default=PLANNED, help="Model file, when it has moved since.")
+target = click.option(
+    "--target",
+    metavar="METRIC<=VALUE",
+    help="Stop when the validation reaches it, as 'nll<=4' or 'accuracy>=0.98' (also <, > and =, where = means at most "
+    "for loss and perplexity, else at least); exit with 6 when it does not.",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifact itself on stdout.")
 
 

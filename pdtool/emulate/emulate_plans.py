@@ -16,7 +16,7 @@ from pdtool.emulate.sleeping_model import Scaling, sleeping_tensors, write_sleep
 from pdtool.emulate.workers import Emulator
 from pdtool.errors import PdtoolError, UsageError
 from pdtool.process_memory import memory_limits
-from pdtool.run.config import RunConfig
+from pdtool.run.config import RunConfig, Target
 from pdtool.schedule import steady_run
 from pdtool.units import format_bytes
 
@@ -86,12 +86,17 @@ class EmulationSettings:
     """How plans are emulated.
 
     Attributes:
-        minibatches: in an epoch, of which there are two, the first to warm up; None: as many as steady state takes.
+        minibatches: in an epoch, the first of which is to warm up; None: as many as steady state takes, or with a
+            target the whole training set.
+        epochs: at most.
+        target: at which a model that computes is trained enough.
         timeout_s: how long a worker waits for another.
     """
 
     scaling: Scaling
     minibatches: int | None = None
+    epochs: int = 2
+    target: Target | None = None
     timeout_s: float = 300.0
 
 
@@ -145,7 +150,7 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: Emulat
         model=written.model,
         trusted=True,
         out=folder,
-        epochs=2,
+        epochs=settings.epochs,
         device="cpu",
         transport="gloo",
         threads=1,

@@ -13,7 +13,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show
-from pdtool.errors import UsageError
+from pdtool.errors import TargetMissedError, UsageError
 
 if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from pdtool.cli.inputs import Inputs
     from pdtool.emulate.emulate_plans import EmulationSettings
     from pdtool.emulate.sleeping_model import Scaling
-    from pdtool.run.config import RunConfig
+    from pdtool.run.config import RunConfig, Target
 
 _FACTORS = click.FloatRange(1, 1e6)
 
 
 @click.command(
     epilog="\b\nExamples:\n  pdtool emulate plans/vgg16-4x4.yaml\n"
-    "  pdtool emulate plans/vgg16-4x4.yaml --against data-parallel,gpipe"
+    "  pdtool emulate plans/digits-2.yaml --compute real --epochs 20 --target accuracy=0.98"
 )
 @click.argument("plan", required=False)
 @options.output("Folder of the emulation.  [default: a new one, runs/PLAN-emulated, runs/PLAN-emulated.2, ...]")
@@ -52,6 +52,8 @@ _FACTORS = click.FloatRange(1, 1e6)
 )
 @options.model
 @options.count("--minibatches", help="In an epoch, of which the second is measured.", unset="enough for steady state")
+@options.count("--epochs", help="Epochs at most; the first is to warm up.", unset="2", within=click.IntRange(2, 10_000))
+@options.target
 @options.timeout("300s")
 @options.as_json
 def emulate(
@@ -63,6 +65,8 @@ def emulate(
     scale: float | None,
     slowdown: float | None,
     minibatches: int | None,
+    epochs: int | None,
+    target: str | None,
     timeout: str,
     as_json: bool,
 ) -> None:
@@ -77,6 +81,7 @@ def emulate(
     from pdtool.emulate.emulate_plans import emulate as on_pretend_cluster
     from pdtool.emulate.namespaces import check_tools
     from pdtool.partition.strategies.rival_plans import rival_plans
+    from pdtool.run.config import Target
     from pdtool.units import parse_seconds
 
     check_tools()
@@ -88,7 +93,15 @@ def emulate(
         scaling = _unscaled(scale, slowdown)
     else:
         scaling = choose_scaling(list(plans.values()), profile, scale, slowdown)
-    settings = EmulationSettings(scaling=scaling, minibatches=minibatches, timeout_s=parse_seconds(timeout))
+    if target and compute == "sleep":
+        raise UsageError(f"--target {target}: workers that sleep learn nothing", "add --compute real")
+    settings = EmulationSettings(
+        scaling=scaling,
+        minibatches=minibatches,
+        epochs=epochs or 2,
+        target=Target.parse(target) if target else None,
+        timeout_s=parse_seconds(timeout),
+    )
     configs = {}
     for name, each in plans.items():
         out = folder / name.replace(" ", "-")
@@ -100,12 +113,15 @@ def emulate(
     reports = on_pretend_cluster(
         configs, cluster, scaling, lambda name: note(f"emulating {name} ({plans[name].config})")
     )
-    emulation = _emulation(plans, reports, scaling, compute)
+    emulation = _emulation(plans, reports, scaling, compute, settings.target)
     emulation.save(folder / "emulation.json")
     if as_json:
         print_json(emulation)
     show(*emulation_view(emulation))
     note(f"wrote {folder}/ (emulation.json, and a run of each plan)")
+    if missed := [plan.name for plan in emulation.plans if plan.target_reached is False]:
+        what = f"target {emulation.target} was not reached by {' and '.join(missed)} in {settings.epochs} epochs"
+        raise TargetMissedError(what, "give more --epochs")
 
 
 def _folder(output: str | None, default: Path) -> Path:
@@ -134,6 +150,7 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
     from pdtool.emulate.emulate_plans import minibatches_to_steady_state
     from pdtool.run.config import RunConfig
 
+    steps = settings.minibatches or (None if settings.target else minibatches_to_steady_state(inputs.plan))
     return RunConfig(
         plan=inputs.plan,
         bundle=generated(inputs, out / "stages"),
@@ -141,8 +158,9 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
         model=inputs.model,
         trusted=inputs.trusted,
         out=out,
-        epochs=2,
-        steps=settings.minibatches or minibatches_to_steady_state(inputs.plan),
+        epochs=settings.epochs,
+        steps=steps,
+        target=settings.target,
         device="cpu",
         transport="gloo",
         threads=inputs.profile.threads,
@@ -151,7 +169,11 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
 
 
 def _emulation(
-    plans: Mapping[str, Plan], reports: Mapping[str, Report], scaling: Scaling, compute: Literal["sleep", "real"]
+    plans: Mapping[str, Plan],
+    reports: Mapping[str, Report],
+    scaling: Scaling,
+    compute: Literal["sleep", "real"],
+    target: Target | None,
 ) -> Emulation:
     """Return the artifact: times and bytes as they would be on the cluster itself."""
     from pdtool.artifacts.report import EmulatedPlan, Emulation
@@ -161,6 +183,7 @@ def _emulation(
     for name, plan in plans.items():
         report, predicted = reports[name], plan.predicted
         time_s = report.measured.bottleneck_s / scaling.slowdown
+        trained_s = report.epochs * report.minibatches * report.batch_size / (report.throughput_samples_per_s or 1.0)
         emulated.append(
             EmulatedPlan(
                 name=name,
@@ -172,6 +195,9 @@ def _emulation(
                 throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
                 simulated_s=(predicted.simulated_s or predicted.bottleneck_s) if predicted else 0.0,
                 sent_bytes=round(sum(stage.sent_bytes * stage.replicas for stage in report.stages) * scaling.scale),
+                epochs=report.epochs,
+                training_s=trained_s / scaling.slowdown,
+                target_reached=report.target_reached,
             )
         )
     return Emulation(
@@ -182,6 +208,7 @@ def _emulation(
         scale=scaling.scale,
         slowdown=scaling.slowdown,
         cores=os.cpu_count() or 1,
+        target=str(target) if target else None,
         plans=tuple(emulated),
         digests=dict(chosen.digests),
     )

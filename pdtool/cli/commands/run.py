@@ -42,12 +42,7 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
     help="Minibatches in an epoch, at most; needed for an IterableDataset without a length.",
     unset="the whole training set",
 )
-@click.option(
-    "--target",
-    metavar="METRIC<=VALUE",
-    help="Stop when the validation reaches it, as 'nll<=4' or 'accuracy>=0.98' (also <, > and =, where = means at most "
-    "for loss and perplexity, else at least); exit with 6 when it does not.",
-)
+@options.target
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Fixes everything drawn.")
 @click.option(
     "--resume",

@@ -130,9 +130,25 @@ def emulation_view(emulation: Emulation) -> Lines:
         yield f"workers slept the times of the profile{scaled}"
     else:
         yield "workers trained the model on this machine"
+    if emulation.target:
+        yield from _target_lines(emulation)
     if any(_is_crowded(emulation, plan) for plan in emulation.plans):
         workers = max(plan.workers for plan in emulation.plans)
         yield f"{workers} workers shared {emulation.cores} core(s): on devices of their own they would be faster"
+
+
+def _target_lines(emulation: Emulation) -> Lines:
+    """How long each plan trained until it reached the target."""
+    own = emulation.plans[0]
+    for plan in emulation.plans:
+        took = f"{plan.epochs} epoch(s), {format_seconds(plan.training_s)} of training"
+        if not plan.target_reached:
+            yield f"{plan.name}: {emulation.target} not reached in {took}"
+        elif plan is own or not own.target_reached:
+            yield f"{plan.name}: {emulation.target} after {took}"
+        else:
+            ratio = plan.training_s / own.training_s
+            yield f"{plan.name}: {emulation.target} after {took}: {own.name} was {ratio:.3g} times as fast"
 
 
 def _is_crowded(emulation: Emulation, plan: EmulatedPlan) -> bool:
