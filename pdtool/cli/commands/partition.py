@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,13 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 @click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
 @click.option("--memory", metavar="SIZE", show_default="no limit", help="Of each device, as 16GB or 16GiB.")
 @options.count("--workers", help="Number of workers to use.", unset="all of the topology")
+@click.option(
+    "--replicas",
+    callback=lambda ctx, parameter, text: _replicas(text),
+    metavar="R-R-R",
+    show_default="whatever is fastest",
+    help="Workers of each stage, as 15-1: find where to cut the model into exactly these stages.",
+)
 @options.choice(
     "--strategy",
     choices=tuple(STRATEGIES),
@@ -126,6 +134,17 @@ def _leave_room(cluster: Cluster, reserved_bytes: int) -> Cluster:
         raise UsageError(f"{whole} of memory, of which {reserved} are for {purpose}", "give the memory of a device")
     note(f"of {whole} of memory {reserved} are left for {purpose}")
     return replace(cluster, memory_bytes=cluster.memory_bytes - reserved_bytes)
+
+
+def _replicas(text: str | None) -> tuple[int, ...] | None:
+    """Read `15-1`; raises UsageError."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})*", text):
+        raise UsageError(
+            f"--replicas {text!r} is no number of workers for each stage", "write 15-1 for 15 workers and then one"
+        )
+    return tuple(map(int, text.split("-")))
 
 
 def _share(text: str) -> float:
