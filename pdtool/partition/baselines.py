@@ -86,12 +86,11 @@ def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> st
     if gain_s <= 0:
         return rival.cost.bottleneck
     options, faster = search.options, f"{format_seconds(gain_s)} faster"
-    stages, max_stages = len(rival.placement.stages), options.max_stages or len(rival.placement.stages)
     is_other_schedule = rival.placement.execution.schedule != chosen.placement.execution.schedule
     is_other_strategy = options.straight
     if not STRATEGIES[options.strategy].is_selected:
         is_other_strategy = rival.placement.execution.strategy != options.strategy
-    if is_other_strategy or is_other_schedule or not options.min_stages <= stages <= max_stages:
+    if is_other_strategy or is_other_schedule or not options.allows(rival.placement):
         return f"{faster}, but not what was asked for"
     if gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE:
         return f"{faster}, within the margin of {options.simplest:.1%}, but not as simple"

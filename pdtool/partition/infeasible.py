@@ -35,11 +35,11 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
     recomputing = " with every stage recomputing" if options.recompute else ""
     recompute = "" if options.recompute else ", or leave out --no-recompute"
     return NoPlanError(
-        f"no plan fits: the one that needs the least memory, {smallest.placement.config}{recomputing}, lacks "
-        f"{format_bytes(needed - limit)} in stage {stage}, which needs {format_bytes(needed)} on a worker that has "
+        f"no plan{options.with_replicas} fits: the one that needs the least memory, {smallest.placement.config}"
+        f"{recomputing}, lacks {format_bytes(needed - limit)} in stage {stage}, which needs {format_bytes(needed)} on a worker that has "
         f"{format_bytes(limit)}",
         f"give each worker at least {least} bytes (--memory {least}B){recompute}{_more_workers(search)}"
-        f"{_other_schedules(search)}, or smaller minibatches",
+        f"{_other_schedules(search)}{_other_replicas(search)}, or smaller minibatches",
     )
 
 
@@ -65,7 +65,7 @@ def _recomputing(search: PlanSearch, plan: Candidate) -> Candidate:
 def _more_workers(search: PlanSearch) -> str:
     """Return the fewest members of the outermost level with which a plan fits; found by doubling."""
     cluster = search.cluster
-    while search.options.workers is None and not search.options.straight:
+    while search.options.workers is None and not search.options.straight and not search.options.replicas:
         outer = cluster.levels[0]
         cluster = replace(cluster, levels=(replace(outer, size=2 * outer.size), *cluster.levels[1:]))
         if cluster.workers > _MAX_WORKERS:
@@ -99,6 +99,14 @@ def _other_schedules(search: PlanSearch) -> str:
         if schedule not in searched and _is_possible(replace(search, options=options)):
             return f", or use --schedule {schedule}"
     return ""
+
+
+def _other_replicas(search: PlanSearch) -> str:
+    """Return whether a plan fits that may have any replicas, where some were asked for."""
+    if not search.options.replicas:
+        return ""
+    any_replicas = replace(search.options, replicas=None)
+    return ", or leave --replicas out" if _is_possible(replace(search, options=any_replicas)) else ""
 
 
 def _fits_on(search: PlanSearch, cluster: Cluster) -> bool:

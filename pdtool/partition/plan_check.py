@@ -178,6 +178,8 @@ def _searched_again(plan: Plan, profile: Profile) -> PlanSearch:
     """The search that the certificate is about, as far as the plan says; whether stages may recompute it does not say,
     so that is searched only where a stage of the plan does."""
     proof = plan.why.proof if plan.why else ""
+    replicas = tuple(stage.replicas for stage in plan.stages)
+    is_of_replicas = f" with replicas {'-'.join(map(str, replicas))} " in proof
     workers = [int(number) for number in re.findall(r"(\d+) workers?", proof)][-1:]
     max_stages = [int(number) for number in re.findall(r"at most (\d+) stages", proof)]
     evaluator = Evaluator(profile, plan.cluster.cluster(), plan.predicted.cost if plan.predicted else "ours")
@@ -186,6 +188,7 @@ def _searched_again(plan: Plan, profile: Profile) -> PlanSearch:
         microbatches=plan.microbatches,
         workers=min(workers[0], evaluator.cluster.workers) if workers else None,
         straight="every straight" in proof or STRATEGIES[plan.strategy].is_straight,
+        replicas=replicas if is_of_replicas else None,
         strategy=plan.strategy,
         max_stages=max_stages[0] if max_stages else None,
         simplest=0.0,

@@ -51,7 +51,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     execution = replace(optima[0].placement.execution, copies=1)
     named = list(baselines(search, execution))
     alike = [plan for _, plan in named if plan.placement.execution == execution]
-    selected = select(search, optima, [plan for plan in alike if len(plan.placement.stages) >= options.min_stages])
+    selected = select(search, optima, alike)
     if options.simplest and not options.straight and options.cost_model == "ours":
         selected = move_to_module_borders(search, selected)
     return _finished(search, profile_path, selected.candidate, selected.simulated_s, optima, named)
@@ -116,14 +116,15 @@ def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
     on = "1 worker" if workers == 1 else f"{workers} workers"
     if limits := "; ".join(filter(None, [search.limits, limits_of_strategy(search)])):
         work_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
-        return work_s / workers, f"{limits}; even so no plan beats {on} without a pause"
+        return work_s / workers, f"{limits}; even so no plan{options.with_replicas} beats {on} without a pause"
     kind = "plan" if options.strategy == "auto" else f"plan of strategy {options.strategy}"
     if options.straight and STRATEGIES[options.strategy].is_selected:
         kind = "straight pipeline"
-    stages = f" of at most {options.max_stages} stages" if options.max_stages else ""
+    if options.max_stages:
+        kind += f" of at most {options.max_stages} stages"
     proof = (
-        f"every {kind}{stages} on {on} was searched, over {search.whole_space.cut_count} cuts, with the "
-        "minibatches in flight that its schedule wants"
+        f"every {kind}{options.with_replicas} on {on} was searched, over {search.whole_space.cut_count} cuts, with "
+        "the minibatches in flight that its schedule wants"
     )
     unlimited = search.without_memory_limit
     if unlimited is search:

@@ -45,8 +45,8 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
 
     Args:
         optima: PlanSearch.fastest_plans, the first of them the optimum by the formulas.
-        baselines: plans that the choice must not be slower than by more than the margin; those that do not fit are
-            left out.
+        baselines: plans that the choice must not be slower than by more than the margin; those that do not fit, or
+            have other stages or replicas than were asked for, are left out.
     """
     margin = search.options.simplest
     optimum_s = optima[0].time_per_minibatch_s
@@ -146,11 +146,11 @@ class _Selection:
 
     def _with_lower_bounds(self, candidates: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
         """Those that fit, each once, with their lower bounds."""
-        evaluator, max_stages = self.search.evaluator, self.search.options.max_stages or math.inf
+        evaluator, options = self.search.evaluator, self.search.options
         shortlist = []
         for candidate in candidates:
             placement = candidate.placement
-            if placement not in self._seen and evaluator.fits(candidate) and len(placement.stages) <= max_stages:
+            if placement not in self._seen and evaluator.fits(candidate) and options.allows(placement):
                 shortlist.append((lower_bound_s(evaluator, candidate), candidate))
             self._seen.add(placement)
         return shortlist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,6 +41,13 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
     help="Of each device, as 16GB or 16GiB; none: no limit.",
 )
 @options.count("--workers", help="Number of workers to use.", unset="all of the topology")
+@click.option(
+    "--replicas",
+    callback=lambda ctx, parameter, text: _replicas(text),
+    metavar="R-R-R",
+    show_default="whatever is fastest",
+    help="Workers of each stage, as 15-1: find where to cut the model into exactly these stages.",
+)
 @options.choice(
     "--strategy",
     choices=tuple(STRATEGIES),
@@ -121,6 +129,17 @@ def _cluster(file: str | None, topology: str | None, bandwidth: str | None, late
     bandwidths = [parse_bandwidth(text) for text in bandwidth.split(",")]
     latencies = [parse_seconds(text) for text in latency.split(",")] if latency else None
     return make_cluster(sizes, bandwidths, latencies=latencies)
+
+
+def _replicas(text: str | None) -> tuple[int, ...] | None:
+    """Read `15-1`; raises UsageError."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})*", text):
+        raise UsageError(
+            f"--replicas {text!r} is no number of workers for each stage", "write 15-1 for 15 workers and then one"
+        )
+    return tuple(map(int, text.split("-")))
 
 
 def _share(text: str) -> float:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -72,7 +73,7 @@ class DynamicProgram:
 
     Args:
         workers: U.
-        straight: one replica per stage.
+        replicas: of each stage, on all U workers; None: any. Then a stage's first worker says which stage it is.
         bound_s: plans that take longer per minibatch are not looked for.
         minimize_memory: minimise the largest memory of a stage instead, whatever the limit, and no time.
         min_stages: 2 leaves out the plan of one stage.
@@ -83,7 +84,7 @@ class DynamicProgram:
     space: SearchSpace
     model: CostModel
     workers: int
-    straight: bool = False
+    replicas: tuple[int, ...] | None = None
     bound_s: float = np.inf
     minimize_memory: bool = False
     min_stages: int = 1
@@ -137,7 +138,7 @@ class DynamicProgram:
     def first_worker(self, values: Array) -> int:
         """(5) The first worker of the best whole plan; ties: the fewest workers."""
         plans = values[0, : self.workers, 0]
-        if self.straight or self.model.requires_all_workers:
+        if self.model.requires_all_workers:
             return 0
         return int(np.flatnonzero(plans <= plans.min())[-1])
 
@@ -284,13 +285,15 @@ class DynamicProgram:
     @cached_property
     def _first_slots(self) -> tuple[Array, Array]:
         """Of every first stage."""
-        first, replicas = self._slots_from(range(self.workers))
+        first, replicas = self._slots_from(range(1 if self.replicas else self.workers))
         is_possible = np.isin(replicas, self.model.first_replicas or replicas)
         return first[is_possible], replicas[is_possible]
 
     def _slots_from(self, first_workers: range) -> tuple[Array, Array]:
-        limit = 1 if self.straight else self.workers
-        pairs = [(a, r) for a in first_workers for r in range(1, min(limit, self.workers - a) + 1)]
+        pairs = [(a, r) for a in first_workers for r in range(1, self.workers - a + 1)]
+        if self.replicas:
+            stages = zip(accumulate(self.replicas, initial=0), self.replicas, strict=False)
+            pairs = [(first, replicas) for first, replicas in stages if first in first_workers]
         first, replicas = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return first, replicas
 

@@ -33,6 +33,7 @@ class LayoutSearch:
 
     Attributes:
         execution: how the plans are run; its copies are those of the layout.
+        replicas: of each stage, on all workers of the layout; None: any.
         bound_s: plans that take longer per minibatch are not looked for.
         max_stages, min_stages: that a plan may have.
     """
@@ -41,7 +42,7 @@ class LayoutSearch:
     space: SearchSpace
     layout: Layout
     execution: ExecutionConfig
-    straight: bool = False
+    replicas: tuple[int, ...] | None = None
     bound_s: float = np.inf
     max_stages: int
     min_stages: int = 1
@@ -62,7 +63,7 @@ class LayoutSearch:
             self.space,
             self.model,
             self.layout.workers,
-            self.straight,
+            self.replicas,
             self.bound_s,
             minimize_memory=minimize_memory,
             min_stages=self.min_stages,
@@ -81,25 +82,26 @@ class LayoutSearch:
         return is_limited or self.space.cuts.has_counted_pins
 
     @property
-    def _stage_counts(self) -> range:
-        return range(1, min(self.max_stages, self.layout.workers) + 1)
+    def _stage_counts(self) -> Sequence[int]:
+        return [len(self.replicas)] if self.replicas else range(1, min(self.max_stages, self.layout.workers) + 1)
 
     @cached_property
     def fastest(self) -> Solution:
         """The best of all `solutions`; without looking at each number of stages where nothing depends on it."""
         program = self.program
         unlimited = program.any_number_of_stages
-        if (self.straight or not self.model.drains) and not self._counts_stages:  # straight: a stage for each worker
-            return Solution(program.best(unlimited) * self.model.flush_factor(self.layout.workers), [unlimited])
+        if not self.model.drains and not self._counts_stages:
+            return Solution(program.best(unlimited), [unlimited])
         best = Solution(np.inf, [])
-        for stages, solution in enumerate(self.solutions(), 1):
+        for stages, solution in zip(self._stage_counts, self.solutions(), strict=True):
             best = min(best, solution, key=lambda entry: entry.time_per_minibatch_s)
             if program.best(unlimited) * self.model.flush_factor(stages + 1) >= best.time_per_minibatch_s:
                 break  # more stages cannot make up for their longer fill and drain
         return best
 
     def solutions(self) -> Iterator[Solution]:
-        """Yield the best plans of at most 1, 2, ... stages; of exactly so many where a pin counts stages."""
+        """Yield the best plans of at most 1, 2, ... stages; of exactly so many where a pin counts stages; the best one
+        with the replicas that were given."""
         program = self.program
         for stages in self._stage_counts:
             tables = self._tables(program, stages)
@@ -143,6 +145,8 @@ class LayoutSearch:
     def _tables(self, program: DynamicProgram, stages: int) -> list[Array]:
         if self.space.cuts.has_counted_pins:
             return program.exactly(stages)
+        if self.replicas:  # whatever uses all workers has these stages
+            return [program.any_number_of_stages]
         program.at_most(stages)
         return program.values_by_count[: stages + 1]
 

@@ -14,7 +14,7 @@ from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
 from pdtool.partition.cost.formulas import TOLERANCE
 from pdtool.partition.cost.plan_cost import COST_MODELS, Candidate, CostModelName, Evaluator
-from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.search.cuts import MAX_CUTS, find_cuts
 from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY, Layout, layouts
 from pdtool.partition.search.layout_search import LayoutSearch, Solution
@@ -36,6 +36,7 @@ class SearchOptions:
         microbatches: of flushing schedules; `auto` looks at those only with more than one.
         workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
         straight: one stage on every worker, none replicated; `gpipe` may leave workers idle.
+        replicas: of each stage, on the first workers of the cluster; None: any number of stages and replicas.
         strategy: see pdtool.schedule.strategies; partition.strategies.strategy_options sets what goes with it.
         max_stages: no more stages than that; None: no limit.
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
@@ -49,6 +50,7 @@ class SearchOptions:
     microbatches: int = 1
     workers: int | None = None
     straight: bool = False
+    replicas: tuple[int, ...] | None = None
     strategy: str = "auto"
     max_stages: int | None = None
     simplest: float = 0.03
@@ -69,7 +71,22 @@ class SearchOptions:
     @property
     def min_stages(self) -> int:
         """Stages that a plan must have."""
-        return STRATEGIES[self.strategy].min_stages
+        return len(self.replicas) if self.replicas else STRATEGIES[self.strategy].min_stages
+
+    @property
+    def replicas_text(self) -> str:
+        """`15-1`: the replicas as the option has them; empty where any are allowed."""
+        return "-".join(map(str, self.replicas or ()))
+
+    @property
+    def with_replicas(self) -> str:
+        """` with replicas 15-1`, for sentences about the plans that were asked for; empty where any are allowed."""
+        return f" with replicas {self.replicas_text}" if self.replicas else ""
+
+    def allows(self, placement: Placement) -> bool:
+        """Whether a plan has the number of stages, and the replicas, that were asked for."""
+        stages = len(placement.stages)
+        return self.min_stages <= stages <= (self.max_stages or stages) and self.replicas in (None, placement.replicas)
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,8 @@ class PlanSearch:
     @property
     def workers(self) -> int:
         """Number of workers that may be used."""
+        if self.options.replicas:
+            return sum(self.options.replicas)
         return self.cluster.workers if self.options.workers is None else self.options.workers
 
     @cached_property
@@ -130,6 +149,8 @@ class PlanSearch:
         """The layouts to search, small blocks first."""
         if self.options.straight:
             return [Layout.whole(self.cluster, depth) for depth in self._straight_depths]
+        if self.options.replicas:
+            return [Layout.whole(self.cluster, self.workers)]
         return [v for v in layouts(self.cluster, self.workers) if v.workers <= MAX_WORKERS_PER_COPY]
 
     @property
@@ -185,13 +206,14 @@ class PlanSearch:
     ) -> LayoutSearch:
         """Return the search of one layout under one schedule, for plans of at most `bound_s` per minibatch."""
         space = self.space(layout.workers)
+        is_straight = straight or self.options.straight
         return LayoutSearch(
             evaluator=self.evaluator,
             space=space,
             layout=layout,
             execution=replace(execution, copies=layout.copies),
             bound_s=bound_s * TOLERANCE,
-            straight=straight or self.options.straight,
+            replicas=(1,) * layout.workers if is_straight else self.options.replicas,
             max_stages=min(self.options.max_stages or layout.workers, space.cuts.max_stages),
             min_stages=self.options.min_stages,
         )

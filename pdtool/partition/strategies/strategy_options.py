@@ -6,10 +6,12 @@ from typing import Any
 
 from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
+from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY
 from pdtool.partition.search.search import SearchOptions
-from pdtool.schedule import STRATEGIES, is_asynchronous
+from pdtool.schedule import SCHEDULES, STRATEGIES, is_asynchronous
 
 _DEFAULT_MICROBATCHES = 4  # of a flushing schedule that was asked for by name
+_SCHEDULES_WITHOUT_REPLICAS = ("interleaved", "zb-h1")
 
 
 def strategy_options(
@@ -26,7 +28,7 @@ def strategy_options(
         others: further fields of SearchOptions.
 
     Raises:
-        UsageError: the strategy has no such schedule or microbatches, or needs more workers.
+        UsageError: the strategy has no such schedule, microbatches or replicas, or needs more workers.
     """
     strategy = STRATEGIES[name]
     workers = others.get("workers") or cluster.workers
@@ -53,6 +55,31 @@ def strategy_options(
     straight = others.pop("straight", False) or strategy.is_straight
     if not strategy.is_searched:
         others["max_stages"] = 1
-    return SearchOptions(
+    options = SearchOptions(
         strategy=name, schedule=chosen, microbatches=microbatches or default, straight=straight, **others
     )
+    if options.replicas:
+        _check_replicas(options, cluster)
+    return options
+
+
+def _check_replicas(options: SearchOptions, cluster: Cluster) -> None:
+    """Raise UsageError where no plan with these replicas goes with the other options, or lies on the cluster."""
+    asked, workers = f"--replicas {options.replicas_text}", sum(options.replicas or ())
+    strategy = STRATEGIES[options.strategy]
+    if options.straight or not strategy.is_selected:
+        raise UsageError(f"{asked} together with --strategy {options.strategy}", "give one of them")
+    if options.workers is not None:
+        raise UsageError(f"{asked} together with --workers {options.workers}", "leave --workers out")
+    if options.schedule in _SCHEDULES_WITHOUT_REPLICAS:
+        allowed = ", ".join(name for name in SCHEDULES if name not in _SCHEDULES_WITHOUT_REPLICAS)
+        raise UsageError(f"{asked} together with --schedule {options.schedule}", f"choose of {allowed}")
+    if options.min_stages < strategy.min_stages:
+        raise UsageError(f"{asked} is one stage", f"--strategy {options.strategy} has {strategy.min_stages} or more")
+    if workers > cluster.workers:
+        raise UsageError(
+            f"{asked} is on {workers} workers: the cluster has {cluster.workers}",
+            "give fewer replicas, or a larger --topology",
+        )
+    if workers > MAX_WORKERS_PER_COPY:
+        raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")

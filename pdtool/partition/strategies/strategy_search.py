@@ -32,10 +32,11 @@ def fastest_of_strategy(search: PlanSearch) -> list[Candidate]:
     """
     options, max_stages = search.options, search.whole_space.cuts.max_stages
     if max_stages < options.min_stages:
+        asked, remedy = f"--strategy {options.strategy}", "use --strategy data-parallel"
+        if options.replicas:
+            asked, remedy = f"--replicas {options.replicas_text}", "give fewer stages"
         raise NoPlanError(
-            f"--strategy {options.strategy} needs {options.min_stages} stages, but the model can be cut into "
-            f"{max_stages} at most",
-            "use --strategy data-parallel",
+            f"{asked} needs {options.min_stages} stages, but the model can be cut into {max_stages} at most", remedy
         )
     match options.strategy:
         case "data-parallel":
