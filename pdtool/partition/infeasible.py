@@ -36,8 +36,8 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
     recompute = "" if options.recompute else ", or leave out --no-recompute"
     return NoPlanError(
         f"no plan{options.with_replicas} fits: the one that needs the least memory, {smallest.placement.config}"
-        f"{recomputing}, lacks {format_bytes(needed - limit)} in stage {stage}, which needs {format_bytes(needed)} on a worker that has "
-        f"{format_bytes(limit)}",
+        f"{recomputing}, lacks {format_bytes(needed - limit)} in stage {stage}, which "
+        f"needs {format_bytes(needed)} on a worker that has {format_bytes(limit)}",
         f"give each worker at least {least} bytes (--memory {least}B){recompute}{_more_workers(search)}"
         f"{_other_schedules(search)}{_other_replicas(search)}, or smaller minibatches",
     )
