@@ -203,6 +203,15 @@ def test_other_faults_of_the_optimizer_are_not_hidden(tmp_path):
         optimizer_of(load(tmp_path, pick="1 / 0"))
 
 
+def test_state_that_no_checkpoint_holds_is_told_once(tmp_path, capsys):
+    optimizer = optimizer_of(load(tmp_path))
+    for parameter in optimizer.parameters.values():
+        optimizer.optimizer.state[parameter] = {"history": [1, 2], "momentum_buffer": None, "step": 3}
+    saved = [(name, key) for _ in range(2) for name, key, _ in optimizer.state()]
+    assert ("body.bias", "step:number") in saved
+    assert capsys.readouterr().err.count("keeps 'history', a list, for each parameter: checkpoints hold") == 1
+
+
 EVERY = (
     "SGD",
     "Adam",

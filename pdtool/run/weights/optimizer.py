@@ -6,6 +6,7 @@ groups are those that the user means. Each part of the model then keeps its own 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class NamedOptimizer:
         delay: int = 0,
     ) -> None:
         self._file, self.parameters = file, dict(parameters)
-        self.updates = 0
+        self.updates, self._has_warned = 0, False
         self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
@@ -94,8 +95,19 @@ class NamedOptimizer:
                     yield name, key, value
                 elif isinstance(value, (int, float)):
                     yield name, f"{key}{_NUMBER}", torch.tensor(value)
+                elif value is not None:
+                    self._warn_of_lost_state(key, value)
             if parameter in self.steps.last_steps:
                 yield name, _LAST_STEP, self.steps.last_steps[parameter]
+
+    def _warn_of_lost_state(self, key: str, value: object) -> None:
+        """Say once that a checkpoint cannot hold a value of the optimizer's state."""
+        if not self._has_warned:
+            self._has_warned = True
+            sys.stderr.write(
+                f"warning: {type(self.optimizer).__name__} keeps {key!r}, a {type(value).__name__}, for each parameter: "
+                "checkpoints hold tensors and numbers only, so a resumed run begins without it\n"
+            )
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], validation_losses: Sequence[float] = ()) -> None:
         """Take over what `state` yielded, as {parameter: {key: value}}; the learning-rate schedule catches up.
