@@ -109,7 +109,8 @@ def test_fifteen_and_one():
 
 def test_copies_of_a_pipeline_are_found_where_they_are_best():
     """Weights and their optimizer too large for one worker, activations too large to leave a server."""
-    profile = profile_of(chain([20.0] * 2, parameters=2 * 10**8, crossing=24 * 10**7).nodes, optimizer_state_bytes=4.0)
+    layers = chain([2.0] * 20, parameters=2 * 10**7, crossing=24 * 10**7)
+    profile = profile_of(layers.nodes, optimizer_state_bytes=4.0)
     cluster = make_cluster((4, 2), (2e7, 1e10), memory_bytes=26 * 10**8)
     plan = make_plan(profile, "p", cluster, SearchOptions(simplest=0, recompute=False))
     assert (plan.copies, plan.config) == (4, "4 x 1-1")

@@ -104,9 +104,10 @@ class NamedOptimizer:
         """Say once that a checkpoint cannot hold a value of the optimizer's state."""
         if not self._has_warned:
             self._has_warned = True
+            name = type(self.optimizer).__name__
             sys.stderr.write(
-                f"warning: {type(self.optimizer).__name__} keeps {key!r}, a {type(value).__name__}, for each parameter: "
-                "checkpoints hold tensors and numbers only, so a resumed run begins without it\n"
+                f"warning: {name} keeps {key!r}, a {type(value).__name__}, for each parameter: "
+                "checkpoints hold tensors and numbers, so a resumed run begins without it\n"
             )
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], validation_losses: Sequence[float] = ()) -> None:
