@@ -27,6 +27,7 @@ from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
 from pdtool.partition.planner import refresh
 from pdtool.process_memory import resident_bytes
+from pdtool.run.processes.status import process_state
 
 _CLUSTER = make_cluster((2, 2), (2e6, 2e7))
 
