@@ -135,32 +135,22 @@ class TestCommand:
         assert json.loads(result.stdout)["plans"] == json.loads(emulation.dump())["plans"]
         assert [(plan.name, plan.config) for plan in emulation.plans] == [("this plan", "3-1"), ("data-parallel", "4")]
         own, rival = emulation.plans
-        assert own.bottleneck_s >= 0.006 * 2 / 3, "no sooner than its slowest stage"
+        # two of three minibatches go through the link between the servers, three times as slow as computing
+        assert own.bottleneck_s >= 0.9 * 2 / 3 * 40_000 / 2e6
         # an activation and its gradient for each minibatch, and the gradients of stage 0 for every third
         assert own.sent_bytes == pytest.approx(2 * 40_000 + 40_000 * 2 * 2 / 3, rel=0.05)
         assert rival.sent_bytes == pytest.approx(2 * 3 * 80_000 / 4, rel=0.05)
         assert "data-parallel" in folder.pdtool("show", "out").stdout
 
     @namespaces
-    def test_links_hold_messages_up(self, folder):
-        """Activations of a minibatch take 20 times as long as its computation, over 20 times slower links."""
-        slow = make_cluster((2, 2), (1e5, 1e5))
-        plan = refresh(plan_of(self.net, [["x", "a0", "a1"], ["a2", "a3"]], [[0], [2]], slow), self.net)
-        plan.model_copy(update={"digests": {"net.json": self.net.content_sha256}}).save("net.yaml")
-        unscaled = ("--scale", "1", "--slowdown", "1", "--minibatches", "8")
-        folder.pdtool("emulate", "net.yaml", *unscaled, "--against", "", "-o", "out")
-        [own] = Emulation.load("out/emulation.json").plans
-        assert own.bottleneck_s >= 0.9 * 40_000 / 1e5
-
-    @namespaces
     def test_whatever_ends_it_nothing_is_left(self, folder):
         """Killed at random moments: no process, no namespace and no link of it is there a moment later."""
         before = _links()
         chance = random.Random(0)
-        for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGKILL, signal.SIGINT):
             command = [sys.executable, "-m", "pdtool", "emulate", "net.yaml", "--minibatches", "10000"]
             process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-            time.sleep(chance.uniform(3, 9))
+            time.sleep(chance.uniform(3, 7))
             started = _descendants(process.pid)
             assert started
             process.send_signal(number)

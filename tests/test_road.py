@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, JsonValue]] = {
     "vgg16": {"size": "mini"},
     "alexnet": {"size": "mini"},
     "resnet50": {"size": "mini"},
-    "gnmt": {"size": "mini"},
+    "gnmt": {"size": "mini", "layers": 4},
     "awd_lm": {"size": "mini"},
     "s2vt": {"size": "mini"},
     "lstm_lm": {"width": 32},
