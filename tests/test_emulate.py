@@ -188,8 +188,8 @@ class TestCommand:
         assert "neither its bytes nor its times can be scaled" in error("--compute", "real", "--scale", "2")
         assert "learn nothing; add --compute real" in error("--target", "loss<1")
         assert "--against 'gpype' is no strategy" in error("--against", "gpype")
-        assert not Path("out").exists()
-        Path("out").mkdir()
+        assert "is not in steady state with so few; give" in error("--minibatches", "3")
+        assert not Path("out/this-plan").exists(), "nothing was written"
         Path("out/emulation.json").touch()
         assert "out holds an emulation already" in error()
 

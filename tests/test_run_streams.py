@@ -255,6 +255,16 @@ def test_a_stream_that_ends_before_its_length_is_refused(tmp_path: Path) -> None
         loader(tmp_path).load(range(20, 24), 0, stream_pass=1)
 
 
+def test_a_stream_that_goes_on_after_its_length_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for length, warnings in ((23, 0), (20, 1)):
+        text = TEXT.replace("    def __iter__", f"    def __len__(self): return {length}\n    def __iter__")
+        made = loader(tmp_path, text)
+        for number, read in ((1, length), (2, 4), (3, length), (4, length)):
+            made.load(range(read), 0, stream_pass=number)
+        said = capsys.readouterr().err
+        assert said.count(f"has more than the {length} samples that its length promises") == warnings
+
+
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_a_stream_without_samples_is_refused(tmp_path: Path, split: str) -> None:
     empty = TEXT.replace("range(first, 26, step)", "()")

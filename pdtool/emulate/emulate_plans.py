@@ -17,7 +17,7 @@ from pdtool.emulate.workers import Emulator
 from pdtool.errors import PdtoolError, UsageError
 from pdtool.process_memory import memory_limits
 from pdtool.run.config import RunConfig, Target
-from pdtool.schedule import steady_run
+from pdtool.schedule import steady_minibatches, steady_run
 from pdtool.units import format_bytes
 
 _BYTES_PER_CORE_S = 15e6  # to be sent or updated: that takes a small part of a core's time
@@ -64,6 +64,14 @@ def _rounded_up(factor: float) -> float:
     """Two digits are enough."""
     digit = 10.0 ** (math.floor(math.log10(factor)) - 1)
     return max(1.0, round(math.ceil(factor / digit) * digit, 6))
+
+
+def check_minibatches(plan: Plan, minibatches: int | None) -> None:
+    """Check that some of the minibatches asked for are in steady state; raises UsageError."""
+    shape = plan.shape()
+    if minibatches and not steady_minibatches(minibatches, shape):
+        what = f"--minibatches {minibatches}: {plan.config} is not in steady state with so few"
+        raise UsageError(what, f"give {steady_run(shape, 1)} or more, or leave it out")
 
 
 def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
@@ -140,7 +148,7 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: Emulat
     largest = max((tensor.sizes(1)[1] * 4 for tensor in sent), default=_SMALLEST_MESSAGE_BYTES)
     if largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
-        raise UsageError(what, f"give at most {max(1.0, scaling.scale * largest / _SMALLEST_MESSAGE_BYTES):.2g}")
+        raise UsageError(what, f"give --scale {max(1, int(scaling.scale * largest / _SMALLEST_MESSAGE_BYTES))} or less")
     minibatches = settings.minibatches or minibatches_to_steady_state(plan, scaling.slowdown)
     written = write_sleeping_model(folder / "stages", plan, profile, scaling, minibatches)
     return RunConfig(

@@ -25,7 +25,7 @@ INSTEAD = "without, `pdtool simulate` computes the same on a simulated clock"
 def enter_own_network() -> None:
     """Leave the network of the machine: from here on this process and its children have interfaces of their own.
 
-    Without root a user namespace is entered besides, where the kernel allows it.
+    Without root a user namespace is entered besides, where the kernel allows it and the process has one thread.
 
     Raises:
         PdtoolError: the system is not Linux, or allows neither.
@@ -37,11 +37,17 @@ def enter_own_network() -> None:
         return
     error = _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
     if error:
-        what = f"a pretend cluster needs network namespaces, which this process may not make ({os.strerror(error)})"
-        raise PdtoolError(what, f"start it as root, in a container with CAP_SYS_ADMIN; {INSTEAD}")
-    Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
-    Path("/proc/self/uid_map").write_text(f"0 {user} 1", encoding="ascii")
-    Path("/proc/self/gid_map").write_text(f"0 {group} 1", encoding="ascii")
+        raise _not_allowed(os.strerror(error))
+    try:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path(f"/proc/self/{name}").write_text(text, encoding="utf-8")
+    except OSError as failure:
+        raise _not_allowed(f"{failure.strerror}: {failure.filename}") from failure
+
+
+def _not_allowed(reason: str) -> PdtoolError:
+    what = f"a pretend cluster needs network namespaces, which this process may not make ({reason})"
+    return PdtoolError(what, f"start it as root, in a container with CAP_SYS_ADMIN; {INSTEAD}")
 
 
 def _unshare(flags: int) -> int:

@@ -48,7 +48,8 @@ class Emulator:
 
     def __init__(self, cluster: Cluster) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch warns that addresses have no names
-        context = multiprocessing.get_context("spawn")  # one thread, as a new user namespace needs it
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads cannot enter a user namespace
+        context = multiprocessing.get_context("spawn")
         self._pipe, pipe_of_switch = context.Pipe()
         self._switch = context.Process(target=_switch_main, args=(pipe_of_switch, cluster), name="switch")
         self._switch.start()

@@ -77,11 +77,12 @@ def emulate(
     """
     from pdtool.cli.console.report_view import emulation_view
     from pdtool.cli.inputs import Inputs, planned
-    from pdtool.emulate.emulate_plans import EmulationSettings, choose_scaling, sleeping_config
+    from pdtool.emulate.emulate_plans import EmulationSettings, check_minibatches, choose_scaling, sleeping_config
     from pdtool.emulate.emulate_plans import emulate as on_pretend_cluster
     from pdtool.emulate.namespaces import check_tools
     from pdtool.partition.strategies.rival_plans import rival_plans
     from pdtool.run.config import Target
+    from pdtool.run.run_folder import locked
     from pdtool.units import parse_seconds
 
     check_tools()
@@ -102,17 +103,19 @@ def emulate(
         target=Target.parse(target) if target else None,
         timeout_s=parse_seconds(timeout),
     )
-    configs = {}
-    for name, each in plans.items():
-        out = folder / name.replace(" ", "-")
-        if compute == "real":
-            configs[name] = _training_config(replace(Inputs.load(path, model), plan=each), out, settings)
-        else:
-            configs[name] = sleeping_config(each, profile, out, settings)
-    cluster = chosen.cluster.cluster()
-    reports = on_pretend_cluster(
-        configs, cluster, scaling, lambda name: note(f"emulating {name} ({plans[name].config})")
-    )
+    for each in plans.values():
+        check_minibatches(each, minibatches)
+    with locked(folder):
+        configs = {}
+        for name, each in plans.items():
+            out = folder / name.replace(" ", "-")
+            if compute == "real":
+                configs[name] = _training_config(replace(Inputs.load(path, model), plan=each), out, settings)
+            else:
+                configs[name] = sleeping_config(each, profile, out, settings)
+        reports = on_pretend_cluster(
+            configs, chosen.cluster.cluster(), scaling, lambda name: note(f"emulating {name} ({plans[name].config})")
+        )
     emulation = _emulation(plans, reports, scaling, compute, settings.target)
     emulation.save(folder / "emulation.json")
     if as_json:

@@ -10,9 +10,10 @@ Samples before one that is asked for are read past: those of other replicas, and
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class SampleStream:
         self._counted_pass: int | None = None
         self._next, self._pass, self._read_of_pass = 0, 0, 0
         self._samples: Iterator[Any] | None = None
+        self._has_warned = False
         self._generators = _Generators()
 
     def read(self, pass_number: int | None, numbers: Sequence[int]) -> list[Any]:
@@ -60,6 +62,7 @@ class SampleStream:
         """
         with self._generators.in_use():
             if self._samples is None or pass_number != self._counted_pass or numbers[0] < self._next:
+                self._warn_of_samples_beyond_the_length()
                 self._counted_pass, self._next = pass_number, 0
                 self._begin_pass(1 if pass_number is None else pass_number)
             while self._next < numbers[0]:
@@ -115,6 +118,22 @@ class SampleStream:
             return self._read_next()
         self._next += 1
         return sample
+
+    def _warn_of_samples_beyond_the_length(self) -> None:
+        """Say once, at the end of a pass that was read up to its length, that it goes on after that."""
+        if self._has_warned or self._counted_pass is None or self._read_of_pass != self._length:
+            return
+        with suppress(ModelError):  # of what nobody has asked for
+            if self._try_next() is not _END:
+                self._has_warned = True
+                sys.stderr.write(
+                    f"warning: {self._name} has more than the {self._length} samples that its length promises: the "
+                    "others are not used\n"
+                )
+
+    @property
+    def _length(self) -> int | None:
+        return len(self._data) if hasattr(self._data, "__len__") else None
 
     def _ended(self) -> ModelError:
         if not self._read_of_pass:
