@@ -124,7 +124,7 @@ def schedule(names: Sequence[str], *, unset: str = "") -> Decorator:
 def against(default: str) -> Decorator:
     """Define `--against`, the rivals of a plan."""
     help = "Compare with the best plans of these strategies of `pdtool partition`"
-    others = " and ".join(name for name in RIVALS if name not in default.split(","))
+    others = ", ".join(name for name in RIVALS if name not in default.split(","))
     return click.option(
         "--against",
         default=default,
