@@ -29,8 +29,9 @@ def plan_view(plan: Plan) -> Lines:
         yield f"bottleneck: {plan.why.bottleneck}"
         if plan.why.lower_bound_s is not None:
             yield (
-                f"certificate: by the formulas none takes less than {format_seconds(plan.why.lower_bound_s)}, this one is "
-                f"within {plan.why.gap or 0:.1%} of that ({plan.why.proof})"
+                "certificate: by the formulas none takes less than "
+                f"{format_seconds(plan.why.lower_bound_s)}, this one is within {plan.why.gap or 0:.1%} of that "
+                f"({plan.why.proof})"
             )
         for rival in plan.why.rivals:
             yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch ({rival.why})"
