@@ -21,6 +21,7 @@ from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.partition.stage_loads import StageEdge
 from pdtool.run.config import Target, assign_ranks, derive_seed
+from pdtool.run.measure.assemble_report import find_shared_cores
 from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.processes.launcher import launch
 from pdtool.schedule import ActionKind, build
@@ -216,6 +217,18 @@ def test_the_report_compares_measured_with_simulated_time_where_the_plan_has_one
     ):
         changed = predicted.model_copy(update={"bottleneck_s": 2e-3, "simulated_s": simulated_s})
         assert line in list(report_view(report.model_copy(update={"predicted": changed})))
+
+
+def test_where_workers_shared_cores_the_report_says_so_instead_of_how_wrong_the_prediction_was() -> None:
+    assert find_shared_cores(workers=2, threads=1, cores=2) is None
+    shared = find_shared_cores(workers=4, threads=1, cores=2)
+    report = samples.report()
+    lines = list(report_view(report.model_copy(update={"shared_cores": shared})))
+    [compared] = [line for line in lines if str(line).startswith("per minibatch: ")]
+    assert str(compared).endswith(", measured 4 ms")
+    [said] = [line for line in lines if "shared" in str(line)]
+    # 2 x 1.5 ms at stage 0 and 3 ms at stage 1, on two cores
+    assert str(said).startswith("4 workers of 1 thread(s) shared 2 core(s), which take 3 ms for the computing alone")
 
 
 def test_a_report_says_when_loading_slows_the_run() -> None:

@@ -101,6 +101,17 @@ def test_where_the_formulas_are_far_off_the_best_of_each_number_of_copies_is_loo
     assert seen > 10
 
 
+def test_schedules_are_compared_by_simulation():
+    """By the formulas the flush is faster, which averages gradients less often; filling and draining it is not."""
+    profile, cluster = chain([2, 1, 1, 1], parameters=1000, crossing=100), make_cluster((3,), (500.0,))
+    asked = SearchOptions(schedule="auto", microbatches=4, replicas=(2, 1))
+    auto = make_plan(profile, "profile", cluster, asked)
+    flush = make_plan(profile, "profile", cluster, replace(asked, schedule="1f1b-flush"))
+    assert auto.schedule == "1f1b"
+    assert auto.predicted.bottleneck_s > 1.1 * flush.predicted.bottleneck_s
+    assert auto.predicted.simulated_s < 0.9 * flush.predicted.simulated_s
+
+
 def test_idle_workers_are_used_where_only_the_simulation_shows_a_gain():
     """As AlexNet: convolutions of 76 ms, classifiers of 9 ms with most of the weights, servers that share a slow link.
 

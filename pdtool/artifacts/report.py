@@ -69,8 +69,25 @@ class Measured(FrozenModel):
     throughput_samples_per_s: Figure
 
 
+class SharedCores(FrozenModel):
+    """Cores of a machine that were fewer than the threads that its workers computed with.
+
+    Attributes:
+        workers: of the machine.
+        threads: of each of them.
+    """
+
+    workers: Count
+    threads: Count
+    cores: Count
+
+
 class Report(Artifact):
-    """`runs/.../report.json`."""
+    """`runs/.../report.json`.
+
+    Attributes:
+        shared_cores: None where each thread of the workers had a core of its own, or they computed on GPUs.
+    """
 
     KIND: ClassVar[str] = "report"
     MAKER: ClassVar[str] = "pdtool run"
@@ -88,6 +105,7 @@ class Report(Artifact):
     metrics: dict[str, float]
     predicted: Predicted | None
     measured: Measured
+    shared_cores: SharedCores | None = None
     stages: tuple[StageReport, ...]
 
 

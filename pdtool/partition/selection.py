@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from pdtool.partition.cost.contention import lower_bound_s
 from pdtool.partition.cost.plan_cost import Candidate
 from pdtool.partition.in_flight import with_fewest_in_flight
-from pdtool.partition.placement import ExecutionConfig, Placement
+from pdtool.partition.placement import Placement
 from pdtool.partition.search.search import PlanSearch
 from pdtool.partition.simulator.steady_state import PATIENT, is_too_large
 
@@ -60,15 +61,14 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         selection.simulate()
         return selection.selected() or Selected(simplest_plan, None, optimum_s * (1 + margin))
     goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
-    execution = simplest_plan.placement.execution
     selection = _Selection(search, [simplest_plan, *optima, *baselines])
     if is_too_large(simplest_plan.placement):
         selection.simulate_patiently(simplest_plan)
     if selection.lowest_bound_s > goal_s:
-        selection.add_plans_by_stage_count(execution, selection.lowest_bound_s, slowdowns=(1.0,))
+        selection.add_plans_by_stage_count(selection.lowest_bound_s, slowdowns=(1.0,))
     selection.simulate()
     if selection.fastest_s > goal_s:
-        selection.add_plans_by_stage_count(execution, selection.fastest_s)
+        selection.add_plans_by_stage_count(selection.fastest_s)
         selection.simulate()
     return selection.selected() or Selected(simplest_plan, None, goal_s)
 
@@ -105,15 +105,14 @@ class _Selection:
         """Seconds per minibatch that no plan of the shortlist beats."""
         return min((bound_s for bound_s, _ in self._shortlist), default=math.inf)
 
-    def add_plans_by_stage_count(
-        self, execution: ExecutionConfig, bound_s: float, slowdowns: Sequence[float] = _LINK_SLOWDOWNS
-    ) -> None:
-        """Add the best plans of each layout and number of stages, as far as they may take less than `bound_s`.
+    def add_plans_by_stage_count(self, bound_s: float, slowdowns: Sequence[float] = _LINK_SLOWDOWNS) -> None:
+        """Add the best plans of each schedule, layout and number of stages, as far as they may take less than
+        `bound_s`.
 
         Args:
             slowdowns: search as if links were slower by each of these factors.
         """
-        for slower in slowdowns:
+        for execution, slower in product(self.search.options.executions, slowdowns):
             plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
             self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[:_MAX_PLANS_PER_SEARCH]
 

@@ -26,6 +26,7 @@ sent before those of the parameters are computed. The first stage loads in (1), 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
 from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches
-from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
+from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report, find_shared_cores
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.metric_totals import MetricTotals
 from pdtool.run.measure.metrics_log import MetricsLog
@@ -276,9 +277,17 @@ class Worker:
         measured = (str(self._assignment), self._measurements(), self._meter.events)
         workers = all_gather(measured, self._context.groups.world, "measurements")
         measurements = [measurements for _, measurements, _ in workers]
-        report = assemble_report(self._config, measurements, self.metrics, epochs=epochs, samples=samples)
+        is_on_gpu = self._context.device.type == "cuda"
+        computing = 0 if is_on_gpu else self._context.local_workers
+        report = assemble_report(
+            self._config,
+            measurements,
+            self.metrics,
+            epochs=epochs,
+            samples=samples,
+            shared_cores=find_shared_cores(computing, torch.get_num_threads(), os.cpu_count() or 1),
+        )
         if self._assignment.rank == 0:
-            is_on_gpu = self._context.device.type == "cuda"
             events_of = {name: events for name, _, events in workers}
             trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
             write_atomically(self._config.out / "trace.json", json.dumps(trace))

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.plan import Predicted
-from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
+from pdtool.artifacts.report import EmulatedPlan, Emulation, Report, SharedCores
 from pdtool.cli.console.table import Lines, table
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
@@ -24,11 +24,7 @@ def report_view(report: Report) -> Lines:
     )
     yield from _loading_limit(report)
     yield _prediction_table(report)
-    measured = report.measured
-    if report.predicted:
-        yield f"per minibatch: {_compared(report.predicted, measured.bottleneck_s)}"
-    else:
-        yield f"per minibatch: measured {format_seconds(measured.bottleneck_s)}"
+    yield from _time_per_minibatch(report)
     yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
     yield "validation: " + ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     if report.target:
@@ -92,13 +88,34 @@ def _prediction_table(report: Report) -> Table:
     return table(columns, rows, title="per minibatch, and at most:")
 
 
-def _compared(predicted: Predicted, measured_s: float) -> str:
-    """Compare measured seconds with those of the simulation, or of the formulas if the plan was not simulated."""
+def _time_per_minibatch(report: Report) -> Lines:
+    """Compare measured seconds with those of the simulation, or of the formulas if the plan was not simulated.
+
+    Where workers shared cores that is said instead of a ratio: each of them is predicted to have a device of its own.
+    """
+    predicted, shared, measured_s = report.predicted, report.shared_cores, report.measured.bottleneck_s
+    measured = f"measured {format_seconds(measured_s)}"
+    if not predicted:
+        yield f"per minibatch: {measured}"
+        return
     source, predicted_s = "simulated", predicted.simulated_s
     if predicted_s is None:
         source, predicted_s = "predicted", predicted.bottleneck_s
-    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s else ""
-    return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
+    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s and not shared else ""
+    yield f"per minibatch: {source} {format_seconds(predicted_s)}, {measured}{ratio}"
+    if shared:
+        yield _shared_cores(report, predicted, shared)
+
+
+def _shared_cores(report: Report, predicted: Predicted, shared: SharedCores) -> str:
+    """Say that workers were slower for lack of cores, and how long these take for the computing alone."""
+    depth = len(report.stages)
+    work_s = sum(report.stages[s % depth].replicas * compute_s for s, compute_s in enumerate(predicted.compute_s))
+    computing = format_seconds(work_s * shared.threads / shared.cores)
+    return (
+        f"{shared.workers} workers of {shared.threads} thread(s) shared {shared.cores} core(s), which take {computing} "
+        "for the computing alone; the prediction is for workers with devices of their own"
+    )
 
 
 def checkpoint_view(manifest: CheckpointManifest) -> Lines:

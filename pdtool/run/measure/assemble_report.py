@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from pdtool.artifacts.report import Measured, Report, StageReport
+from pdtool.artifacts.report import Measured, Report, SharedCores, StageReport
 from pdtool.run.config import RunConfig
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.timings import TimeTotals
@@ -31,8 +31,19 @@ class WorkerMeasurements:
     peak_memory_bytes: int | None = None
 
 
+def find_shared_cores(workers: int, threads: int, cores: int) -> SharedCores | None:
+    """Return the cores that workers with so many threads each had to share; None where each thread had its own."""
+    return SharedCores(workers=workers, threads=threads, cores=cores) if workers * threads > cores else None
+
+
 def assemble_report(
-    config: RunConfig, workers: Sequence[WorkerMeasurements], metrics: Mapping[str, float], *, epochs: int, samples: int
+    config: RunConfig,
+    workers: Sequence[WorkerMeasurements],
+    metrics: Mapping[str, float],
+    *,
+    epochs: int,
+    samples: int,
+    shared_cores: SharedCores | None,
 ) -> Report:
     """Return the report of a run.
 
@@ -62,6 +73,7 @@ def assemble_report(
             bottleneck_s=time_per_minibatch_s,
             throughput_samples_per_s=plan.batch_size / time_per_minibatch_s if time_per_minibatch_s else 0.0,
         ),
+        shared_cores=shared_cores,
         stages=tuple(_stage_report([w for w in workers if w.stage == s]) for s in range(plan.pipeline_depth)),
         digests=dict(config.bundle.digests),
     )
