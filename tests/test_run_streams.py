@@ -268,7 +268,7 @@ def test_a_stream_that_goes_on_after_its_length_is_told(tmp_path: Path, capsys: 
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_a_stream_without_samples_is_refused(tmp_path: Path, split: str) -> None:
     empty = TEXT.replace("range(first, 26, step)", "()")
-    with pytest.raises(ModelError, match=rf"^user.py: dataset\('{split}'\) gives no samples in pass 0 over it"):
+    with pytest.raises(ModelError, match=rf"^user.py: dataset\('{split}'\) is empty: its __iter__ gives no samples"):
         loader(tmp_path, empty, split).describe(60.0)
 
 

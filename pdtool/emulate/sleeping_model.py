@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.envelope import ModelRef, file_sha256
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.envelope import ModelRef, file_sha256, write_atomically
+from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.emulate.sleeping_layers import Segment
 
@@ -100,7 +99,7 @@ def write_sleeping_model(
     every = {name: segment for stage in segments for name, segment in stage.items()}
     valid = max(stage.replicas for stage in plan.stages)
     text = _MODEL.format(title=title, segments=_listed(every, 4), minibatches=minibatches, valid=valid)
-    (folder / "model.py").write_text(text, encoding="utf-8")
+    write_atomically(folder / "model.py", text)
     tensors = list(sleeping_tensors(profile, stages, scaling))
     modules = [
         _write_stage(folder, title, s, segments[s], tensors, is_last=s == len(stages) - 1) for s in range(len(stages))
@@ -116,12 +115,26 @@ def write_sleeping_model(
     )
     bundle.check()
     bundle.save(folder / "bundle.yaml")
-    changes: dict[str, Any] = {"batch_size": 1, "model": None}
-    if plan.predicted:
-        smaller = tuple(round(size_bytes / scaling.scale) for size_bytes in plan.predicted.memory_bytes)
-        changes["predicted"] = plan.predicted.model_copy(update={"memory_bytes": smaller})
+    predicted = plan.predicted and _scaled(plan.predicted, plan.batch_size, scaling)
+    changes = {"batch_size": 1, "model": None, "predicted": predicted}
     return SleepingModelFiles(
         ModelRef(source=str(folder / "model.py")), bundle, folder, plan.model_copy(update=changes)
+    )
+
+
+def _scaled(predicted: Predicted, batch_size: int, scaling: Scaling) -> Predicted:
+    """Return what is predicted of the emulation, whose minibatches of `batch_size` samples are one sample each."""
+    scale, slowdown = scaling.scale, scaling.slowdown
+    whole = ("bottleneck_s", "simulated_s", "data_parallel_s")
+    of_stages = ("compute_s", "allreduce_s", "transfer_s")
+    return predicted.model_copy(
+        update={
+            **{name: time_s and slowdown * time_s for name in whole for time_s in [getattr(predicted, name)]},
+            **{name: tuple(slowdown * time_s for time_s in getattr(predicted, name)) for name in of_stages},
+            "throughput_samples_per_s": predicted.throughput_samples_per_s / batch_size / slowdown,
+            "memory_bytes": tuple(round(size_bytes / scale) for size_bytes in predicted.memory_bytes),
+            "traffic_bytes": round(predicted.traffic_bytes / scale),
+        }
     )
 
 
@@ -200,7 +213,7 @@ def _write_stage(
     sent = [] if is_last else [tensor for tensor in tensors if tensor.producer == s]
     sends = [(int(tensor.shape[1]), tensor.gradient) for tensor in sent]
     path = folder / f"stage_{s}.py"
-    path.write_text(_STAGE.format(title=title, stage=s, segments=_listed(segments, 8), sends=sends), encoding="utf-8")
+    write_atomically(path, _STAGE.format(title=title, stage=s, segments=_listed(segments, 8), sends=sends))
     return StageModule(
         file=path.name,
         class_name=f"Stage{s}",

@@ -47,7 +47,7 @@ class Emulator:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch warns that addresses have no names
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch warns that addresses have no names
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads cannot enter a user namespace
         context = multiprocessing.get_context("spawn")
         self._pipe, pipe_of_switch = context.Pipe()

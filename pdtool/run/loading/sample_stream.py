@@ -47,7 +47,7 @@ class SampleStream:
         self._counted_pass: int | None = None
         self._next, self._pass, self._read_of_pass = 0, 0, 0
         self._samples: Iterator[Any] | None = None
-        self._has_warned = False
+        self._has_warned, self._is_empty = False, True
         self._generators = _Generators()
 
     def read(self, pass_number: int | None, numbers: Sequence[int]) -> list[Any]:
@@ -106,7 +106,9 @@ class SampleStream:
     def _try_next(self) -> Any:
         """The next sample of the pass, or _END."""
         sample = next(self._samples or iter(()), _END)
-        self._read_of_pass += sample is not _END
+        if sample is not _END:
+            self._read_of_pass += 1
+            self._is_empty = False
         return sample
 
     def _read_next(self) -> Any:
@@ -136,6 +138,8 @@ class SampleStream:
         return len(self._data) if hasattr(self._data, "__len__") else None
 
     def _ended(self) -> ModelError:
+        if self._is_empty:
+            return self._file.error(f"{self._name} is empty: its __iter__ gives no samples")
         if not self._read_of_pass:
             what = f"{self._name} gives no samples in pass {self._pass} over it"
             return self._file.error(what, "let __iter__ begin anew each time that it is called")

@@ -8,7 +8,8 @@ that the others follow from is, in this order:
 3. a worker that a signal killed, or that ended without a word;
    that includes one whose connections were closed: on another machine, or before its end was seen here,
 4. a worker that others waited for until their timeout: one that was stopped; else the one that has computed longest
-   without waiting for anybody; else, where all wait for each other, the one that the first to give up waited for.
+   without waiting for anybody; else, where all wait for each other, the one that the first to give up waited for. That
+   one may not be to blame: over a slow link a message takes long.
 
 NCCL tells a worker nothing of a lost peer: at its timeout its watchdog aborts the process. So one that ended by SIGABRT
 comes last in 3, and where it had not moved for long before it counts as one of those that waited, in 4.
@@ -122,7 +123,14 @@ class WorkersLeft:
         place, last_seen = self._assignments[rank], self._last_seen(rank)
         if not self._hung_until_aborted() and (first is None or not _is_timeout(first)):
             return WorkerDiedError(f"{place} closed its connections; {last_seen}")
-        how = "is stopped (SIGSTOP)" if first and rank in first.stopped else "did not answer"
+        is_stopped = first is not None and rank in first.stopped
+        if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
+            what = f"{place} sent nothing that arrived within {format_seconds(self._config.timeout_s)}, but waited for "
+            return WorkerDiedError(
+                f"{what}messages itself, as all workers did: one is on its way still, or lost; {last_seen}",
+                "see whether the links are too slow for what is sent, or give more --timeout",
+            )
+        how = "is stopped (SIGSTOP)" if is_stopped else "did not answer"
         return WorkerDiedError(
             f"{place} {how}; {last_seen}; others waited {format_seconds(self._config.timeout_s)} for it",
             "see what it does there, or give more --timeout if it is only slow",
