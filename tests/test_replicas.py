@@ -146,6 +146,8 @@ def test_there_is_no_such_plan():
         (["3-2"], "--replicas 3-2 is on 5 workers: the cluster has 4; give fewer replicas, or a larger --topology"),
         (["3-x"], "--replicas '3-x' is no number of workers for each stage; write 15-1 for 15 workers and then one"),
         (["3-0"], "--replicas '3-0' is no number of workers"),
+        (["9" * 18 + "-1"], "--replicas 999999999999999999-1 is on 1000000000000000000 workers: the cluster has 4;"),
+        (["9" * 5000], f"--replicas '{'9' * 79} is no number of workers"),
         (["2-1", "--straight"], "--replicas 2-1 together with --strategy straight; give one of them"),
         (["2-1", "--strategy", "hybrid"], "--replicas 2-1 together with --strategy hybrid; give one of them"),
         (["2-1", "--workers", "3"], "--replicas 2-1 together with --workers 3; leave --workers out"),

@@ -135,9 +135,9 @@ def _replicas(text: str | None) -> tuple[int, ...] | None:
     """Read `15-1`; raises UsageError."""
     if text is None:
         return None
-    if not re.fullmatch(r"[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})*", text):
+    if not re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})*", text):  # the cluster is the limit, or the digits are
         raise UsageError(
-            f"--replicas {text!r} is no number of workers for each stage", "write 15-1 for 15 workers and then one"
+            f"--replicas {text!r:.80} is no number of workers for each stage", "write 15-1 for 15 workers and then one"
         )
     return tuple(map(int, text.split("-")))
 

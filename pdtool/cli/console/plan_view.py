@@ -12,6 +12,10 @@ from pdtool.cli.console.table import Lines, abbreviated, table
 from pdtool.errors import UsageError
 from pdtool.units import format_bytes, format_rate, format_seconds
 
+_RIVALS = (
+    "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline; "
+    "`pdtool simulate` simulates the best plan of each strategy"
+)
 _MAX_DRAWN_WORKERS, _MAX_DRAWN_MINIBATCHES = 32, 1000
 
 
@@ -35,6 +39,8 @@ def plan_view(plan: Plan) -> Lines:
             )
         for rival in plan.why.rivals:
             yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch ({rival.why})"
+        if plan.why.rivals:
+            yield _RIVALS
 
 
 def _stage_table(plan: Plan, predicted: Predicted | None) -> Table:

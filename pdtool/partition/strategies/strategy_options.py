@@ -65,7 +65,7 @@ def strategy_options(
 
 def _check_replicas(options: SearchOptions, cluster: Cluster) -> None:
     """Raise UsageError where no plan with these replicas goes with the other options, or lies on the cluster."""
-    asked, workers = f"--replicas {options.replicas_text}", sum(options.replicas or ())
+    asked, workers = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ())
     strategy = STRATEGIES[options.strategy]
     if options.straight or not strategy.is_selected:
         raise UsageError(f"{asked} together with --strategy {options.strategy}", "give one of them")
