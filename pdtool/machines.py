@@ -110,12 +110,17 @@ def is_started_by_torchrun(environment: Mapping[str, str]) -> bool:
     return "RANK" in environment and "TORCHELASTIC_RUN_ID" in environment
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends; where it cannot (not Linux), nothing happens."""
+def end_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends; where it cannot (not Linux), nothing happens.
+
+    Args:
+        parent: its process id, for one that may have ended already; None: the parent that pdtool was imported under.
+    """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    pid, parent = _PROCESS_AT_START
-    if os.getpid() == pid and os.getppid() != parent:  # it ended before that
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if parent is None and os.getpid() == _PROCESS_AT_START[0]:
+        parent = _PROCESS_AT_START[1]
+    if parent not in (None, os.getppid()):  # it ended before that
         os._exit(WorkerDiedError.exit_code)
 
 

@@ -145,21 +145,27 @@ class TestCommand:
     @namespaces
     def test_whatever_ends_it_nothing_is_left(self, folder):
         """Killed at random moments: no process, no namespace and no link of it is there a moment later."""
-        before = _links()
-        chance = random.Random(0)
-        for number in (signal.SIGKILL, signal.SIGINT):
-            command = [sys.executable, "-m", "pdtool", "emulate", "net.yaml", "--minibatches", "10000"]
-            process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-            time.sleep(chance.uniform(3, 7))
-            started = _descendants(process.pid)
-            assert started
+        before, chance = _links(), random.Random(0)
+        command = [sys.executable, "-m", "pdtool", "emulate", "net.yaml", "--minibatches", "10000", "-o"]
+        signals = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+        processes = [
+            subprocess.Popen([*command, number.name], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            for number in signals
+        ]
+        started: set[int] = set()
+        for number, process in zip(signals, processes, strict=True):
+            while not _descendants(process.pid):
+                assert process.poll() is None
+                time.sleep(0.1)
+            time.sleep(chance.uniform(0, 4))
+            started |= _descendants(process.pid)
             process.send_signal(number)
             assert process.wait(30) in (-number, 130)
-            deadline = time.monotonic() + 20
-            while any(map(process_state, started)) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert [pid for pid in started if process_state(pid)] == [], "namespaces without names end with these"
-            assert _links() == before
+        deadline = time.monotonic() + 20
+        while any(map(process_state, started)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert [pid for pid in started if process_state(pid)] == [], "namespaces without names end with these"
+        assert _links() == before
 
     @namespaces
     def test_a_worker_that_dies_is_named(self, folder):

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any, cast
 
 from pdtool.cluster import Cluster
@@ -51,7 +52,7 @@ class Emulator:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads cannot enter a user namespace
         context = multiprocessing.get_context("spawn")
         self._pipe, pipe_of_switch = context.Pipe()
-        self._switch = context.Process(target=_switch_main, args=(pipe_of_switch, cluster), name="switch")
+        self._switch = context.Process(target=_switch_main, args=(pipe_of_switch, cluster, os.getpid()), name="switch")
         self._switch.start()
         pipe_of_switch.close()
         try:
@@ -99,10 +100,15 @@ class Emulator:
             raise error
 
 
-def _switch_main(pipe: Connection, cluster: Cluster) -> None:
-    """The process of the switch: make the links, then run what comes through the pipe."""
-    end_with_parent()
+def _switch_main(pipe: Connection, cluster: Cluster, emulator: int) -> None:
+    """The process of the switch: make the links, then run what comes through the pipe.
+
+    Args:
+        emulator: the process that started it, at whose end it kills its group: workers, and what these have started.
+    """
     os.setpgrp()
+    signal.signal(signal.SIGTERM, _kill_group)
+    end_with_parent(emulator, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     pretend = PretendCluster(cluster)
@@ -123,6 +129,11 @@ def _switch_main(pipe: Connection, cluster: Cluster) -> None:
                 pipe.send(None)
             except PdtoolError as error:
                 pipe.send(error)
+
+
+def _kill_group(number: int, frame: FrameType | None) -> None:
+    """Kill this process, the workers, and all that these have started."""
+    os.killpg(0, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -157,7 +168,7 @@ def _started(
     try:
         for assignment in assignments:
             own, theirs = _fork.Pipe()
-            arguments = (pretend, config, assignment, len(assignments), theirs)
+            arguments = (pretend, config, assignment, theirs, os.getpid())
             process = _fork.Process(target=_worker_main, args=arguments, name=f"worker-{assignment.rank}")
             process.start()
             theirs.close()
@@ -200,10 +211,15 @@ def _wait(workers: list[_WorkerProcess], config: RunConfig) -> None:
 
 
 def _worker_main(
-    pretend: PretendCluster, config: RunConfig, assignment: RankAssignment, world_size: int, pipe: Connection
+    pretend: PretendCluster, config: RunConfig, assignment: RankAssignment, pipe: Connection, switch: int
 ) -> None:
-    """The process of a worker: enter the namespace and the link, and be the worker of that rank."""
-    end_with_parent()
+    """The process of a worker: enter the namespace and the link, and be the worker of that rank.
+
+    Args:
+        switch: the process that it was forked from, and ends with.
+    """
+    end_with_parent(switch)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         enter_own_network()
         pipe.send(None)
@@ -213,19 +229,19 @@ def _worker_main(
         with suppress(OSError):
             pipe.send(error)
         sys.exit(record_failure(config.out, assignment.rank, error))
-    os.environ.update(_environment(pretend, assignment, assign_ranks(config.plan), world_size))
-    worker_main(config, os.environ, os.getcwd(), os.getppid())
+    os.environ.update(_environment(pretend, assignment, assign_ranks(config.plan)))
+    worker_main(config, os.environ, os.getcwd(), switch)
 
 
 def _environment(
-    pretend: PretendCluster, assignment: RankAssignment, assignments: list[RankAssignment], world_size: int
+    pretend: PretendCluster, assignment: RankAssignment, assignments: list[RankAssignment]
 ) -> Mapping[str, Any]:
     """The variables that torch elastic would set."""
     return {
         "RANK": str(assignment.rank),
-        "WORLD_SIZE": str(world_size),
+        "WORLD_SIZE": str(len(assignments)),
         "LOCAL_RANK": str(assignment.rank),
-        "LOCAL_WORLD_SIZE": str(world_size),  # they share the cores of this machine
+        "LOCAL_WORLD_SIZE": str(len(assignments)),  # they share the cores of this machine
         "MASTER_ADDR": pretend.address(assignments[0].worker),
         "MASTER_PORT": _PORT,
         GLOO_VARIABLE: INTERFACE,
