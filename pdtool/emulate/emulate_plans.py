@@ -55,10 +55,8 @@ def choose_scaling(
 def _check_time(plan: Plan) -> None:
     time_s = _time_per_minibatch_s(plan)
     if time_s * MAX_FACTOR < _SHORTEST_MINIBATCH_S:
-        what = (
-            f"{plan.config} takes {format_seconds(time_s)} per minibatch by its times and bytes, too short to emulate"
-        )
-        raise ArtifactError(plan.profile, what, "take a profile that has times and bytes")
+        what = f"{plan.config} takes {format_seconds(time_s)} per minibatch, too little to be emulated"
+        raise ArtifactError(plan.profile, what, "take a profile with times")
 
 
 def _time_per_minibatch_s(plan: Plan) -> float:

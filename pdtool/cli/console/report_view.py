@@ -147,6 +147,8 @@ def emulation_view(emulation: Emulation) -> Lines:
         yield f"workers slept the times of the profile{scaled}"
     else:
         yield "workers trained the model on this machine"
+    if any(level.latency_s for level in cluster.levels):
+        yield "the links had no latency: the simulated times have that of the plan"
     if emulation.target:
         yield from _target_lines(emulation)
     if any(_is_crowded(emulation, plan) for plan in emulation.plans):
