@@ -19,7 +19,13 @@ from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.cli.console.report_view import emulation_view
 from pdtool.cluster import make_cluster
 from pdtool.emulate import namespaces as linux
-from pdtool.emulate.emulate_plans import check_minibatches, choose_scaling, minibatches_to_steady_state
+from pdtool.emulate.emulate_plans import (
+    EmulationSettings,
+    check_minibatches,
+    choose_scaling,
+    minibatches_to_steady_state,
+    sleeping_config,
+)
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.partition.planner import refresh
@@ -51,15 +57,16 @@ def test_a_plan_that_takes_no_time_is_refused():
         choose_scaling([plan], net)
 
 
-def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_stages_update_together():
+def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_stages_update_together(tmp_path):
     """Stages of three and four replicas that share a parameter update after 12 minibatches, both."""
     net = tied_net()
     workers = [[0, 1, 2], [3, 4, 5, 6]]
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], workers, make_cluster((7,), (1e6,))), net)
     with pytest.raises(UsageError, match="--minibatches 30: 3-4 is not in steady state with so few; give 36 or more"):
         check_minibatches(plan, net, 30)
-    minibatches = minibatches_to_steady_state(plan, net)
-    assert steady_minibatches(minibatches, plan.shape(((0, 1),)))
+    config = sleeping_config(plan, net, tmp_path, EmulationSettings(scaling=Scaling()))
+    assert config.shape.update_every == (12, 12)
+    assert steady_minibatches(minibatches_to_steady_state(plan, net), config.shape)
 
 
 def test_the_report_of_an_emulation_compares_with_what_is_predicted_of_it(tmp_path):
@@ -149,7 +156,7 @@ class TestCommand:
 def test_a_model_is_trained_until_its_target_and_one_that_misses_it_ends_with_6(folder):
     folder.write("net.py", NET)
     folder.write("stream.py", NET + STREAM)
-    folder.pdtool("profile", "net.py", "--batch-size", "8", "--threads", "1")
+    folder.pdtool("profile", "net.py", "--batch-size", "16", "--threads", "1")
     folder.pdtool("partition", "--topology", "2", "--straight")
     train = ("emulate", "--compute", "real", "--against", "", "-o", "out", "--target")
     refused = folder.pdtool(*train, "accuracy=0.9", "--model", "stream.py", code=2).stderr
@@ -158,6 +165,7 @@ def test_a_model_is_trained_until_its_target_and_one_that_misses_it_ends_with_6(
     missed = folder.pdtool(*train, "accuracy=1.1", "--epochs", "3", "--json", code=6)
     assert "accuracy=1.1 was not reached by this plan in 3 epochs; give more --epochs" in missed.stderr
     assert "this plan: accuracy=1.1 not reached in 3 epoch(s)" in missed.stderr
+    assert "epochs of 3 minibatches have no steady state" in missed.stderr
     [plan] = json.loads(missed.stdout)["plans"]
-    assert (plan["config"], plan["epochs"], plan["minibatches"], plan["target_reached"]) == ("1-1", 3, 6, False)
+    assert (plan["config"], plan["epochs"], plan["minibatches"], plan["target_reached"]) == ("1-1", 3, 3, False)
     assert plan["training_s"] > 0

@@ -231,6 +231,14 @@ def test_where_workers_shared_cores_the_report_says_so_instead_of_how_wrong_the_
     assert str(said).startswith("4 workers of 1 thread(s) shared 2 core(s), which take 3 ms for the computing alone")
 
 
+def test_a_report_of_epochs_that_are_too_short_says_so_instead_of_how_wrong_the_prediction_was() -> None:
+    report = samples.report()
+    short = report.measured.model_copy(update={"is_steady": False})
+    lines = [str(line) for line in report_view(report.model_copy(update={"measured": short}))]
+    assert "per minibatch: predicted 3 ms, measured 4 ms" in lines
+    assert any(line.startswith("epochs of 10 minibatches have no steady state") for line in lines)
+
+
 def test_a_report_says_when_loading_slows_the_run() -> None:
     """Where the first stage would else be no slower than another: its loading is no loss while it has to wait."""
     report = samples.report()

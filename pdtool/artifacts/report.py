@@ -63,9 +63,11 @@ class Measured(FrozenModel):
 
     Attributes:
         bottleneck_s: seconds per minibatch.
+        is_steady: whether epochs were long enough for a steady state; else filling and draining are included.
     """
 
     bottleneck_s: Seconds
+    is_steady: bool = True
     throughput_samples_per_s: Figure
 
 
@@ -116,6 +118,7 @@ class EmulatedPlan(FrozenModel):
         name: `this plan`, or which rival it is.
         minibatches: of an epoch.
         bottleneck_s: seconds per minibatch.
+        is_steady: whether epochs were long enough for a steady state; else filling and draining are included.
         simulated_s: seconds per minibatch in a simulation.
         sent_bytes: by all workers together for one minibatch.
         epochs: trained in all, or until the target was reached.
@@ -129,6 +132,7 @@ class EmulatedPlan(FrozenModel):
     workers: Count
     minibatches: Count
     bottleneck_s: Figure
+    is_steady: bool = True
     throughput_samples_per_s: Figure
     simulated_s: Figure
     sent_bytes: FigureBytes

@@ -50,6 +50,7 @@ def _emulated(name: str, plan: Plan, report: Report, scaling: Scaling) -> Emulat
         workers=plan.workers,
         minibatches=report.minibatches,
         bottleneck_s=time_s,
+        is_steady=report.measured.is_steady,
         throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
         simulated_s=(predicted.simulated_s or predicted.bottleneck_s) if predicted else 0.0,
         sent_bytes=round(sum(stage.sent_bytes * stage.replicas for stage in report.stages) * scaling.scale),

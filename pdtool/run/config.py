@@ -17,6 +17,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import UsageError
 from pdtool.machines import Machines
 from pdtool.run.weights.delay_compensation import DelayCompensation
+from pdtool.schedule import PipelineShape
 
 _LOWER_IS_BETTER = ("loss", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
@@ -135,6 +136,11 @@ class RunConfig:
     machines: Machines = field(default_factory=Machines)
     check_stage_files: Callable[[Any], None] | None = None
     bucket_bytes: int = 25_000_000
+
+    @property
+    def shape(self) -> PipelineShape:
+        """What the workers build their schedule for: stages that share a parameter update together."""
+        return self.plan.shape(tuple(tied.stages for tied in self.bundle.tied))
 
     def with_absolute_paths(self) -> RunConfig:
         """Return the same with paths that hold when the current folder changes."""

@@ -55,7 +55,7 @@ class WorkerContext:
         local_workers: number of workers on this machine.
 
     Attributes:
-        shape: what the schedule is built for; stages that share a parameter update together.
+        shape: what the schedule is built for.
         canonical: name of a parameter or buffer -> its first name in the whole model, under which the optimizer state
             of a parameter is saved.
         loaders: at the first stage, by the name of the split.
@@ -80,7 +80,7 @@ class WorkerContext:
         self.status.set("the loading of the model")
         self.file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
         options = self.file.training
-        self.shape = config.plan.shape(tuple(tied.stages for tied in bundle.tied))
+        self.shape = config.shape
         own_stages = self.shape.stages_on_same_workers(self.assignment.stage)
         built = WorkerModel.build(self.file, config.seed, bundle, own_stages, as_a_whole=is_small(config.plan))
         if rank % local_workers == 0:  # one worker of each machine: its workers read the same files

@@ -13,6 +13,7 @@ from pdtool.cli.console.table import Lines, table
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _MUCH_LOADING = 0.1  # of the first stage's time
+_NOT_STEADY = "epochs of {minibatches} minibatches have no steady state: filling and draining are measured, too"
 
 
 def report_view(report: Report) -> Lines:
@@ -101,8 +102,11 @@ def _time_per_minibatch(report: Report) -> Lines:
     source, predicted_s = "simulated", predicted.simulated_s
     if predicted_s is None:
         source, predicted_s = "predicted", predicted.bottleneck_s
-    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s and not shared else ""
+    is_comparable = predicted_s and not shared and report.measured.is_steady
+    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if is_comparable else ""
     yield f"per minibatch: {source} {format_seconds(predicted_s)}, {measured}{ratio}"
+    if not report.measured.is_steady:
+        yield _NOT_STEADY.format(minibatches=report.minibatches)
     if shared:
         yield _shared_cores(report, predicted, shared)
 
@@ -131,7 +135,7 @@ def emulation_view(emulation: Emulation) -> Lines:
     own = emulation.plans[0]
     rows = []
     for plan in emulation.plans:
-        error = "" if _is_crowded(emulation, plan) else f"{plan.error:+.1%}"
+        error = f"{plan.error:+.1%}" if plan.is_steady and not _is_crowded(emulation, plan) else ""
         gain = "" if plan is own else f"{plan.bottleneck_s / own.bottleneck_s:.3g} ×"
         times, speed = (
             map(format_seconds, (plan.bottleneck_s, plan.simulated_s)),
@@ -149,6 +153,8 @@ def emulation_view(emulation: Emulation) -> Lines:
         yield "workers trained the model on this machine"
     if any(level.latency_s for level in cluster.levels):
         yield "the links had no latency: the simulated times have that of the plan"
+    for minibatches in {plan.minibatches for plan in emulation.plans if not plan.is_steady}:
+        yield _NOT_STEADY.format(minibatches=minibatches)
     if emulation.target:
         yield from _target_lines(emulation)
     if any(_is_crowded(emulation, plan) for plan in emulation.plans):

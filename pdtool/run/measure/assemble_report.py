@@ -10,6 +10,7 @@ from pdtool.artifacts.report import Measured, Report, SharedCores, StageReport
 from pdtool.run.config import RunConfig
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.timings import TimeTotals
+from pdtool.schedule import steady_minibatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +58,14 @@ def assemble_report(
     train_s = max(worker.epochs.train_s for worker in workers)
     time_per_minibatch_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # those of the last stage know
     time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, timed.minibatches)
+    minibatches = -(-samples // plan.batch_size)
     return Report(
         plan=plan.name,
         config=plan.config,
         schedule=plan.schedule,
         batch_size=plan.batch_size,
         epochs=epochs,
-        minibatches=-(-samples // plan.batch_size),
+        minibatches=minibatches,
         throughput_samples_per_s=timed.samples / train_s if train_s else 0.0,
         target=str(config.target) if config.target else None,
         target_reached=config.target.is_reached(metrics) if config.target else None,
@@ -71,6 +73,7 @@ def assemble_report(
         predicted=plan.predicted,
         measured=Measured(
             bottleneck_s=time_per_minibatch_s,
+            is_steady=bool(steady_minibatches(minibatches, config.shape)),
             throughput_samples_per_s=plan.batch_size / time_per_minibatch_s if time_per_minibatch_s else 0.0,
         ),
         shared_cores=shared_cores,

@@ -170,7 +170,7 @@ def check_config(config: RunConfig) -> None:
                 "partition with another number of --chunks or --workers",
             )
     bundle.check_files(config.bundle_dir)
-    shape = plan.shape(tuple(tied.stages for tied in bundle.tied))
+    shape = config.shape
     minibatches = 2 * max(shape.update_every) * max(shape.in_flight) + 1  # into the steady state
     validate(build(plan.schedule, shape, minibatches), shape, minibatches)
 
