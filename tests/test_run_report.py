@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -21,7 +23,6 @@ from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.partition.stage_loads import StageEdge
 from pdtool.run.config import Target, assign_ranks, derive_seed
-from pdtool.run.measure.assemble_report import find_shared_cores
 from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.processes.launcher import launch
 from pdtool.schedule import ActionKind, build
@@ -44,6 +45,7 @@ def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
     assert Report.load(spec.out / "report.json") == report
     assert (report.config, report.epochs, report.minibatches) == ("2-1", 2, 7)
     assert (report.target, report.target_reached) == ("loss=0", False)
+    assert (report.cores, report.local_workers) == (os.cpu_count(), 3)
     assert report.metrics == {name: lines[-1][name] for name in ("loss", "accuracy")}
     assert [stage.replicas for stage in report.stages] == [2, 1]
     # stage 1 sends back 144 floats a sample; stage 0 as many forward, and an int64 label; each replica half of them
@@ -219,16 +221,13 @@ def test_the_report_compares_measured_with_simulated_time_where_the_plan_has_one
         assert line in list(report_view(report.model_copy(update={"predicted": changed})))
 
 
-def test_where_workers_shared_cores_the_report_says_so_instead_of_how_wrong_the_prediction_was() -> None:
-    assert find_shared_cores(workers=2, threads=1, cores=2) is None
-    shared = find_shared_cores(workers=4, threads=1, cores=2)
-    report = samples.report()
-    lines = list(report_view(report.model_copy(update={"shared_cores": shared})))
-    [compared] = [line for line in lines if str(line).startswith("per minibatch: ")]
-    assert str(compared).endswith(", measured 4 ms")
-    [said] = [line for line in lines if "shared" in str(line)]
-    # 2 x 1.5 ms at stage 0 and 3 ms at stage 1, on two cores
-    assert str(said).startswith("4 workers of 1 thread(s) shared 2 core(s), which take 3 ms for the computing alone")
+def test_of_workers_that_shared_cores_no_error_of_the_prediction_is_given() -> None:
+    report = samples.report().model_copy(update={"cores": 2, "local_workers": 3})
+    lines = [line for line in report_view(report) if isinstance(line, str)]
+    assert any(re.fullmatch(r"per minibatch: \w+ \S+ ms, measured 4 ms", line) for line in lines)
+    assert "3 workers shared 2 core(s): on devices of their own they would be faster" in lines
+    for others in ({"local_workers": 2}, {"cores": None}):
+        assert not any("shared" in str(line) for line in report_view(report.model_copy(update=others)))
 
 
 def test_a_report_of_epochs_that_are_too_short_says_so_instead_of_how_wrong_the_prediction_was() -> None:

@@ -71,24 +71,12 @@ class Measured(FrozenModel):
     throughput_samples_per_s: Figure
 
 
-class SharedCores(FrozenModel):
-    """Cores of a machine that were fewer than the threads that its workers computed with.
-
-    Attributes:
-        workers: of the machine.
-        threads: of each of them.
-    """
-
-    workers: Count
-    threads: Count
-    cores: Count
-
-
 class Report(Artifact):
     """`runs/.../report.json`.
 
     Attributes:
-        shared_cores: None where each thread of the workers had a core of its own, or they computed on GPUs.
+        cores: of the first machine; None where GPUs computed.
+        local_workers: that shared them.
     """
 
     KIND: ClassVar[str] = "report"
@@ -107,8 +95,14 @@ class Report(Artifact):
     metrics: dict[str, float]
     predicted: Predicted | None
     measured: Measured
-    shared_cores: SharedCores | None = None
     stages: tuple[StageReport, ...]
+    cores: Count | None = None
+    local_workers: Count | None = None
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether workers computed on fewer cores than they are."""
+        return self.cores is not None and self.local_workers is not None and self.local_workers > self.cores
 
 
 class EmulatedPlan(FrozenModel):

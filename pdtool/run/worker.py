@@ -40,7 +40,7 @@ from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
 from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches
-from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report, find_shared_cores
+from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.metric_totals import MetricTotals
 from pdtool.run.measure.metrics_log import MetricsLog
@@ -278,14 +278,14 @@ class Worker:
         workers = all_gather(measured, self._context.groups.world, "measurements")
         measurements = [measurements for _, measurements, _ in workers]
         is_on_gpu = self._context.device.type == "cuda"
-        computing = 0 if is_on_gpu else self._context.local_workers
         report = assemble_report(
             self._config,
             measurements,
             self.metrics,
             epochs=epochs,
             samples=samples,
-            shared_cores=find_shared_cores(computing, torch.get_num_threads(), os.cpu_count() or 1),
+            cores=None if is_on_gpu else os.cpu_count(),
+            local_workers=self._context.local_workers,
         )
         if self._assignment.rank == 0:
             events_of = {name: events for name, _, events in workers}

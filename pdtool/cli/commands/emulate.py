@@ -53,6 +53,7 @@ _FACTORS = click.FloatRange(1, 1e6)
 @options.count("--minibatches", help="In an epoch, of which the second is measured.", unset="enough for steady state")
 @options.count("--epochs", help="Epochs at most; the first is to warm up.", unset="2", within=click.IntRange(2, 10_000))
 @options.target
+@options.seed
 @options.timeout("300s")
 @options.as_json
 def emulate(
@@ -137,6 +138,7 @@ def _settings(
         minibatches=asked["minibatches"],
         epochs=asked["epochs"] or 2,
         target=asked["target"],
+        seed=asked["seed"],
         timeout_s=parse_seconds(asked["timeout"]),
     )
 
@@ -187,6 +189,7 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
         epochs=settings.epochs,
         steps=settings.minibatches or in_steady_state,
         target=settings.target,
+        seed=settings.seed,
         device="cpu",
         transport="gloo",
         threads=inputs.profile.threads,

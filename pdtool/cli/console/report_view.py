@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
-from pdtool.artifacts.plan import Predicted
-from pdtool.artifacts.report import EmulatedPlan, Emulation, Report, SharedCores
+from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.cli.console.table import Lines, table
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
@@ -25,7 +24,11 @@ def report_view(report: Report) -> Lines:
     )
     yield from _loading_limit(report)
     yield _prediction_table(report)
-    yield from _time_per_minibatch(report)
+    yield f"per minibatch: {_compared(report)}"
+    if not report.measured.is_steady:
+        yield _NOT_STEADY.format(minibatches=report.minibatches)
+    if report.is_crowded:
+        yield _crowded(report.local_workers, report.cores)
     yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
     yield "validation: " + ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     if report.target:
@@ -89,37 +92,20 @@ def _prediction_table(report: Report) -> Table:
     return table(columns, rows, title="per minibatch, and at most:")
 
 
-def _time_per_minibatch(report: Report) -> Lines:
+def _compared(report: Report) -> str:
     """Compare measured seconds with those of the simulation, or of the formulas if the plan was not simulated.
 
-    Where workers shared cores that is said instead of a ratio: each of them is predicted to have a device of its own.
+    No error is given of workers that shared cores, or of epochs without a steady state: the prediction is for others.
     """
-    predicted, shared, measured_s = report.predicted, report.shared_cores, report.measured.bottleneck_s
-    measured = f"measured {format_seconds(measured_s)}"
+    predicted, measured_s = report.predicted, report.measured.bottleneck_s
     if not predicted:
-        yield f"per minibatch: {measured}"
-        return
+        return f"measured {format_seconds(measured_s)}"
+    is_comparable = report.measured.is_steady and not report.is_crowded
     source, predicted_s = "simulated", predicted.simulated_s
     if predicted_s is None:
         source, predicted_s = "predicted", predicted.bottleneck_s
-    is_comparable = predicted_s and not shared and report.measured.is_steady
-    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if is_comparable else ""
-    yield f"per minibatch: {source} {format_seconds(predicted_s)}, {measured}{ratio}"
-    if not report.measured.is_steady:
-        yield _NOT_STEADY.format(minibatches=report.minibatches)
-    if shared:
-        yield _shared_cores(report, predicted, shared)
-
-
-def _shared_cores(report: Report, predicted: Predicted, shared: SharedCores) -> str:
-    """Say that workers were slower for lack of cores, and how long these take for the computing alone."""
-    depth = len(report.stages)
-    work_s = sum(report.stages[s % depth].replicas * compute_s for s, compute_s in enumerate(predicted.compute_s))
-    computing = format_seconds(work_s * shared.threads / shared.cores)
-    return (
-        f"{shared.workers} workers of {shared.threads} thread(s) shared {shared.cores} core(s), which take {computing} "
-        "for the computing alone; the prediction is for workers with devices of their own"
-    )
+    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s and is_comparable else ""
+    return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
 
 
 def checkpoint_view(manifest: CheckpointManifest) -> Lines:
@@ -159,7 +145,7 @@ def emulation_view(emulation: Emulation) -> Lines:
         yield from _target_lines(emulation)
     if any(_is_crowded(emulation, plan) for plan in emulation.plans):
         workers = max(plan.workers for plan in emulation.plans)
-        yield f"{workers} workers shared {emulation.cores} core(s): on devices of their own they would be faster"
+        yield _crowded(workers, emulation.cores)
 
 
 def _target_lines(emulation: Emulation) -> Lines:
@@ -174,6 +160,10 @@ def _target_lines(emulation: Emulation) -> Lines:
         else:
             ratio = plan.training_s / own.training_s
             yield f"{plan.name}: {emulation.target} after {took}: {own.name} was {ratio:.3g} times as fast"
+
+
+def _crowded(workers: int | None, cores: int | None) -> str:
+    return f"{workers} workers shared {cores} core(s): on devices of their own they would be faster"
 
 
 def _is_crowded(emulation: Emulation, plan: EmulatedPlan) -> bool:

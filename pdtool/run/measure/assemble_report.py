@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from pdtool.artifacts.report import Measured, Report, SharedCores, StageReport
+from pdtool.artifacts.report import Measured, Report, StageReport
 from pdtool.run.config import RunConfig
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.timings import TimeTotals
@@ -32,11 +32,6 @@ class WorkerMeasurements:
     peak_memory_bytes: int | None = None
 
 
-def find_shared_cores(workers: int, threads: int, cores: int) -> SharedCores | None:
-    """Return the cores that workers with so many threads each had to share; None where each thread had its own."""
-    return SharedCores(workers=workers, threads=threads, cores=cores) if workers * threads > cores else None
-
-
 def assemble_report(
     config: RunConfig,
     workers: Sequence[WorkerMeasurements],
@@ -44,7 +39,8 @@ def assemble_report(
     *,
     epochs: int,
     samples: int,
-    shared_cores: SharedCores | None,
+    cores: int | None,
+    local_workers: int,
 ) -> Report:
     """Return the report of a run.
 
@@ -52,6 +48,8 @@ def assemble_report(
         metrics: of the last validation.
         epochs: epochs trained in all, those before a resume included.
         samples: of an epoch.
+        cores: of this machine; None where GPUs compute.
+        local_workers: on this machine.
     """
     plan = config.plan
     timed = workers[0].epochs
@@ -76,8 +74,9 @@ def assemble_report(
             is_steady=bool(steady_minibatches(minibatches, config.shape)),
             throughput_samples_per_s=plan.batch_size / time_per_minibatch_s if time_per_minibatch_s else 0.0,
         ),
-        shared_cores=shared_cores,
         stages=tuple(_stage_report([w for w in workers if w.stage == s]) for s in range(plan.pipeline_depth)),
+        cores=cores,
+        local_workers=local_workers,
         digests=dict(config.bundle.digests),
     )
 
