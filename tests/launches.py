@@ -21,7 +21,7 @@ from pdtool.machines import Machines
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.launcher import launch
 
-_LIMIT_S = 120.0  # for a launch to end
+_LIMIT_S, _GRACE_S = 120.0, 10.0  # for a launch to end by itself, and by a signal
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
 
@@ -39,8 +39,8 @@ class Launch:
     def end(self) -> tuple[int | None, str, str]:
         """Wait for its end; return its exit code, the stages' replicas of the report, and what went to stderr."""
         self._process.join(_LIMIT_S)
-        self._process.kill()
-        self._process.join()
+        self._process.terminate()
+        self._process.join(_GRACE_S)
         output = self._output.read_text() if self._output.exists() else ""
         return self._process.exitcode, output, self._errors.read_text()
 
