@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,24 @@ def metrics(output, target):
 """
 
 
+# They take half a minute or more, some with few tests: xdist would leave those for the end, and a core without work.
+LONG_FILES = [
+    "test_docs.py",
+    "test_road.py",
+    "test_models_road.py",
+    "test_chaos.py",
+    "test_models.py",
+    "test_run_endings.py",
+    "test_emulate.py",
+    "test_run_nodes.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first."""
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+
+
 def pytest_collection_finish() -> None:
     """Where tests run workers, those of `pdtool run` come from the same fork server: it imports all they need once."""
     if harness := sys.modules.get("harness"):
@@ -75,15 +95,25 @@ class Folder:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    """An empty current folder."""
+    """An empty current folder, in which models are profiled in as few rounds as may be."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pdtool.profile.measure._BUDGET_S", 0.0)
     return Folder(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A folder with a small model.py that has been profiled and partitioned, to be copied."""
+    folder = Folder(tmp_path_factory.mktemp("planned"))
+    with chdir(folder.path):
+        folder.write("model.py", NET)
+        folder.pdtool("profile", "model.py", "--batch-size", "8")
+        folder.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    return folder
+
+
 @pytest.fixture
-def road(folder: Folder) -> Folder:
+def road(folder: Folder, planned: Folder) -> Folder:
     """A current folder with a small model.py that has been profiled and partitioned."""
-    folder.write("model.py", NET)
-    folder.pdtool("profile", "model.py", "--batch-size", "8")
-    folder.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
+    shutil.copytree(planned.path, folder.path, dirs_exist_ok=True)
     return folder

@@ -440,6 +440,7 @@ def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable
     from pdtool.run.worker import Worker
     from pdtool.run.worker_context import WorkerContext
 
+    os.dup2(os.open(spec.out / f"stderr-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     gc.freeze()  # the worker looks through nothing for garbage that the server has imported
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -464,6 +465,11 @@ def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable
     ]
     torch.save(outcomes, spec.out / f"outcome-{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def errors(spec: RunConfig) -> str:
+    """What the workers of a job wrote to stderr."""
+    return "".join(path.read_text() for path in sorted(spec.out.glob("stderr-*.txt")))
 
 
 def _device(spec: RunConfig, rank: int) -> torch.device:

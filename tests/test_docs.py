@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from conftest import Folder
 
 from pdtool import __version__, errors
 from pdtool.artifacts.bundle import Bundle
@@ -76,39 +77,46 @@ NOT_RUN = {
 
 
 class Shell:
-    """A folder with what the README's reader has, and the programs of this environment on the PATH."""
+    """The current folder with what the README's reader has, and the programs of this environment on the PATH."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        shutil.copytree(ROOT / "pdtool", folder / "pdtool", ignore=shutil.ignore_patterns("__pycache__"))
-        (folder / ".venv").mkdir()
+        shutil.copytree(ROOT / "pdtool", folder.path / "pdtool", ignore=shutil.ignore_patterns("__pycache__"))
         programs = Path(sys.executable).parent
-        (folder / ".venv/bin").symlink_to(programs)
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.environment = {**os.environ, "PATH": path, "HOME": str(folder), "GLOO_SOCKET_IFNAME": "lo"}
-
-    def write(self, name: str, text: str) -> None:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        self.environment = {**os.environ, "PATH": path, "HOME": str(folder.path), "GLOO_SOCKET_IFNAME": "lo"}
 
     def start(self, line: str) -> subprocess.Popen[str]:
-        for text, stand_in in STAND_INS.items():
-            line = line.replace(text, stand_in.format(port=self.port))
         return subprocess.Popen(
-            ["bash", "-c", line],
-            cwd=self.folder,
+            ["bash", "-c", self.stood_in(line)],
+            cwd=self.folder.path,
             env=self.environment,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
 
-    def run(self, *lines: str) -> str:
-        """Run lines, several at the same time; each must exit with 0. Returns what the last one prints."""
+    def stood_in(self, line: str) -> str:
+        """The line with what stands in for what is not here."""
+        for text, stand_in in STAND_INS.items():
+            line = line.replace(text, stand_in.format(port=self.port))
+        return line
+
+    def run(self, line: str) -> str:
+        """Run a line, which must exit with 0, and return what it prints.
+
+        A command of pdtool is run in this process, which has imported torch already.
+        """
+        program, *arguments = shlex.split(self.stood_in(line), comments=True)
+        if Path(program).name == "pdtool" and ">>" not in arguments:
+            return self.folder.pdtool(*arguments).output
+        return self.run_at_once(line)
+
+    def run_at_once(self, *lines: str) -> str:
+        """Run lines as processes at the same time; each must exit with 0. Returns what the last one prints."""
         output = ""
         for line, process in [(line, self.start(line)) for line in lines]:
             output, _ = process.communicate(timeout=300)
@@ -125,29 +133,29 @@ def before(shell: Shell, line: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # twenty processes import torch: a minute or so, and many where others hold the cores
-def test_the_readmes_commands_run_in_order(tmp_path):
+@pytest.mark.timeout(1200)  # half a minute or so, and many where others hold the cores
+def test_the_readmes_commands_run_in_order(folder):
     """All blocks of commands, in one folder, as one reader would type them."""
-    shell = Shell(tmp_path)
-    shell.write("model.py", MODEL)
-    shell.write("package/module.py", MODEL.replace("def model", "def function"))
-    shell.write("moved/model.py", MODEL.replace("def model", "def function"))
-    shell.write("vgg16.graph.txt", PUBLISHED)
+    shell = Shell(folder)
+    folder.write("model.py", MODEL)
+    folder.write("package/module.py", MODEL.replace("def model", "def function"))
+    folder.write("moved/model.py", MODEL.replace("def model", "def function"))
+    folder.write("vgg16.graph.txt", PUBLISHED)
     lines = [line for line in COMMANDS if not line.startswith(tuple(NOT_RUN))]
     for line in lines:
         before(shell, line)
         if "--node-rank 0" in line:
-            shell.run(line, line.replace("--node-rank 0", "--node-rank 1"))
+            shell.run_at_once(line, line.replace("--node-rank 0", "--node-rank 1"))
         elif "--node-rank 1" not in line:
             shell.run(line)
-    assert (tmp_path / "model.pt").is_file()
-    assert "_PDTOOL_COMPLETE" in (tmp_path / ".bashrc").read_text()
+    assert (folder.path / "model.pt").is_file()
+    assert "_PDTOOL_COMPLETE" in (folder.path / ".bashrc").read_text()
 
 
 @pytest.mark.slow
-def test_the_demo_prints_what_the_readme_shows(tmp_path):
+def test_the_demo_prints_what_the_readme_shows(folder):
     """The demo's commands, run: what they print is shaped as in the README, whatever its figures."""
-    shell = Shell(tmp_path)
+    shell = Shell(folder)
     for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", DEMO, re.MULTILINE):
         lines = [" ".join(line.split()) for line in shell.run(command).splitlines()]
         for start in () if command.startswith("cat ") else shapes(shown):  # where the cuts are, the times decide

@@ -100,9 +100,9 @@ def test_all_weight_versions_go_through_one_compiled_graph(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("policy", ["stash", "vertical-sync"])
-def test_compiled_stages_equal_their_replay(tmp_path: Path, policy: str) -> None:
-    spec = harness.job(tmp_path, CONV3, (1, 1, 1), optimizer="sgd", epochs=2, weights=policy, compiled=True)
+def test_compiled_stages_equal_their_replay(tmp_path: Path) -> None:
+    """With three versions; which of them a policy takes is no matter of the compiler."""
+    spec = harness.job(tmp_path, CONV3, (1, 1, 1), optimizer="sgd", epochs=2, compiled=True)
     outcomes = harness.run(spec)
     assert max(o.peak_versions for o in outcomes) == 3
     assert_same(weights(outcomes), trained(spec, (1, 1, 1)), **COMPILED)

@@ -22,7 +22,6 @@ import samples
 import torch
 from collection import FAMILIES, tasks, write_model
 from harness import CONV1, CONV3
-from test_run_nodes import end, script, start  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -435,13 +434,11 @@ def test_draws_in_another_thread_are_refused() -> None:
         build_partially(build, lambda model: [model[1].weight])
 
 
-def test_a_run_says_that_workers_built_the_whole_model(tmp_path: Path, script: Path) -> None:  # noqa: F811
+def test_a_run_says_that_workers_built_the_whole_model(tmp_path: Path) -> None:
     """Once, with the line of the model."""
-    (tmp_path / "spec").write_bytes(
-        pickle.dumps(harness.job(tmp_path, replace(CONV3, model=CONV3.model + READ_IN_MODEL)))
-    )
-    ((code, _, errors),) = end([start([sys.executable, str(script), str(tmp_path / "spec")])])
-    assert code == 0, errors
+    spec = harness.job(tmp_path, replace(CONV3, model=CONV3.model + READ_IN_MODEL))
+    harness.run(spec)
+    errors = harness.errors(spec)
     assert errors.count("warning: 3 of 3 workers built the whole model at the start") == 1, errors
     assert errors.count("model.py:") == 1, errors
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -15,10 +14,10 @@ from pathlib import Path
 import harness
 import pytest
 from harness import CONV2, faulty
-from test_run_nodes import end, free_port, machines, script, start  # noqa: F401
+from launches import end, machines
+from test_run_nodes import ended, start
 
 from pdtool.errors import PdtoolError, UsageError
-from pdtool.machines import Machines
 from pdtool.run import checkpoint
 from pdtool.run.agreement import describe_differences
 from pdtool.run.config import RunConfig
@@ -70,10 +69,10 @@ def test_a_lock_ends_with_its_context(tmp_path: Path) -> None:
     """Seen by another process, since one process never refuses itself."""
     take = f"import pathlib, pdtool.run.run_folder as f\nwith f.locked(pathlib.Path({str(tmp_path)!r})): pass"
     with locked(tmp_path):
-        ((code, _, errors),) = end([start([sys.executable, "-c", take])])
+        code, _, errors = ended(start([sys.executable, "-c", take]))
         assert code != 0
         assert f"is in use by a run (process {os.getpid()} on " in errors
-    assert [code for code, _, _ in end([start([sys.executable, "-c", take])])] == [0]
+    assert ended(start([sys.executable, "-c", take]))[0] == 0
 
 
 def test_differences_are_told_with_the_machine() -> None:
@@ -112,16 +111,11 @@ CHANGES: dict[str, tuple[Callable[[RunConfig, Path], RunConfig], str]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_machines_that_run_different_things_are_refused(tmp_path: Path, script: Path, what: str) -> None:  # noqa: F811
+def test_machines_that_run_different_things_are_refused(tmp_path: Path, what: str) -> None:
     """When they meet, on both, with exit code 2; neither leaves a checkpoint."""
     spec = harness.job(tmp_path, CONV2, (1, 1))
     change, message = CHANGES[what]
-    endpoint, processes = f"127.0.0.1:{free_port()}", []
-    for k, config in enumerate((spec, change(spec, tmp_path))):
-        path = tmp_path / f"spec-{k}"
-        path.write_bytes(pickle.dumps(replace(config, machines=Machines(2, k, endpoint))))
-        processes.append(start([sys.executable, str(script), str(path)]))
-    for code, _, errors in end(processes):
+    for code, _, errors in end(machines(tmp_path, spec, change(spec, tmp_path))):
         assert code == 2, errors
         assert re.search(message, errors), errors
         assert "start all with the same command, on the same files" in errors
@@ -129,14 +123,9 @@ def test_machines_that_run_different_things_are_refused(tmp_path: Path, script: 
 
 
 @pytest.mark.parametrize("timeout_s", [5.0, 60.0])
-def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, script: Path, timeout_s: float) -> None:  # noqa: F811
+def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, timeout_s: float) -> None:
     spec = harness.job(tmp_path, CONV2, (1, 1), timeout_s=timeout_s)
-    endpoint, processes = f"127.0.0.1:{free_port()}", []
-    for k in (0, 1):
-        path = tmp_path / f"spec-{k}"
-        path.write_bytes(pickle.dumps(replace(spec, out=tmp_path / f"run-{k}", machines=Machines(2, k, endpoint))))
-        processes.append(start([sys.executable, str(script), str(path)]))
-    for code, _, errors in end(processes):
+    for code, _, errors in end(machines(tmp_path, *(replace(spec, out=tmp_path / f"run-{k}") for k in (0, 1)))):
         assert code == 2, errors
         assert "is not one folder for all workers: what rank 0 on" in errors
         assert "is not seen by rank 1 on" in errors

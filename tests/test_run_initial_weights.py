@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from conftest import Folder
 from harness import CONV2, TIED3, weights
-from test_run_nodes import end, script, start  # noqa: F401
 
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.frontend.modelfile import ModelFile
@@ -44,13 +41,12 @@ def test_weights_that_no_seed_fixes_begin_alike(tmp_path: Path, toy: harness.Toy
         assert all(torch.equal(copies[0], other) for other in copies[1:])
 
 
-def test_a_warning_names_what_began_otherwise(tmp_path: Path, script: Path) -> None:  # noqa: F811
+def test_a_warning_names_what_began_otherwise(tmp_path: Path) -> None:
     """Once, and not for weights that the seeds fix."""
     for name, added, warnings in (("unseeded", UNSEEDED, 1), ("seeded", "", 0)):
         spec = harness.job(tmp_path / name, replace(CONV2, model=CONV2.model + added), (2, 1))
-        (tmp_path / name / "spec").write_bytes(pickle.dumps(spec))
-        ((code, _, errors),) = end([start([sys.executable, str(script), str(tmp_path / name / "spec")])])
-        assert code == 0, errors
+        harness.run(spec)
+        errors = harness.errors(spec)
         assert errors.count("warning: model() gave conv1.weight, ") == warnings, errors
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import time
@@ -16,23 +15,23 @@ import harness
 import pytest
 import torch
 from harness import CONV1, CONV2, CONV3
+from launches import Launch, end, free_port, machines
 
 from pdtool.machine_rendezvous import gather_machines
 from pdtool.machines import Machines
 from pdtool.run import checkpoint
 from pdtool.run.config import RunConfig
 
+# As torchrun starts it: `pdtool run` without its command line.
 SCRIPT = """
 import pickle, sys
 from pathlib import Path
 from pdtool.errors import PdtoolError
 from pdtool.run.processes.launcher import launch
-def tell(line):
-    print(line, file=sys.stderr, flush=True)
 
 if __name__ == "__main__":
     try:
-        print(launch(pickle.loads(Path(sys.argv[1]).read_bytes()), notify=tell).config)
+        print(launch(pickle.loads(Path(sys.argv[1]).read_bytes())).config)
     except PdtoolError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -45,33 +44,15 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])} | variables
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each."""
-    ended = [process.communicate(timeout=120) for process in processes]
-    return [(p.returncode, out, errors) for p, (out, errors) in zip(processes, ended, strict=True)]
-
-
-def machines(script: Path, spec: RunConfig) -> list[subprocess.Popen[str]]:
-    """The spec on two machines."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    return [machine(script, replace(spec, machines=Machines(2, k, endpoint))) for k in (0, 1)]
-
-
-def machine(script: Path, spec: RunConfig) -> subprocess.Popen[str]:
-    path = script.with_name(f"spec-{spec.machines.node_rank}")
-    path.write_bytes(pickle.dumps(spec))
-    return start([sys.executable, str(script), str(path)])
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)."""
+    out, errors = process.communicate(timeout=120)
+    return process.returncode, out, errors
 
 
 def exported(spec: RunConfig) -> dict[str, torch.Tensor]:
@@ -87,10 +68,10 @@ def trained_the_same(spec: RunConfig, alone: RunConfig) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines_train_what_one_machine_trains(tmp_path: Path, script: Path) -> None:
+def test_two_machines_train_what_one_machine_trains(tmp_path: Path) -> None:
     """2-2 on a 2x2 cluster, so that the border lies between the machines."""
     spec, alone = (harness.job(tmp_path / name, CONV2, (2, 2)) for name in ("two", "one"))
-    for code, out, errors in end(machines(script, spec)):
+    for code, out, errors in end(machines(tmp_path, spec, spec)):
         assert code == 0, errors
         assert "2-2" in out
     trained_the_same(spec, alone)
@@ -102,23 +83,23 @@ def test_torchrun_trains_what_the_command_trains(tmp_path: Path, script: Path) -
     spec, alone = (harness.job(tmp_path / name, CONV2, (1, 1)) for name in ("torchrun", "one"))
     (tmp_path / "spec").write_bytes(pickle.dumps(spec))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    [(code, out, errors)] = end([start([*torchrun, str(script), str(tmp_path / "spec")])])
+    code, out, errors = ended(start([*torchrun, str(script), str(tmp_path / "spec")]))
     assert code == 0, errors
     assert "1-1" in out
     trained_the_same(spec, alone)
 
 
-def test_a_worker_that_dies_ends_the_run_on_all_machines(tmp_path: Path, script: Path) -> None:
+def test_a_worker_that_dies_ends_the_run_on_all_machines(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, harness.faulty("os.kill(os.getpid(), 9) if self.n == 2 else 0"), (1, 1, 2))
-    for code, _, errors in end(machines(script, spec)):
+    for code, _, errors in end(machines(tmp_path, spec, spec)):
         assert code == 5, errors
         assert "rank 1 (stage 1, replica 0)" in errors
 
 
-def test_a_machine_that_does_not_come_is_named_within_the_timeout(tmp_path: Path, script: Path) -> None:
+def test_a_machine_that_does_not_come_is_named_within_the_timeout(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV2, timeout_s=4.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
     begin = time.monotonic()
-    [(code, _, errors)] = end([machine(script, spec)])
+    code, _, errors = Launch(spec, tmp_path).end()
     assert code == 1
     assert f"waiting for machine 1 of 2 at {spec.machines.endpoint}, for 4 s at most" in errors
     assert f"machine 1 of 2 did not come to {spec.machines.endpoint} within 4 s; start what is missing" in errors
@@ -126,23 +107,23 @@ def test_a_machine_that_does_not_come_is_named_within_the_timeout(tmp_path: Path
     assert os.listdir(spec.out) == [".lock"]
 
 
-def test_a_machine_that_fails_while_the_other_waits_for_it(tmp_path: Path, script: Path) -> None:
+def test_a_machine_that_fails_while_the_other_waits_for_it(tmp_path: Path) -> None:
     """Machine 1 finds its bundle stale before it meets anybody."""
     spec = harness.job(tmp_path / "a", CONV2, timeout_s=4.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
     stale = replace(
         spec, bundle=harness.job(tmp_path / "b", CONV3).bundle, machines=replace(spec.machines, node_rank=1)
     )
-    (_, _, waited), (code, _, errors) = end([machine(script, spec), machine(script, stale)])
+    (_, _, waited), (code, _, errors) = end([Launch(spec, tmp_path), Launch(stale, tmp_path)])
     assert (code, "it has 3 stages, the plan 2" in errors) == (3, True)
     assert "machine 1 of 2 did not come" in waited
 
 
-def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path, script: Path) -> None:
+def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV2, timeout_s=3.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
-    first = machine(script, spec)
+    first = Launch(spec, tmp_path)
     gather_machines(replace(spec.machines, node_rank=1), 60.0)
     begin = time.monotonic()
-    [(code, _, errors)] = end([first])
+    code, _, errors = first.end()
     assert (code, time.monotonic() - begin < 60) == (1, True)
     assert "torch elastic could not start the workers (" in errors
 
@@ -152,7 +133,7 @@ def test_workers_of_several_machines_that_gloo_does_not_let_meet(tmp_path: Path,
     (tmp_path / "spec").write_bytes(pickle.dumps(harness.job(tmp_path, CONV2, timeout_s=1.0)))
     worker = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    [(code, _, errors)] = end([start([sys.executable, str(script), str(tmp_path / "spec")], **worker, **address)])
+    code, _, errors = ended(start([sys.executable, str(script), str(tmp_path / "spec")], **worker, **address))
     assert code == 5
     assert "the workers did not come together; gloo listens at 127.0.0.1: set GLOO_SOCKET_IFNAME to" in errors
 

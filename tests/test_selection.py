@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 from graphs import chain, random_profile, with_nodes
 
@@ -52,23 +53,33 @@ def simulated_s(search, candidate):
     return steady_state_s(candidate.placement, search.profile, search.cluster)
 
 
-def planned_with_baselines(seed):
-    """The search, the plan, and what everyone asks about besides: (label, candidate), as far as it fits."""
-    search = question(seed)
-    plan = make_plan(search.profile, "p", search.cluster)
+def plan_of(search):
+    """The plan that is chosen; None where there is none."""
+    try:
+        return make_plan(search.profile, "p", search.cluster, search.options)
+    except NoPlanError:
+        return None
+
+
+@cache
+def planned(seed, options):
+    """The search of a question, and its plan: several laws are about the same ones."""
+    search = replace(question(seed), options=options)
+    return search, plan_of(search)
+
+
+def asked(search):
+    """What everyone asks about besides the plan: (label, candidate), as far as it fits."""
     alike = [entry for entry in baselines(search, ExecutionConfig()) if entry[1].placement.execution.schedule == "1f1b"]
-    return search, plan, [(label, rival) for label, rival in alike if search.evaluator.fits(rival)]
+    return [(label, rival) for label, rival in alike if search.evaluator.fits(rival)]
 
 
 def test_nothing_that_everyone_asks_about_is_simulated_faster():
     """Not at all where it has no more stages, not by more than the margin where it has; each is simulated anew here."""
     seen, beaten = 0, []
     for seed in range(SEEDS):
-        try:
-            search, plan, asked = planned_with_baselines(seed)
-        except NoPlanError:
-            continue
-        for label, rival in asked:
+        search, plan = planned(seed, SearchOptions())
+        for label, rival in asked(search) if plan else ():
             pace = simulated_s(search, rival)
             allowed = 1.0 if len(rival.placement.stages) <= len(plan.stages) else 1 + MARGIN
             seen += 1
@@ -82,12 +93,8 @@ def test_where_the_formulas_are_far_off_the_best_of_each_number_of_copies_is_loo
     """Where the plan comes out more than a tenth slower than the formulas' optimum, no layout's optimum is faster."""
     seen = 0
     for seed in range(SEEDS):
-        search = question(seed)
-        try:
-            plan = make_plan(search.profile, "p", search.cluster)
-        except NoPlanError:
-            continue
-        if plan.predicted.simulated_s <= search.fastest_plans()[0].time_per_minibatch_s * (1 + MARGIN):
+        search, plan = planned(seed, SearchOptions())
+        if plan is None or plan.predicted.simulated_s <= search.fastest_plans()[0].time_per_minibatch_s * (1 + MARGIN):
             continue
         for layout in search.layouts:
             layout_search = search.search_layout(layout, ExecutionConfig())
@@ -136,10 +143,8 @@ def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_
     seen = 0
     for seed in range(SEEDS):
         for options in (SearchOptions(), SearchOptions(straight=True), SearchOptions(simplest=0)):
-            search = replace(question(seed), options=options)
-            try:
-                plan = make_plan(search.profile, "p", search.cluster, options)
-            except NoPlanError:
+            search, plan = planned(seed, options)
+            if plan is None:
                 continue
             placement = Placement.of(plan, search.profile)
             own = search.evaluator.place(
@@ -161,12 +166,11 @@ def test_a_plan_that_is_too_large_for_the_shortlist_is_simulated_before_it_is_ch
             patch.setattr(steady_state, "_MAX_ACTIONS_TIMES_WORKERS", 800)
             patch.setattr(steady_state, "PATIENT", math.inf)
             patch.setattr(selection, "PATIENT", math.inf)
-            try:
-                search, plan, asked = planned_with_baselines(seed)
-            except NoPlanError:
-                continue
-            small = [rival for _, rival in asked if not steady_state.is_too_large(rival.placement)]
-        time_s = steady_state_s(Placement.of(plan, search.profile), search.profile, search.cluster)
+            search = question(seed)
+            plan = plan_of(search)
+            rivals = asked(search) if plan else []
+            small = [rival for _, rival in rivals if not steady_state.is_too_large(rival.placement)]
+        time_s = steady_state_s(Placement.of(plan, search.profile), search.profile, search.cluster) if plan else None
         for rival in small:
             seen += 1
             assert time_s <= simulated_s(search, rival) * (1 + MARGIN) * WINDOW, f"seed {seed}: {plan.config}"

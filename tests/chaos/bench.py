@@ -10,12 +10,14 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from click.testing import CliRunner
 
+from pdtool.cli.app import main
 from pdtool.errors import PdtoolError
 from pdtool.run import checkpoint
 
@@ -163,10 +165,11 @@ class Bench:
         return ["run", _PLAN, "-o", out, "--epochs", str(epochs), "--timeout", f"{TIMEOUT_S:g}s", *more]
 
     def pdtool(self, *arguments: str) -> None:
-        """Run a command that must succeed."""
-        ended = self.start(*arguments).ended()
-        if ended.code != 0:
-            sys.exit(f"pdtool {' '.join(arguments)}: exit code {ended.code}\n{ended.errors}")
+        """Run a command that must succeed, in this process."""
+        with chdir(self.folder):
+            ended = CliRunner().invoke(main, arguments, prog_name="pdtool")
+        if ended.exit_code != 0:
+            sys.exit(f"pdtool {' '.join(arguments)}: exit code {ended.exit_code}\n{ended.output}")
 
     def start(self, *arguments: str, prefix: Sequence[str] = (), folder: Path | None = None, **env: str) -> Command:
         """Start a command; `prefix` goes before it, as `ip netns exec NAME`."""

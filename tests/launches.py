@@ -1,0 +1,80 @@
+"""Launches in processes of their own, as `pdtool run` is one on each of several machines.
+
+They come from the fork server of the tests, and so do their workers: a command would import torch, and its fork server
+once more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from dataclasses import replace
+from multiprocessing import forkserver
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+from harness import start_server
+
+from pdtool.errors import PdtoolError
+from pdtool.machines import Machines
+from pdtool.run.config import RunConfig
+from pdtool.run.processes.launcher import launch
+
+_LIMIT_S, _GRACE_S = 120.0, 10.0  # for a launch to end by itself, and by a signal
+_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+
+
+class Launch:
+    """A process that launches a job, and keeps what a command would print in `folder`."""
+
+    def __init__(self, spec: RunConfig, folder: Path) -> None:
+        start_server()
+        rank = spec.machines.node_rank
+        self._output, self._errors = folder / f"output-{rank}", folder / f"errors-{rank}"
+        arguments = (spec, self._output, self._errors, _SERVER._forkserver_address)
+        self._process = multiprocessing.get_context("forkserver").Process(target=_launch, args=arguments)
+        self._process.start()
+
+    def end(self) -> tuple[int | None, str, str]:
+        """Wait for its end; return its exit code, the stages' replicas of the report, and what went to stderr."""
+        self._process.join(_LIMIT_S)
+        self._process.terminate()
+        self._process.join(_GRACE_S)
+        output = self._output.read_text() if self._output.exists() else ""
+        return self._process.exitcode, output, self._errors.read_text()
+
+
+def _launch(spec: RunConfig, output: Path, errors: Path, fork_server: str) -> None:
+    _use_fork_server(fork_server)
+    with errors.open("w") as told:
+        try:
+            output.write_text(launch(spec, notify=lambda line: told.write(f"{line}\n")).config)
+        except PdtoolError as error:
+            told.write(str(error))
+            sys.exit(error.exit_code)
+
+
+def _use_fork_server(address: str) -> None:
+    """Let workers come from the server that this process came from; multiprocessing would start another one."""
+    _SERVER._forkserver_address = address
+    _SERVER.ensure_running = forkserver.ensure_running = lambda: None
+
+
+def machines(folder: Path, *specs: RunConfig) -> list[Launch]:
+    """Launch on several machines, which meet: on each one its spec."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    launched = (replace(spec, machines=Machines(len(specs), rank, endpoint)) for rank, spec in enumerate(specs))
+    return [Launch(spec, folder) for spec in launched]
+
+
+def end(launches: list[Launch]) -> list[tuple[int | None, str, str]]:
+    """Wait for all, and return what `Launch.end` does of each."""
+    return [launch.end() for launch in launches]
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
