@@ -13,7 +13,7 @@ import pytest
 import samples
 import torch
 import torch._inductor.config
-from conftest import NET
+from conftest import NET, Folder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -219,9 +219,13 @@ def test_without_the_whole_there_is_no_coverage(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.usefixtures("one_segment")
-def test_a_model_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_compiled(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # more are processes, which would stay
-    profile = measure(write(tmp_path, NET), batch_size=8, threads=1, compiled=True)
+    folder.write("model.py", NET)
+    told = folder.pdtool("profile", "model.py", "--batch-size", "8", "--threads", "1", "--compile").stderr
+    assert "torch.compile takes the model in 1 segment(s)" in told
+    assert "times are shares of those of 1 compiled segment(s)" in told
+    profile = Profile.load("profiles/model.json")
     assert profile.segments == (("first", "relu", "middle", "last"),)
     assert profile.step_s > 0
     for name in profile.segments[0]:
