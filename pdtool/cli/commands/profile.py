@@ -192,7 +192,8 @@ def _warn_about_coverage(result: Profile) -> None:
         )
     is_long_enough = result.step_s >= _MIN_STEP_S
     if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
+        why = "in segments torch.compile can fuse less than in the whole model; or " if result.compiled else ""
         note(
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
-            "is something else running on this machine?"
+            f"{why}is something else running on this machine?"
         )

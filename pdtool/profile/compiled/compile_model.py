@@ -15,7 +15,7 @@ from pdtool.profile.compiled.segments import Seconds, cut_into_segments
 from pdtool.profile.execute import OnProgress, ProfiledModel, Work
 
 _MAX_SEGMENTS = 16  # each takes seconds to compile
-_MIN_SEGMENT_S = {"cpu": 5e-3, "cuda": 5e-4}  # of a shorter one much is calling it, and copies at its borders
+_MIN_SEGMENT_S = {"cpu": 1e-2, "cuda": 1e-3}  # of a shorter one much is calling it, and copies at its borders
 _MAX_REASON = 300  # characters, why something cannot be compiled
 OnNote = Callable[[str], None]  # called with a line for the user
 Segments = dict[str, list[Operator]]  # by name
@@ -137,5 +137,6 @@ def _failure(work: Work, is_expected: Callable[[], bool] = lambda: True) -> str:
     except Exception as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or not is_expected():
             raise
-        return " ".join(describe_error(error).split())[:_MAX_REASON]
+        reason = describe_error(error).partition("\n\nSet TORCHDYNAMO")[0]  # advice for developers of torch
+        return " ".join(reason.split())[:_MAX_REASON]
     return ""

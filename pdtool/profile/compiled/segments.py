@@ -17,7 +17,7 @@ Seconds = Mapping[str, float]  # by name of an operator, or of a segment
 def cut_into_segments(
     operators: Sequence[Operator], outputs: Sequence[Value], seconds: Seconds, shortest_s: float
 ) -> list[list[Operator]]:
-    """Cut operators into contiguous segments of `shortest_s` to three times that, or of one longer operator.
+    """Cut operators into contiguous segments of `shortest_s` to four times that, or of one longer operator.
 
     Among the borders that this allows the one is taken that the fewest tensors cross; among these one between modules
     rather than inside of one, and one before a long operator rather than before a short one, which is likelier to be
@@ -46,7 +46,7 @@ def _candidates(elapsed_s: Sequence[float], start: int, shortest_s: float) -> It
     last_s = elapsed_s[-1] - shortest_s
     ends = [i for i in range(start + 1, len(elapsed_s) - 1) if elapsed_s[start] + shortest_s <= elapsed_s[i] <= last_s]
     yield from ends[:1]
-    yield from (end for end in ends[1:] if elapsed_s[end] <= elapsed_s[start] + 3 * shortest_s)
+    yield from (end for end in ends[1:] if elapsed_s[end] <= elapsed_s[start] + 4 * shortest_s)
 
 
 def _common_depth(path: str, other: str) -> int:
