@@ -81,6 +81,9 @@ class Profile(Artifact):
         pin: node -> index of its stage; negative counts from the end.
         precision: what it computes in. fp32 is the model as it is written; measured in bf16, it ran under autocast, as
             a run does; estimated in another precision, it is as if cast to that. None: not recorded, most likely fp32.
+        compiled: whether its operators went through torch.compile.
+        segments: groups of nodes that were compiled and timed as a whole: the sum of a group's times was measured, each
+            node has a share of it, in proportion to its time uncompiled. A node in no group was timed uncompiled.
         reserved_bytes: of a device's memory, what no tensor gets (see DeviceSpec); 0 on a CPU.
         step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
         launch_s: seconds that the host needs to launch the kernels of a step on a GPU; 0 where that was not measured.
@@ -99,6 +102,8 @@ class Profile(Artifact):
     batch_size: Count
     device: Device
     precision: Precision | None = None
+    compiled: bool = False
+    segments: tuple[tuple[Name, ...], ...] = ()
     reserved_bytes: Bytes = 0
     step_s: Seconds
     launch_s: Seconds = 0.0
@@ -123,6 +128,7 @@ class Profile(Artifact):
         known = set(names)
         for field, group in (
             *((f"shared[{i}].nodes", s.nodes) for i, s in enumerate(self.shared)),
+            *((f"segments[{i}]", group) for i, group in enumerate(self.segments)),
             *((f"together[{i}]", group) for i, group in enumerate(self.together)),
             ("pin", tuple(self.pin)),
         ):

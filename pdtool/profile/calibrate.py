@@ -25,10 +25,13 @@ def operator_kind(op: str) -> OperatorKind:
 
 
 def measured_model(profile: Profile, path: Path | str) -> ModelRef:
-    """Return the model of a measured profile; raises ArtifactError when it was not measured, or not by pdtool."""
+    """Return the model of a measured profile; raises ArtifactError when its operators were not measured by pdtool."""
     if profile.device.kind != "measured" or profile.model is None:
         remedy = "calibrate with a profile made with --device cpu or cuda"
         raise ArtifactError(path, "holds no times that pdtool measured", remedy, field="device.kind")
+    if profile.compiled:
+        what = "was measured with --compile: its operators have no times of their own"
+        raise ArtifactError(path, what, "calibrate with a profile made without", field="compiled")
     return profile.model
 
 

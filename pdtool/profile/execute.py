@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pdtool.frontend.model_io import ModelInputs
+from pdtool.frontend.model_io import ModelInputs, tensors_of
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
 from pdtool.frontend.precision import RunPrecision, computing_in
@@ -59,6 +59,18 @@ class Executor:
 
     def bound_call(self, op: Operator, environment: Mapping[Value, Tensor]) -> Callable[[], Any]:
         """Return the operator's own call with its arguments in place, so that nothing else is timed with it."""
+        if op.branch:
+            return partial(self._run_branch, op, environment)
+        args, kwargs = self.resolved((op.args, op.kwargs), environment)
+        return partial(self.callee(op), *args, **kwargs)
+
+    def callee(self, op: Operator) -> Callable[..., Any]:
+        """Return what an operator without branches calls: a function, or a module of the model."""
+        call: Any = op.function.apply if op.function else op.target
+        return self.traced.model.get_submodule(op.module) if call is None else call
+
+    def resolved(self, arguments: Any, environment: Mapping[Value, Any]) -> Any:
+        """Return an operator's arguments with the model's tensors, and those of the environment, in place."""
 
         def resolve(argument: Any) -> Any:
             if isinstance(argument, Value):
@@ -73,12 +85,7 @@ class Executor:
                 return self.device
             return argument.to(self.device) if isinstance(argument, Tensor) else argument
 
-        if op.branch:
-            return partial(self._run_branch, op, environment)
-        args, kwargs = pytree.tree_map(resolve, (op.args, op.kwargs))
-        module = self.traced.model.get_submodule(op.module)
-        call: Any = op.target or (op.function.apply if op.function else module)
-        return partial(call, *args, **kwargs)
+        return pytree.tree_map(resolve, arguments)
 
     def _run_branch(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
         """Run what the operator consists of in training; what only evaluation computes is zeros."""
@@ -223,6 +230,19 @@ class ProfiledModel:
                     leaf.grad = None
         progress(len(self.computed), len(self.computed))
         return forward, backward
+
+    def train_step(self) -> None:
+        """Do forward, loss and backward of the model itself."""
+        with self.run.region():
+            output = self.inputs.call(self.traced.model)
+        scalars = [self.loss(output)] if self.with_loss else [t.sum() for t in tensors_of(output) if t.requires_grad]
+        torch.autograd.backward(scalars)  # not autograd.grad, which reentrant checkpointing refuses
+        for parameter in self._trained_parameters:
+            parameter.grad = None
+
+    @cached_property
+    def _trained_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.traced.model.parameters() if p.requires_grad]
 
     def loss_inputs(self, environment: Environment) -> tuple[list[Tensor], Any]:
         """Return the leaves that the loss's backward computes gradients of, and the model's output made of them."""

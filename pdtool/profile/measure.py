@@ -1,11 +1,14 @@
-"""Measure each operator: replay the graph node by node, forward timed, backward by autograd.grad on that node alone."""
+"""Measure each operator: replay the graph node by node, forward timed, backward by autograd.grad on that node alone.
+
+Of a model that goes through torch.compile segments are measured in the same way, and shared out (see compiled/).
+"""
 
 from __future__ import annotations
 
 import platform
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -15,10 +18,11 @@ from pdtool import process_memory
 from pdtool.artifacts.device import RESERVED_BYTES
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.frontend.graph_digest import graph_sha256
-from pdtool.frontend.model_io import tensors_of
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.precision import RunPrecision, check_autocast
 from pdtool.frontend.tracing.trace import trace_file
+from pdtool.profile.compiled.compile_model import OnNote, compile_model
+from pdtool.profile.compiled.segments import apportion
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
 from pdtool.profile.instruments import CudaTimer, Timer, Work, measure_scratch_bytes, timer_of
@@ -36,7 +40,9 @@ def measure(
     device: str = "cpu",
     threads: int | None = None,
     precision: RunPrecision = "fp32",
+    compiled: bool = False,
     progress: OnProgress = lambda done, total: None,
+    note: OnNote = lambda text: None,
 ) -> Profile:
     """Profile the model at `batch_size` on `device` of this machine.
 
@@ -47,12 +53,14 @@ def measure(
         batch_size: samples in one minibatch.
         threads: CPU threads to compute with; None: PyTorch's default.
         precision: what a run is to compute in.
-        progress: called with (rounds done, rounds in all).
+        compiled: whether a run is to put its stages through torch.compile.
+        progress: called with (rounds done, rounds in all), and of compiling with (passes done, passes in all).
+        note: called with a line for the user.
 
     Raises:
         TraceError: the model cannot be traced.
         UsageError: the model switches autocast off, and cannot be computed in bf16.
-        ModelError: a minibatch does not fit in memory, or the user's functions fail.
+        ModelError: a minibatch does not fit in memory, the user's functions fail, or torch.compile does.
     """
     where = torch.device(device)
     before = torch.get_num_threads()
@@ -64,9 +72,20 @@ def measure(
             digest = graph_sha256(traced)
             disable_inplace_modules(traced.model.to(where))
             profiled = ProfiledModel.of(model_file, traced, batch_size, where, precision=precision)
-            return _Measurement(profiled, where, progress).profile().with_graph(digest)
+            measurement = _Measurement(profiled, where, progress)
+            return measurement.profile(compiled, note).with_graph(digest)
     finally:
         torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class _StepTimes:
+    """Median seconds of the whole step, of launching its kernels (0 on a CPU), and of each forward and backward."""
+
+    step_s: float
+    launch_s: float
+    forward_s: Readings
+    backward_s: Readings
 
 
 @dataclass(frozen=True)
@@ -77,30 +96,48 @@ class _Measurement:
     device: torch.device
     progress: OnProgress
 
-    def profile(self) -> Profile:
-        """Measure all nodes, the whole step and the optimizer step."""
+    def profile(self, compiled: bool, note: OnNote) -> Profile:
+        """Measure all nodes, the whole step and the optimizer step; with `compiled`, the memory as without it."""
         stash_bytes, flops = count_stash_and_flops(self.model)
-        step_s, forward_s, backward_s = self._rounds()
+        times = self._times()
+        times, segments = self._compiled_times(times, note) if compiled else (times, ())
         update_s, state_bytes = self._optimizer()
         forward, backward = self._pass(lambda _, work: measure_scratch_bytes(self.device, work))
         costs = GraphCosts(
-            forward_s=forward_s,
-            backward_s=backward_s,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
             stash_bytes=stash_bytes,
             flops=flops,
             scratch_bytes={name: int(max(forward[name], backward.get(name, 0.0))) for name in forward},
             update_s=update_s,
             optimizer_state_bytes=state_bytes,
-            step_s=step_s,
+            step_s=times.step_s,
         )
         device = Device(name=_device_name(self.device), kind="measured", memory_bytes=_memory_bytes(self.device))
-        reserved_bytes = RESERVED_BYTES if self.device.type == "cuda" else 0
-        launch_s = self._timer.launch_s[_WHOLE_STEP] if isinstance(self._timer, CudaTimer) else 0.0
-        told = {"precision": self.model.run.precision, "reserved_bytes": reserved_bytes, "launch_s": launch_s}
+        told = {
+            "precision": self.model.run.precision,
+            "compiled": compiled,
+            "segments": segments,
+            "reserved_bytes": RESERVED_BYTES if self.device.type == "cuda" else 0,
+            "launch_s": times.launch_s,
+        }
         return make_profile(self.model, device, costs).model_copy(update=told)
 
-    def _rounds(self) -> tuple[float, Readings, Readings]:
-        """Return median seconds of (the whole step, each node's forward, each node's backward).
+    def _compiled_times(self, one_by_one: _StepTimes, note: OnNote) -> tuple[_StepTimes, tuple[tuple[str, ...], ...]]:
+        """Time the model compiled, and share out what its segments take; return the nodes of each segment, too."""
+        seconds = {name: s + one_by_one.backward_s.get(name, 0.0) for name, s in one_by_one.forward_s.items()}
+        compiled = compile_model(self.model, seconds, note, self.progress)
+        times = replace(self, model=compiled.model)._times()
+        shared = _StepTimes(
+            step_s=times.step_s if compiled.is_whole else 0.0,
+            launch_s=times.launch_s if compiled.is_whole else 0.0,
+            forward_s=apportion(times.forward_s, compiled.segments, one_by_one.forward_s),
+            backward_s=apportion(times.backward_s, compiled.segments, one_by_one.backward_s),
+        )
+        return shared, tuple(map(tuple, compiled.segments.values()))
+
+    def _times(self) -> _StepTimes:
+        """Time the whole step, each node's forward and each node's backward.
 
         Whole steps and passes through the nodes take turns, so that both meet the same machine. A pass runs every node
         once, in order, so that caches are as in training; the first round is for warming up.
@@ -119,7 +156,9 @@ class _Measurement:
             for kind in (0, 1)
         )
         engine_s = self._engine_s()
-        return statistics.median(steps), forwards, {name: max(0.0, s - engine_s) for name, s in backwards.items()}
+        launch_s = self._timer.launch_s[_WHOLE_STEP] if isinstance(self._timer, CudaTimer) else 0.0
+        backwards = {name: max(0.0, seconds - engine_s) for name, seconds in backwards.items()}
+        return _StepTimes(statistics.median(steps), launch_s, forwards, backwards)
 
     def _engine_s(self) -> float:
         """Measure the seconds of an empty autograd.grad: a whole step pays them once, a pass at every node."""
@@ -137,21 +176,7 @@ class _Measurement:
 
     def _whole_step(self) -> float:
         """Measure the seconds of forward, loss and backward of the model itself."""
-        model = self.model
-        parameters = [p for p in model.traced.model.parameters() if p.requires_grad]
-
-        def step() -> None:
-            with model.run.region():
-                output = model.inputs.call(model.traced.model)
-            if model.with_loss:
-                scalars = [model.loss(output)]
-            else:
-                scalars = [t.sum() for t in tensors_of(output) if t.requires_grad]
-            torch.autograd.backward(scalars)  # not autograd.grad, which reentrant checkpointing refuses
-            for parameter in parameters:
-                parameter.grad = None
-
-        return self._seconds(_WHOLE_STEP, step)
+        return self._seconds(_WHOLE_STEP, self.model.train_step)
 
     @cached_property
     def _timer(self) -> Timer:

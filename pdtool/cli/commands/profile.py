@@ -53,6 +53,12 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
     unset="the model's own",
 )
 @click.option(
+    "--compile",
+    "compiled",
+    is_flag=True,
+    help="Measure what `run --compile` runs. What torch.compile fuses is timed in segments; operators get shares.",
+)
+@click.option(
     "--calibrate",
     metavar="PROFILE",
     help="Estimate with factors fitted to a profile of any model that was measured on that device.",
@@ -66,6 +72,7 @@ def profile(
     device: str,
     threads: int | None,
     precision: Precision | None,
+    compiled: bool,
     calibrate: str | None,
     as_json: bool,
 ) -> None:
@@ -78,7 +85,7 @@ def profile(
     from pdtool.cli.console.profile_view import profile_table
     from pdtool.profile.devices import find_device
 
-    _check_options(device, threads, precision, calibrate)
+    _check_options(device, threads, precision, compiled, calibrate)
     spec = None if device in _MEASURED_DEVICES else find_device(device)
     # From here on torch is imported, which takes seconds: the options were checked before.
     from pdtool.artifacts.profile import Profile
@@ -101,7 +108,9 @@ def profile(
                 device=device,
                 threads=threads,
                 precision="bf16" if precision == "bf16" else "fp32",
+                compiled=compiled,
                 progress=on_progress,
+                note=note,
             )
             result = _with_loading(result, file)
         else:
@@ -117,11 +126,16 @@ def profile(
     write_artifact(result, target, as_json=as_json)
 
 
-def _check_options(device: str, threads: int | None, precision: Precision | None, calibrate: str | None) -> None:
+def _check_options(
+    device: str, threads: int | None, precision: Precision | None, compiled: bool, calibrate: str | None
+) -> None:
     """Raise UsageError for options that only measuring, or only estimating, takes."""
     if device not in _MEASURED_DEVICES:
         if threads:
             raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
+        if compiled:
+            what = f"--device {device} estimates operator by operator; what torch.compile makes of them can be measured"
+            raise UsageError(what, "leave --compile out, or measure with --device cpu or cuda")
         return
     if calibrate:
         raise UsageError(f"--device {device} measures; --calibrate is for estimates", "leave it out")
@@ -178,7 +192,8 @@ def _warn_about_coverage(result: Profile) -> None:
         )
     is_long_enough = result.step_s >= _MIN_STEP_S
     if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
+        why = "in segments torch.compile can fuse less than in the whole model; or " if result.compiled else ""
         note(
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
-            "is something else running on this machine?"
+            f"{why}is something else running on this machine?"
         )

@@ -271,8 +271,12 @@ def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
         note(f"warning: {what}: its predictions do not hold; {remedy}")
     elif profiled == "bf16" and profile.device.kind == "estimated":
         note("warning: the plan was estimated for bf16 weights, the run keeps them in fp32: it needs more memory")
-    if config.compiled:
-        note("warning: the plan is for operators one by one, torch.compile fuses them: its predictions do not hold")
+    if config.compiled and not profile.compiled:
+        what = "the plan is for operators one by one, torch.compile fuses them"
+        note(f"warning: {what}: its predictions do not hold; profile with --compile")
+    elif profile.compiled and not config.compiled:
+        what = "the plan is for stages that go through torch.compile, which the run does not do"
+        note(f"warning: {what}: its predictions do not hold; run with --compile, or profile without")
 
 
 def _print_report(config: RunConfig, report: Report, as_json: bool) -> None:

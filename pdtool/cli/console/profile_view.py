@@ -25,6 +25,8 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     title = f"{profile.name}: minibatch of {profile.batch_size}, {profile.device.kind} for {profile.device.name}"
     if profile.precision and profile.device.kind == "measured":  # the name of an estimate says it
         title += f", in {profile.precision}"
+    if profile.compiled:
+        title += f"\ntimes are shares of those of {len(profile.segments)} compiled segment(s)"
     if profile.step_s:
         title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f}"
     if profile.loading_s is not None:
