@@ -49,7 +49,7 @@ def head(results: Results) -> Iterator[str]:
     yield (
         f"Written by `make reproduce`; measured at commit {' and '.join(sorted(results.commits))} on {os.cpu_count()} "
         "cores. Profiles are estimated (`pdtool profile --device v100`). Emulated times are those of real worker "
-        "processes, which sleep the times of the profile and send their messages over shaped links (`pdtool emulate`).\n"
+        "processes that sleep the times of the profile and send their messages over shaped links (`pdtool emulate`).\n"
     )
 
 
