@@ -244,7 +244,9 @@ def test_this_version_stands_in_the_changelog():
 
 
 def test_the_readme_names_what_a_model_file_may_hold():
-    source = (ROOT / "pdtool/frontend/modelfile.py").read_text()
+    frontend = ROOT / "pdtool/frontend"
+    files = [frontend / "modelfile.py", *(frontend / "user_functions").glob("*_functions.py")]
+    source = "".join(path.read_text() for path in files)
     for constant in ("MAX_GRAD_NORM", "SCHEDULER_STEP", "DROP_LAST", "HINTS"):
         assert f"| `{constant} = " in README
     training = ("optimizer", "scheduler", "metrics", "summarize_metrics", "after_update")

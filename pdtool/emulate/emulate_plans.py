@@ -14,12 +14,14 @@ from pdtool.artifacts.report import Report
 from pdtool.cluster import Cluster
 from pdtool.emulate.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
 from pdtool.emulate.workers import Emulator
-from pdtool.errors import PdtoolError, UsageError
+from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.partition.stage_loads import tied_bytes
 from pdtool.process_memory import memory_limits
 from pdtool.run.config import RunConfig, Target
-from pdtool.schedule import steady_minibatches, steady_run
-from pdtool.units import format_bytes
+from pdtool.schedule import PipelineShape, steady_minibatches, steady_run
+from pdtool.units import format_bytes, format_seconds
 
+MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down
 _BYTES_PER_CORE_S = 15e6  # to be sent or updated: that takes a small part of a core's time
 _SHORTEST_MINIBATCH_S = 0.06  # a worker's own time, about 2 ms a minibatch, is little beside this
 _STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches
@@ -35,24 +37,42 @@ def choose_scaling(
     Args:
         plans: with predictions.
         scale, slowdown: what the user asks for; None: what is needed.
+
+    Raises:
+        ArtifactError: a plan takes no time by its profile, or so little that no slowdown makes it long enough.
     """
+    for plan in plans:
+        _check_time(plan)
     times_s = [_time_per_minibatch_s(plan) for plan in plans]
     if slowdown is None:
-        slowdown = max(1.0, *(_SHORTEST_MINIBATCH_S / time_s for time_s in times_s if time_s))
+        slowdown = max(1.0, _SHORTEST_MINIBATCH_S / min(times_s))
     if scale is None:
-        sizes = [_handled_bytes(plan, profile) for plan in plans]
-        rates = [size / time_s / slowdown for size, time_s in zip(sizes, times_s, strict=True) if time_s]
-        scale = max(1.0, *(rate / (_BYTES_PER_CORE_S * (os.cpu_count() or 1)) for rate in rates))
+        rates = [_handled_bytes(plan, profile) / time_s / slowdown for plan, time_s in zip(plans, times_s, strict=True)]
+        scale = max(1.0, max(rates) / (_BYTES_PER_CORE_S * (os.cpu_count() or 1)))
     return Scaling(scale=_rounded_up(scale), slowdown=_rounded_up(slowdown))
+
+
+def _check_time(plan: Plan) -> None:
+    time_s = _time_per_minibatch_s(plan)
+    if time_s * MAX_FACTOR < _SHORTEST_MINIBATCH_S:
+        what = (
+            f"{plan.config} takes {format_seconds(time_s)} per minibatch by its times and bytes, too short to emulate"
+        )
+        raise ArtifactError(plan.profile, what, "take a profile that has times and bytes")
 
 
 def _time_per_minibatch_s(plan: Plan) -> float:
     return (plan.predicted.simulated_s or plan.predicted.bottleneck_s) if plan.predicted else 0.0
 
 
+def _shape(plan: Plan, profile: Profile) -> PipelineShape:
+    """Return the shape that the workers build their schedule for: stages that share a parameter update together."""
+    return plan.shape(tuple(tied_bytes(profile, plan.stage_nodes(profile))))
+
+
 def _handled_bytes(plan: Plan, profile: Profile) -> float:
     """Bytes that all workers together send, or update, for one minibatch; whichever are more."""
-    rounds = plan.shape().update_every
+    rounds = _shape(plan, profile).update_every
     updated = sum(
         profile.parameter_bytes(nodes) * stage.replicas / every
         for nodes, stage, every in zip(plan.stage_nodes(profile), plan.stages, rounds, strict=True)
@@ -66,9 +86,9 @@ def _rounded_up(factor: float) -> float:
     return max(1.0, round(math.ceil(factor / digit) * digit, 6))
 
 
-def check_minibatches(plan: Plan, minibatches: int | None) -> None:
+def check_minibatches(plan: Plan, profile: Profile, minibatches: int | None) -> None:
     """Check that some of the minibatches asked for are in steady state; raises UsageError."""
-    shape = plan.shape()
+    shape = _shape(plan, profile)
     if minibatches and not steady_minibatches(minibatches, shape):
         what = f"--minibatches {minibatches}: {plan.config} is not in steady state with so few"
         raise UsageError(what, f"give {steady_run(shape, 1)} or more, or leave it out")
@@ -81,9 +101,9 @@ def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
     return replace(cluster, levels=tuple(levels))
 
 
-def minibatches_to_steady_state(plan: Plan, slowdown: float = 1.0) -> int:
+def minibatches_to_steady_state(plan: Plan, profile: Profile, slowdown: float = 1.0) -> int:
     """Return the minibatches of an epoch that is for the most part in steady state, and does not last for minutes."""
-    shape = plan.shape()
+    shape = _shape(plan, profile)
     time_s = slowdown * _time_per_minibatch_s(plan)
     in_time = round(_STEADY_S / time_s) if time_s else _MOST_STEADY
     return steady_run(shape, max(3 * max(shape.update_every), min(in_time, _MOST_STEADY)))
@@ -149,7 +169,7 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: Emulat
     if largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
         raise UsageError(what, f"give --scale {max(1, int(scaling.scale * largest / _SMALLEST_MESSAGE_BYTES))} or less")
-    minibatches = settings.minibatches or minibatches_to_steady_state(plan, scaling.slowdown)
+    minibatches = settings.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
     written = write_sleeping_model(folder / "stages", plan, profile, scaling, minibatches)
     return RunConfig(
         plan=written.plan,

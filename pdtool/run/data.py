@@ -17,6 +17,7 @@ from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_io import register_containers
 from pdtool.run.config import RunConfig, derive_seed
 
+NO_LENGTH = "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches"
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -115,10 +116,7 @@ def samples_in_epoch(samples: int | None, config: RunConfig, *, drop_last: bool)
     limit = config.steps * size if config.steps else None
     count = min((number for number in (samples, limit) if number is not None), default=None)
     if count is None:
-        raise UsageError(
-            "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches",
-            "give it with --steps: each epoch then goes on where the one before has ended",
-        )
+        raise UsageError(NO_LENGTH, "give it with --steps: each epoch then goes on where the one before has ended")
     count -= count % size if drop_last else 0
     if not count:
         what = f"with DROP_LAST the training set of {samples} samples has no minibatch of {size}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -17,10 +16,10 @@ from pdtool.errors import TargetMissedError, UsageError
 
 if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.report import Emulation, Report
+    from pdtool.artifacts.profile import Profile
+    from pdtool.artifacts.report import Emulation
     from pdtool.cli.inputs import Inputs
     from pdtool.emulate.emulate_plans import EmulationSettings
-    from pdtool.emulate.sleeping_model import Scaling
     from pdtool.run.config import RunConfig, Target
 
 _FACTORS = click.FloatRange(1, 1e6)
@@ -62,89 +61,113 @@ def emulate(
     model: str | None,
     compute: Literal["sleep", "real"],
     against: tuple[str, ...],
-    scale: float | None,
-    slowdown: float | None,
-    minibatches: int | None,
-    epochs: int | None,
-    target: str | None,
-    timeout: str,
     as_json: bool,
+    **asked: Any,
 ) -> None:
     """Run PLAN's workers on a pretend cluster of this machine.
 
     Each worker is a process in a network namespace, behind links of the plan's bandwidths. It sleeps in place of
     computing, and sends real tensors. This needs Linux, iproute2, and root or user namespaces.
     """
-    from pdtool.cli.console.report_view import emulation_view
     from pdtool.cli.inputs import Inputs, planned
-    from pdtool.emulate.emulate_plans import EmulationSettings, check_minibatches, choose_scaling, sleeping_config
+    from pdtool.emulate.assemble_emulation import assemble_emulation
     from pdtool.emulate.emulate_plans import emulate as on_pretend_cluster
     from pdtool.emulate.namespaces import check_tools
     from pdtool.partition.strategies.rival_plans import rival_plans
-    from pdtool.run.config import Target
     from pdtool.run.run_folder import locked
-    from pdtool.units import parse_seconds
 
     check_tools()
+    asked["target"] = _target(compute, asked)
     path = options.candidate("plan", plan)
-    chosen, profile = planned(path)
-    plans = {"this plan": chosen} | rival_plans(profile, chosen.cluster.cluster(), chosen, against)
-    folder = _folder(output, Path("runs") / f"{chosen.name}-emulated")
-    if compute == "real":
-        scaling = _unscaled(scale, slowdown)
-    else:
-        scaling = choose_scaling(list(plans.values()), profile, scale, slowdown)
-    if target and compute == "sleep":
-        raise UsageError(f"--target {target}: workers that sleep learn nothing", "add --compute real")
-    settings = EmulationSettings(
-        scaling=scaling,
-        minibatches=minibatches,
-        epochs=epochs or 2,
-        target=Target.parse(target) if target else None,
-        timeout_s=parse_seconds(timeout),
-    )
-    for each in plans.values():
-        check_minibatches(each, minibatches)
+    inputs = Inputs.load(path, model) if compute == "real" else None
+    chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(path)
+    cluster, folder = chosen.cluster.cluster(), _folder(output, Path("runs") / f"{chosen.name}-emulated")
+    plans = {"this plan": chosen} | rival_plans(profile, cluster, chosen, against)
+    settings = _settings(plans, profile, compute, asked)
     with locked(folder):
-        configs = {}
-        for name, each in plans.items():
-            out = folder / name.replace(" ", "-")
-            if compute == "real":
-                configs[name] = _training_config(replace(Inputs.load(path, model), plan=each), out, settings)
-            else:
-                configs[name] = sleeping_config(each, profile, out, settings)
+        configs = _configs(plans, inputs or profile, folder, settings)
         reports = on_pretend_cluster(
-            configs, chosen.cluster.cluster(), scaling, lambda name: note(f"emulating {name} ({plans[name].config})")
+            configs, cluster, settings.scaling, lambda name: note(f"emulating {name} ({plans[name].config})")
         )
-    emulation = _emulation(plans, reports, scaling, compute, settings.target)
+    emulation = assemble_emulation(plans, reports, settings, compute)
     emulation.save(folder / "emulation.json")
-    if as_json:
-        print_json(emulation)
-    show(*emulation_view(emulation))
-    note(f"wrote {folder}/ (emulation.json, and a run of each plan)")
-    if missed := [plan.name for plan in emulation.plans if plan.target_reached is False]:
-        what = f"target {emulation.target} was not reached by {' and '.join(missed)} in {settings.epochs} epochs"
-        raise TargetMissedError(what, "give more --epochs")
+    _print_emulation(emulation, folder, as_json)
+
+
+def _target(compute: Literal["sleep", "real"], asked: Mapping[str, Any]) -> Target | None:
+    """Return the target; raises UsageError for what workers that sleep, or that compute, cannot do."""
+    from pdtool.run.config import Target
+
+    text, factors = asked["target"], (asked["scale"], asked["slowdown"])
+    if compute == "sleep" and text is not None:
+        raise UsageError(f"--target {text}: workers that sleep learn nothing", "add --compute real")
+    if compute == "real" and any(factor not in (None, 1.0) for factor in factors):
+        what = "with --compute real the model computes: neither its bytes nor its times can be scaled"
+        raise UsageError(what, "leave --scale and --slowdown out")
+    return None if text is None else Target.parse(text)
 
 
 def _folder(output: str | None, default: Path) -> Path:
     """Return the folder that is asked for, else a new one; raises UsageError when it holds an emulation."""
     from pdtool.cli.commands.run import new_folder
 
+    if output == "-":
+        raise UsageError("-o -: an emulation writes a folder, which is not for stdout", "name a folder")
     folder = Path(output) if output else new_folder(default)
     if (folder / "emulation.json").exists():
         raise UsageError(f"{folder} holds an emulation already", "name another folder with -o")
     return folder
 
 
-def _unscaled(scale: float | None, slowdown: float | None) -> Scaling:
-    """Return the scaling of a model that computes; raises UsageError when another is asked for."""
+def _settings(
+    plans: Mapping[str, Plan], profile: Profile, compute: Literal["sleep", "real"], asked: Mapping[str, Any]
+) -> EmulationSettings:
+    """Return how the plans are emulated; raises UsageError where that would show nothing of one of them."""
+    from pdtool.emulate.emulate_plans import EmulationSettings, check_minibatches, choose_scaling
     from pdtool.emulate.sleeping_model import Scaling
+    from pdtool.units import parse_seconds
 
-    if (scale or 1.0, slowdown or 1.0) != (1.0, 1.0):
-        what = "with --compute real the model computes: neither its bytes nor its times can be scaled"
-        raise UsageError(what, "leave --scale and --slowdown out")
-    return Scaling()
+    for plan in plans.values():
+        check_minibatches(plan, profile, asked["minibatches"])
+    scaling = Scaling()
+    if compute == "sleep":
+        scaling = choose_scaling(list(plans.values()), profile, asked["scale"], asked["slowdown"])
+    return EmulationSettings(
+        scaling=scaling,
+        minibatches=asked["minibatches"],
+        epochs=asked["epochs"] or 2,
+        target=asked["target"],
+        timeout_s=parse_seconds(asked["timeout"]),
+    )
+
+
+def _configs(
+    plans: Mapping[str, Plan], source: Inputs | Profile, folder: Path, settings: EmulationSettings
+) -> dict[str, RunConfig]:
+    """Write what each plan's workers execute into `folder`, and return the configuration of their run.
+
+    Args:
+        source: of what they do: the model that they train, or the profile whose times they sleep.
+    """
+    from pdtool.artifacts.profile import Profile
+    from pdtool.emulate.emulate_plans import sleeping_config
+
+    folders = {name: folder / name.replace(" ", "-") for name in plans}
+    if isinstance(source, Profile):
+        return {name: sleeping_config(plan, source, folders[name], settings) for name, plan in plans.items()}
+    _check_length(source, settings)
+    return {name: _training_config(replace(source, plan=plan), folders[name], settings) for name, plan in plans.items()}
+
+
+def _check_length(inputs: Inputs, settings: EmulationSettings) -> None:
+    """Check that an epoch has a number of minibatches; raises UsageError for a stream without a length."""
+    from pdtool.run.data import NO_LENGTH
+
+    if settings.minibatches or not settings.target:
+        return
+    file = inputs.model_file()
+    if file.samples(file.dataset("train"), "dataset('train')") is None:
+        raise UsageError(NO_LENGTH, "give it with --minibatches")
 
 
 def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> RunConfig:
@@ -153,7 +176,7 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
     from pdtool.emulate.emulate_plans import minibatches_to_steady_state
     from pdtool.run.config import RunConfig
 
-    steps = settings.minibatches or (None if settings.target else minibatches_to_steady_state(inputs.plan))
+    in_steady_state = None if settings.target else minibatches_to_steady_state(inputs.plan, inputs.profile)
     return RunConfig(
         plan=inputs.plan,
         bundle=generated(inputs, out / "stages"),
@@ -162,7 +185,7 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
         trusted=inputs.trusted,
         out=out,
         epochs=settings.epochs,
-        steps=steps,
+        steps=settings.minibatches or in_steady_state,
         target=settings.target,
         device="cpu",
         transport="gloo",
@@ -171,47 +194,15 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
     )
 
 
-def _emulation(
-    plans: Mapping[str, Plan],
-    reports: Mapping[str, Report],
-    scaling: Scaling,
-    compute: Literal["sleep", "real"],
-    target: Target | None,
-) -> Emulation:
-    """Return the artifact: times and bytes as they would be on the cluster itself."""
-    from pdtool.artifacts.report import EmulatedPlan, Emulation
+def _print_emulation(emulation: Emulation, folder: Path, as_json: bool) -> None:
+    """Print the emulation; raises TargetMissedError when a plan did not reach the target."""
+    from pdtool.cli.console.report_view import emulation_view
 
-    chosen = next(iter(plans.values()))
-    emulated = []
-    for name, plan in plans.items():
-        report, predicted = reports[name], plan.predicted
-        time_s = report.measured.bottleneck_s / scaling.slowdown
-        trained_s = report.epochs * report.minibatches * report.batch_size / (report.throughput_samples_per_s or 1.0)
-        emulated.append(
-            EmulatedPlan(
-                name=name,
-                config=plan.config,
-                schedule=plan.schedule,
-                workers=plan.workers,
-                minibatches=report.minibatches,
-                bottleneck_s=time_s,
-                throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
-                simulated_s=(predicted.simulated_s or predicted.bottleneck_s) if predicted else 0.0,
-                sent_bytes=round(sum(stage.sent_bytes * stage.replicas for stage in report.stages) * scaling.scale),
-                epochs=report.epochs,
-                training_s=trained_s / scaling.slowdown,
-                target_reached=report.target_reached,
-            )
-        )
-    return Emulation(
-        plan=chosen.name,
-        batch_size=chosen.batch_size,
-        cluster=chosen.cluster,
-        compute=compute,
-        scale=scaling.scale,
-        slowdown=scaling.slowdown,
-        cores=os.cpu_count() or 1,
-        target=str(target) if target else None,
-        plans=tuple(emulated),
-        digests=dict(chosen.digests),
-    )
+    if as_json:
+        print_json(emulation)
+    show(*emulation_view(emulation))
+    note(f"wrote {folder}/ (emulation.json, and a run of each plan)")
+    if missed := [plan.name for plan in emulation.plans if plan.target_reached is False]:
+        epochs = max(plan.epochs for plan in emulation.plans)
+        what = f"target {emulation.target} was not reached by {' and '.join(missed)} in {epochs} epochs"
+        raise TargetMissedError(what, "give more --epochs")

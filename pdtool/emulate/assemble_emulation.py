@@ -1,0 +1,59 @@
+"""Assemble the artifact of an emulation from the reports of its plans."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
+from pdtool.emulate.emulate_plans import EmulationSettings
+from pdtool.emulate.sleeping_model import Scaling
+
+
+def assemble_emulation(
+    plans: Mapping[str, Plan],
+    reports: Mapping[str, Report],
+    settings: EmulationSettings,
+    compute: Literal["sleep", "real"],
+) -> Emulation:
+    """Return the artifact, with times and bytes as they would be on the cluster itself.
+
+    Args:
+        plans: the plan, then its rivals, by their names.
+        reports: of each plan, with the times and bytes of the emulation.
+    """
+    chosen, scaling = next(iter(plans.values())), settings.scaling
+    return Emulation(
+        plan=chosen.name,
+        batch_size=chosen.batch_size,
+        cluster=chosen.cluster,
+        compute=compute,
+        scale=scaling.scale,
+        slowdown=scaling.slowdown,
+        cores=os.cpu_count() or 1,
+        target=str(settings.target) if settings.target else None,
+        plans=tuple(_emulated(name, plan, reports[name], scaling) for name, plan in plans.items()),
+        digests=dict(chosen.digests),
+    )
+
+
+def _emulated(name: str, plan: Plan, report: Report, scaling: Scaling) -> EmulatedPlan:
+    predicted = plan.predicted
+    time_s = report.measured.bottleneck_s / scaling.slowdown
+    trained_s = report.epochs * report.minibatches * report.batch_size / (report.throughput_samples_per_s or 1.0)
+    return EmulatedPlan(
+        name=name,
+        config=plan.config,
+        schedule=plan.schedule,
+        workers=plan.workers,
+        minibatches=report.minibatches,
+        bottleneck_s=time_s,
+        throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
+        simulated_s=(predicted.simulated_s or predicted.bottleneck_s) if predicted else 0.0,
+        sent_bytes=round(sum(stage.sent_bytes * stage.replicas for stage in report.stages) * scaling.scale),
+        epochs=report.epochs,
+        training_s=trained_s / scaling.slowdown,
+        target_reached=report.target_reached,
+    )

@@ -1,0 +1,1 @@
+"""The functions of a user's model.py, called and checked."""
