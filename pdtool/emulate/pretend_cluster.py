@@ -21,8 +21,8 @@ from pdtool.emulate.namespaces import configure
 from pdtool.errors import PdtoolError
 
 INTERFACE = "eth0"  # of each worker
-_MTU = 9000
-_BURST_BYTES = 2 * _MTU  # at once, however slow a link is: little beside a message
+_MTU = 4500
+BURST_BYTES = 2 * _MTU  # that a link which was idle sends at once, however slow it is: little beside a message
 _HEADERS = 1.01  # what Ethernet, IP and TCP add to a full packet, and acknowledgements to the other way
 _QUEUE_BYTES = 1 << 30  # nothing is dropped: TCP would wait for 0.2 s before it sends it again
 
@@ -118,7 +118,7 @@ class PretendCluster:
 
     def _shape(self, device: str, level: int) -> str:
         bits_per_s = round(8 * _HEADERS * self.cluster.levels[level].bandwidth_bytes_per_s)
-        return f"qdisc add dev {device} root tbf rate {bits_per_s}bit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+        return f"qdisc add dev {device} root tbf rate {bits_per_s}bit burst {BURST_BYTES} limit {_QUEUE_BYTES}"
 
 
 def _device_of(pid: int) -> str:
