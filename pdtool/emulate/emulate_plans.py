@@ -27,10 +27,11 @@ _SENT_BYTES_PER_CORE_S = 15e6  # that takes a small part of a core's time
 _UPDATED_BYTES_PER_CORE_S = 300e6  # of weights: so does that
 _SHORTEST_MINIBATCH_S = 0.06  # a worker's own time, about 2 ms a minibatch, is little beside this
 _STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches
+_STEADY_PERIODS, _MOST_IN_PERIODS = 3, 48  # after which rounds of several lengths meet; minibatches
 _WORKER_BYTES = 150_000_000  # of a process that has torch imported, besides what it shares with the others
 _SMALLEST_MESSAGE_BYTES = 2_000  # a message of less than that goes in one packet, however slow the link
 _LONG_MESSAGE_BYTES = 20 * BURST_BYTES  # of which a link that was idle sends a twentieth at once
-_LONGEST_MINIBATCH_S = 0.8  # not to be exceeded for the sake of longer messages
+_LONGEST_MINIBATCH_S = 0.5  # not to be exceeded for the sake of longer messages
 
 
 def choose_scaling(
@@ -131,7 +132,9 @@ def minibatches_to_steady_state(plan: Plan, profile: Profile, slowdown: float = 
     shape = _shape(plan, profile)
     time_s = slowdown * _time_per_minibatch_s(plan)
     in_time = round(_STEADY_S / time_s) if time_s else _MOST_STEADY
-    return steady_run(shape, max(3 * max(shape.update_every), min(in_time, _MOST_STEADY)))
+    in_periods = min(_STEADY_PERIODS * math.lcm(*shape.update_every), _MOST_IN_PERIODS)
+    in_rounds = _STEADY_PERIODS * max(shape.update_every)
+    return steady_run(shape, max(in_rounds, in_periods, min(in_time, _MOST_STEADY)))
 
 
 @dataclass(frozen=True, kw_only=True)
