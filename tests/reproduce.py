@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reproduction import bandwidth, prediction, table1
+from reproduction import bandwidth, prediction, slow_links, table1
 from reproduction.results import ROOT, Results
 
-SECTIONS = {"table1": table1, "bandwidth": bandwidth, "prediction": prediction}
+SECTIONS = {"slow-links": slow_links, "table1": table1, "bandwidth": bandwidth, "prediction": prediction}
 
 
 def main() -> None:
