@@ -52,8 +52,8 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     """The section of the page."""
     yield "## VGG-16 over slow and fast links\n"
     yield (
-        "The plan that `pdtool partition` chooses beside data parallelism, or beside the best pipeline where it chooses "
-        "data parallelism itself. Both are emulated; milliseconds per minibatch of 64 on V100.\n"
+        "The plan that `pdtool partition` chooses, beside data parallelism; where it chooses that itself, beside the best "
+        "pipeline. Both are emulated; milliseconds per minibatch of 64 on V100.\n"
     )
     yield "| cluster | links | chosen plan | ms | rival | ms | throughput over the rival's | wanted |"
     yield "|---|---|---|---|---|---|---|---|"
