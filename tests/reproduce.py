@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reproduction import bandwidth, prediction, table1
-from reproduction.results import Results
+from reproduction import bandwidth, prediction, slow_links, table1
+from reproduction.results import ROOT, Results
 
-SECTIONS = {"table1": table1, "bandwidth": bandwidth, "prediction": prediction}
-ROOT = Path(__file__).parent.parent
+SECTIONS = {"slow-links": slow_links, "table1": table1, "bandwidth": bandwidth, "prediction": prediction}
 
 
 def main() -> None:
@@ -30,7 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
     results = Results(arguments.keep.resolve() / ("quick" if arguments.quick else "full"))
-    lines = list(head())
+    lines: list[str] = []
     for name in arguments.only:
         figures = SECTIONS[name].measure(results, quick=arguments.quick)
         lines += SECTIONS[name].page(figures)
@@ -40,20 +38,18 @@ def main() -> None:
             lines.append(
                 f"![The gain of each model, on both clusters, falls to 1 as links get faster]({picture.name})\n"
             )
+    lines = [*head(results), *lines]
     arguments.output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     sys.stderr.write(f"wrote {arguments.output}\n")
 
 
-def head() -> Iterator[str]:
+def head(results: Results) -> Iterator[str]:
     """What stands above all sections."""
-    commit = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
     yield "# The claims of PipeDream, answered by commands\n"
     yield (
-        f"Written by `make reproduce` at commit {commit.stdout.strip()} on {os.cpu_count()} cores. Profiles are "
-        "estimated (`pdtool profile --device v100`). Emulated times are those of real worker processes, which sleep "
-        "the times of the profile and send their messages over shaped links (`pdtool emulate`).\n"
+        f"Written by `make reproduce`; measured at commit {' and '.join(sorted(results.commits))} on {os.cpu_count()} "
+        "cores. Profiles are estimated (`pdtool profile --device v100`). Emulated times are those of real worker "
+        "processes that sleep the times of the profile and send their messages over shaped links (`pdtool emulate`).\n"
     )
 
 

@@ -12,6 +12,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.cluster import Cluster
+from pdtool.emulate.pretend_cluster import BURST_BYTES
 from pdtool.emulate.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
 from pdtool.emulate.workers import Emulator
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
@@ -22,11 +23,15 @@ from pdtool.schedule import PipelineShape, steady_minibatches, steady_run
 from pdtool.units import format_bytes, format_seconds
 
 MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down
-_BYTES_PER_CORE_S = 15e6  # to be sent or updated: that takes a small part of a core's time
+_SENT_BYTES_PER_CORE_S = 15e6  # that takes a small part of a core's time
+_UPDATED_BYTES_PER_CORE_S = 300e6  # of weights: so does that
 _SHORTEST_MINIBATCH_S = 0.06  # a worker's own time, about 2 ms a minibatch, is little beside this
 _STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches
+_STEADY_PERIODS, _MOST_IN_PERIODS = 3, 48  # after which rounds of several lengths meet; minibatches
 _WORKER_BYTES = 150_000_000  # of a process that has torch imported, besides what it shares with the others
 _SMALLEST_MESSAGE_BYTES = 2_000  # a message of less than that goes in one packet, however slow the link
+_LONG_MESSAGE_BYTES = 20 * BURST_BYTES  # of which a link that was idle sends a twentieth at once
+_LONGEST_MINIBATCH_S = 0.5  # not to be exceeded for the sake of longer messages
 
 
 def choose_scaling(
@@ -44,11 +49,19 @@ def choose_scaling(
     for plan in plans:
         _check_time(plan)
     times_s = [_time_per_minibatch_s(plan) for plan in plans]
+    loads = [
+        _core_s(plan, profile) / time_s / (os.cpu_count() or 1) for plan, time_s in zip(plans, times_s, strict=True)
+    ]
     if slowdown is None:
         slowdown = max(1.0, _SHORTEST_MINIBATCH_S / min(times_s))
+        if scale is None:
+            longer = min(
+                max(loads) / slowdown / _scale_of_long_messages(plans, profile),
+                _LONGEST_MINIBATCH_S / slowdown / max(times_s),
+            )
+            slowdown *= max(1.0, longer)
     if scale is None:
-        rates = [_handled_bytes(plan, profile) / time_s / slowdown for plan, time_s in zip(plans, times_s, strict=True)]
-        scale = max(1.0, max(rates) / (_BYTES_PER_CORE_S * (os.cpu_count() or 1)))
+        scale = max(1.0, max(loads) / slowdown)
     return Scaling(scale=_rounded_up(scale), slowdown=_rounded_up(slowdown))
 
 
@@ -68,14 +81,27 @@ def _shape(plan: Plan, profile: Profile) -> PipelineShape:
     return plan.shape(tuple(tied_bytes(profile, plan.stage_nodes(profile))))
 
 
-def _handled_bytes(plan: Plan, profile: Profile) -> float:
-    """Bytes that all workers together send, or update, for one minibatch; whichever are more."""
+def _core_s(plan: Plan, profile: Profile) -> float:
+    """Seconds of a core for what all workers together send and update for one minibatch, if nothing is scaled."""
     rounds = _shape(plan, profile).update_every
     updated = sum(
         profile.parameter_bytes(nodes) * stage.replicas / every
         for nodes, stage, every in zip(plan.stage_nodes(profile), plan.stages, rounds, strict=True)
     )
-    return max(updated, plan.predicted.traffic_bytes if plan.predicted else 0)
+    sent = plan.predicted.traffic_bytes if plan.predicted else 0
+    return sent / _SENT_BYTES_PER_CORE_S + updated / _UPDATED_BYTES_PER_CORE_S
+
+
+def _scale_of_long_messages(plans: Sequence[Plan], profile: Profile) -> float:
+    """Return the scale up to which the largest message of each plan is long beside what a link sends at once."""
+    largest = [_largest_message_bytes(plan, profile, Scaling()) for plan in plans]
+    return max(1.0, min((size for size in largest if size), default=math.inf) / _LONG_MESSAGE_BYTES)
+
+
+def _largest_message_bytes(plan: Plan, profile: Profile, scaling: Scaling) -> int:
+    """Bytes of the largest message between stages; 0 with one stage."""
+    _, *sent = sleeping_tensors(profile, plan.stage_nodes(profile), scaling)
+    return max((tensor.sizes(1)[1] * 4 for tensor in sent), default=0)
 
 
 def _rounded_up(factor: float) -> float:
@@ -104,7 +130,9 @@ def minibatches_to_steady_state(plan: Plan, profile: Profile, slowdown: float = 
     shape = _shape(plan, profile)
     time_s = slowdown * _time_per_minibatch_s(plan)
     in_time = round(_STEADY_S / time_s) if time_s else _MOST_STEADY
-    return steady_run(shape, max(3 * max(shape.update_every), min(in_time, _MOST_STEADY)))
+    in_periods = min(_STEADY_PERIODS * math.lcm(*shape.update_every), _MOST_IN_PERIODS)
+    in_rounds = _STEADY_PERIODS * max(shape.update_every)
+    return steady_run(shape, max(in_rounds, in_periods, min(in_time, _MOST_STEADY)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +192,8 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: Emulat
         what = "schedule zb-h1 divides the backward of each operator, which one that sleeps cannot"
         raise UsageError(what, "emulate it with --compute real, or take another schedule")
     scaling = settings.scaling
-    _, *sent = sleeping_tensors(profile, plan.stage_nodes(profile), scaling)
-    largest = max((tensor.sizes(1)[1] * 4 for tensor in sent), default=_SMALLEST_MESSAGE_BYTES)
-    if largest < _SMALLEST_MESSAGE_BYTES:
+    largest = _largest_message_bytes(plan, profile, scaling)
+    if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
         raise UsageError(what, f"give --scale {max(1, int(scaling.scale * largest / _SMALLEST_MESSAGE_BYTES))} or less")
     minibatches = settings.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)

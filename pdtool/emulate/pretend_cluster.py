@@ -21,8 +21,10 @@ from pdtool.emulate.namespaces import configure
 from pdtool.errors import PdtoolError
 
 INTERFACE = "eth0"  # of each worker
-_MTU = 9000
-_BURST_BYTES = 2 * _MTU  # at once, however slow a link is: little beside a message
+_MTU = 4500
+BURST_BYTES = 2 * _MTU  # that a link which was idle sends at once, however slow it is: little beside a message
+_BURST_S = 3e-4  # and what a fast link sends in this time, by which the kernel may be late
+_WINDOW_PACKETS = 8  # that a connection may have under way, so that all have their share of a queue
 _HEADERS = 1.01  # what Ethernet, IP and TCP add to a full packet, and acknowledgements to the other way
 _QUEUE_BYTES = 1 << 30  # nothing is dropped: TCP would wait for 0.2 s before it sends it again
 
@@ -86,7 +88,8 @@ class PretendCluster:
                 f"link set dev {INTERFACE} gso_max_size {_MTU}",
                 f"addr add {self.address(worker)}/8 dev {INTERFACE}",
                 f"link set dev {INTERFACE} up",
-                f"route replace 10.0.0.0/8 dev {INTERFACE} src {self.address(worker)} congctl cubic",
+                f"route replace 10.0.0.0/8 dev {INTERFACE} src {self.address(worker)} congctl cubic quickack 1 "
+                f"cwnd lock {_WINDOW_PACKETS}",
             ],
         )
         configure("tc", [self._shape(INTERFACE, len(self.cluster.levels) - 1)])
@@ -117,8 +120,9 @@ class PretendCluster:
         ]
 
     def _shape(self, device: str, level: int) -> str:
-        bits_per_s = round(8 * _HEADERS * self.cluster.levels[level].bandwidth_bytes_per_s)
-        return f"qdisc add dev {device} root tbf rate {bits_per_s}bit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+        bytes_per_s = _HEADERS * self.cluster.levels[level].bandwidth_bytes_per_s
+        burst = max(BURST_BYTES, round(_BURST_S * bytes_per_s))
+        return f"qdisc add dev {device} root tbf rate {round(8 * bytes_per_s)}bit burst {burst} limit {_QUEUE_BYTES}"
 
 
 def _device_of(pid: int) -> str:

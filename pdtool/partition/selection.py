@@ -56,12 +56,12 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         simplest_plan = search.simplest_plan(optimum_s * (1 + margin)) or simplest_plan
     if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement, PATIENT):
         return Selected(simplest_plan, None, optimum_s * (1 + margin))
-    if search.options.straight or not margin:  # then the optimum by the formulas was asked for
-        selection = _Selection(search, [simplest_plan])
-        selection.simulate()
-        return selection.selected() or Selected(simplest_plan, None, optimum_s * (1 + margin))
     goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
-    selection = _Selection(search, [simplest_plan, *optima, *baselines])
+    is_one_kind = search.options.straight or not margin  # the optimum by the formulas was asked for
+    selection = _Selection(search, [simplest_plan] if is_one_kind else [simplest_plan, *optima, *baselines])
+    if not margin:
+        selection.simulate()
+        return selection.selected() or Selected(simplest_plan, None, goal_s)
     if is_too_large(simplest_plan.placement):
         selection.simulate_patiently(simplest_plan)
     if selection.lowest_bound_s > goal_s:

@@ -10,17 +10,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
+
+
+def commit() -> str:
+    """Return the commit of this tree, marked where files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=, changed"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
 
 @dataclass(frozen=True)
 class Results:
-    """The figures of a reproduction, one file for each; and the commands that gave them.
+    """The figures of a reproduction, one file for each, with the commit that they were measured at.
 
     Attributes:
         folder: of the files, and in `work/` of profiles, plans and runs.
+        commits: of the figures that were asked for.
     """
 
     folder: Path
-    commands: dict[str, list[str]] = field(default_factory=dict)
+    commits: set[str] = field(default_factory=set)
 
     @property
     def work(self) -> Path:
@@ -34,9 +43,11 @@ class Results:
         path = self.folder / f"{name}.json"
         if not path.exists():
             sys.stderr.write(f"measuring {name}\n")
-            figures = measure()
-            path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        return json.loads(path.read_text(encoding="utf-8"))
+            content = {"commit": commit(), "figures": measure()}
+            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        self.commits.add(kept["commit"])
+        return kept["figures"]
 
     def pdtool(self, *arguments: str) -> str:
         """Run a command of pdtool in the work folder; return what it writes on stdout.
@@ -55,7 +66,7 @@ class Results:
         name = "-".join([model, *(setting.replace("=", "") for setting in settings), device, str(batch_size)])
         path = f"profiles/{name}.json"
         if not (self.work / path).exists():
-            source = str(Path(__file__).parents[2] / "pdtool" / "zoo" / f"{model}.py")
+            source = str(ROOT / "pdtool" / "zoo" / f"{model}.py")
             options = [option for setting in settings for option in ("--set", setting)]
             self.pdtool("profile", source, "--device", device, "--batch-size", str(batch_size), *options, "-o", path)
         return path
