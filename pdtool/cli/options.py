@@ -111,6 +111,7 @@ target = click.option(
     help="Stop when the validation reaches it, as 'nll<=4' or 'accuracy>=0.98' (also <, > and =, where = means at most "
     "for loss and perplexity, else at least); exit with 6 when it does not.",
 )
+seed = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Fixes everything drawn.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifact itself on stdout.")
 
 

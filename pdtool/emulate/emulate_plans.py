@@ -98,6 +98,7 @@ class EmulationSettings:
             target the whole training set.
         epochs: at most.
         target: at which a model that computes is trained enough.
+        seed: fixes initial weights and the order of samples of a model that computes.
         timeout_s: how long a worker waits for another.
     """
 
@@ -105,6 +106,7 @@ class EmulationSettings:
     minibatches: int | None = None
     epochs: int = 2
     target: Target | None = None
+    seed: int = 0
     timeout_s: float = 300.0
 
 

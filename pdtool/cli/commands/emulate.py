@@ -54,6 +54,7 @@ _FACTORS = click.FloatRange(1, 1e6)
 @options.count("--minibatches", help="In an epoch, of which the second is measured.", unset="enough for steady state")
 @options.count("--epochs", help="Epochs at most; the first is to warm up.", unset="2", within=click.IntRange(2, 10_000))
 @options.target
+@options.seed
 @options.timeout("300s")
 @options.as_json
 def emulate(
@@ -67,6 +68,7 @@ def emulate(
     minibatches: int | None,
     epochs: int | None,
     target: str | None,
+    seed: int,
     timeout: str,
     as_json: bool,
 ) -> None:
@@ -101,6 +103,7 @@ def emulate(
         minibatches=minibatches,
         epochs=epochs or 2,
         target=Target.parse(target) if target else None,
+        seed=seed,
         timeout_s=parse_seconds(timeout),
     )
     for each in plans.values():
@@ -164,6 +167,7 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
         epochs=settings.epochs,
         steps=steps,
         target=settings.target,
+        seed=settings.seed,
         device="cpu",
         transport="gloo",
         threads=inputs.profile.threads,

@@ -43,7 +43,7 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
     unset="the whole training set",
 )
 @options.target
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Fixes everything drawn.")
+@options.seed
 @click.option(
     "--resume",
     is_flag=False,
