@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -43,6 +45,7 @@ def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
     assert Report.load(spec.out / "report.json") == report
     assert (report.config, report.epochs, report.minibatches) == ("2-1", 2, 7)
     assert (report.target, report.target_reached) == ("loss=0", False)
+    assert (report.cores, report.local_workers) == (os.cpu_count(), 3)
     assert report.metrics == {name: lines[-1][name] for name in ("loss", "accuracy")}
     assert [stage.replicas for stage in report.stages] == [2, 1]
     # stage 1 sends back 144 floats a sample; stage 0 as many forward, and an int64 label; each replica half of them
@@ -216,6 +219,15 @@ def test_the_report_compares_measured_with_simulated_time_where_the_plan_has_one
     ):
         changed = predicted.model_copy(update={"bottleneck_s": 2e-3, "simulated_s": simulated_s})
         assert line in list(report_view(report.model_copy(update={"predicted": changed})))
+
+
+def test_of_workers_that_shared_cores_no_error_of_the_prediction_is_given() -> None:
+    report = samples.report().model_copy(update={"cores": 2, "local_workers": 3})
+    lines = [line for line in report_view(report) if isinstance(line, str)]
+    assert any(re.fullmatch(r"per minibatch: \w+ \S+ ms, measured 4 ms", line) for line in lines)
+    assert "3 workers shared 2 core(s): on devices of their own they would be faster" in lines
+    for others in ({"local_workers": 2}, {"cores": None}):
+        assert not any("shared" in str(line) for line in report_view(report.model_copy(update=others)))
 
 
 def test_a_report_says_when_loading_slows_the_run() -> None:

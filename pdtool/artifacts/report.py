@@ -70,7 +70,12 @@ class Measured(FrozenModel):
 
 
 class Report(Artifact):
-    """`runs/.../report.json`."""
+    """`runs/.../report.json`.
+
+    Attributes:
+        cores: of the first machine; None where GPUs computed.
+        local_workers: that shared them.
+    """
 
     KIND: ClassVar[str] = "report"
     MAKER: ClassVar[str] = "pdtool run"
@@ -89,6 +94,13 @@ class Report(Artifact):
     predicted: Predicted | None
     measured: Measured
     stages: tuple[StageReport, ...]
+    cores: Count | None = None
+    local_workers: Count | None = None
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether workers computed on fewer cores than they are."""
+        return self.cores is not None and self.local_workers is not None and self.local_workers > self.cores
 
 
 class EmulatedPlan(FrozenModel):

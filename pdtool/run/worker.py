@@ -26,6 +26,7 @@ sent before those of the parameters are computed. The first stage loads in (1), 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -276,9 +277,17 @@ class Worker:
         measured = (str(self._assignment), self._measurements(), self._meter.events)
         workers = all_gather(measured, self._context.groups.world, "measurements")
         measurements = [measurements for _, measurements, _ in workers]
-        report = assemble_report(self._config, measurements, self.metrics, epochs=epochs, samples=samples)
+        is_on_gpu = self._context.device.type == "cuda"
+        report = assemble_report(
+            self._config,
+            measurements,
+            self.metrics,
+            epochs=epochs,
+            samples=samples,
+            cores=None if is_on_gpu else os.cpu_count(),
+            local_workers=self._context.local_workers,
+        )
         if self._assignment.rank == 0:
-            is_on_gpu = self._context.device.type == "cuda"
             events_of = {name: events for name, _, events in workers}
             trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
             write_atomically(self._config.out / "trace.json", json.dumps(trace))

@@ -74,6 +74,7 @@ class WorkerContext:
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device, local_workers: int) -> None:
         self.config, self.device, bundle = config, device, config.bundle
+        self.local_workers = local_workers
         self.assignment = assign_ranks(config.plan)[rank]
         self.status, self.meter = Status(config.out, self.assignment), WorkerMeter(device)
         self.groups = make_process_groups(config, device)

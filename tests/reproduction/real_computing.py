@@ -125,10 +125,10 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     cores = figures[0]["cores"]
     yield "## Prediction: simulated beside real computing\n"
     yield (
-        f"Models of the zoo, profiled on this machine with one thread, planned for {WORKERS} workers with the bandwidth "
-        f"that `pdtool probe` measures between them, and trained by `pdtool run` on {cores} cores. Measured over "
-        f"simulated time of {len(rows)} plans, of each the median of {len(rows[0][1]['measured_s'])} run(s): median "
-        f"error {median(map(abs, errors)):.1%} (wanted at most {WANTED_MEDIAN:.0%}), worst "
+        f"Models of the zoo, profiled on this machine with one thread, planned for {WORKERS} workers with the "
+        f"bandwidth that `pdtool probe` measures between them, and trained by `pdtool run` on {cores} cores. "
+        f"Measured over simulated time of {len(rows)} plans, of each the median of {len(rows[0][1]['measured_s'])} "
+        f"run(s): median error {median(map(abs, errors)):.1%} (wanted at most {WANTED_MEDIAN:.0%}), worst "
         f"{max(errors, key=abs):+.1%}.\n"
     )
     if cores < WORKERS:

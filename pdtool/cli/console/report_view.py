@@ -26,9 +26,11 @@ def report_view(report: Report) -> Lines:
     yield _prediction_table(report)
     measured = report.measured
     if report.predicted:
-        yield f"per minibatch: {_compared(report.predicted, measured.bottleneck_s)}"
+        yield f"per minibatch: {_compared(report.predicted, measured.bottleneck_s, is_crowded=report.is_crowded)}"
     else:
         yield f"per minibatch: measured {format_seconds(measured.bottleneck_s)}"
+    if report.is_crowded:
+        yield _crowded(report.local_workers, report.cores)
     yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
     yield "validation: " + ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     if report.target:
@@ -92,12 +94,15 @@ def _prediction_table(report: Report) -> Table:
     return table(columns, rows, title="per minibatch, and at most:")
 
 
-def _compared(predicted: Predicted, measured_s: float) -> str:
-    """Compare measured seconds with those of the simulation, or of the formulas if the plan was not simulated."""
+def _compared(predicted: Predicted, measured_s: float, *, is_crowded: bool) -> str:
+    """Compare measured seconds with those of the simulation, or of the formulas if the plan was not simulated.
+
+    Of workers that shared cores no error is given: the prediction is for workers that do not.
+    """
     source, predicted_s = "simulated", predicted.simulated_s
     if predicted_s is None:
         source, predicted_s = "predicted", predicted.bottleneck_s
-    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s else ""
+    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s and not is_crowded else ""
     return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
 
 
@@ -134,7 +139,7 @@ def emulation_view(emulation: Emulation) -> Lines:
         yield from _target_lines(emulation)
     if any(_is_crowded(emulation, plan) for plan in emulation.plans):
         workers = max(plan.workers for plan in emulation.plans)
-        yield f"{workers} workers shared {emulation.cores} core(s): on devices of their own they would be faster"
+        yield _crowded(workers, emulation.cores)
 
 
 def _target_lines(emulation: Emulation) -> Lines:
@@ -149,6 +154,10 @@ def _target_lines(emulation: Emulation) -> Lines:
         else:
             ratio = plan.training_s / own.training_s
             yield f"{plan.name}: {emulation.target} after {took}: {own.name} was {ratio:.3g} times as fast"
+
+
+def _crowded(workers: int | None, cores: int | None) -> str:
+    return f"{workers} workers shared {cores} core(s): on devices of their own they would be faster"
 
 
 def _is_crowded(emulation: Emulation, plan: EmulatedPlan) -> bool:

@@ -32,7 +32,14 @@ class WorkerMeasurements:
 
 
 def assemble_report(
-    config: RunConfig, workers: Sequence[WorkerMeasurements], metrics: Mapping[str, float], *, epochs: int, samples: int
+    config: RunConfig,
+    workers: Sequence[WorkerMeasurements],
+    metrics: Mapping[str, float],
+    *,
+    epochs: int,
+    samples: int,
+    cores: int | None,
+    local_workers: int,
 ) -> Report:
     """Return the report of a run.
 
@@ -40,6 +47,8 @@ def assemble_report(
         metrics: of the last validation.
         epochs: epochs trained in all, those before a resume included.
         samples: of an epoch.
+        cores: of this machine; None where GPUs compute.
+        local_workers: on this machine.
     """
     plan = config.plan
     timed = workers[0].epochs
@@ -63,6 +72,8 @@ def assemble_report(
             throughput_samples_per_s=plan.batch_size / time_per_minibatch_s if time_per_minibatch_s else 0.0,
         ),
         stages=tuple(_stage_report([w for w in workers if w.stage == s]) for s in range(plan.pipeline_depth)),
+        cores=cores,
+        local_workers=local_workers,
         digests=dict(config.bundle.digests),
     )
 
