@@ -10,7 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from multiprocessing.connection import Connection, wait
+import time
+from multiprocessing.connection import Connection
 
 from pdtool.cluster import make_cluster
 from pdtool.emulate.namespaces import check_tools, enter_own_network
@@ -19,6 +20,7 @@ from pdtool.machines import end_with_parent
 from pdtool.network_interfaces import GLOO_VARIABLE
 from pdtool.units import parse_bandwidth
 
+_POLL_S = 0.1
 _fork = multiprocessing.get_context("fork")
 
 
@@ -41,12 +43,11 @@ def main() -> None:
         pipes.append(pipe)
     for pipe in pipes:  # all links are there
         pipe.send(None)
-    while processes:
-        wait([process.sentinel for process in processes])
-        for process in [process for process in processes if not process.is_alive()]:
-            processes.remove(process)
-            if process.exitcode:
-                sys.exit(process.exitcode)  # and the others with this process
+    exit_codes = [None]  # sentinels are of no use: they close as the script begins
+    while None in exit_codes and not any(exit_codes):
+        time.sleep(_POLL_S)
+        exit_codes = [process.exitcode for process in processes]
+    sys.exit(next(filter(None, exit_codes), 0))  # and with this process the workers that are left
 
 
 def _be_worker(pretend: PretendCluster, rank: int, world_size: int, pipe: Connection, command: list[str]) -> None:
@@ -63,6 +64,7 @@ def _be_worker(pretend: PretendCluster, rank: int, world_size: int, pipe: Connec
         "MASTER_ADDR": pretend.address(0),
         "MASTER_PORT": "29500",
         "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # or torch warns that addresses have no names
         GLOO_VARIABLE: INTERFACE,
     }
     os.execve(sys.executable, [sys.executable, *command], {**os.environ, **variables})
