@@ -23,13 +23,13 @@ class Case:
     """A model of the paper on four servers with one device each.
 
     Attributes:
-        not_emulated: strategies whose messages would be less than a packet at the scale that the cores need.
+        emulated: the strategies that are emulated; all are simulated.
     """
 
     model: str
     bandwidth: str = "10Gbit/s"
     device: str = "v100"
-    not_emulated: tuple[str, ...] = ()
+    emulated: tuple[str, ...] = tuple(STRATEGIES)
 
     @property
     def name(self) -> str:
@@ -38,7 +38,12 @@ class Case:
 
 
 _TIMES = ("simulated_s", "emulated_s")
-CASES = (Case("VGG-16"), Case("GNMT-8", not_emulated=("hybrid",)), Case("S2VT", "40Gbit/s", "titan-x"))
+CASES = (
+    Case("VGG-16"),
+    # its hybrid stages exchange word numbers, which are less than a packet at the scale that the cores need
+    Case("GNMT-8", emulated=("data-parallel", "model-parallel", "gpipe")),
+    Case("S2VT", "40Gbit/s", "titanx", emulated=("data-parallel",)),
+)
 QUICK = CASES[:1]
 
 
@@ -51,7 +56,7 @@ def measure(results: Results, *, quick: bool) -> list[dict[str, Any]]:
 def _figures(results: Results, case: Case, rivals: tuple[str, ...]) -> dict[str, Any]:
     plan = results.plan(profile(results, case.model, case.device), "4", case.bandwidth, name=case.name)
     simulated = json.loads(results.pdtool("simulate", plan, "--against", ",".join(rivals), "--json"))
-    against = ",".join(name for name in rivals if name not in case.not_emulated)
+    against = ",".join(name for name in rivals if name in case.emulated)
     emulated = {run["name"]: run for run in results.emulation(plan, against)["plans"]}
     plans = []
     for name, each in zip(("this plan", *rivals), simulated["compared"], strict=True):

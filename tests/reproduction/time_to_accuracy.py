@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def _figures(results: Results, seed: int, target: float, epoch: tuple[str, ...])
         "seed": seed,
         "target": target,
         "config": "-".join(str(stage["replicas"]) for stage in planned["stages"]),
+        "one_worker_s": json.loads((results.work / planned["profile"]).read_text(encoding="utf-8"))["step_s"],
         "simulated_s": planned["predicted"]["simulated_s"],
         "ddp_simulated_s": WORKERS * (predicted["simulated_s"] or predicted["bottleneck_s"]),
         "pipeline": train_pipeline(results, path, MODEL, *asked, "--target", f"accuracy>={target}"),
@@ -130,7 +132,8 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     yield (
         f"The pipeline is there {median(sooner):.1f} times sooner (median of {len(figures)} seed(s); worst "
         f"{min(sooner):.1f}): the goal of {WANTED:g} is {kept}. Simulated: {first['simulated_s'] * 1e3:.4g} ms per "
-        f"update for the pipeline, {first['ddp_simulated_s'] * 1e3:.4g} ms for data parallelism.\n"
+        f"update for the pipeline, {first['ddp_simulated_s'] * 1e3:.4g} ms for data parallelism; one worker alone takes "
+        f"{first['one_worker_s'] * 1e3:.4g} ms.\n"
     )
 
 
