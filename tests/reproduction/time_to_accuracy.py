@@ -131,9 +131,9 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         f"The pipeline is there {median(sooner):.1f} times sooner (median of {len(figures)} seed(s); worst "
-        f"{min(sooner):.1f}): the goal of {WANTED:g} is {kept}. Simulated: {first['simulated_s'] * 1e3:.4g} ms per "
-        f"update for the pipeline, {first['ddp_simulated_s'] * 1e3:.4g} ms for data parallelism; one worker alone takes "
-        f"{first['one_worker_s'] * 1e3:.4g} ms.\n"
+        f"{min(sooner):.1f}): the goal of {WANTED:g} is {kept}. An update takes, simulated, "
+        f"{first['simulated_s'] * 1e3:.4g} ms in the pipeline and {first['ddp_simulated_s'] * 1e3:.4g} ms with data "
+        f"parallelism; one worker alone takes {first['one_worker_s'] * 1e3:.4g} ms.\n"
     )
 
 
