@@ -72,12 +72,14 @@ def test_what_distributed_data_parallel_and_a_pipeline_take_is_counted_within_ep
 
 def test_real_computing_is_compared_by_the_median_of_its_runs():
     plan = {"strategy": "straight", "config": "1-1", "simulated_s": 0.1}
+    plan |= {"predicted_stages_s": [0.1, 0.08], "measured_stages_s": [0.09, 0.1]}
     plans = [plan | {"measured_s": [0.3, 0.11, 0.1]}, plan | {"measured_s": [0.07]}]
     figures = [{"model": "net", "settings": ["width=2"], "batch_size": 8, "cores": 2, "plans": plans}]
     page = "\n".join(real_computing.page(figures))
     assert "median error 20.0%" in page
     assert "worst -30.0%" in page
-    assert "| net width=2 | 8 | straight | 1-1 | 100 | 110 | 100 to 300 | +10.0% |" in page
+    assert "| net width=2 | 8 | straight | 1-1 | 100 | 110 | 100 to 300 | +10.0% | -10%, +25% |" in page
+    assert "together are off by 5.6% (median)" in page
     assert "shared" not in page
     assert "2 workers shared 1 core(s)" in "\n".join(real_computing.page([figures[0] | {"cores": 1}]))
 
