@@ -12,10 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reproduction import bandwidth, prediction, slow_links, table1
+from reproduction import bandwidth, prediction, real_computing, rivals, slow_links, table1, time_to_accuracy
 from reproduction.results import ROOT, Results
 
-SECTIONS = {"slow-links": slow_links, "table1": table1, "bandwidth": bandwidth, "prediction": prediction}
+SECTIONS = {
+    "time-to-accuracy": time_to_accuracy,
+    "slow-links": slow_links,
+    "table1": table1,
+    "bandwidth": bandwidth,
+    "rivals": rivals,
+    "prediction": prediction,
+    "real-computing": real_computing,
+}
 
 
 def main() -> None:
@@ -32,12 +40,10 @@ def main() -> None:
     for name in arguments.only:
         figures = SECTIONS[name].measure(results, quick=arguments.quick)
         lines += SECTIONS[name].page(figures)
-        if name == "bandwidth":
-            picture = arguments.output.with_name("gain-against-bandwidth.svg")
-            bandwidth.plot(figures, str(picture))
-            lines.append(
-                f"![The gain of each model, on both clusters, falls to 1 as links get faster]({picture.name})\n"
-            )
+        if hasattr(SECTIONS[name], "plot"):
+            picture = arguments.output.with_name(SECTIONS[name].PICTURE)
+            SECTIONS[name].plot(figures, str(picture))
+            lines.append(f"![{SECTIONS[name].CAPTION}]({picture.name})\n")
     lines = [*head(results), *lines]
     arguments.output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     sys.stderr.write(f"wrote {arguments.output}\n")

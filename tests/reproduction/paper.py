@@ -35,7 +35,7 @@ class PaperCluster:
 CLUSTERS = {
     "A": PaperCluster("v100", "10Gbit/s", "12GB/s"),  # PCI Express 3.0 x16
     "B": PaperCluster("v100", "25Gbit/s", "20GB/s"),  # NVLink
-    "C": PaperCluster("titan-x", "40Gbit/s", "12GB/s"),
+    "C": PaperCluster("titanx", "40Gbit/s", "12GB/s"),
 }
 
 
