@@ -1,7 +1,9 @@
 """What a worker says of the user's data and optimizer."""
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -403,6 +405,46 @@ def test_a_step_count_is_resumed_where_the_optimizer_keeps_it(tmp_path, options,
     resumed.load({"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}})
     state = resumed.optimizer.state[model["w"]]
     assert {key: value.device.type for key, value in state.items()} == {"step": device, "exp_avg": "meta"}
+
+
+_NOISE = "torch.randn(2) + random.random() + numpy.random.rand()"
+_NOISY_UPDATE = f"""import random
+def after_update(named_parameters, update):
+    for _, p in named_parameters:
+        p.add_({_NOISE})
+"""
+_NOISY_OPTIMIZER = f"""import random
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.add_({_NOISE})
+def optimizer(named): return Noisy([p for _, p in named], lr=0.1)
+"""
+
+
+@pytest.mark.parametrize("more", [_NOISY_UPDATE, _NOISY_OPTIMIZER], ids=["after_update", "optimizer"])
+def test_updates_draw_the_same_numbers_at_all_replicas_and_in_a_resumed_run(tmp_path, more):
+    """Whatever a replica drew before, for minibatches of its own."""
+    file = load(tmp_path, more=more)
+    replicas = [parameters() for _ in range(3)]
+    one, other, resumed = (NamedOptimizer(file, model, model, seed=5) for model in replicas)
+    for optimizer in (one, one, other, other):
+        torch.rand(1), random.random(), np.random.rand()
+        optimizer.step()
+    with torch.no_grad():  # as if loaded from the checkpoint after the first update, which was the same for all
+        first = parameters()
+        NamedOptimizer(file, first, first, seed=5).step()
+        for name, p in replicas[2].items():
+            p.copy_(first[name])
+    resumed.updates = 1
+    resumed.step()
+    for name, p in replicas[0].items():
+        assert torch.equal(p, replicas[1][name])
+        assert torch.equal(p, replicas[2][name])
+    changes = [p - first[name] for name, p in replicas[0].items()]
+    assert not torch.equal(changes[0], changes[1]), "each parameter has numbers of its own"
+    assert not torch.equal(changes[0], first["body.weight"] - 1), "so has each update"
 
 
 def test_a_schedule_that_fails_names_its_line(tmp_path):

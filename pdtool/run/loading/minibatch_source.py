@@ -18,6 +18,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import tee
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from pdtool.errors import WorkerDiedError
 from pdtool.machines import end_with_parent
-from pdtool.run.data import DataPass, seed_generators
+from pdtool.run.data import DataPass
 from pdtool.run.loading.load_tasks import LoadedMinibatch, LoadTask, LoadTasks, TaskDataset
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.processes.worker_end import describe_end
@@ -97,9 +98,9 @@ class MinibatchSource:
         left = next(self._awaited, None)
         assert left is None, f"{left} was to be loaded and never asked for"
         self._tasks.begin_pass(data, minibatches)
-        self._awaited = iter(self._tasks)
+        self._awaited, tasks = tee(self._tasks)
         if self._loader is None:
-            self._iterator = map(self._dataset.__getitem__, self._tasks)
+            self._iterator = map(self._dataset.__getitem__, tasks)
         elif minibatches:
             if not self._keeps_workers:
                 self._iterator, self._processes = iter(()), []  # those of the pass before end
@@ -119,7 +120,6 @@ class MinibatchSource:
         if isinstance(loaded, BaseException):
             self._kill()
             raise loaded
-        seed_generators(task.seed)  # so that their state after loading does not depend on who has loaded
         return loaded
 
     def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:

@@ -113,6 +113,7 @@ class StageBuilder:
             RunLength(config.epochs, updates),
             config.delay_compensation,
             self._delays[s],
+            config.seed,
         )
 
     def _unused_state(self, s: int, stage: PipelineStage, saved_names: Sequence[str]) -> dict[str, Tensor]:

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.run.config import derive_seed
+from pdtool.run.data import seed_generators
 from pdtool.run.weights.delay_compensation import CompensatedSteps, DelayCompensation
 from pdtool.run.weights.learning_rate import LearningRateSchedule, RunLength
 
@@ -34,6 +36,8 @@ class NamedOptimizer:
         parameters: those of them that are stepped here, by their names in a stage.
         length: of the run, in updates of these parameters.
         compensation: for steps that come `delay` updates late.
+        seed: of the run. An optimizer of the user's own, and after_update(), draw random numbers that follow from it,
+            the update and the parameters alone: the same at all replicas and holders, and in a resumed run.
 
     Attributes:
         optimizer: None where nothing is trained: all parameters are frozen, or the user's optimizer takes none of them.
@@ -49,13 +53,15 @@ class NamedOptimizer:
         length: RunLength | None = None,
         compensation: DelayCompensation | None = None,
         delay: int = 0,
+        seed: int = 0,
     ) -> None:
-        self._file, self.parameters = file, dict(parameters)
+        self._file, self.parameters, self._seed = file, dict(parameters), seed
         self.updates, self._has_warned = 0, False
         self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
         self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
+        self._may_draw = file.has("after_update") or not type(self.optimizer).__module__.startswith("torch.optim.")
 
     @property
     def schedule_warning(self) -> str:
@@ -68,6 +74,9 @@ class NamedOptimizer:
         Raises:
             ModelError: the optimizer or the learning-rate schedule cannot be stepped after each update.
         """
+        if self._may_draw and self.parameters:
+            device = next(iter(self.parameters.values())).device
+            seed_generators(derive_seed(self._seed, "update", self.updates, *self.parameters), device)
         if self.optimizer:
             try:
                 self.steps.step(self.optimizer, self.updates)
