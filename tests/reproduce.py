@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reproduction import bandwidth, prediction, table1
+from reproduction import bandwidth, depth, learning, prediction, table1
 from reproduction.results import Results
 
-SECTIONS = {"table1": table1, "bandwidth": bandwidth, "prediction": prediction}
+SECTIONS = {"table1": table1, "bandwidth": bandwidth, "prediction": prediction, "learning": learning, "depth": depth}
 ROOT = Path(__file__).parent.parent
 
 
@@ -32,14 +32,13 @@ def main() -> None:
     results = Results(arguments.keep.resolve() / ("quick" if arguments.quick else "full"))
     lines = list(head())
     for name in arguments.only:
-        figures = SECTIONS[name].measure(results, quick=arguments.quick)
-        lines += SECTIONS[name].page(figures)
-        if name == "bandwidth":
-            picture = arguments.output.with_name("gain-against-bandwidth.svg")
-            bandwidth.plot(figures, str(picture))
-            lines.append(
-                f"![The gain of each model, on both clusters, falls to 1 as links get faster]({picture.name})\n"
-            )
+        section = SECTIONS[name]
+        figures = section.measure(results, quick=arguments.quick)
+        lines += section.page(figures)
+        if hasattr(section, "PICTURE"):
+            file, words = section.PICTURE
+            section.plot(figures, str(arguments.output.with_name(file)))
+            lines.append(f"![{words}]({file})\n")
     arguments.output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     sys.stderr.write(f"wrote {arguments.output}\n")
 

@@ -10,6 +10,7 @@ import yaml
 from reproduction.paper import CLUSTERS, MODELS, profile
 from reproduction.results import Results
 
+PICTURE = ("gain-against-bandwidth.svg", "The gain of each model, on both clusters, falls to 1 as links get faster")
 RATES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # Gbit/s
 TOPOLOGIES = {"4x4": "A", "2x8": "B"}
 EMULATED = {("VGG-16", "4x4"): (2, 10), ("ResNet-50", "4x4"): (1,), ("GNMT-8", "2x8"): (2, 20)}
