@@ -1,3 +1,147 @@
-"""Depth: what more stages, and more minibatches in flight, give and cost (the paper's section 5.5)."""
+"""Depth: what more stages, and more minibatches in flight, give and cost (the paper's section 5.5).
+
+Throughput and memory are those of straight plans at paper size, simulated; epochs are those of a small task, replayed.
+"""
 
 from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from statistics import median_low
+from typing import Any
+
+import yaml
+
+from reproduction.learning import SEEDS, Figures, Measurement, one_thread, train_all
+from reproduction.learning_tasks import TASKS, WORKERS
+from reproduction.paper import profile
+from reproduction.results import Results
+
+PICTURE = ("depth.svg", "Throughput, memory and epochs against the number of stages, and of minibatches in flight")
+MODELS = ("VGG-16", "GNMT-8")
+COUNTS = range(1, 9)  # of stages; and of minibatches in flight at the first of four stages
+TASK = "digits"
+_BANDWIDTH = "10Gbit/s"
+_QUICK_COUNTS = (1, 2, 4)
+
+
+def measure(results: Results, *, quick: bool) -> Figures:
+    """Simulate and train at every depth; a result for each model and side, and for each training."""
+    models, counts, seeds = (MODELS[:1], _QUICK_COUNTS, SEEDS[:1]) if quick else (MODELS, tuple(COUNTS), SEEDS)
+    suffix = "-quick" if quick else ""
+    figures: Figures = {"counts": counts, "stages": {}, "in_flight": {}}
+    for model in models:
+        name = model.lower()
+        figures["stages"][model] = results.get(
+            f"depth-stages-{name}{suffix}", lambda model=model: [_of_stages(results, model, n) for n in counts]
+        )
+        figures["in_flight"][model] = results.get(
+            f"depth-in-flight-{name}{suffix}", lambda model=model: [_of_in_flight(results, model, m) for m in counts]
+        )
+    wanted = [_training(kind, count, seed) for seed in seeds for kind in ("stages", "in_flight") for count in counts]
+    with one_thread():
+        trained = iter(train_all(results, wanted))
+    runs = [(kind, next(trained)["epochs"]) for _ in seeds for kind in ("stages", "in_flight") for _ in counts]
+    for kind in ("stages", "in_flight"):
+        epochs = [reached for this, reached in runs if this == kind]
+        figures[f"{kind}_epochs"] = [epochs[i :: len(counts)] for i in range(len(counts))]
+    return figures
+
+
+def _training(kind: str, count: int, seed: int) -> Measurement:
+    """The task with so many stages, or with so many minibatches in flight in the usual number of stages."""
+    if count == 1:  # each minibatch meets the newest weights
+        return Measurement(TASK, "one-process", seed)
+    if kind == "stages":
+        return Measurement(TASK, "stash", seed, stages=count)
+    return Measurement(TASK, "stash", seed, in_flight=count)
+
+
+def _of_stages(results: Results, model: str, stages: int) -> dict[str, Any]:
+    predicted, in_flight = _plan(results, model, stages)[1:]
+    return {
+        "throughput": predicted["throughput_samples_per_s"],
+        "memory_bytes": max(predicted["memory_bytes"]),
+        "in_flight": in_flight,
+    }
+
+
+def _of_in_flight(results: Results, model: str, in_flight: int) -> dict[str, Any]:
+    """Edit the plan, as a user may, and simulate it."""
+    path, _, planned = _plan(results, model, WORKERS)
+    plan = yaml.safe_load((results.work / path).read_text(encoding="utf-8"))
+    for s, stage in enumerate(plan["stages"]):
+        stage["in_flight"] = max(1, in_flight - s)
+    edited = path.replace(".yaml", f"-in-flight-{in_flight}.yaml")
+    (results.work / edited).write_text(yaml.safe_dump(plan, sort_keys=False), encoding="utf-8")
+    simulated = json.loads(results.pdtool("simulate", edited, "--against", "", "--json"))
+    return {
+        "throughput": simulated["throughput_samples_per_s"],
+        "memory_bytes": max(worker["memory_bytes"] for worker in simulated["workers"]),
+        "in_flight": planned,
+    }
+
+
+def _plan(results: Results, model: str, stages: int) -> tuple[str, dict[str, Any], int]:
+    """Return the path of a straight plan, what it predicts, and its minibatches in flight."""
+    strategy = ("--strategy", "straight" if stages > 1 else "data-parallel", "--memory", "none")
+    name = f"depth-{model.lower()}-{stages}"
+    path = results.plan(profile(results, model, "v100"), str(stages), _BANDWIDTH, *strategy, name=name)
+    plan = yaml.safe_load((results.work / path).read_text(encoding="utf-8"))
+    return path, plan["predicted"], plan["stages"][0]["in_flight"]
+
+
+def page(figures: Figures) -> Iterator[str]:
+    """The section of the page."""
+    yield "## Depth: stages, and minibatches in flight\n"
+    yield (
+        f"Straight pipelines of {' and '.join(figures['stages'])} on V100 with {_BANDWIDTH} between them, no limit of "
+        "memory: simulated throughput, and the memory of the fullest worker. Epochs: the median over the seeds until "
+        f"{TASK} ({TASKS[TASK].target}) is learned by as many stages with weight stashing.\n"
+    )
+    yield from _table("stages", figures)
+    in_flight = " and ".join(f"{points[0]['in_flight']} ({model})" for model, points in figures["in_flight"].items())
+    yield (
+        f"With {WORKERS} stages, by minibatches in flight at the first stage, each later stage one less; the planner "
+        f"takes {in_flight}. With one, stages take turns.\n"
+    )
+    yield from _table("in_flight", figures)
+
+
+def _table(kind: str, figures: Figures) -> Iterator[str]:
+    columns = " | ".join(f"{model}, samples/s | memory, GB" for model in figures[kind])
+    yield f"| {kind.replace('_', ' ')} | {columns} | epochs |"
+    yield "|---|" + "---|---|" * len(figures[kind]) + "---|"
+    for i, (count, epochs) in enumerate(zip(figures["counts"], figures[f"{kind}_epochs"], strict=True)):
+        points = [points[i] for points in figures[kind].values()]
+        cells = " | ".join(f"{point['throughput']:.4g} | {point['memory_bytes'] / 1e9:.3g}" for point in points)
+        yield f"| {count} | {cells} | {_median(epochs)} |"
+    yield ""
+
+
+def _median(epochs: list[int | None]) -> str:
+    middle = median_low(sorted(math.inf if reached is None else reached for reached in epochs))
+    return f"not in {TASKS[TASK].max_epochs}" if middle == math.inf else f"{middle:g}"
+
+
+def plot(figures: Figures, path: str) -> None:
+    """Draw throughput and memory of each model, and epochs, for both tables."""
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(12, 7), layout="constrained")
+    quantities = (("throughput", 1.0, "samples/s"), ("memory_bytes", 1e-9, "memory of the fullest worker, GB"))
+    for row, kind in zip(picture.subplots(2, 3), ("stages", "in_flight"), strict=True):
+        for axes, (name, factor, label) in zip(row, quantities, strict=False):
+            for model, points in figures[kind].items():
+                axes.plot(figures["counts"], [point[name] * factor for point in points], "o-", label=model)
+            axes.set(ylabel=label, ylim=(0, None))
+            axes.legend()
+        for count, epochs in zip(figures["counts"], figures[f"{kind}_epochs"], strict=True):
+            reached = [each for each in epochs if each is not None]
+            row[2].plot([count] * len(reached), reached, "o", color="C0")
+        row[2].set(ylabel=f"epochs to {TASKS[TASK].target} ({TASK}), each seed", ylim=(0, None))
+        for axes in row:
+            axes.set_xlabel("stages" if kind == "stages" else f"minibatches in flight, {WORKERS} stages")
+            axes.grid(visible=True, alpha=0.3)
+    picture.savefig(path, metadata={"Date": None})

@@ -41,18 +41,24 @@ class Measurement:
 
     Attributes:
         rate_factor: of the task's learning rate.
+        stages: of a method that has several.
+        in_flight: minibatches in flight at the first stage, one less at each that follows; 0: as many as stages.
     """
 
     task: str
     method: str
     seed: int
     rate_factor: float = 1.0
+    stages: int = WORKERS
+    in_flight: int = 0
 
     @property
     def name(self) -> str:
         """Of its file."""
         rate = "" if self.rate_factor == 1.0 else f"-rate-{self.rate_factor:g}"
-        return f"learning-{self.task}-{self.method}-{self.seed}{rate}"
+        stages = "" if self.stages == WORKERS else f"-{self.stages}-stages"
+        in_flight = f"-{self.in_flight}-in-flight" if self.in_flight not in (0, self.stages) else ""
+        return f"learning-{self.task}-{self.method}-{self.seed}{rate}{stages}{in_flight}"
 
 
 def measure(results: Results, *, quick: bool) -> Figures:
@@ -105,8 +111,14 @@ def _computed(results: Results, processes: ProcessPoolExecutor, wanted: Measurem
     if wanted.method == "flush" and not task.has_batch_norm:  # the same computation
         figures = _trained(results, processes, Measurement(wanted.task, "data-parallel", wanted.seed))
         return {name: figures[name] for name in ("epochs", "updates", "curve", "losses", "diverged")}
-    stages = stage_of_modules(results, wanted.task, method)
-    case = Case(task=task, method=method, seed=wanted.seed, stage_of=stages, rate_factor=wanted.rate_factor)
+    case = Case(
+        task=task,
+        method=method,
+        seed=wanted.seed,
+        stage_of=stage_of_modules(results, wanted.task, method, wanted.stages),
+        in_flight=tuple(max(1, wanted.in_flight - s) for s in range(wanted.stages)) if wanted.in_flight else (),
+        rate_factor=wanted.rate_factor,
+    )
     return processes.submit(train, case).result()
 
 

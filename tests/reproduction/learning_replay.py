@@ -132,7 +132,8 @@ class Training:
         return value
 
     def _optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
-        optimizer = self._file.optimizer(list(named_parameters))
+        unused = ("unused", nn.Parameter(torch.zeros(())))  # for a stage without parameters
+        optimizer = self._file.optimizer(list(named_parameters) or [unused])
         for group in optimizer.param_groups:
             group["lr"] *= self.case.rate_factor
         return optimizer

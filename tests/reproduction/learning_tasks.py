@@ -61,7 +61,7 @@ TASKS = {
     ),
     "mnist": Task(
         words="MNIST-5k at half its size, a small VGG",
-        source=_MODELS / "mnist_vgg.py",
+        source=_MODELS / "small_vgg.py",
         target="accuracy>=0.95",
         max_epochs=12,
     ),
