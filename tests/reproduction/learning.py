@@ -10,14 +10,22 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from statistics import median, median_low
 from typing import Any
 
 from reproduction.learning_runs import compare, comparison_lines
-from reproduction.learning_tasks import CORRECTIONS, METHODS, TASKS, WORKERS, stage_of_modules
+from reproduction.learning_tasks import (
+    CORRECTIONS,
+    METHODS,
+    ONE_UPDATE_LATE,
+    TASKS,
+    WORKERS,
+    replayed_as,
+    stage_of_modules,
+)
 from reproduction.results import Results
 
 PICTURE = ("learning-curves.svg", "The target metric of each task after each epoch, for all methods")
@@ -60,6 +68,12 @@ class Measurement:
         in_flight = f"-{self.in_flight}-in-flight" if self.in_flight not in (0, self.stages) else ""
         return f"learning-{self.task}-{self.method}-{self.seed}{rate}{stages}{in_flight}"
 
+    @property
+    def original(self) -> Measurement:
+        """The one with the same outcome that is trained; this one, if there is none in the table."""
+        method = replayed_as(TASKS[self.task], self.method)
+        return replace(self, method=method) if method in METHODS else self
+
 
 def measure(results: Results, *, quick: bool) -> Figures:
     """Train everything, first with the first seed; two trainings at a time, each on one core."""
@@ -86,31 +100,27 @@ def one_thread() -> Iterator[None]:
 
 
 def train_all(results: Results, measurements: list[Measurement]) -> list[Figures]:
-    """Return the figures of each training, in order."""
-    with spawned() as processes, ThreadPoolExecutor(_PROCESSES) as threads:
-        return list(threads.map(partial(_trained, results, processes), measurements))
-
-
-@contextmanager
-def spawned() -> Iterator[ProcessPoolExecutor]:
-    """Processes that keep what they have imported and read."""
-    with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as processes:
-        yield processes
+    """Return the figures of each training, in order; those that others are copied from are trained first."""
+    ordered = sorted(measurements, key=lambda each: each.original != each)
+    spawned = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"))  # they keep what they have read
+    with spawned as processes, ThreadPoolExecutor(_PROCESSES) as threads:
+        trained = dict(zip(ordered, threads.map(partial(_trained, results, processes), ordered), strict=True))
+    return [trained[each] for each in measurements]
 
 
 def _trained(results: Results, processes: ProcessPoolExecutor, wanted: Measurement) -> Figures:
     about = {"task": wanted.task, "method": wanted.method, "seed": wanted.seed, "rate_factor": wanted.rate_factor}
-    figures: Figures = results.get(wanted.name, lambda: about | _computed(results, processes, wanted))
+    figures: Figures = results.get(wanted.name, lambda: _computed(results, processes, wanted) | about)
     return figures
 
 
 def _computed(results: Results, processes: ProcessPoolExecutor, wanted: Measurement) -> Figures:
     from reproduction.learning_replay import Case, train
 
-    task, method = TASKS[wanted.task], METHODS[wanted.method]
-    if wanted.method == "flush" and not task.has_batch_norm:  # the same computation
-        figures = _trained(results, processes, Measurement(wanted.task, "data-parallel", wanted.seed))
-        return {name: figures[name] for name in ("epochs", "updates", "curve", "losses", "diverged")}
+    if wanted.original != wanted:
+        return _trained(results, processes, wanted.original)
+    task = TASKS[wanted.task]
+    method = METHODS.get(replayed_as(task, wanted.method), ONE_UPDATE_LATE)
     case = Case(
         task=task,
         method=method,
@@ -132,8 +142,7 @@ def page(figures: Figures) -> Iterator[str]:
         f"Epochs, and in brackets updates, until a validation reaches the target: the median of {len(seeds)} seed(s), "
         f"and from which to which. {WORKERS} workers; pipelines have {WORKERS} stages. An update has as many samples "
         "for every method: data parallelism, flush and 2BW take a quarter of them in each minibatch. A training that "
-        "did not reach the target was ended after the epochs named. Without batch norm a flush computes the same as "
-        "data parallelism, and was not trained again.\n"
+        "did not reach the target was ended after the epochs named.\n"
     )
     for name in tasks:
         task = TASKS[name]
@@ -152,6 +161,11 @@ def page(figures: Figures) -> Iterator[str]:
     yield (
         "The learning rate of a task was chosen once, with one process alone, before the other methods were trained; "
         "the last rows show how others do there. All other hyper-parameters are the same for all methods, too.\n"
+    )
+    yield (
+        "Not trained again was what comes to the same weights but for rounding: asynchronous data parallelism, which "
+        f"applies each gradient {WORKERS - 1} updates late as vertical sync does; and, without batch norm, data "
+        "parallelism and flush, which are one process, and 2BW in whole minibatches, one update late.\n"
     )
     yield from (_verdict(task, usual) for task in tasks if "stash" in methods)
     yield ""

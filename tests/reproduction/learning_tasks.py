@@ -143,7 +143,21 @@ METHODS = {
     "weight-prediction": Method(label="stashing, weight-prediction", correction="weight-prediction"),
     "nesterov": Method(label="stashing, nesterov", correction="nesterov"),
 }
+ONE_UPDATE_LATE = Method(label="one update late", strategy="async-data-parallel", workers=2, in_flight=2)
 CORRECTIONS = tuple(name for name, method in METHODS.items() if method.correction)
+
+
+def replayed_as(task: Task, method: str) -> str:
+    """Return the method that trains a task to the same weights, but for rounding, with the least work.
+
+    Vertical sync and asynchronous data parallelism apply each gradient WORKERS - 1 updates late, whatever the stage.
+    Without batch norm it makes no difference in how many parts an update's samples go through the model.
+    """
+    if method == "async-data-parallel":
+        return "vertical-sync"
+    if task.has_batch_norm:
+        return method
+    return {"data-parallel": "one-process", "flush": "one-process", "2bw": "one-update-late"}.get(method, method)
 
 
 def plan_of(results: Results, name: str, method: Method, workers: int = 0) -> str:
