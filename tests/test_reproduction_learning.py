@@ -66,8 +66,11 @@ def test_the_page_of_learning_says_when_the_goal_is_met_or_cannot_be_told() -> N
 
 def test_the_page_of_depth_has_a_row_for_each_count() -> None:
     points = [{"throughput": 100.0 * n, "memory_bytes": 2e9 * n, "in_flight": 4} for n in (1, 2)]
-    sides = {"stages": {"VGG-16": points}, "in_flight": {"VGG-16": points}}
-    figures = {"counts": (1, 2), **sides, "stages_epochs": [[3, 5, 4], [None, None, 4]], "in_flight_epochs": [[3], [6]]}
+    common = {"counts": (1, 2), "points": {"VGG-16": points}}
+    figures = {
+        "stages": common | {"epochs": [[3, 5, 4], [None, None, 4]]},
+        "in_flight": common | {"epochs": [[3], [6]]},
+    }
     page = "\n".join(depth.page(figures))
-    for row in ("| 1 | 100 | 2 | 4 |", "| 2 | 200 | 4 | not in 12 |", "| 2 | 200 | 4 | 6 |", "takes 4 (VGG-16)"):
+    for row in ("| 1 | 100 | 2 | 4 |", "| 2 | 200 | 4 | not in 12 |", "| 2 | 200 | 4 | 6 |", "takes 4 for VGG-16"):
         assert row in page

@@ -14,39 +14,32 @@ from typing import Any
 import yaml
 
 from reproduction.learning import SEEDS, Figures, Measurement, one_thread, train_all
-from reproduction.learning_tasks import TASKS, WORKERS
+from reproduction.learning_tasks import TASKS, WORKERS, in_flight_of_stages
 from reproduction.paper import profile
 from reproduction.results import Results
 
 PICTURE = ("depth.svg", "Throughput, memory and epochs against the number of stages, and of minibatches in flight")
 MODELS = ("VGG-16", "GNMT-8")
-COUNTS = range(1, 9)  # of stages; and of minibatches in flight at the first of four stages
+COUNTS = {"stages": tuple(range(1, 9)), "in_flight": (1, 2, 3, 4, 6, 8, 12)}  # the latter at the first stage
 TASK = "digits"
 _BANDWIDTH = "10Gbit/s"
-_QUICK_COUNTS = (1, 2, 4)
+_QUICK_COUNTS = {"stages": (1, 4), "in_flight": (1, 4)}
 
 
 def measure(results: Results, *, quick: bool) -> Figures:
-    """Simulate and train at every depth; a result for each model and side, and for each training."""
-    models, counts, seeds = (MODELS[:1], _QUICK_COUNTS, SEEDS[:1]) if quick else (MODELS, tuple(COUNTS), SEEDS)
-    suffix = "-quick" if quick else ""
-    figures: Figures = {"counts": counts, "stages": {}, "in_flight": {}}
-    for model in models:
-        name = model.lower()
-        figures["stages"][model] = results.get(
-            f"depth-stages-{name}{suffix}", lambda model=model: [_of_stages(results, model, n) for n in counts]
-        )
-        figures["in_flight"][model] = results.get(
-            f"depth-in-flight-{name}{suffix}", lambda model=model: [_of_in_flight(results, model, m) for m in counts]
-        )
-    wanted = [_training(kind, count, seed) for seed in seeds for kind in ("stages", "in_flight") for count in counts]
+    """Simulate and train at every depth, one result each."""
+    models, counts, seeds = (MODELS[:1], _QUICK_COUNTS, SEEDS[:1]) if quick else (MODELS, COUNTS, SEEDS)
+    cases = [(kind, count, seed) for seed in seeds for kind in counts for count in counts[kind]]
     with one_thread():
-        trained = iter(train_all(results, wanted))
-    runs = [(kind, next(trained)["epochs"]) for _ in seeds for kind in ("stages", "in_flight") for _ in counts]
-    for kind in ("stages", "in_flight"):
-        epochs = [reached for this, reached in runs if this == kind]
-        figures[f"{kind}_epochs"] = [epochs[i :: len(counts)] for i in range(len(counts))]
-    return figures
+        trained = dict(zip(cases, train_all(results, [_training(*case) for case in cases]), strict=True))
+    return {
+        kind: {
+            "counts": several,
+            "points": {model: [_point(results, kind, model, count) for count in several] for model in models},
+            "epochs": [[trained[kind, count, seed]["epochs"] for seed in seeds] for count in several],
+        }
+        for kind, several in counts.items()
+    }
 
 
 def _training(kind: str, count: int, seed: int) -> Measurement:
@@ -55,7 +48,14 @@ def _training(kind: str, count: int, seed: int) -> Measurement:
         return Measurement(TASK, "one-process", seed)
     if kind == "stages":
         return Measurement(TASK, "stash", seed, stages=count)
-    return Measurement(TASK, "stash", seed, in_flight=count)
+    return Measurement(TASK, "stash", seed, in_flight=0 if count == WORKERS else count)
+
+
+def _point(results: Results, kind: str, model: str, count: int) -> dict[str, Any]:
+    simulated = {"stages": _of_stages, "in_flight": _of_in_flight}[kind]
+    name = f"depth-{model}-{count}-{kind}".lower().replace("_", "-")
+    figures: dict[str, Any] = results.get(name, lambda: simulated(results, model, count))
+    return figures
 
 
 def _of_stages(results: Results, model: str, stages: int) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def _of_in_flight(results: Results, model: str, in_flight: int) -> dict[str, Any
     """Edit the plan, as a user may, and simulate it."""
     path, _, planned = _plan(results, model, WORKERS)
     plan = yaml.safe_load((results.work / path).read_text(encoding="utf-8"))
-    for s, stage in enumerate(plan["stages"]):
-        stage["in_flight"] = max(1, in_flight - s)
+    for stage, count in zip(plan["stages"], in_flight_of_stages(in_flight, WORKERS), strict=True):
+        stage["in_flight"] = count
     edited = path.replace(".yaml", f"-in-flight-{in_flight}.yaml")
-    (results.work / edited).write_text(yaml.safe_dump(plan, sort_keys=False), encoding="utf-8")
+    (results.work / edited).write_text(yaml.safe_dump(plan, sort_keys=False, explicit_end=True), encoding="utf-8")
     simulated = json.loads(results.pdtool("simulate", edited, "--against", "", "--json"))
     return {
         "throughput": simulated["throughput_samples_per_s"],
@@ -94,27 +94,30 @@ def _plan(results: Results, model: str, stages: int) -> tuple[str, dict[str, Any
 
 def page(figures: Figures) -> Iterator[str]:
     """The section of the page."""
+    models = figures["in_flight"]["points"]
     yield "## Depth: stages, and minibatches in flight\n"
     yield (
-        f"Straight pipelines of {' and '.join(figures['stages'])} on V100 with {_BANDWIDTH} between them, no limit of "
-        "memory: simulated throughput, and the memory of the fullest worker. Epochs: the median over the seeds until "
-        f"{TASK} ({TASKS[TASK].target}) is learned by as many stages with weight stashing.\n"
+        f"Straight pipelines of {' and '.join(models)} on V100 with {_BANDWIDTH} between them, no limit of memory: "
+        "simulated throughput with the minibatches in flight that the planner takes, and the memory of the fullest "
+        f"worker. Epochs: the median over the seeds until {TASK} ({TASKS[TASK].target}) is learned with weight "
+        "stashing, as many stages, and as many minibatches in flight as stages.\n"
     )
-    yield from _table("stages", figures)
-    in_flight = " and ".join(f"{points[0]['in_flight']} ({model})" for model, points in figures["in_flight"].items())
+    yield from _table("stages", figures["stages"])
+    planned = " and ".join(f"{points[0]['in_flight']} for {model}" for model, points in models.items())
     yield (
-        f"With {WORKERS} stages, by minibatches in flight at the first stage, each later stage one less; the planner "
-        f"takes {in_flight}. With one, stages take turns.\n"
+        f"With {WORKERS} stages, by minibatches in flight at the first stage, evenly fewer at later ones and one at "
+        f"the last. PipeDream's number is {WORKERS}; the planner takes {planned}, to hide messages. With one, stages "
+        "take turns.\n"
     )
-    yield from _table("in_flight", figures)
+    yield from _table("in flight", figures["in_flight"])
 
 
-def _table(kind: str, figures: Figures) -> Iterator[str]:
-    columns = " | ".join(f"{model}, samples/s | memory, GB" for model in figures[kind])
-    yield f"| {kind.replace('_', ' ')} | {columns} | epochs |"
-    yield "|---|" + "---|---|" * len(figures[kind]) + "---|"
-    for i, (count, epochs) in enumerate(zip(figures["counts"], figures[f"{kind}_epochs"], strict=True)):
-        points = [points[i] for points in figures[kind].values()]
+def _table(title: str, figures: Figures) -> Iterator[str]:
+    columns = " | ".join(f"{model}, samples/s | memory, GB" for model in figures["points"])
+    yield f"| {title} | {columns} | epochs |"
+    yield "|---|" + "---|---|" * len(figures["points"]) + "---|"
+    for i, (count, epochs) in enumerate(zip(figures["counts"], figures["epochs"], strict=True)):
+        points = [points[i] for points in figures["points"].values()]
         cells = " | ".join(f"{point['throughput']:.4g} | {point['memory_bytes'] / 1e9:.3g}" for point in points)
         yield f"| {count} | {cells} | {_median(epochs)} |"
     yield ""
@@ -131,13 +134,13 @@ def plot(figures: Figures, path: str) -> None:
 
     picture = Figure(figsize=(12, 7), layout="constrained")
     quantities = (("throughput", 1.0, "samples/s"), ("memory_bytes", 1e-9, "memory of the fullest worker, GB"))
-    for row, kind in zip(picture.subplots(2, 3), ("stages", "in_flight"), strict=True):
+    for row, (kind, side) in zip(picture.subplots(2, 3), figures.items(), strict=True):
         for axes, (name, factor, label) in zip(row, quantities, strict=False):
-            for model, points in figures[kind].items():
-                axes.plot(figures["counts"], [point[name] * factor for point in points], "o-", label=model)
+            for model, points in side["points"].items():
+                axes.plot(side["counts"], [point[name] * factor for point in points], "o-", label=model)
             axes.set(ylabel=label, ylim=(0, None))
             axes.legend()
-        for count, epochs in zip(figures["counts"], figures[f"{kind}_epochs"], strict=True):
+        for count, epochs in zip(side["counts"], side["epochs"], strict=True):
             reached = [each for each in epochs if each is not None]
             row[2].plot([count] * len(reached), reached, "o", color="C0")
         row[2].set(ylabel=f"epochs to {TASKS[TASK].target} ({TASK}), each seed", ylim=(0, None))

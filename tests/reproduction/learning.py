@@ -23,6 +23,7 @@ from reproduction.learning_tasks import (
     ONE_UPDATE_LATE,
     TASKS,
     WORKERS,
+    in_flight_of_stages,
     replayed_as,
     stage_of_modules,
 )
@@ -50,7 +51,7 @@ class Measurement:
     Attributes:
         rate_factor: of the task's learning rate.
         stages: of a method that has several.
-        in_flight: minibatches in flight at the first stage, one less at each that follows; 0: as many as stages.
+        in_flight: minibatches in flight at the first stage; 0: as many as stages.
     """
 
     task: str
@@ -126,7 +127,7 @@ def _computed(results: Results, processes: ProcessPoolExecutor, wanted: Measurem
         method=method,
         seed=wanted.seed,
         stage_of=stage_of_modules(results, wanted.task, method, wanted.stages),
-        in_flight=tuple(max(1, wanted.in_flight - s) for s in range(wanted.stages)) if wanted.in_flight else (),
+        in_flight=in_flight_of_stages(wanted.in_flight, wanted.stages) if wanted.in_flight else (),
         rate_factor=wanted.rate_factor,
     )
     return processes.submit(train, case).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -158,6 +159,14 @@ def replayed_as(task: Task, method: str) -> str:
     if task.has_batch_norm:
         return method
     return {"data-parallel": "one-process", "flush": "one-process", "2bw": "one-update-late"}.get(method, method)
+
+
+def in_flight_of_stages(first: int, stages: int) -> tuple[int, ...]:
+    """Return the minibatches in flight at each stage of a straight pipeline, evenly fewer down to 1 at the last.
+
+    With as many as stages these are PipeDream's numbers; the planner takes more, in this proportion, to hide messages.
+    """
+    return (*(math.ceil(first * (stages - s) / stages) for s in range(stages - 1)), 1)
 
 
 def plan_of(results: Results, name: str, method: Method, workers: int = 0) -> str:
