@@ -133,6 +133,7 @@ def plot(figures: Figures, path: str) -> None:
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(12, 7), layout="constrained")
+    most = TASKS[TASK].max_epochs
     quantities = (("throughput", 1.0, "samples/s"), ("memory_bytes", 1e-9, "memory of the fullest worker, GB"))
     for row, (kind, side) in zip(picture.subplots(2, 3), figures.items(), strict=True):
         for axes, (name, factor, label) in zip(row, quantities, strict=False):
@@ -141,9 +142,9 @@ def plot(figures: Figures, path: str) -> None:
             axes.set(ylabel=label, ylim=(0, None))
             axes.legend()
         for count, epochs in zip(side["counts"], side["epochs"], strict=True):
-            reached = [each for each in epochs if each is not None]
-            row[2].plot([count] * len(reached), reached, "o", color="C0")
-        row[2].set(ylabel=f"epochs to {TASKS[TASK].target} ({TASK}), each seed", ylim=(0, None))
+            for reached in epochs:
+                row[2].plot(count, reached or most, "o" if reached else "x", color="C0" if reached else "C3")
+        row[2].set(ylabel=f"epochs of each seed ({TASK}; x: not in {most})", ylim=(0, None))
         for axes in row:
             axes.set_xlabel("stages" if kind == "stages" else f"minibatches in flight, {WORKERS} stages")
             axes.grid(visible=True, alpha=0.3)
