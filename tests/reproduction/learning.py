@@ -102,7 +102,7 @@ def one_thread() -> Iterator[None]:
 
 def train_all(results: Results, measurements: list[Measurement]) -> list[Figures]:
     """Return the figures of each training, in order; those that others are copied from are trained first."""
-    ordered = sorted(measurements, key=lambda each: each.original != each)
+    ordered = sorted(dict.fromkeys(measurements), key=lambda each: each.original != each)
     spawned = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"))  # they keep what they have read
     with spawned as processes, ThreadPoolExecutor(_PROCESSES) as threads:
         trained = dict(zip(ordered, threads.map(partial(_trained, results, processes), ordered), strict=True))
