@@ -46,9 +46,9 @@ def test_the_page_of_learning_says_what_was_reached_and_what_was_not() -> None:
         "| stashing, nesterov | 6 (270) |",
         "| stashing, lr-discount | not in 12 |",
         "- *digits*: weight stashing is **not** within one epoch of one process; with nesterov it is",
-        "For 1 of them (1F1B with weight stashing) each of the 90 losses",
-        "- 2BW rounds differently: 3 of 90 losses are the same, the first 20 within 1e-04",
-        "accuracy after each epoch 0.500 0.750 in the run, 0.500 0.875 in the replay",
+        "in 2 ways: in 1 of them each loss",
+        "| 1F1B with weight stashing | 90 | 90 | 20 | 0.7500 | 0.8750 |",
+        "| 2BW | 90 | 3 | 20 | 0.7500 | 0.8750 |",
     ]
     assert [row for row in rows if row not in page] == [], page
 

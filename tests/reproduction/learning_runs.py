@@ -55,21 +55,18 @@ def _update_losses(epochs: list[list[tuple[float, int]]], microbatches: int) -> 
 
 def comparison_lines(compared: list[dict[str, Any]]) -> Iterator[str]:
     """Say how many losses were compared, how many were the same, and what came of those that were not."""
+    task = TASKS[compared[0]["task"]]
     equal = [each for each in compared if each["equal"] == each["updates"]]
     yield (
-        f"All figures are of replays in one process. {TASKS[compared[0]['task']].words}: the first seed of "
-        f"{len(compared)} methods was also trained by `pdtool run` on real workers. For {len(equal)} of them "
-        f"({', '.join(METHODS[each['method']].label for each in equal) or 'none'}) each of the "
-        f"{sum(each['updates'] for each in equal)} losses, one for each update, is that of the replay to the last "
-        "bit.\n"
+        f"All figures above are of replays in one process. The first seed of {compared[0]['task']} was also trained by "
+        f"`pdtool run` on real workers, in {len(compared)} ways: in {len(equal)} of them each loss, one for each "
+        "update, is that of the replay to the last bit. In the others sums are rounded in another order, and training "
+        "amplifies what differs.\n"
     )
+    yield f"| method | losses | the same | within {CLOSE:.0e} until update | {task.metric} at the end, run | replay |"
+    yield "|---|---|---|---|---|---|"
     for each in compared:
-        if each not in equal:
-            ran, replayed = (" ".join(f"{value:.3f}" for value in each[name]) for name in ("curve", "replayed_curve"))
-            yield (
-                f"- {METHODS[each['method']].label} rounds differently: {each['equal']} of "
-                f"{each['updates']} losses are the same, the first {each['close']} within {CLOSE:.0e}, until training "
-                f"has amplified the rounding; {TASKS[each['task']].metric} after each epoch {ran} in the run, "
-                f"{replayed} in the replay"
-            )
+        ends = " | ".join(f"{each[name][-1]:.4f}" for name in ("curve", "replayed_curve"))
+        counts = " | ".join(str(each[name]) for name in ("updates", "equal", "close"))
+        yield f"| {METHODS[each['method']].label} | {counts} | {ends} |"
     yield ""
