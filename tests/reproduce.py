@@ -12,15 +12,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reproduction import bandwidth, prediction, real_computing, rivals, slow_links, table1, time_to_accuracy
+from reproduction import (
+    bandwidth,
+    depth,
+    learning,
+    prediction,
+    real_computing,
+    rivals,
+    slow_links,
+    table1,
+    time_to_accuracy,
+)
 from reproduction.results import ROOT, Results
 
 SECTIONS = {
     "time-to-accuracy": time_to_accuracy,
     "slow-links": slow_links,
+    "learning": learning,
     "table1": table1,
     "bandwidth": bandwidth,
     "rivals": rivals,
+    "depth": depth,
     "prediction": prediction,
     "real-computing": real_computing,
 }
@@ -38,12 +50,13 @@ def main() -> None:
     results = Results(arguments.keep.resolve() / ("quick" if arguments.quick else "full"))
     lines: list[str] = []
     for name in arguments.only:
-        figures = SECTIONS[name].measure(results, quick=arguments.quick)
-        lines += SECTIONS[name].page(figures)
-        if hasattr(SECTIONS[name], "plot"):
-            picture = arguments.output.with_name(SECTIONS[name].PICTURE)
-            SECTIONS[name].plot(figures, str(picture))
-            lines.append(f"![{SECTIONS[name].CAPTION}]({picture.name})\n")
+        section = SECTIONS[name]
+        figures = section.measure(results, quick=arguments.quick)
+        lines += section.page(figures)
+        if hasattr(section, "PICTURE"):
+            file, words = section.PICTURE
+            section.plot(figures, str(arguments.output.with_name(file)))
+            lines.append(f"![{words}]({file})\n")
     lines = [*head(results), *lines]
     arguments.output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     sys.stderr.write(f"wrote {arguments.output}\n")

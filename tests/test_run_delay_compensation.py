@@ -2,70 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import harness
 import pytest
 import torch
 from harness import CONV3, LSTM3, TIED3, Toy, assert_same, batches, stage_of, weights
-from torch import Tensor, nn
-from torch.func import functional_call
+from reference import delay_corrections
 
 from pdtool.errors import UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.weights.delay_compensation import DelayCompensation
 from pdtool.schedule import PipelineShape, default_shape, gradient_delays
-
-
-def replay(
-    model: nn.Module,
-    stage: dict[str, int],
-    epochs: Sequence[Sequence[tuple[Tensor, Any]]],
-    loss: Callable[[Any, Any], Tensor],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    kind: str,
-    value: float | None,
-) -> dict[str, Tensor]:
-    """A straight pipeline of p stages, one update a minibatch: at stage s minibatch t sees version t - tau, with
-    tau = p - 1 - s, of what that stage lets forwards see."""
-    named = dict(model.named_parameters())
-    p = 1 + max(stage.values())
-    tau = {n: p - 1 - stage[n] for n in named}
-    optimizers = [make_optimizer([(n, named[n]) for n in named if stage[n] == s]) for s in range(p)]
-    d = {n: torch.zeros_like(w) for n, w in named.items()}
-    updates = 0
-
-    def seen(n: str) -> Tensor:
-        ahead = {"weight-prediction": tau[n], "nesterov": value if value is not None else 0.9}.get(kind, 0)
-        return (named[n].detach() + ahead * d[n]).clone()
-
-    for minibatches in epochs:
-        history = [{n: seen(n) for n in named}]
-        for t, (x, y) in enumerate(minibatches):
-            used = {n: history[max(0, t - tau[n])][n].clone().requires_grad_() for n in named}
-            gradients = torch.autograd.grad(loss(functional_call(model, used, (x,)), y), list(used.values()))
-            before = {n: w.detach().clone() for n, w in named.items()}
-            for n, gradient in zip(used, gradients, strict=True):
-                named[n].grad = gradient
-            for s, optimizer in enumerate(optimizers):
-                power = 1.0 if value is None else max(0.0, 1 - updates / value)
-                factor = max(1, p - 1 - s) ** power if kind == "lr-discount" else 1.0
-                for group in optimizer.param_groups:
-                    group["lr"] /= factor
-                optimizer.step()
-                for group in optimizer.param_groups:
-                    group["lr"] *= factor
-            updates += 1
-            for n, w in named.items():
-                step = w.detach() - before[n]
-                gain = 0.9 if value is None else value
-                d[n] = gain * d[n] + (1 - gain) * step if kind == "nesterov" else step
-                if kind == "nesterov":
-                    w.data.copy_(before[n] + d[n])
-            history.append({n: seen(n) for n in named})
-    return {n: w.detach() for n, w in named.items()}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +36,8 @@ def test_a_corrected_run_equals_its_replay_and_goes_on_from_a_checkpoint(
     found = weights(harness.run(spec))
     file = ModelFile.load(spec.model, trusted=True)
     model = file.build(spec.seed)
-    expected = replay(model, stage_of(spec), batches(spec), file.loss, file.optimizer, asked.kind, asked.value)
+    arguments = (stage_of(spec), batches(spec), file.loss, file.optimizer, asked.kind, asked.value)
+    expected = delay_corrections.straight(model, *arguments)
     assert_same(found, expected)
     plain = harness.job(tmp_path / "plain", toy, optimizer=optimizer, epochs=2)
     uncorrected = weights(harness.run(plain))

@@ -10,12 +10,11 @@ import yaml
 from reproduction.paper import CLUSTERS, MODELS, profile
 from reproduction.results import Results
 
+PICTURE = ("gain-against-bandwidth.svg", "The gain of each model, on both clusters, falls to 1 as links get faster")
 RATES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # Gbit/s
 TOPOLOGIES = {"4x4": "A", "2x8": "B"}
 EMULATED = {("VGG-16", "4x4"): (2, 10), ("ResNet-50", "4x4"): (1,), ("GNMT-8", "2x8"): (2, 20)}
 QUICK = {("VGG-16", "4x4"): (1, 10, 100)}
-PICTURE = "gain-against-bandwidth.svg"
-CAPTION = "The gain of each model, on both clusters, falls to 1 as links get faster"
 
 
 def measure(results: Results, *, quick: bool) -> list[dict[str, Any]]:
