@@ -48,27 +48,29 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
     results = Results(arguments.keep.resolve() / ("quick" if arguments.quick else "full"))
-    lines: list[str] = []
+    lines = list(head())
     for name in arguments.only:
         section = SECTIONS[name]
+        results.commits.clear()
         figures = section.measure(results, quick=arguments.quick)
         lines += section.page(figures)
         if hasattr(section, "PICTURE"):
             file, words = section.PICTURE
             section.plot(figures, str(arguments.output.with_name(file)))
             lines.append(f"![{words}]({file})\n")
-    lines = [*head(results), *lines]
+        lines.append(f"Measured at {', '.join(sorted(results.commits))}.\n")
     arguments.output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     sys.stderr.write(f"wrote {arguments.output}\n")
 
 
-def head(results: Results) -> Iterator[str]:
+def head() -> Iterator[str]:
     """What stands above all sections."""
     yield "# The claims of PipeDream, answered by commands\n"
     yield (
-        f"Written by `make reproduce`; measured at commit {' and '.join(sorted(results.commits))} on {os.cpu_count()} "
-        "cores. Profiles are estimated (`pdtool profile --device v100`). Emulated times are those of real worker "
-        "processes that sleep the times of the profile and send their messages over shaped links (`pdtool emulate`).\n"
+        f"Written by `make reproduce` on {os.cpu_count()} cores; each section ends with the commits that it was "
+        "measured at. Where a GPU is named, profiles are estimated (`pdtool profile --device v100`). Emulated times are "
+        "those of real worker processes that sleep the times of the profile and send their messages over shaped links "
+        "(`pdtool emulate`).\n"
     )
 
 

@@ -25,7 +25,7 @@ class Results:
 
     Attributes:
         folder: of the files, and in `work/` of profiles, plans and runs.
-        commits: of the figures that were asked for.
+        commits: of the figures that were asked for, until it is cleared.
     """
 
     folder: Path
