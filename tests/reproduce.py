@@ -68,7 +68,7 @@ def head() -> Iterator[str]:
     yield "# The claims of PipeDream, answered by commands\n"
     yield (
         f"Written by `make reproduce` on {os.cpu_count()} cores; each section ends with the commits that it was "
-        "measured at. Where a GPU is named, profiles are estimated (`pdtool profile --device v100`). Emulated times are "
+        "measured at. Where a GPU is named, profiles are estimated (`pdtool profile --device`). Emulated times are "
         "those of real worker processes that sleep the times of the profile and send their messages over shaped links "
         "(`pdtool emulate`).\n"
     )
