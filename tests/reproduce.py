@@ -36,6 +36,7 @@ SECTIONS = {
     "prediction": prediction,
     "real-computing": real_computing,
 }
+KEPT = ROOT / "runs" / "reproduction"
 
 
 def main() -> None:
@@ -43,9 +44,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="A few cases of each section, in five minutes.")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="Some of the sections.")
-    parser.add_argument("--keep", type=Path, default=ROOT / "runs" / "reproduction", metavar="FOLDER")
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "reproduction.md", metavar="FILE")
+    parser.add_argument(
+        "--keep", type=Path, default=KEPT, metavar="FOLDER", help="Of what was measured.  [default: runs/reproduction]"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="The page.  [docs/reproduction.md; needed for a part]"
+    )
     arguments = parser.parse_args()
+    if not arguments.output:
+        if arguments.quick or len(arguments.only) < len(SECTIONS):
+            parser.error("a part of the sections, or of their cases: name its page with -o")
+        arguments.output = ROOT / "docs" / "reproduction.md"
     os.environ["PYTHONPATH"] = str(ROOT)
     results = Results(arguments.keep.resolve() / ("quick" if arguments.quick else "full"))
     lines = list(head())

@@ -195,7 +195,8 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: Emulat
     largest = _largest_message_bytes(plan, profile, scaling)
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
-        raise UsageError(what, f"give --scale {max(1, int(scaling.scale * largest / _SMALLEST_MESSAGE_BYTES))} or less")
+        unscaled = _largest_message_bytes(plan, profile, Scaling())
+        raise UsageError(what, f"give --scale {max(1, unscaled // _SMALLEST_MESSAGE_BYTES)} or less")
     minibatches = settings.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
     written = write_sleeping_model(folder / "stages", plan, profile, scaling, minibatches)
     return RunConfig(

@@ -51,7 +51,11 @@ def imported(path: Path) -> ModuleType:
 
 
 def train(code: ModuleType, arguments: argparse.Namespace) -> None:
-    """Train the model on this process's part of each minibatch; rank 0 writes metrics.jsonl."""
+    """Train the model on this process's part of each minibatch; rank 0 writes metrics.jsonl.
+
+    Raises:
+        SystemExit: it does not reach the target.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(arguments.seed)
     model = DistributedDataParallel(code.model())
@@ -74,7 +78,9 @@ def train(code: ModuleType, arguments: argparse.Namespace) -> None:
             accuracy = validate(model.module, code, validation, rank, world_size)
             log.write(json.dumps({"split": "valid", "epoch": epoch, "step": step, "accuracy": accuracy}) + "\n")
             if accuracy >= arguments.target:
-                break
+                return
+    if arguments.target < float("inf"):
+        raise SystemExit(f"accuracy {arguments.target} was not reached in {arguments.epochs} epochs")
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ class Results:
     """The figures of a reproduction, one file for each, with the commit that they were measured at.
 
     Attributes:
-        folder: of the files, and in `work/` of profiles, plans and runs.
+        folder: of the files, and in `work/`, by commit, of profiles, plans and runs.
         commits: of the figures that were asked for, until it is cleared.
     """
 
@@ -34,7 +34,7 @@ class Results:
     @property
     def work(self) -> Path:
         """Where the commands are run."""
-        path = self.folder / "work"
+        path = self.folder / "work" / commit().replace(", ", "-")
         path.mkdir(parents=True, exist_ok=True)
         return path
 
