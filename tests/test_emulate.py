@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -29,6 +30,7 @@ from pdtool.partition.planner import refresh
 from pdtool.process_memory import resident_bytes
 from pdtool.run.processes.status import process_state
 
+emulate_command = importlib.import_module("pdtool.cli.commands.emulate")
 _CLUSTER = make_cluster((2, 2), (2e6, 2e7))
 
 
@@ -125,6 +127,21 @@ def test_chunks_of_an_all_reduce_stay_long_beside_their_headers_where_slowing_do
     scaling = choose_scaling([busy], net)
     assert scaling.slowdown * busy.predicted.simulated_s > 0.2, "slower than the shortest minibatch"
     assert 25e6 / 4 / scaling.scale >= 0.9 * 6_000, "two digits of the scale are rounded up"
+
+
+def test_a_rival_that_is_the_plan_is_not_emulated_again(capsys):
+    """Two emulations of one plan differ by noise, which would be shown as a gain."""
+    _, plan = net_and_plan()
+    rival = plan.model_copy(update={"name": "another", "schedule": "gpipe", "weights": "flush"})
+    assert emulate_command._others(plan, {"pipeline": plan.model_copy(), "gpipe": rival}) == {"gpipe": rival}
+    assert "pipeline is this plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("load", "warned"), [(0.5, False), (1.7, True)])
+def test_cores_that_other_programs_use_are_told(load, warned, capsys, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * len(os.sched_getaffinity(0)), 0, 0))
+    emulate_command._warn_of_busy_cores()
+    assert ("other programs keep" in capsys.readouterr().err) is warned
 
 
 class TestCommand:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pdtool.run.config import RunConfig, Target
 
 _FACTORS = click.FloatRange(1, 1e6)
+_BUSY_PART_OF_CORES = 0.5
 
 
 @click.command(
@@ -42,7 +44,7 @@ _FACTORS = click.FloatRange(1, 1e6)
 @click.option(
     "--slowdown",
     type=_FACTORS,
-    show_default="so that a minibatch takes 60 ms",
+    show_default="so that a minibatch takes 150 ms or more",
     metavar="T",
     help="Let everything take T times as long.",
 )
@@ -83,8 +85,9 @@ def emulate(
     inputs = Inputs.load(path, model) if compute == "real" else None
     chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(path)
     cluster, folder = chosen.cluster.cluster(), _folder(output, Path("runs") / f"{chosen.name}-emulated")
-    plans = {"this plan": chosen} | rival_plans(profile, cluster, chosen, against)
+    plans = {"this plan": chosen} | _others(chosen, rival_plans(profile, cluster, chosen, against))
     settings = _settings(plans, profile, compute, asked)
+    _warn_of_busy_cores()
     with locked(folder):
         configs = _configs(plans, inputs or profile, folder, settings)
         reports = on_pretend_cluster(
@@ -93,6 +96,27 @@ def emulate(
     emulation = assemble_emulation(plans, reports, settings, compute)
     emulation.save(folder / "emulation.json")
     _print_emulation(emulation, folder, as_json)
+
+
+def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Return the rivals that are not the chosen plan, whose two emulations would differ by noise alone."""
+    others = {name: plan for name, plan in rivals.items() if _run_by(plan) != _run_by(chosen)}
+    for name in rivals.keys() - others.keys():
+        note(f"{name} is this plan, and is not emulated again")
+    return others
+
+
+def _warn_of_busy_cores() -> None:
+    """Warn where other programs keep the cores busy: workers that sleep would wake late."""
+    cores, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if busy > _BUSY_PART_OF_CORES * cores:
+        what = f"other programs keep {busy:.1f} of {cores} core(s) busy"
+        note(f"warning: {what}: what is emulated takes longer than it should")
+
+
+def _run_by(plan: Plan) -> tuple[object, ...]:
+    """Return what decides how a plan's workers run."""
+    return plan.stages, plan.schedule, plan.weights, plan.microbatches, plan.update_every, plan.chunks, plan.copies
 
 
 def _target(compute: Literal["sleep", "real"], asked: Mapping[str, Any]) -> Target | None:
