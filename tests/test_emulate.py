@@ -123,7 +123,7 @@ def test_chunks_of_an_all_reduce_stay_long_beside_their_headers_where_slowing_do
     """An emulation of data parallelism was 12 % too slow: its scale left chunks of one or two packets."""
     net = chain([0.06, 0.06], parameters=10**8)  # two workers send each other half of a bucket of 25 MB in two chunks
     plan = refresh(plan_of(net, [["x", "a0", "a1"]], [[0, 1]], make_cluster((2,), (1e10,))), net)
-    busy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 5 * 10**9})})
+    busy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 2 * 10**9})})
     scaling = choose_scaling([busy], net)
     assert scaling.slowdown * busy.predicted.simulated_s > 0.2, "slower than the shortest minibatch"
     assert 25e6 / 4 / scaling.scale >= 0.9 * 6_000, "two digits of the scale are rounded up"
