@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import click
 
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note, progress, show
+from pdtool.cli.console.terminal import note, progress
 from pdtool.errors import ModelError, UsageError
 from pdtool.units import format_seconds
 
@@ -120,10 +121,8 @@ def profile(
         note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
         note(f"source: {spec.source}")
         result = _with_digests(result, device, calibrate)
-    show(profile_table(result, largest=12))
-    _say_what_is_opaque(result)
-    _warn_about_coverage(result)
-    write_artifact(result, target, as_json=as_json)
+    notes = [*_opaque_modules(result), *_coverage_warnings(result)]
+    write_artifact(result, target, as_json=as_json, view=[profile_table(result, largest=12), *notes])
 
 
 def _check_options(
@@ -173,19 +172,20 @@ def _with_digests(result: Profile, *paths: str | None) -> Profile:
     return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in files}}})
 
 
-def _say_what_is_opaque(result: Profile) -> None:
+def _opaque_modules(result: Profile) -> Iterator[str]:
+    """Say which modules are called whole, and why."""
     reasons: dict[str, list[str]] = {}
     for path, why in result.opaque.items():
         reasons.setdefault(why, []).append(path)
     for why, paths in reasons.items():
         names = ", ".join(paths[:5]) + f" and {len(paths) - 5} more" * (len(paths) > 5)
         reason = "as HINTS says" if why == "HINTS" else f"since its operators cannot be seen ({why})"
-        note(f"{names}: called whole, and never cut, {reason}")
+        yield f"{names}: called whole, and never cut, {reason}"
 
 
-def _warn_about_coverage(result: Profile) -> None:
+def _coverage_warnings(result: Profile) -> Iterator[str]:
     if result.launch_s > result.step_s:
-        note(
+        yield (
             f"warning: the kernels of a step take {format_seconds(result.step_s)}, but the host needs "
             f"{format_seconds(result.launch_s)} to launch them: a run will be slower than its plan; "
             "take a larger --batch-size"
@@ -193,7 +193,7 @@ def _warn_about_coverage(result: Profile) -> None:
     is_long_enough = result.step_s >= _MIN_STEP_S
     if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
         why = "in segments torch.compile can fuse less than in the whole model; or " if result.compiled else ""
-        note(
+        yield (
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
             f"{why}is something else running on this machine?"
         )
