@@ -30,12 +30,8 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
 )
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Setting for model(), also for example_inputs() and dataset() if they take it; may be repeated.",
+@options.settings(
+    "Setting for model(), or for other functions of model.py that have a parameter NAME; may be repeated."
 )
 @options.count("--batch-size", help="Samples in one minibatch, the size that will run.", default=32)
 @click.option(
@@ -68,7 +64,7 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
 def profile(
     model: str,
     output: str | None,
-    settings: tuple[str, ...],
+    model_settings: tuple[str, ...],
     batch_size: int,
     device: str,
     threads: int | None,
@@ -97,7 +93,7 @@ def profile(
 
     folder = Path.cwd()
     with chdir("."), progress(f"{'estimating' if spec else 'measuring'} operators") as on_progress:
-        file = ModelFile.load(parse_ref(model, settings), trusted=True)  # which may go to another folder
+        file = ModelFile.load(parse_ref(model, model_settings), trusted=True)  # which may go to another folder
         if not is_local(file.path, folder):
             note(f"{model} is outside of this folder: name it to codegen and run, too, with --model {file.ref.source}")
         target = output or f"profiles/{options.file_name(file.name)}.json"
