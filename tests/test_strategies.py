@@ -23,7 +23,8 @@ from pdtool.partition.cost.plan_cost import Evaluator
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.plan_check import check_plan
 from pdtool.partition.planner import make_plan, refresh, reschedule
-from pdtool.partition.strategies.rival_plans import fits, rival_plans, samples_per_update
+from pdtool.partition.predictions import samples_per_update
+from pdtool.partition.strategies.rival_plans import fits, rival_plans
 from pdtool.partition.strategies.strategy_options import strategy_options
 from pdtool.run.data import sample_order
 from pdtool.schedule import RIVALS, STRATEGIES, gradient_delays
@@ -196,7 +197,7 @@ def test_gpipe_has_fewer_stages_where_filling_and_draining_cost_more_than_they_b
     plan = planned(net, cluster, "gpipe")
     assert (len(plan.stages), plan.microbatches, plan.predicted.simulated_s) == (2, 4, pytest.approx(13 / 4))
     rivals = {rival.plan: rival.why for rival in plan.why.rivals}
-    hidden = "faster by these formulas, which hide what the simulation shows"
+    hidden = "faster by the formulas, but not in the simulation"
     assert rivals["GPipe (4 stages, 4 microbatches)"].endswith(hidden)
     assert rivals["data parallelism (4)"].endswith("faster, but not what was asked for")
 
@@ -276,9 +277,9 @@ def test_a_model_in_one_piece_has_no_pipeline():
 
 def test_where_a_strategy_does_not_fit_another_one_may():
     net = chain([1.0] * 4, parameters=1000)
-    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0, .* at least 8000 bytes.*, or use --strategy auto"):
+    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0, .* --memory 8kB, or use --strategy auto"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=4000), "data-parallel")
-    with pytest.raises(NoPlanError, match=r"at least 2000 bytes.*, or smaller minibatches"):
+    with pytest.raises(NoPlanError, match=r"--memory 2kB, .*or smaller minibatches"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=1000), "gpipe")
 
 

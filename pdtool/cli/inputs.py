@@ -55,7 +55,7 @@ class Inputs:
             raise ArtifactError(path, f"there is no model behind {plan.profile}", remedy, field="model")
         inputs = cls(path, plan, profile, _named(ref, model) if model else ref, trusted=model is not None)
         inputs._check_model(ref)
-        return replace(inputs, plan=_checked(plan, profile))
+        return replace(inputs, plan=checked(plan, profile))
 
     @property
     def folder(self) -> Path:
@@ -118,7 +118,7 @@ def bundle_folder(path: str, plan: Plan) -> Path:
 def planned(path: str) -> tuple[Plan, Profile]:
     """Read a plan and its profile as Inputs.load does, for commands that need no model."""
     plan, profile = read(path)
-    return _checked(plan, profile), profile
+    return checked(plan, profile), profile
 
 
 def read(path: str) -> tuple[Plan, Profile]:
@@ -175,7 +175,7 @@ def _named(recorded: ModelRef, text: str) -> ModelRef:
         return ModelRef(source=source, function=function or recorded.function, settings=recorded.settings)
 
 
-def _checked(plan: Plan, profile: Profile) -> Plan:
+def checked(plan: Plan, profile: Profile) -> Plan:
     """Check that the plan can be executed, and compute its predictions again after an edit by hand."""
     plan.stage_nodes(profile)
     plan.check_schedule()

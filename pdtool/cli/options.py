@@ -105,6 +105,13 @@ def _timeout(ctx: click.Context, parameter: click.Parameter, text: str) -> str:
 
 
 model = click.option("--model", metavar="FILE", show_default=PLANNED, help="Model file, when it has moved since.")
+
+
+def settings(help: str) -> Decorator:
+    """Define `--set`, settings of the functions of model.py."""
+    return click.option("--set", "model_settings", multiple=True, metavar="NAME=VALUE", help=help)
+
+
 target = click.option(
     "--target",
     metavar="METRIC<=VALUE",

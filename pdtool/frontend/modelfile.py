@@ -22,6 +22,7 @@ from pdtool.frontend.user_functions.prepare_model import (
     unwrapped,
 )
 from pdtool.frontend.user_functions.training_functions import TrainingFunctions
+from pdtool.frontend.user_functions.user_file import DATA_FUNCTIONS, OWN_ARGUMENTS, Setting
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,12 @@ class ModelFile(DataFunctions, TrainingFunctions):
         seed_all_generators(seed)
         function = self.function(self.ref.function)
         try:
-            inspect.signature(function).bind(**self.ref.settings)
+            inspect.signature(function).bind(**self.model_settings)
         except TypeError as error:
             known = ", ".join(inspect.signature(function).parameters) or "none"
             what = f"{self.ref.function}() does not take these settings ({error})"
             raise self.error(what, f"it takes: {known}") from error
-        model = self.call(function, **self.ref.settings)
+        model = self.call(function, **self.model_settings)
         if not isinstance(model, nn.Module):
             what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"
             raise self.error_in(self.ref.function, what)
@@ -92,6 +93,32 @@ class ModelFile(DataFunctions, TrainingFunctions):
         make_gradients_dense(model)
         switch_off_caches(model)
         return model
+
+    @property
+    def model_settings(self) -> dict[str, Setting]:
+        """The settings that the model is built with: those that it has parameters for, and those that no other function
+        takes. A model with `**settings` is given all but those that a function of training takes."""
+        others = OWN_ARGUMENTS.keys() - DATA_FUNCTIONS.keys() if self._takes_any_setting else OWN_ARGUMENTS
+        elsewhere = {key for name in others for key in self.settings_of(name)} - {*self._model_parameters}
+        return {key: value for key, value in self.ref.settings.items() if key not in elsewhere}
+
+    @property
+    def setting_names(self) -> dict[str, tuple[str, ...]]:
+        """The settings that each function of the file can be given; that which builds the model is the first."""
+        others = {name: self.parameters(name) for name in OWN_ARGUMENTS if self.has(name)}
+        return {self.ref.function: tuple(self._model_parameters), **others}
+
+    def takes_setting(self, name: str) -> bool:
+        """Whether a function of the file can be given a setting."""
+        return self._takes_any_setting or any(name in names for names in self.setting_names.values())
+
+    @property
+    def _model_parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function(self.ref.function)).parameters
+
+    @property
+    def _takes_any_setting(self) -> bool:
+        return any(p.kind is p.VAR_KEYWORD for p in self._model_parameters.values())
 
     @cached_property
     def hints(self) -> Hints:

@@ -12,10 +12,11 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.placement import Placement
+from pdtool.partition.predictions import samples_per_update
 from pdtool.partition.simulator.engine import simulate, simulated_time_s
 from pdtool.partition.simulator.job import MAX_ACTIONS, SimulationJob, action_count
 from pdtool.partition.simulator.result import SimulationResult
-from pdtool.partition.strategies.rival_plans import rival_plans, samples_per_update
+from pdtool.partition.strategies.rival_plans import rival_plans
 from pdtool.schedule import STRATEGIES
 
 THIS_PLAN = "this plan"

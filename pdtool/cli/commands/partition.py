@@ -9,7 +9,7 @@ import click
 
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note, show
+from pdtool.cli.console.terminal import note
 from pdtool.cli.worker_memory import with_worker_memory
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES, STRATEGIES
@@ -106,8 +106,8 @@ def partition(
     profiled = Profile.load(path, may_be_pipe=True)
     cluster = with_worker_memory(cluster, profiled, memory)
     plan = make_plan(profiled, path, cluster, search_options)
-    show(*plan_view(plan))
-    write_artifact(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
+    path = output or f"plans/{options.file_name(plan.name)}.yaml"
+    write_artifact(plan, path, as_json=as_json, view=plan_view(plan))
 
 
 def _cluster(file: str | None, topology: str | None, bandwidth: str | None, latency: str | None) -> Cluster:

@@ -6,7 +6,7 @@ import click
 
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note, show, status
+from pdtool.cli.console.terminal import note, status
 
 
 @click.command(
@@ -52,5 +52,4 @@ def probe(
     if cluster is None:
         note("measured; the first machine has the figures")
         return
-    show(*cluster_view(cluster))
-    write_artifact(cluster, output or "-", as_json=as_json)
+    write_artifact(cluster, output or "-", as_json=as_json, view=cluster_view(cluster))

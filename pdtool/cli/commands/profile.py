@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import click
 
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note, progress, show
+from pdtool.cli.console.terminal import note, progress
 from pdtool.errors import ModelError, UsageError
 from pdtool.units import format_seconds
 
@@ -29,12 +30,8 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
 )
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Setting for model(), also for example_inputs() and dataset() if they take it; may be repeated.",
+@options.settings(
+    "Setting for model(), or for other functions of model.py that have a parameter NAME; may be repeated."
 )
 @options.count("--batch-size", help="Samples in one minibatch, the size that will run.", default=32)
 @click.option(
@@ -67,7 +64,7 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
 def profile(
     model: str,
     output: str | None,
-    settings: tuple[str, ...],
+    model_settings: tuple[str, ...],
     batch_size: int,
     device: str,
     threads: int | None,
@@ -96,7 +93,7 @@ def profile(
 
     folder = Path.cwd()
     with chdir("."), progress(f"{'estimating' if spec else 'measuring'} operators") as on_progress:
-        file = ModelFile.load(parse_ref(model, settings), trusted=True)  # which may go to another folder
+        file = ModelFile.load(parse_ref(model, model_settings), trusted=True)  # which may go to another folder
         if not is_local(file.path, folder):
             note(f"{model} is outside of this folder: name it to codegen and run, too, with --model {file.ref.source}")
         target = output or f"profiles/{options.file_name(file.name)}.json"
@@ -120,10 +117,8 @@ def profile(
         note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
         note(f"source: {spec.source}")
         result = _with_digests(result, device, calibrate)
-    show(profile_table(result, largest=12))
-    _say_what_is_opaque(result)
-    _warn_about_coverage(result)
-    write_artifact(result, target, as_json=as_json)
+    notes = [*_opaque_modules(result), *_coverage_warnings(result)]
+    write_artifact(result, target, as_json=as_json, view=[profile_table(result, largest=12), *notes])
 
 
 def _check_options(
@@ -173,19 +168,20 @@ def _with_digests(result: Profile, *paths: str | None) -> Profile:
     return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in files}}})
 
 
-def _say_what_is_opaque(result: Profile) -> None:
+def _opaque_modules(result: Profile) -> Iterator[str]:
+    """Say which modules are called whole, and why."""
     reasons: dict[str, list[str]] = {}
     for path, why in result.opaque.items():
         reasons.setdefault(why, []).append(path)
     for why, paths in reasons.items():
         names = ", ".join(paths[:5]) + f" and {len(paths) - 5} more" * (len(paths) > 5)
         reason = "as HINTS says" if why == "HINTS" else f"since its operators cannot be seen ({why})"
-        note(f"{names}: called whole, and never cut, {reason}")
+        yield f"{names}: called whole, and never cut, {reason}"
 
 
-def _warn_about_coverage(result: Profile) -> None:
+def _coverage_warnings(result: Profile) -> Iterator[str]:
     if result.launch_s > result.step_s:
-        note(
+        yield (
             f"warning: the kernels of a step take {format_seconds(result.step_s)}, but the host needs "
             f"{format_seconds(result.launch_s)} to launch them: a run will be slower than its plan; "
             "take a larger --batch-size"
@@ -193,7 +189,7 @@ def _warn_about_coverage(result: Profile) -> None:
     is_long_enough = result.step_s >= _MIN_STEP_S
     if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
         why = "in segments torch.compile can fuse less than in the whole model; or " if result.compiled else ""
-        note(
+        yield (
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
             f"{why}is something else running on this machine?"
         )

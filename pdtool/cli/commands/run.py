@@ -36,6 +36,10 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
 @click.argument("plan", required=False)
 @options.output("Folder of the run.  [default: a new one, runs/PLAN, runs/PLAN.2, ...]")
 @options.model
+@options.settings(
+    "Setting for those functions of model.py that have a parameter NAME, as optimizer(named_parameters, lr=0.1) has; "
+    "the plan holds as long as the model's operators stay the same. May be repeated."
+)
 @options.count("--epochs", help="Epochs in all.", default=1)
 @options.count(
     "--steps",
@@ -87,13 +91,16 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
 @click.option("--trust", is_flag=True, help="Run the stage files as they are, edited by hand or from elsewhere.")
 @options.machines
 @options.as_json
-def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **settings: Any) -> None:
+def run(
+    plan: str | None, dry_run: bool, as_json: bool, model: str | None, model_settings: tuple[str, ...], **settings: Any
+) -> None:
     """Train PLAN's stages, each on its workers."""
     from pdtool.cli.console.plan_view import worker_table
     from pdtool.cli.inputs import Inputs, rescheduled
+    from pdtool.cli.run_settings import with_settings
     from pdtool.run.config import Target
 
-    inputs = Inputs.load(options.candidate("plan", plan), model)
+    inputs = with_settings(Inputs.load(options.candidate("plan", plan), model), model_settings)
     changes = {name: settings.pop(name) for name in ("schedule", "microbatches", "weights", "update_every")}
     asked = rescheduled(inputs.plan, inputs.profile, **changes)
     settings["target"] = Target.parse(settings["target"]) if settings["target"] is not None else None

@@ -10,7 +10,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console import terminal
 from pdtool.cli.console.output import print_json
-from pdtool.errors import UsageError
+from pdtool.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import Artifact
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 @options.output("With --graph, DOT to write; FILE.svg is drawn by Graphviz.")
 @options.as_json
 def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
-    """Print FILE, any artifact or its folder, for people."""
+    """Print FILE, any artifact or its folder, for people.
+
+    The figures of a plan that was edited by hand are computed for what it says now. One that cannot be executed is not
+    shown, and the exit code is 3.
+    """
     from pdtool.artifacts.kinds import load_any
 
     if output and not graph:
@@ -33,10 +37,33 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     artifact = load_any(file)
     if graph:
         _draw_graph(artifact, file, output)
-    elif as_json:
+        return
+    artifact, fault = _as_it_is(artifact, file)
+    if as_json:
         print_json(artifact)
     else:
         terminal.show(*_view(artifact), err=False)
+    if fault:
+        raise fault
+
+
+def _as_it_is(artifact: Artifact, file: str) -> tuple[Artifact, ArtifactError | None]:
+    """Return an artifact, a plan edited by hand with the predictions of what it says now; and why there are none.
+
+    Raises:
+        ArtifactError, ScheduleError: the edited plan cannot be executed.
+    """
+    from pdtool.artifacts.plan import Plan
+    from pdtool.cli.inputs import checked, profile_of
+
+    if not isinstance(artifact, Plan) or not artifact.edited:
+        return artifact, None
+    artifact.check_schedule()
+    try:
+        profile = profile_of(artifact, file)
+    except ArtifactError as error:
+        return artifact, error
+    return checked(artifact, profile), None
 
 
 def _view(artifact: Artifact) -> Lines:

@@ -86,11 +86,6 @@ def simulate(
         steady = execute(SimulationJob.of(placement, profile, cluster)) if minibatches else result
         compared = compare(profile, chosen, against, placement, steady)
         points = over_bandwidths(profile, chosen, rates) if rates else []
-    if as_json:
-        write_stdout(json.dumps(views.as_data(chosen, name, result, compared, points), indent=1) + "\n")
-    else:
-        show(*views.simulation_view(chosen, name, result), "", *views.comparison_view(compared), err=piped)
-        show(*(["", *views.sweep_view(points)] if points else []), err=piped)
     if trace:
         write_text(json.dumps(chrome_trace(result.named_events)), trace, "; open it in https://ui.perfetto.dev")
     if svg:
@@ -100,6 +95,11 @@ def simulate(
         else:
             picture = pictures.timeline_svg(result, title)
         write_text(picture, svg)
+    if as_json:
+        write_stdout(json.dumps(views.as_data(chosen, name, result, compared, points), indent=1) + "\n")
+    else:
+        show(*views.simulation_view(chosen, name, result), "", *views.comparison_view(compared), err=piped)
+        show(*(["", *views.sweep_view(points)] if points else []), err=piped)
 
 
 def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
@@ -114,12 +114,13 @@ def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
 def _rates(text: str) -> list[float]:
     """Read `bandwidth=0.1..25Gbit/s` as bandwidths in bytes per second; raises UsageError."""
     from pdtool.partition.comparison import bandwidth_grid
-    from pdtool.units import parse_bandwidth
+    from pdtool.units import format_bits_rate, parse_bandwidth
 
     match = re.fullmatch(r"bandwidth=([0-9.]+?)([A-Za-z/]*)\.\.([0-9.]+)([A-Za-z/]+)", text)
     if not match:
         raise UsageError(f"--sweep {text!r} is not a range of bandwidths", "write bandwidth=0.1..25Gbit/s")
     low, high = parse_bandwidth(match[1] + (match[2] or match[4])), parse_bandwidth(match[3] + match[4])
     if low >= high:
-        raise UsageError(f"--sweep {text!r} goes from {low:.4g} down to {high:.4g} bytes/s", "give the lower one first")
+        falls = f"goes from {format_bits_rate(low)} down to {format_bits_rate(high)}"
+        raise UsageError(f"--sweep {text!r} {falls}", "give the lower one first")
     return bandwidth_grid(low, high, _SWEEP_POINTS)
