@@ -12,6 +12,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show
+from pdtool.cli.help_sections import command
 from pdtool.errors import TargetMissedError, UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _FACTORS = click.FloatRange(1, 1e6)
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool emulate plans/vgg16-4x4.yaml\n"
     "  pdtool emulate plans/digits-2.yaml --compute real --epochs 20 --target accuracy=0.98"
 )
