@@ -22,7 +22,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 PARTS = ("profile", "partition", "codegen", "run")
 
 # errors, units, what is known of machines and processes <
-# graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < emulate < cli
+# graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < emulate < cli < api
 LAYERS = (
     ("errors", "units", "machines", "machine_facts", "machine_rendezvous", "network_interfaces", "process_memory"),
     ("graph", "cluster", "schedule"),
@@ -31,6 +31,7 @@ LAYERS = (
     PARTS,
     ("emulate",),
     ("cli",),
+    ("api",),
 )
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 

@@ -13,6 +13,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show
+from pdtool.cli.help_sections import command
 from pdtool.errors import TargetMissedError, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _FACTORS = click.FloatRange(1, 1e6)
 _BUSY_PART_OF_CORES = 0.5
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool emulate plans/vgg16-4x4.yaml\n"
     "  pdtool emulate plans/digits-2.yaml --compute real --epochs 20 --target accuracy=0.98"
 )

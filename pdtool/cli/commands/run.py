@@ -14,12 +14,14 @@ from pdtool.cli import options
 from pdtool.cli.commands.codegen import generated
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show, training_progress
+from pdtool.cli.help_sections import command
 from pdtool.errors import ArtifactError, StaleError, TargetMissedError, UsageError
 from pdtool.machines import Machines, is_first_worker, is_worker
 from pdtool.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Report
     from pdtool.cli.inputs import Inputs
@@ -29,7 +31,7 @@ _SAME_FOLDER = "the folder of -o"
 _MAX_LOADER_WORKERS = 1000  # more is a slip
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool run plans/digits-3.yaml --epochs 10 --target accuracy=0.98\n"
     "  pdtool run plans/digits-3.yaml -o runs/digits --epochs 20 --resume"
 )
@@ -109,14 +111,23 @@ def run(
     if dry_run:
         show(worker_table(asked, settings["nnodes"]), err=False)
         return
-    config = replace(_config(inputs, _bundle(inputs, trust=settings["trust"]), settings), plan=asked)
-    config = _with_loader_workers(config, inputs.profile.loading_s, settings["loader_workers"])
-    report = _launched(config, inputs.profile)
+    config, report = trained(inputs, asked, settings)
     if is_first_worker(os.environ):
         _print_report(config, report, as_json)
     if report.target_reached is False:
         what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
         raise TargetMissedError(what, "give more --epochs, with --resume")
+
+
+def trained(inputs: Inputs, asked: Plan, settings: dict[str, Any]) -> tuple[RunConfig, Report]:
+    """Train, with the values of the command's options, and return what was run and what came of it.
+
+    Args:
+        asked: the plan of `inputs`, with the schedule that was asked for.
+    """
+    config = replace(_config(inputs, _bundle(inputs, trust=settings["trust"]), settings), plan=asked)
+    config = _with_loader_workers(config, inputs.profile.loading_s, settings["loader_workers"])
+    return config, _launched(config, inputs.profile)
 
 
 def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:

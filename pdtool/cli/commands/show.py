@@ -10,6 +10,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console import terminal
 from pdtool.cli.console.output import print_json
+from pdtool.cli.help_sections import command
 from pdtool.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pdtool.cli.console.table import Lines
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool show runs/digits-3 --json\n  pdtool show plans/digits-3.yaml --graph -o graph.svg"
 )
 @click.argument("file")

@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdtool.cli.console.printable import printable
+from pdtool.cli.verbosity import Verbosity
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 OnProgress = Callable[[int, int], None]  # called with (done, total)
 OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
+_NEVER_QUIET = ("error: ", "warning: ", "interrupted")
 _FILE_COLUMNS = 160  # width of a table that goes to a file: names are not broken
 
 
 def note(text: str) -> None:
-    """Print a line on stderr."""
-    click.echo(printable(text), err=True)
+    """Print a line on stderr; with -q only errors and warnings."""
+    if not Verbosity.is_quiet or text.startswith(_NEVER_QUIET):
+        click.echo(printable(text), err=True)
 
 
 def write_stdout(text: str) -> None:

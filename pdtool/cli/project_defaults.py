@@ -1,0 +1,127 @@
+"""A project's defaults of options: `pdtool.toml`, or `[tool.pdtool]` in `pyproject.toml`, of the current folder.
+
+A table for each command, with the long names of its options: what the command line says goes before.
+
+    [partition]
+    topology = "4x4"
+    bandwidth = "10Gbit/s,12GB/s"
+    straight = true
+
+    [profile]
+    set = { width = 64 }
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pdtool.cli.console.printable import printable
+from pdtool.errors import ArtifactError
+
+_OWN_FILE, _SHARED_FILE = "pdtool.toml", "pyproject.toml"
+_NOT_DEFAULTS = ("help", "quiet", "verbose")  # of one command line, not of a project
+
+
+@dataclass(frozen=True)
+class ProjectDefaults:
+    """The defaults that a file gives.
+
+    Attributes:
+        path: of the file; None when there is none.
+        tables: values by command and by parameter, as click's `default_map` takes them.
+    """
+
+    path: Path | None = None
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, given: str | None, commands: Mapping[str, click.Command]) -> ProjectDefaults:
+        """Read the file that `--config` names; else the one of the current folder, if there is any.
+
+        Raises:
+            ArtifactError: it cannot be read, or holds a command, an option or a value that pdtool does not know.
+        """
+        path = Path(given) if given is not None else _found()
+        if path is None:
+            return cls()
+        content = _toml(path)
+        if path.name == _SHARED_FILE:
+            content = content.get("tool", {}).get("pdtool", {})
+        tables = {name: _table(path, name, values, commands) for name, values in content.items()}
+        return cls(path, tables)
+
+    def sentence(self, command: str | None) -> str:
+        """Say which options of a command the file gives; "" for none."""
+        options = ", ".join(f"{name} = {value!r}" for name, value in self.tables.get(command or "", {}).items())
+        return f"{self.path} gives {command} these options: {options}" if options else ""
+
+
+def _found() -> Path | None:
+    """Find the file of the current folder: pdtool.toml, or a pyproject.toml that has a [tool.pdtool]."""
+    if Path(_OWN_FILE).is_file():
+        return Path(_OWN_FILE)
+    shared = Path(_SHARED_FILE)
+    if shared.is_file() and b"tool.pdtool" in shared.read_bytes() and "pdtool" in _toml(shared).get("tool", {}):
+        return shared
+    return None
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtifactError(path, f"cannot be read ({error.strerror})", "name a TOML file with --config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ArtifactError(path, f"is not TOML ({error})", "mend it, as `[partition]` and `topology = 4`") from error
+
+
+def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Command]) -> dict[str, Any]:
+    """Check the table of one command, and name its values as click does."""
+    if name not in commands:
+        raise _unknown(path, name, "command", commands)
+    if not isinstance(values, dict):
+        raise ArtifactError(path, f"is {values!r:.80}, no table of options", f"write [{name}]", field=name)
+    options = {
+        option.removeprefix("--"): (param, is_on)
+        for param in commands[name].params
+        if isinstance(param, click.Option) and param.name not in _NOT_DEFAULTS
+        for names, is_on in ((param.opts, True), (param.secondary_opts, False))
+        for option in names
+        if option.startswith("--")
+    }
+    table = {}
+    for key, value in values.items():
+        if key.replace("_", "-") not in options:
+            raise _unknown(path, f"{name}.{key}", "option", options)
+        param, is_on = options[key.replace("_", "-")]
+        table[param.name or ""] = _value(path, f"{name}.{key}", value, param, is_on)
+    return table
+
+
+def _unknown(path: Path, key: str, what: str, known: Iterable[str]) -> ArtifactError:
+    name = key.rpartition(".")[2]
+    close = difflib.get_close_matches(name.replace("_", "-"), list(known), n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"choose of {', '.join(known)}"
+    return ArtifactError(path, f"there is no such {what}", remedy, field=printable(key))
+
+
+def _value(path: Path, key: str, value: Any, param: click.Option, is_on: bool) -> Any:
+    """Write a value as the command line would hold it, so that it is read and refused in the same way."""
+    if param.is_flag:
+        if not isinstance(value, bool):
+            raise ArtifactError(path, f"is {value!r:.80}, and not on or off", "write true or false", field=key)
+        return value is is_on
+    if isinstance(value, dict) and param.multiple:
+        value = [f"{name}={each}" for name, each in value.items()]
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values):
+        raise ArtifactError(path, f"is {value!r:.80}", "write a text or a number", field=key)
+    texts = [str(each) for each in values]
+    return texts if param.multiple else ",".join(texts)
