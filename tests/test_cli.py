@@ -39,6 +39,7 @@ COMMANDS = (
     "simulate",
     "emulate",
     "check",
+    "diff",
     "codegen",
     "run",
     "show",

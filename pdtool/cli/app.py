@@ -20,6 +20,7 @@ from pdtool import __version__
 from pdtool.cli.commands.check import check
 from pdtool.cli.commands.codegen import codegen
 from pdtool.cli.commands.completion import completion
+from pdtool.cli.commands.diff import diff
 from pdtool.cli.commands.emulate import emulate
 from pdtool.cli.commands.export import export
 from pdtool.cli.commands.import_ import import_
@@ -131,6 +132,7 @@ for _command in (
     simulate,
     emulate,
     check,
+    diff,
     codegen,
     run,
     show,

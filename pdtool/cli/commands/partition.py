@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,12 +12,13 @@ from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note
 from pdtool.cli.worker_memory import with_worker_memory
-from pdtool.errors import UsageError
+from pdtool.errors import ArtifactError, UsageError
 from pdtool.schedule import SCHEDULES, STRATEGIES
 
 if TYPE_CHECKING:
     from pdtool.cluster import Cluster
 
+_COMMENT = re.compile(r"""^(?:[^'"\n]*\s)?\#""", re.MULTILINE)  # of YAML; what is quoted is none
 _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 
 
@@ -57,6 +59,12 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 @options.schedule([*SCHEDULES, "auto"], unset="1f1b, or what --strategy has")
 @options.microbatches("4 with a flushing --schedule, as many as workers with --strategy gpipe")
 @options.count(
+    "--global-batch-size",
+    help="Samples in one update: the same as --microbatches, times the profiled minibatch; with 1f1b-flush unless "
+    "another flushing --schedule is given.",
+    unset="what --microbatches makes",
+)
+@options.count(
     "--chunks", help="Stages on each worker with --schedule interleaved.", default=2, within=click.IntRange(2, 100)
 )
 @click.option("--recompute/--no-recompute", default=True, help="Let stages that lack memory run their forward twice.")
@@ -88,6 +96,7 @@ def partition(
     strategy: str,
     straight: bool,
     memory: str | None,
+    global_batch_size: int | None,
     output: str | None,
     as_json: bool,
     **settings: Any,
@@ -96,18 +105,38 @@ def partition(
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.console.plan_view import plan_view
     from pdtool.partition.planner import make_plan
-    from pdtool.partition.strategies.strategy_options import strategy_options
+    from pdtool.partition.strategies.strategy_options import of_global_batch_size, strategy_options
 
     path = options.candidate("profile", profile)
     cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency")))
     if straight and strategy not in ("auto", "straight"):
         raise UsageError(f"--straight together with --strategy {strategy}", "give one of them")
-    search_options = strategy_options("straight" if straight else strategy, cluster, **settings)
+    strategy = "straight" if straight else strategy
     profiled = Profile.load(path, may_be_pipe=True)
+    if global_batch_size:
+        settings |= of_global_batch_size(global_batch_size, profiled.batch_size, strategy, **settings)
+    search_options = strategy_options(strategy, cluster, **settings)
     cluster = with_worker_memory(cluster, profiled, memory)
     plan = make_plan(profiled, path, cluster, search_options)
     path = output or f"plans/{options.file_name(plan.name)}.yaml"
+    _keep_edits(path)
     write_artifact(plan, path, as_json=as_json, view=plan_view(plan))
+
+
+def _keep_edits(path: str) -> None:
+    """Raise UsageError where a plan that someone has edited, or written comments into, would be overwritten."""
+    from pdtool.artifacts.envelope import read_text
+    from pdtool.artifacts.plan import Plan
+
+    if path == "-" or not Path(path).is_file():
+        return
+    try:
+        text = read_text(path)
+        was_edited = bool(_COMMENT.search(text)) or Plan.parse(text, path).edited
+    except ArtifactError:  # another file, which is refused, or one that nobody can use
+        return
+    if was_edited:
+        raise UsageError(f"{path} was edited by hand, and would be overwritten", "give another -o, or delete it first")
 
 
 def _cluster(file: str | None, topology: str | None, bandwidth: str | None, latency: str | None) -> Cluster:
