@@ -91,9 +91,10 @@ def test_where_there_is_nothing_to_choose_nothing_is_claimed(strategy):
 def test_what_was_not_asked_for_is_no_reason_to_be_simple():
     """Data parallelism is faster by far; of pipelines, it is only what was not asked for."""
     net = chain([1.0] * 4, parameters=10)
-    for strategy in ("pipeline", "model-parallel", "hybrid"):
+    for strategy in ("straight", "pipeline", "model-parallel", "hybrid", "gpipe"):
         plan = planned(net, make_cluster((4,), (FAST,)), strategy)
         rivals = {rival.plan: rival.why for rival in plan.why.rivals}
+        assert strategy == "pipeline" or not any("simple" in why for why in rivals.values())
         if "faster" in rivals["data parallelism (4)"]:
             assert rivals["data parallelism (4)"].endswith("but not what was asked for")
 

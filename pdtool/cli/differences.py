@@ -11,6 +11,7 @@ from typing import Any
 from pdtool.artifacts.envelope import Artifact
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
+from pdtool.cli.console.plan_view import ranges
 from pdtool.units import format_bytes, format_rate, format_seconds
 
 _NOT_COMPARED = {"format", "tool_version", "digests", "sha256", "name", "why", "nodes", "plan_sha256", "proof"}
@@ -71,7 +72,8 @@ class Difference:
     def is_of_one_alone(self) -> bool:
         """Whether it only says that a part, which the other artifact lacks, has nothing there: no replicas to average
         gradients with, no latency."""
-        return (self.first is None and not self.second) or (self.second is None and not self.first)
+        is_of_part = any(pattern.fullmatch(self.field) for pattern in (_OF_STAGE, _OF_LEVEL, _LISTED))
+        return is_of_part and None in (self.first, self.second) and not (self.first or self.second)
 
     @property
     def _name(self) -> str:
@@ -84,7 +86,7 @@ class Difference:
             return "–"
         name = self._name
         if isinstance(value, (list, tuple)):
-            return _ranges(value)
+            return ranges(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return str(value)
         for suffix, write in (("_samples_per_s", "{:.4g}".format), ("_bytes_per_s", format_rate)):
@@ -178,10 +180,3 @@ def _is_same(first: Any, second: Any) -> bool:
     if type(first) in (int, float) and type(second) in (int, float):
         return math.isclose(first, second, rel_tol=_ROUNDING)
     return bool(first == second)
-
-
-def _ranges(numbers: Sequence[Any]) -> str:
-    """Write contiguous numbers as `0-14`, others as `0,2,3`."""
-    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ",".join(map(str, numbers))
