@@ -126,7 +126,9 @@ def partition(
     values = _values(partitioning.partition, given | {"microbatches": microbatches} | options)
     path = path_of_profile(profile, "-") if isinstance(profile, Profile) else str(profile)
     plan = partitioning.plan_for(path, **values)
-    plan.save(_text(output) or _file(plan))
+    target = _text(output) or _file(plan)
+    partitioning.keep_edits(target)
+    plan.save(target)
     return plan
 
 

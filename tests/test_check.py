@@ -376,3 +376,20 @@ def test_a_stale_profile_is_refused(planned):
     net = Profile.load("profiles/net.json")
     net.model_copy(update={"step_s": 1.0}).save("profiles/net.json")
     assert "profiles/net.json has changed since the plan was made" in planned.pdtool("check", code=3).stderr
+
+
+def test_partition_overwrites_no_plan_that_someone_edited(planned):
+    """Neither fields nor comments; what pdtool wrote itself it writes again."""
+    again = ("partition", "profiles/net.json", "--topology", "2", "-o", "plans/net.yaml")
+    planned.pdtool(*again)
+    text = Path("plans/net.yaml").read_text()
+    planned.pdtool(*again)
+    for old, new in (
+        ("in_flight: 1", "in_flight: 2"),
+        ("schedule: 1f1b", "schedule: 1f1b  # x"),
+        ("name:", "# x\nname:"),
+    ):
+        Path("plans/net.yaml").write_text(text.replace(old, new))
+        stderr = planned.pdtool(*again, code=2).stderr
+        assert "plans/net.yaml was edited by hand, and would be overwritten; give another -o, or delete" in stderr
+        assert Path("plans/net.yaml").read_text() == text.replace(old, new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,8 @@ def test_a_learning_rate_is_set_without_a_new_plan(tuned):
     learned = last_loss(tuned, "runs/a")
     bundle = Path("plans/model-2/bundle.yaml").read_bytes()
     assert last_loss(tuned, "runs/b", "--set", "lr=0.0") > learned
+    difference = tuned.pdtool("diff", "runs/a", "runs/b").stdout
+    assert re.search(r"^settings lr +– +0$", difference, re.MULTILINE)
     assert last_loss(tuned, "runs/c", "--set", "lr=0.1", "--set", "decay=1.0") == learned
     assert Path("plans/model-2.yaml").read_bytes() == plan
     assert Path("plans/model-2/bundle.yaml").read_bytes() == bundle

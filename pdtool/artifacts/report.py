@@ -75,6 +75,7 @@ class Report(Artifact):
     """`runs/.../report.json`.
 
     Attributes:
+        settings: that the functions of model.py were given.
         cores: of the first machine; None where GPUs computed.
         local_workers: that shared them.
     """
@@ -92,6 +93,7 @@ class Report(Artifact):
     throughput_samples_per_s: Figure
     target: Label | None = None
     target_reached: bool | None = None
+    settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
     metrics: dict[str, float]
     predicted: Predicted | None
     measured: Measured

@@ -21,6 +21,7 @@ from pdtool.cli.commands.check import check
 from pdtool.cli.commands.codegen import codegen
 from pdtool.cli.commands.completion import completion
 from pdtool.cli.commands.devices import devices
+from pdtool.cli.commands.diff import diff
 from pdtool.cli.commands.emulate import emulate
 from pdtool.cli.commands.export import export
 from pdtool.cli.commands.help import help_
@@ -43,7 +44,7 @@ from pdtool.errors import PdtoolError, UsageError, describe_error
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Commands: the four steps, and all of them at once": (profile, partition, codegen, run, train),
-    "Plans, runs and profiles": (simulate, emulate, check, show, export),
+    "Plans, runs and profiles": (simulate, emulate, check, diff, show, export),
     "Clusters and devices": (probe, devices, import_),
     "Projects and shells": (init, makefile, schema, completion, help_),
 }

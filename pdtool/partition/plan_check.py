@@ -95,6 +95,9 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
 
 def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iterator[Finding]:
     """What an edited plan is now: nothing that is stored is of it, so that nothing can be false."""
+    stored = "the plan was edited by hand, those in the file are of the plan before"
+    if plan.predicted is None:
+        stored = "there are none in the file"
     workers, gain = plan.cluster.cluster().workers, f"{recomputed.gain_over_data_parallel:.3g}"
     time_s = recomputed.simulated_s if recomputed.simulated_s is not None else recomputed.bottleneck_s
     yield Finding(
@@ -102,7 +105,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
         holds=None,
         field="predicted",
         recomputed=recomputed.model_dump(mode="json"),
-        words="the plan was edited by hand, those in the file are of the plan before; as it is now it takes "
+        words=f"{stored}; as it is now it takes "
         f"{format_seconds(time_s)} per minibatch ({recomputed.throughput_samples_per_s:.4g} samples/s), {gain} × data "
         f"parallelism ({workers})",
     )

@@ -66,7 +66,9 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
     time_s = result.time_per_minibatch_s
     slowest = max(range(depth), key=compute_s.__getitem__)
     why = f"stage {slowest} computes most; {placement.execution.schedule} is simulated, there is no formula for it"
-    figures = _predicted(plan, evaluator, ExecutionConfig(), time_s, time_s, cost)
+    flushing = ExecutionConfig.of_schedule("1f1b-flush", plan.microbatches)
+    execution = flushing if plan.flushes else ExecutionConfig()
+    figures = _predicted(plan, evaluator, execution, time_s, time_s, cost)
     return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
 
 

@@ -11,7 +11,7 @@ from pdtool.cli import options
 from pdtool.cli.console import terminal
 from pdtool.cli.console.output import print_json
 from pdtool.cli.help_sections import command
-from pdtool.errors import ArtifactError, UsageError
+from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import Artifact
@@ -32,6 +32,7 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     shown, and the exit code is 3.
     """
     from pdtool.artifacts.kinds import load_any
+    from pdtool.cli.edited_plan import as_it_is
 
     if output and not graph:
         raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")
@@ -39,32 +40,13 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     if graph:
         _draw_graph(artifact, file, output)
         return
-    artifact, fault = _as_it_is(artifact, file)
+    artifact, fault = as_it_is(artifact, file)
     if as_json:
         print_json(artifact)
     else:
         terminal.show(*_view(artifact), err=False)
     if fault:
         raise fault
-
-
-def _as_it_is(artifact: Artifact, file: str) -> tuple[Artifact, ArtifactError | None]:
-    """Return an artifact, a plan edited by hand with the predictions of what it says now; and why there are none.
-
-    Raises:
-        ArtifactError, ScheduleError: the edited plan cannot be executed.
-    """
-    from pdtool.artifacts.plan import Plan
-    from pdtool.cli.inputs import checked, profile_of
-
-    if not isinstance(artifact, Plan) or not artifact.edited:
-        return artifact, None
-    artifact.check_schedule()
-    try:
-        profile = profile_of(artifact, file)
-    except ArtifactError as error:
-        return artifact, error
-    return checked(artifact, profile), None
 
 
 def _view(artifact: Artifact) -> Lines:

@@ -28,6 +28,7 @@ def plan_view(plan: Plan) -> Lines:
         yield "?: the figures in the file are of another plan, which it was before it was edited"
     if predicted:
         yield from _speed(plan, predicted)
+        yield from _lack_of_memory(plan, predicted)
     if plan.strategy == "async-data-parallel":
         yield _asynchronous_note(plan)
     if plan.why and not plan.edited:
@@ -59,7 +60,7 @@ def _stage_table(plan: Plan, predicted: Predicted | None) -> Table:
     for s, stage in enumerate(plan.stages):
         figures = _stage_figures(predicted, s) if predicted else ["?"] * 4
         in_flight = f"{stage.in_flight}, recomputed" if stage.recompute else stage.in_flight
-        rows.append([s, abbreviated(stage.nodes), _ranges(stage.workers), in_flight, *figures])
+        rows.append([s, abbreviated(stage.nodes), ranges(stage.workers), in_flight, *figures])
     levels = ", ".join(f"{v.size} at {format_rate(v.bandwidth_bytes_per_s)}" for v in plan.cluster.levels)
     title = f"{plan.name}: {plan.config} on {levels}, schedule {plan.schedule}"
     columns = ("stage", "holds", "workers", "in flight", "compute", "all-reduce", "to next", "memory")
@@ -98,10 +99,17 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {plan.batch_size}{by_formulas}"
     if simulated_s is not None:
         yield f"simulated: {format_seconds(simulated_s)} per minibatch{throughput}{gain if both else ''}"
-    yield from samples_line(plan, is_data_parallel=is_data_parallel)
+    yield from _samples_line(plan, is_data_parallel=is_data_parallel)
 
 
-def samples_line(plan: Plan, *, is_data_parallel: bool = False) -> Lines:
+def _lack_of_memory(plan: Plan, predicted: Predicted) -> Lines:
+    limit = plan.cluster.memory_bytes
+    for s, needed in enumerate(predicted.memory_bytes):
+        if limit is not None and needed > limit:
+            yield f"does not fit: stage {s} needs {format_bytes(needed)}, a worker has {format_bytes(limit)}"
+
+
+def _samples_line(plan: Plan, *, is_data_parallel: bool = False) -> Lines:
     """Tell how many samples an update averages, where the plan says it, and how many one of data parallelism does."""
     samples = plan.predicted and plan.predicted.samples_per_update
     if not plan.predicted or not samples:
@@ -123,7 +131,7 @@ def timeline(plan: Plan) -> str:
     return schedule.draw(schedule.build(plan.schedule, shape, minibatches))
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Write contiguous numbers as `0-14`, others as `0,2,3`."""
     contiguous = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
     return f"{numbers[0]}-{numbers[-1]}" if contiguous else ",".join(map(str, numbers))

@@ -67,6 +67,7 @@ def assemble_report(
         throughput_samples_per_s=timed.samples / train_s if train_s else 0.0,
         target=str(config.target) if config.target else None,
         target_reached=config.target.is_reached(metrics) if config.target else None,
+        settings=dict(config.model.settings),
         metrics=dict(metrics),
         predicted=plan.predicted,
         measured=Measured(
