@@ -315,7 +315,7 @@ def test_a_profile_that_came_through_a_pipe_is_kept_where_the_plan_finds_it(fold
 
 
 def test_a_plan_that_does_not_say_where_its_profile_is_is_told_what_to_write(planned):
-    """Its path is nowhere in the plan, as earlier versions wrote it; once it is put there, the digest still guards it."""
+    """Its path is nowhere in the plan, as earlier versions wrote it; once it is put there, the digest guards it."""
     text = samples.profile().dump()
     planned.pdtool("partition", "-", "--topology", "2", "-o", "plans/piped.yaml", stdin=text)
     plan = (planned.path / "plans/piped.yaml").read_text().replace("profiles/net.json", "'-'")
