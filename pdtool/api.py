@@ -31,9 +31,8 @@ from pdtool.cli.inputs import Inputs, checked, path_of_profile, profile_of, resc
 from pdtool.cli.options import file_name, option_values
 
 if TYPE_CHECKING:
-    import click
-
     from pdtool.cli.freshness import FreshnessFinding
+    from pdtool.cli.help_sections import SectionedCommand
     from pdtool.partition.comparison import Simulation
     from pdtool.partition.plan_check import Finding
 
@@ -167,6 +166,7 @@ def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] 
     """Compute a plan's figures and certificate again.
 
     Args:
+        plan: the plan, or the path of its file.
         fresh: compare the model as it is now, the profile, the plan and the stage files instead.
 
     Returns:
@@ -259,7 +259,7 @@ def run(
     return running.trained(inputs, rescheduled(inputs.plan, inputs.profile, **changes), values)[1]
 
 
-def _values(command: click.Command, given: Mapping[str, Any]) -> dict[str, Any]:
+def _values(command: SectionedCommand, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a command's options but for those that say where its result goes."""
     values = option_values(command, given)
     return {name: value for name, value in values.items() if name not in ("output", "as_json")}

@@ -102,9 +102,8 @@ def plan_of(folder, *arguments):
 
 @pytest.mark.parametrize(("file", "table"), [("pdtool.toml", "partition"), ("pyproject.toml", "tool.pdtool.partition")])
 def test_a_projects_defaults_hold_unless_the_command_line_says_otherwise(profiled, file, table):
-    profiled.write(
-        file, f'[{table}]\ntopology = "2x2"\nbandwidth = "8Gbit/s,8GB/s"\nrecompute = false\nreplicas = "3-1"\n'
-    )
+    text = 'topology = "2x2"\nbandwidth = "8Gbit/s,8GB/s"\nrecompute = false\nreplicas = "3-1"\n'
+    profiled.write(file, f"[{table}]\n{text}")
     plan = plan_of(profiled)
     assert plan.config == "3-1"
     assert [(level.size, level.bandwidth_bytes_per_s) for level in plan.cluster.levels] == [(2, 1e9), (2, 8e9)]

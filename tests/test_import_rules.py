@@ -136,6 +136,7 @@ MAX_MODULES = 12  # in a folder
 # Two files have the same name only where a command is named like the thing that one looks for under that name.
 REPEATED_FILES = {
     "profile.py": "the command, and the artifact that it writes",
+    "devices.py": "the command, and finding a device in its table",
     "probe.py": "the command, and the measurement that it starts",
 }
 

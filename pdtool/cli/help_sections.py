@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import click
@@ -37,12 +38,21 @@ class SectionedCommand(click.Command):
             return
         rows: dict[str, list[tuple[str, str]]] = {section: [] for section in (_OTHER, *_SECTIONS)}
         for param in params:
-            if record := param.get_help_record(ctx):
+            if record := _as_given(param, ctx).get_help_record(ctx):
                 rows[_SECTION_OF.get(param.name or "", _OTHER)].append(record)
         for section, records in rows.items():
             if records:
                 with formatter.section(section):
                     formatter.write_dl(records)
+
+
+def _as_given(param: click.Option, ctx: click.Context) -> click.Option:
+    """Return the option, or one that shows as its default what the project's defaults give."""
+    if param.name not in (ctx.default_map or {}):
+        return param
+    shown = copy(param)
+    shown.show_default = True
+    return shown
 
 
 def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], SectionedCommand]:

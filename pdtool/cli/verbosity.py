@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from pdtool.cli.console.printable import printable
+
 _FLAGS = {
     "quiet": ("-q", "--quiet", "Print results, warnings and errors only."),
     "verbose": ("-v", "--verbose", "Print what is loaded and searched, and tracebacks of errors, too."),
@@ -50,10 +52,8 @@ def _print_log() -> None:
 
     class _Printed(logging.Handler):
         def emit(self, record: Any) -> None:
-            from pdtool.cli.console.terminal import note
-
             if Verbosity.is_verbose:  # the next command of this process may not be
-                note(record.getMessage())
+                click.echo(printable(record.getMessage()), err=True)
 
     logger = logging.getLogger("pdtool")
     if not logger.handlers:
