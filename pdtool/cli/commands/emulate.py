@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from pdtool.cli import options
 from pdtool.cli.console.output import print_json
@@ -77,6 +78,7 @@ def emulate(
     from pdtool.partition.strategies.rival_plans import rival_plans
     from pdtool.run.run_folder import locked
 
+    _refuse_options_of_training(compute)
     check_tools()
     asked["target"] = _target(compute, asked)
     path = options.candidate("plan", plan)
@@ -93,6 +95,16 @@ def emulate(
     emulation = assemble_emulation(plans, reports, settings, compute)
     emulation.save(folder / "emulation.json")
     _print_emulation(emulation, folder, as_json)
+
+
+def _refuse_options_of_training(compute: Literal["sleep", "real"]) -> None:
+    """Raise UsageError for options that workers which sleep would not look at."""
+    source = click.get_current_context().get_parameter_source
+    for name in ("model", "seed"):
+        if compute == "sleep" and source(name) is ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"--{name}: workers that sleep train no model", f"add --compute real, or leave --{name} out"
+            )
 
 
 def _target(compute: Literal["sleep", "real"], asked: Mapping[str, Any]) -> Target | None:
