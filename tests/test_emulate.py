@@ -26,6 +26,7 @@ from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import PretendCluster
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
+from pdtool.machines import usable_cores
 from pdtool.partition.planner import refresh
 from pdtool.process_memory import resident_bytes
 from pdtool.run.processes.status import process_state
@@ -139,7 +140,7 @@ def test_a_rival_that_is_the_plan_is_not_emulated_again(capsys):
 
 @pytest.mark.parametrize(("load", "warned"), [(0.5, False), (1.7, True)])
 def test_cores_that_other_programs_use_are_told(load, warned, capsys, monkeypatch):
-    monkeypatch.setattr(os, "getloadavg", lambda: (load * len(os.sched_getaffinity(0)), 0, 0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * len(usable_cores()), 0, 0))
     emulate_command._warn_of_busy_cores()
     assert ("other programs keep" in capsys.readouterr().err) is warned
 

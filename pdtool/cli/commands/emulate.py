@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from pdtool.cli import options
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show
 from pdtool.cli.help_sections import command
 from pdtool.errors import TargetMissedError, UsageError
+from pdtool.machines import usable_cores
 
 if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
@@ -80,6 +82,7 @@ def emulate(
     from pdtool.partition.strategies.rival_plans import rival_plans
     from pdtool.run.run_folder import locked
 
+    _refuse_options_of_training(compute)
     check_tools()
     asked["target"] = _target(compute, asked)
     path = options.candidate("plan", plan)
@@ -109,7 +112,7 @@ def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:
 
 def _warn_of_busy_cores() -> None:
     """Warn where other programs keep the cores busy: workers that sleep would wake late."""
-    cores, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    cores, busy = len(usable_cores()), os.getloadavg()[0]
     if busy > _BUSY_PART_OF_CORES * cores:
         what = f"other programs keep {busy:.1f} of {cores} core(s) busy"
         note(f"warning: {what}: what is emulated takes longer than it should")
@@ -118,6 +121,16 @@ def _warn_of_busy_cores() -> None:
 def _run_by(plan: Plan) -> tuple[object, ...]:
     """Return what decides how a plan's workers run."""
     return plan.stages, plan.schedule, plan.weights, plan.microbatches, plan.update_every, plan.chunks, plan.copies
+
+
+def _refuse_options_of_training(compute: Literal["sleep", "real"]) -> None:
+    """Raise UsageError for options that workers which sleep would not look at."""
+    source = click.get_current_context().get_parameter_source
+    for name in ("model", "seed"):
+        if compute == "sleep" and source(name) is ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"--{name}: workers that sleep train no model", f"add --compute real, or leave --{name} out"
+            )
 
 
 def _target(compute: Literal["sleep", "real"], asked: Mapping[str, Any]) -> Target | None:

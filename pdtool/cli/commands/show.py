@@ -44,24 +44,30 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     if as_json:
         print_json(artifact)
     else:
-        terminal.show(*_view(artifact), err=False)
+        terminal.show(*_view(artifact, _folder_of(file)), err=False)
     if fault:
         raise fault
 
 
-def _view(artifact: Artifact) -> Lines:
+def _folder_of(file: str) -> Path | None:
+    """The folder that an artifact stands in; None for stdin."""
+    return None if file == "-" else Path(file) if Path(file).is_dir() else Path(file).parent
+
+
+def _view(artifact: Artifact, folder: Path | None) -> Lines:
     from pdtool.artifacts.bundle import Bundle
     from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
     from pdtool.artifacts.cluster_file import ClusterFile
     from pdtool.artifacts.device import Devices
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
-    from pdtool.artifacts.report import Emulation, Report
+    from pdtool.artifacts.report import Emulation, Report, RunState
     from pdtool.cli.console.bundle_view import bundle_view
     from pdtool.cli.console.cluster_view import cluster_view
     from pdtool.cli.console.plan_view import plan_view, timeline
     from pdtool.cli.console.profile_view import devices_view, profile_table
     from pdtool.cli.console.report_view import checkpoint_view, emulation_view, report_view
+    from pdtool.cli.run_standing import resumed_line, run_view
 
     match artifact:
         case Profile():
@@ -75,7 +81,9 @@ def _view(artifact: Artifact) -> Lines:
         case Bundle():
             return bundle_view(artifact)
         case Report():
-            return report_view(artifact)
+            return [*report_view(artifact), *(resumed_line(folder) if folder else ())]
+        case RunState():
+            return run_view(artifact, folder)
         case Emulation():
             return emulation_view(artifact)
         case CheckpointManifest():

@@ -9,9 +9,11 @@ from rich.table import Table
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.cli.console.table import Lines, table
+from pdtool.cli.training_progress import validated
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _MUCH_LOADING = 0.1  # of the first stage's time
+_COMPILED = "one epoch: the time that torch.compile took is part of these figures; train two or more to leave it out"
 _NOT_STEADY = "epochs of {minibatches} minibatches have no steady state: filling and draining are measured, too"
 
 
@@ -27,10 +29,12 @@ def report_view(report: Report) -> Lines:
     yield f"per minibatch: {_compared(report)}"
     if not report.measured.is_steady:
         yield _NOT_STEADY.format(minibatches=report.minibatches)
+    if report.includes_compilation:
+        yield _COMPILED
     if report.is_crowded:
         yield _crowded(report.local_workers, report.cores)
     yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
-    yield "validation: " + ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
+    yield validated(report.metrics)
     if report.target:
         yield f"target {report.target}: {'reached' if report.target_reached else 'not reached'}"
 
@@ -100,7 +104,7 @@ def _compared(report: Report) -> str:
     predicted, measured_s = report.predicted, report.measured.bottleneck_s
     if not predicted:
         return f"measured {format_seconds(measured_s)}"
-    is_comparable = report.measured.is_steady and not report.is_crowded
+    is_comparable = report.measured.is_steady and not (report.is_crowded or report.includes_compilation)
     source, predicted_s = "simulated", predicted.simulated_s
     if predicted_s is None:
         source, predicted_s = "predicted", predicted.bottleneck_s
@@ -110,8 +114,7 @@ def _compared(report: Report) -> str:
 
 def checkpoint_view(manifest: CheckpointManifest) -> Lines:
     """List the metrics of the epoch, and the files."""
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items())
-    title = f"epoch {manifest.epoch}, seed {manifest.seed}: {metrics}"
+    title = f"epoch {manifest.epoch}, seed {manifest.seed}: {validated(manifest.metrics)}"
     rows = [[name, format_bytes(file.bytes), file.sha256] for name, file in manifest.files.items()]
     yield table(("file", "bytes", "sha256"), rows, title=title)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 OnProgress = Callable[[int, int], None]  # called with (done, total)
-OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
 _NEVER_QUIET = ("error: ", "warning: ", "interrupted")
 _FILE_COLUMNS = 160  # width of a table that goes to a file: names are not broken
 
@@ -80,36 +79,8 @@ def status(label: str) -> Iterator[Callable[[str], None]]:
         yield lambda step: line.update(Text(printable(step)))
 
 
-@contextmanager
-def training_progress(epochs: int) -> Iterator[OnEvent]:
-    """Show a line for each epoch; on a terminal also a bar of the updates."""
-    if not sys.stderr.isatty():
-        yield lambda event: note(_validation_line(event)) if event["split"] == "valid" else None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=console(err=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def on_event(event: dict[str, Any]) -> None:
-            if event["split"] == "valid":
-                bar.console.print(_validation_line(event))
-                bar.update(task, total=event["step"] / event["epoch"] * epochs)
-            else:
-                label = f"epoch {event['epoch']}/{epochs}  loss {event['loss']:.4f}"
-                bar.update(task, description=label, completed=event["step"])
-
-        yield on_event
-
-
 def _description(text: str) -> str:
     """Write a text for a progress bar, which reads markup."""
     from rich.markup import escape
 
     return escape(printable(text))
-
-
-def _validation_line(event: dict[str, Any]) -> str:
-    """Write a validation line of metrics.jsonl as `epoch 3: loss 0.1234, accuracy 0.9810`."""
-    figures = [f"{k} {v:.4f}" for k, v in event.items() if k not in ("split", "epoch", "step")]
-    return f"epoch {event['epoch']}: {', '.join(figures)}"
