@@ -26,13 +26,14 @@ from pdtool.cli.commands.import_ import import_
 from pdtool.cli.commands.partition import partition
 from pdtool.cli.commands.probe import probe
 from pdtool.cli.commands.profile import profile
+from pdtool.cli.commands.report import report
 from pdtool.cli.commands.run import run
 from pdtool.cli.commands.schema import schema
 from pdtool.cli.commands.show import show
 from pdtool.cli.commands.simulate import simulate
-from pdtool.cli.console.printable import printable
 from pdtool.cli.console.terminal import note
 from pdtool.errors import PdtoolError, describe_error
+from pdtool.printable import printable
 
 _EPILOG = """\b
 Exit codes:
@@ -134,6 +135,7 @@ for _command in (
     codegen,
     run,
     show,
+    report,
     export,
     schema,
     completion,

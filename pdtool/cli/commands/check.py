@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console.printable import printable
 from pdtool.cli.console.terminal import show, write_stdout
 from pdtool.errors import ArtifactError, StaleError
+from pdtool.printable import printable
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -14,6 +14,7 @@ from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES
 
 _SWEEP_POINTS = 13
+_TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
 
 
 @click.command(
@@ -38,7 +39,7 @@ _SWEEP_POINTS = 13
     "--svg",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the timeline, or with --sweep the gain against bandwidth; - is stdout.",
+    help="Draw the timeline (filling, then two rounds), or with --sweep the gain against bandwidth; - is stdout.",
 )
 @click.option(
     "--sweep",
@@ -64,7 +65,6 @@ def simulate(
     """
     from pdtool.artifacts.chrome_trace import chrome_trace
     from pdtool.cli.console import simulation_view as views
-    from pdtool.cli.console import svg as pictures
     from pdtool.cli.console.output import write_text
     from pdtool.cli.inputs import planned
     from pdtool.partition.comparison import compare
@@ -73,6 +73,10 @@ def simulate(
     from pdtool.partition.simulated_schedules import under_schedule
     from pdtool.partition.simulator.engine import simulate as execute
     from pdtool.partition.simulator.job import SimulationJob
+    from pdtool.report.drawings.chart import gain_chart
+    from pdtool.report.drawings.timeline_drawing import timeline_drawing
+    from pdtool.report.simulated import simulated_group
+    from pdtool.units import format_seconds
 
     rates = _rates(sweep) if sweep else []
     piped = _is_piped(trace, svg, as_json)
@@ -82,7 +86,8 @@ def simulate(
     is_planned = name == chosen.schedule
     placement = as_planned if is_planned else under_schedule(as_planned, profile, name, chunks=2)
     with status("simulating"):
-        result = execute(SimulationJob.of(placement, profile, cluster, minibatches))
+        job = SimulationJob.of(placement, profile, cluster, minibatches)
+        result = execute(job)
         steady = execute(SimulationJob.of(placement, profile, cluster)) if minibatches else result
         compared = compare(profile, chosen, against, placement, steady)
         points = over_bandwidths(profile, chosen, rates) if rates else []
@@ -96,10 +101,14 @@ def simulate(
     if svg:
         title = f"{chosen.name} ({chosen.config}, {name})"
         if points:
-            picture = pictures.gain_svg(points, f"gain of {title} over data parallelism")
+            own = cluster.levels[0].bandwidth_bytes_per_s
+            picture = gain_chart(points, _GAIN_WIDTH, own, f"gain of {title} over data parallelism")
         else:
-            picture = pictures.timeline_svg(result, title)
-        write_text(picture, svg)
+            group = simulated_group(
+                result, job.shape, name, f"{title}, {format_seconds(result.time_per_minibatch_s)} per minibatch"
+            )
+            picture = timeline_drawing([group], _TIMELINE_WIDTH)
+        write_text(picture.standalone(), svg)
 
 
 def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:

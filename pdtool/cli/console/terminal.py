@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdtool.cli.console.printable import printable
+from pdtool.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

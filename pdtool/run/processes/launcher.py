@@ -47,7 +47,7 @@ from pdtool.run.processes.shared_memory_files import (
 from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
 from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, stop_message
 from pdtool.run.processes.worker_main import run_worker, worker_main
-from pdtool.run.run_folder import locked
+from pdtool.run.run_folder import PLAN_FILE, locked
 from pdtool.schedule import build, is_asynchronous, validate
 
 _GRACE_S = 2.0  # for workers to end after one has failed
@@ -84,6 +84,8 @@ def launch(
             _forget_threads_of_torchrun()
         os.environ.update(environment)
         with locked(config.out) if os.environ["RANK"] == "0" else nullcontext():
+            if os.environ["RANK"] == "0":
+                config.plan.save(config.out / PLAN_FILE)
             return run_worker(config)
     with locked(config.out) if config.machines.node_rank == 0 else nullcontext():
         return _launch_workers(config, epochs_done, on_metrics, notify)
@@ -98,6 +100,8 @@ def _launch_workers(
     """Start the workers of this machine and wait for their end."""
     local = local_assignments(config)
     gather_machines(config.machines, config.timeout_s, notify)
+    if config.machines.node_rank == 0:
+        config.plan.save(config.out / PLAN_FILE)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
     remove_stale_semaphores()
     name_semaphores_after_this_process()
