@@ -19,6 +19,7 @@ from pdtool.units import format_seconds
 _WORKER = re.compile(r"rank ([0-9]+) \(stage ([0-9]+), replica [0-9]+\)")
 _NO_METRICS = {"split", "epoch", "step", "loss", "time", "lr", "samples_per_s"}  # of a line of metrics.jsonl
 _MAX_POINTS, _MAX_THIN_POINTS = 160, 500  # of a curve
+_MAX_VALUE = 1e30  # what is larger, or not finite, is not drawn
 _MAX_METRICS = 4  # charts of metrics besides the loss
 _NOTABLE = 0.05  # of the time per minibatch: smaller differences are not explained
 
@@ -83,15 +84,13 @@ def _loss(run: tuple[str, Sequence[dict[str, Any]]], index: int, is_one_of_sever
     name, lines = run
     prefix = f"{name}, " if is_one_of_several else ""
     training = _points(lines, "train", "loss")
+    mean = _thinned(training, min(_MAX_POINTS, max(2, len(training) // 4)))
     valid = Curve(
         f"{prefix}validation", _points(lines, "valid", "loss"), index if is_one_of_several else 2, is_dotted=True
     )
-    curves = [valid]
-    if len(training) <= _MAX_THIN_POINTS:
-        curves.append(Curve("", training, index, is_thin=True))
     if is_one_of_several:
-        return curves if valid.points else [Curve(f"{prefix}training", _thinned(training, _MAX_POINTS), index)]
-    return [Curve("training", _thinned(training, min(_MAX_POINTS, max(2, len(training) // 4))), 0), *curves]
+        return [Curve(f"{prefix}training", mean, index, is_thin=True), valid]
+    return [Curve("training", mean), valid, Curve("", _thinned(training, _MAX_THIN_POINTS), is_thin=True)]
 
 
 def _curve(
@@ -114,7 +113,7 @@ def _points(lines: Iterable[dict[str, Any]], split: str, key: str) -> list[tuple
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MAX_VALUE
 
 
 def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:

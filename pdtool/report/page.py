@@ -90,17 +90,26 @@ class SubjectSection:
     bottleneck: str = ""
     certificate: str = ""
     differences: list[Difference] = field(default_factory=list)
+    is_measured: bool = False
     emulated: list[Bar] = field(default_factory=list)
 
 
-def page(subjects: Sequence[Subject]) -> str:
+def page(subjects: Sequence[Subject], simulations: dict[str, SimulatedPlan] | None = None) -> str:
     """Return the page as HTML.
+
+    Args:
+        simulations: those of earlier pages, by the digest of the plan; new ones are put into it.
 
     Raises:
         PdtoolError: a plan cannot be simulated.
     """
-    views = [SubjectView(subject) for subject in subjects]
-    sections = [view.section() for view in views]
+    simulations = {} if simulations is None else simulations
+    views: list[SubjectView] = []
+    for subject in subjects:
+        is_repeated = any(subject.plan and view.plan and _digests(view.subject) == _digests(subject) for view in views)
+        views.append(SubjectView(subject, simulations, is_repeated=is_repeated))
+    longest_s = max(view.time_s for view in views) or 1.0
+    sections = [view.section(longest_s) for view in views]
     groups = [group for view in views for group in view.timelines(named=len(views) > 1)]
     runs = [(s.name, s.run.metrics) for s in subjects if s.run and s.run.metrics]
     template = _environment().get_template("page.html.j2")
@@ -123,6 +132,12 @@ def page(subjects: Sequence[Subject]) -> str:
 def is_unfinished(subject: Subject) -> bool:
     """Whether a run goes on."""
     return subject.run is not None and subject.run.state is RunState.RUNNING
+
+
+def _digests(subject: Subject) -> tuple[str, ...]:
+    """What the predictions depend on."""
+    plan, profile = subject.plan, subject.profile
+    return (plan.plan_sha256, profile.content_sha256) if plan and profile else ()
 
 
 def _environment() -> Environment:
@@ -148,37 +163,57 @@ def _timeline_pictures(groups: Sequence[TimelineGroup]) -> Pictures | None:
 
 
 class SubjectView:
-    """Computes the section of one subject."""
+    """Computes the section of one subject.
 
-    def __init__(self, subject: Subject) -> None:
+    Args:
+        simulations: of plans that were simulated already.
+        is_repeated: whether the plan was drawn for another subject already.
+    """
+
+    def __init__(self, subject: Subject, simulations: dict[str, SimulatedPlan], *, is_repeated: bool) -> None:
         self.subject, self.plan, self.profile, self.run = subject, subject.plan, subject.profile, subject.run
         self.notes = [subject.missing] if subject.missing else []
+        self.simulations, self.is_repeated = simulations, is_repeated
 
     @cached_property
     def simulated(self) -> SimulatedPlan | None:
         """What simulations say; None where there is no plan, or the plan of a run cannot be simulated."""
         if not self.plan or not self.profile:
             return None
+        key = " ".join(_digests(self.subject))
         try:
-            return SimulatedPlan.of(self.plan, self.profile)
+            if key not in self.simulations:
+                self.simulations[key] = SimulatedPlan.of(self.plan, self.profile)
+            return self.simulations[key]
         except PdtoolError as error:
             if not self.run:
                 raise
             self.notes.append(f"the plan cannot be simulated: {error}")
             return None
 
-    def section(self) -> SubjectSection:
-        """Return all that the page shows of the subject but what all subjects share."""
+    @property
+    def time_s(self) -> float:
+        """The longest time per minibatch of all stages, predicted or measured."""
+        report = self.run.report if self.run else None
+        measured_s = [stage.time_s for stage in report.stages] if report else []
+        return max([self.simulated.result.time_per_minibatch_s if self.simulated else 0.0, *measured_s])
+
+    def section(self, longest_s: float) -> SubjectSection:
+        """Return all that the page shows of the subject but what all subjects share.
+
+        Args:
+            longest_s: time per minibatch that is as long as a bar can be.
+        """
         if self.subject.emulation:
             return _emulation_section(self.subject, self.subject.emulation)
         name = self.plan.name if self.plan else self.subject.name
         section = SubjectSection(self.subject, self.subject.name if self.run else name, self._sentence())
-        if self.plan and self.profile:
+        if self.plan and self.profile and not self.is_repeated:
             section.graph = _pictures(graph_drawing(self.plan, self.profile, w) for w in (_WIDE, _NARROW))
-        if self.plan and self.simulated:
+        if self.plan and self.simulated and not self.is_repeated:
             self._add_predictions(section, self.plan, self.simulated)
         report = self.run.report if self.run else None
-        section.stages = self._stages(report)
+        section.stages, section.is_measured = self._stages(report, longest_s), report is not None
         if report and self.simulated:
             simulated_s = self.simulated.result.time_per_minibatch_s
             section.differences = differences(report, self.simulated.stages, simulated_s)
@@ -194,7 +229,8 @@ class SubjectView:
             predicted = simulated_group(
                 self.simulated.result, self.simulated.shape, self.plan.schedule, f"{of}simulated, {self.plan.schedule}"
             )
-            yield predicted
+            if not self.is_repeated:
+                yield predicted
         if self.run and self.run.report:
             length_s = predicted.end_s - predicted.start_s if predicted else 12 * self.run.report.measured.bottleneck_s
             measured_s = self.run.report.measured.bottleneck_s
@@ -254,11 +290,10 @@ class SubjectView:
                     f"this one is within {plan.why.gap or 0:.1%} of that ({plan.why.proof})"
                 )
 
-    def _stages(self, report: Report | None) -> list[StageSection]:
+    def _stages(self, report: Report | None, longest_s: float) -> list[StageSection]:
         """Predicted and measured bars of each stage, as long as their time per minibatch."""
         simulated = self.simulated
         predicted_s = simulated.result.time_per_minibatch_s if simulated else 0.0
-        longest_s = max([predicted_s, *(stage.time_s for stage in report.stages)] if report else [predicted_s]) or 1.0
         depth = self.plan.pipeline_depth if self.plan else len(report.stages) if report else 0
         sections = []
         for s in range(depth):

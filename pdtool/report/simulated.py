@@ -12,13 +12,14 @@ from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.comparison import Comparison, SweepPoint, bandwidth_grid, compare, sweep
 from pdtool.partition.placement import Placement
 from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob
+from pdtool.partition.simulator.job import SimulationJob, action_count
 from pdtool.partition.simulator.result import SimulationResult
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, WorkerRow
 from pdtool.schedule import PipelineShape, is_asynchronous
 
 _RIVALS = ("data-parallel", "straight", "gpipe", "model-parallel")
-_RANGE, _POINTS = 20.0, 17  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
+_RANGE, _POINTS = 20.0, 13  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
+_MAX_SWEPT_ACTIONS = 20_000  # of a plan that is simulated at so many bandwidths: about ten seconds
 _MAX_DRAWN_MINIBATCHES = 96
 
 
@@ -57,20 +58,25 @@ class SimulatedPlan:
         cluster, placement = plan.cluster.cluster(), Placement.of(plan, profile)
         job = SimulationJob.of(placement, profile, cluster)
         result = simulate(job)
+        is_swept = cluster.workers > 1 and action_count(placement) <= _MAX_SWEPT_ACTIONS
         depth = plan.pipeline_depth
-        own = cluster.levels[0].bandwidth_bytes_per_s
-        rates = bandwidth_grid(own / _RANGE, own * _RANGE, _POINTS)
-        try:
-            points = sweep(profile, plan, rates) if cluster.workers > 1 else []
-        except (NoPlanError, UsageError):  # data parallelism cannot be simulated here
-            points = []
         return cls(
             result=result,
             shape=job.shape,
             stages=tuple(_shares(result, stage) for stage in range(depth)),
             comparison=compare(profile, plan, _RIVALS, placement, result),
-            points=tuple(points),
+            points=_gain_points(plan, profile) if is_swept else (),
         )
+
+
+def _gain_points(plan: Plan, profile: Profile) -> tuple[SweepPoint, ...]:
+    """Return the gain around the plan's own bandwidth; none where data parallelism cannot be simulated."""
+    own = plan.cluster.levels[0].bandwidth_bytes_per_s
+    try:
+        points = sweep(profile, plan, bandwidth_grid(own / _RANGE, own * _RANGE, _POINTS))
+    except (NoPlanError, UsageError):
+        return ()
+    return tuple(points) if all(p.time_per_minibatch_s and p.data_parallel_s for p in points) else ()
 
 
 def _shares(result: SimulationResult, stage: int) -> StageShares:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console.terminal import note, status
+from pdtool.cli.console.terminal import note, status, write_stdout
 from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
+    from pdtool.report.simulated import SimulatedPlan
     from pdtool.report.subjects import Subject
 
 _MAX_SUBJECTS = 4
@@ -35,21 +36,27 @@ def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
     if watch and str(path) == "-":
         raise UsageError("--watch -o -: a page that is written again needs a file", "name it with -o")
     _check_target(path)
-    subjects = _write(names, path)
+    subjects = _write(names, path, {})
+    if str(path) != "-":
+        note(f"wrote {path}; open it in a browser")
     if watch:
         _watch(names, path, subjects)
 
 
-def _write(names: tuple[str, ...], path: Path) -> list[Subject]:
-    from pdtool.cli.console.output import write_text
+def _write(names: tuple[str, ...], path: Path, simulations: dict[str, SimulatedPlan]) -> list[Subject]:
+    """Write the page; simulations are taken from `simulations`, and new ones put there."""
+    from pdtool.artifacts.envelope import write_atomically
     from pdtool.cli.inputs import planned
     from pdtool.report.page import page
     from pdtool.report.subjects import read_subject
 
     subjects = [read_subject(name, planned) for name in names]
     with status("simulating"):
-        text = page(subjects)
-    write_text(text, path, "; open it in a browser")
+        text = page(subjects, simulations)
+    if str(path) == "-":
+        write_stdout(text)
+    else:
+        write_atomically(path, text)
     return subjects
 
 
@@ -57,9 +64,10 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
     """Write the page again and again while a run goes on; Ctrl-C ends that, not the run."""
     from pdtool.report.page import is_unfinished
 
+    simulations: dict[str, SimulatedPlan] = {}
     while any(map(is_unfinished, subjects)):
         time.sleep(_WATCH_S)
-        subjects = _write(names, path)
+        subjects = _write(names, path, simulations)
     note("no run is going on")
 
 

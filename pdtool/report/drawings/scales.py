@@ -38,20 +38,23 @@ def _linear_ticks(low: float, high: float, most: int) -> list[float]:
     if not high > low:
         return [low]
     power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(power * factor for factor in (1, 2, 5, 10, 20) if (high - low) / (power * factor) <= most)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    for step in (power * factor for factor in (1, 2, 5, 10, 20)):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first <= most:
+            break
     return [round(i * step, 12 - math.floor(math.log10(step))) for i in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
     """1, 2 and 5 of each power of ten, or fewer of them; over a narrow range multiples as on a linear scale."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for factors, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
-        ticks = [10.0**power * factor for power in powers if power % every == 0 for factor in factors]
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    spacing = max(1, math.ceil((last - first) / most))
+    for factors, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), spacing)):
+        ticks = [10.0**power * factor for power in range(first, last + 1, every) for factor in factors]
         within = [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
-        if len(within) <= most:
-            return within if len(within) > 2 else _linear_ticks(low, high, most)
-    return within
+        if len(within) <= most + 1:
+            break
+    return within if len(within) > 2 else _linear_ticks(low, high, most)
 
 
 def time_labels(ticks: Sequence[float]) -> list[str]:
