@@ -33,7 +33,7 @@ from pdtool.units import format_bytes, format_seconds
 
 COMMANDS = (
     *("profile", "partition", "codegen", "run", "train"),
-    *("simulate", "emulate", "check", "diff", "show", "export"),
+    *("simulate", "emulate", "check", "diff", "show", "report", "export"),
     *("probe", "devices", "import"),
     *("init", "makefile", "schema", "completion", "help"),
 )

@@ -23,13 +23,24 @@ PARTS = ("profile", "partition", "codegen", "run")
 
 # errors, units, what is known of machines and processes <
 # graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < emulate < cli < api
+# graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < emulate < report < cli
 LAYERS = (
-    ("errors", "units", "machines", "machine_facts", "machine_rendezvous", "network_interfaces", "process_memory"),
+    (
+        "errors",
+        "units",
+        "printable",
+        "machines",
+        "machine_facts",
+        "machine_rendezvous",
+        "network_interfaces",
+        "process_memory",
+    ),
     ("graph", "cluster", "schedule"),
     ("artifacts",),
     ("frontend",),
     PARTS,
     ("emulate",),
+    ("report",),
     ("cli",),
     ("api",),
 )
@@ -39,6 +50,8 @@ HOMES = {
     "click": {"cli"},
     "rich": {"cli"},
     "yaml": {"artifacts"},
+    "jinja2": {"report"},
+    "markupsafe": {"report"},  # of jinja2
     "pydantic": {"artifacts"},
     "networkx": {"graph"},
     "numpy": {"partition", "run"},
@@ -137,6 +150,7 @@ MAX_MODULES = 12  # in a folder
 REPEATED_FILES = {
     "profile.py": "the command, and the artifact that it writes",
     "devices.py": "the command, and finding a device in its table",
+    "report.py": "the command, and the artifact that it draws",
     "probe.py": "the command, and the measurement that it starts",
 }
 
@@ -209,6 +223,8 @@ WITHOUT_TORCH = [
     ["import", "graph.txt", "-o", "imported.json"],
     ["partition", "profile.json", "--topology", "2x2", "-o", "out.yaml"],
     ["simulate", "out.yaml", "--sweep", "bandwidth=1..10Gbit/s", "--svg", "out.svg", "--trace", "out.json"],
+    ["report", "out.yaml", "-o", "out.html"],
+    ["show", "out.yaml", "--graph", "-o", "out-graph.svg"],
 ]
 
 

@@ -31,20 +31,21 @@ from pdtool.cli.commands.makefile import makefile
 from pdtool.cli.commands.partition import partition
 from pdtool.cli.commands.probe import probe
 from pdtool.cli.commands.profile import profile
+from pdtool.cli.commands.report import report
 from pdtool.cli.commands.run import run
 from pdtool.cli.commands.schema import schema
 from pdtool.cli.commands.show import show
 from pdtool.cli.commands.simulate import simulate
 from pdtool.cli.commands.train import train
-from pdtool.cli.console.printable import printable
 from pdtool.cli.console.terminal import note
 from pdtool.cli.project_defaults import ProjectDefaults
 from pdtool.cli.verbosity import Verbosity, verbosity_options
 from pdtool.errors import PdtoolError, UsageError, describe_error
+from pdtool.printable import printable
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Commands: the four steps, and all of them at once": (profile, partition, codegen, run, train),
-    "Plans, runs and profiles": (simulate, emulate, check, diff, show, export),
+    "Plans, runs and profiles": (simulate, emulate, check, diff, show, report, export),
     "Clusters and devices": (probe, devices, import_),
     "Projects and shells": (init, makefile, schema, completion, help_),
 }

@@ -22,8 +22,8 @@ from typing import Any
 
 import click
 
-from pdtool.cli.console.printable import printable
 from pdtool.errors import ArtifactError
+from pdtool.printable import printable
 
 _OWN_FILE, _SHARED_FILE = "pdtool.toml", "pyproject.toml"
 _NOT_DEFAULTS = ("help", "quiet", "verbose")  # of one command line, not of a project

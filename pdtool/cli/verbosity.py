@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pdtool.cli.console.printable import printable
+from pdtool.printable import printable
 
 _FLAGS = {
     "quiet": ("-q", "--quiet", "Print results, warnings and errors only."),

@@ -18,7 +18,7 @@ from pdtool.partition.simulator.engine import simulate, simulated_time_s
 from pdtool.partition.simulator.job import MAX_ACTIONS, SimulationJob, action_count
 from pdtool.partition.simulator.result import SimulationResult
 from pdtool.partition.strategies.rival_plans import rival_plans
-from pdtool.schedule import STRATEGIES
+from pdtool.schedule import STRATEGIES, PipelineShape
 
 THIS_PLAN = "this plan"
 
@@ -158,12 +158,14 @@ class Simulation:
 
     Attributes:
         schedule: that was simulated.
+        shape: of the pipeline under that schedule.
         result: what each worker does when, the seconds per minibatch and the samples per second of the steady state.
         comparison: the plan and its rivals, each in its steady state.
         sweep: the plan and data parallelism at each bandwidth of the outermost level, in bytes per second.
     """
 
     schedule: str
+    shape: PipelineShape
     result: SimulationResult
     comparison: Comparison
     sweep: list[SweepPoint]
@@ -192,10 +194,12 @@ def simulated(
     placement = Placement.of(plan, profile)
     if name != plan.schedule:
         placement = under_schedule(placement, profile, name, chunks=2)
-    result = simulate(SimulationJob.of(placement, profile, cluster, minibatches))
+    job = SimulationJob.of(placement, profile, cluster, minibatches)
+    result = simulate(job)
     steady = simulate(SimulationJob.of(placement, profile, cluster)) if minibatches else result
     return Simulation(
         schedule=name,
+        shape=job.shape,
         result=result,
         comparison=compare(profile, plan, against, placement, steady),
         sweep=sweep(profile, plan, bandwidths) if bandwidths else [],

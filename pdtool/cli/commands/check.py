@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console.printable import printable
 from pdtool.cli.console.terminal import note, show, write_stdout
 from pdtool.cli.help_sections import command
 from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.printable import printable
 
 if TYPE_CHECKING:
     from rich.text import Text

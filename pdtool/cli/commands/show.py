@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from pdtool.artifacts.envelope import Artifact
     from pdtool.cli.console.table import Lines
 
+_GRAPH_WIDTH = 1200  # pixels
+
 
 @command(
     epilog="\b\nExamples:\n  pdtool show runs/digits-3 --json\n  pdtool show plans/digits-3.yaml --graph -o graph.svg"
 )
 @click.argument("file")
-@click.option("--graph", is_flag=True, help="Draw a plan's operators and stages for Graphviz instead.")
-@options.output("With --graph, DOT to write; FILE.svg is drawn by Graphviz.")
+@click.option("--graph", is_flag=True, help="Draw a plan's operators and stages instead.")
+@options.output("With --graph, FILE.svg: a drawing of the modules; any other: all operators in DOT, for Graphviz.")
 @options.as_json
 def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     """Print FILE, any artifact or its folder, for people.
@@ -95,14 +97,17 @@ def _view(artifact: Artifact, folder: Path | None) -> Lines:
 def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
     """Draw the graph of a plan to `output` or stdout; raises UsageError for what is no plan."""
     from pdtool.artifacts.plan import Plan
-    from pdtool.cli.console.graphviz import dot, write_graph
+    from pdtool.cli.console.output import write_text
     from pdtool.cli.inputs import profile_of
+    from pdtool.report.drawings.graph_drawing import graph_drawing
+    from pdtool.report.drawings.graphviz import dot
 
     if not isinstance(artifact, Plan):
         raise UsageError(f"{file} is a {artifact.KIND}, and --graph draws plans", "name a plan")
     profile = profile_of(artifact, file)
-    if output is None or output == "-":
-        terminal.write_stdout(dot(artifact, profile))
-        return
-    write_graph(artifact, profile, Path(output))
-    terminal.note(f"wrote {output}")
+    path = Path(output or "-")
+    if path.suffix == ".svg":
+        title = f"{artifact.name}: {artifact.config}"
+        write_text(graph_drawing(artifact, profile, _GRAPH_WIDTH, title).standalone(), path)
+    else:
+        write_text(dot(artifact, profile), path)

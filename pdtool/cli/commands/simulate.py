@@ -15,6 +15,7 @@ from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES
 
 _SWEEP_POINTS = 13
+_TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
 
 
 @command(
@@ -39,7 +40,7 @@ _SWEEP_POINTS = 13
     "--svg",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the timeline, or with --sweep the gain against bandwidth; - is stdout.",
+    help="Draw the timeline (filling, then two rounds), or with --sweep the gain against bandwidth; - is stdout.",
 )
 @click.option(
     "--sweep",
@@ -65,10 +66,13 @@ def simulate(
     """
     from pdtool.artifacts.chrome_trace import chrome_trace
     from pdtool.cli.console import simulation_view as views
-    from pdtool.cli.console import svg as pictures
     from pdtool.cli.console.output import write_text
     from pdtool.cli.inputs import planned
     from pdtool.partition.comparison import simulated
+    from pdtool.report.drawings.chart import gain_chart
+    from pdtool.report.drawings.timeline_drawing import timeline_drawing
+    from pdtool.report.simulated import simulated_group
+    from pdtool.units import format_seconds
 
     rates = _rates(sweep) if sweep else []
     piped = _is_piped(trace, svg, as_json)
@@ -81,10 +85,12 @@ def simulate(
     if svg:
         title = f"{chosen.name} ({chosen.config}, {name})"
         if points:
-            picture = pictures.gain_svg(points, f"gain of {title} over data parallelism")
+            own = chosen.cluster.cluster().levels[0].bandwidth_bytes_per_s
+            picture = gain_chart(points, _GAIN_WIDTH, own, f"gain of {title} over data parallelism")
         else:
-            picture = pictures.timeline_svg(result, title)
-        write_text(picture, svg)
+            times = f"{title}, {format_seconds(result.time_per_minibatch_s)} per minibatch"
+            picture = timeline_drawing([simulated_group(result, simulation.shape, name, times)], _TIMELINE_WIDTH)
+        write_text(picture.standalone(), svg)
     if as_json:
         data = views.as_data(chosen, name, result, simulation.comparison, points)
         write_stdout(json.dumps(data, indent=1) + "\n")

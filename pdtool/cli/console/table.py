@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdtool.cli.console.printable import printable
+from pdtool.printable import printable
 
 Lines = Iterable[Table | str]  # what a view of an artifact yields: tables, and lines of text between them
 

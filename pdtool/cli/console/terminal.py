@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdtool.cli.console.printable import printable
 from pdtool.cli.verbosity import Verbosity
+from pdtool.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -48,7 +48,7 @@ from pdtool.run.processes.shared_memory_files import (
 from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
 from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, stop_message, stop_name
 from pdtool.run.processes.worker_main import run_worker, worker_main
-from pdtool.run.run_folder import locked
+from pdtool.run.run_folder import PLAN_FILE, locked
 from pdtool.schedule import build, is_asynchronous, validate
 
 _GRACE_S = 2.0  # for workers to end after one has failed
@@ -104,6 +104,7 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
         yield
         return
     with locked(config.out), recorded(config, epochs_done):
+        config.plan.save(config.out / PLAN_FILE)
         yield
 
 
