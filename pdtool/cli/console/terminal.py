@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,8 +23,9 @@ _FILE_COLUMNS = 160  # width of a table that goes to a file: names are not broke
 
 
 def note(text: str) -> None:
-    """Print a line on stderr."""
-    click.echo(printable(text), err=True)
+    """Print a line on stderr; where nobody reads it any more, as behind `2>&1 | head`, the work goes on."""
+    with suppress(BrokenPipeError):
+        click.echo(printable(text), err=True)
 
 
 def write_stdout(text: str) -> None:
@@ -49,7 +50,8 @@ def show(*parts: RenderableType, err: bool = True) -> None:
     text = capture.get()
     if not target.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-    click.echo(text, err=err, nl=False)
+    with suppress(BrokenPipeError) if err else nullcontext():
+        click.echo(text, err=err, nl=False)
 
 
 @contextmanager
