@@ -477,13 +477,23 @@ def test_one_worker_is_not_several(planned):
 
 @pytest.mark.parametrize("command", [["import", "graph.txt"], ["partition", "profiles/net.json", "--topology", "2"]])
 def test_a_reader_that_stops_reading_costs_no_file(planned, monkeypatch, command):
-    """As in `pdtool profile model.py 2>&1 | head -1`."""
+    """As in `pdtool profile model.py 2>&1 | head -1`: what is printed on stderr is for people."""
 
-    def closed(*parts, **kwargs):
+    def closed(*parts, **options):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     operator = "forward_compute_time=1.0, backward_compute_time=1.0, activation_size=4.0, parameter_size=0.000"
     planned.write("graph.txt", f"node1 -- Add -- {operator}\n")
-    monkeypatch.setattr("pdtool.cli.console.output.show", closed)
-    planned.pdtool(*command, "-o", "written", code=1)
+    monkeypatch.setattr("pdtool.cli.console.terminal.click.echo", closed)
+    planned.pdtool(*command, "-o", "written")
+    assert (planned.path / "written").stat().st_size > 100
+    planned.pdtool("show", "written", code=1)
+
+
+def test_the_file_is_there_before_it_is_shown(planned, monkeypatch):
+    def interrupted(*parts, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pdtool.cli.console.output.show", interrupted)
+    planned.pdtool("partition", "profiles/net.json", "--topology", "2", "-o", "written", code=130)
     assert (planned.path / "written").stat().st_size > 100

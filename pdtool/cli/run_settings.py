@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pdtool.cli.console.terminal import note
 from pdtool.errors import StaleError, UsageError
+from pdtool.machines import is_first_worker
 
 if TYPE_CHECKING:
     from pdtool.artifacts.profile import Profile
@@ -40,7 +42,8 @@ def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:
         _check_names(file, changes)
         if any(inputs.model.settings.get(key) != value for key, value in file.model_settings.items()):
             _check_operators(file, inputs.profile, changes)
-    note(f"settings of this run: {', '.join(f'{key}={value}' for key, value in changes.items())}")
+    if is_first_worker(os.environ):
+        note(f"settings of this run: {', '.join(f'{key}={value}' for key, value in changes.items())}")
     return changed
 
 

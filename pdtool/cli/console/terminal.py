@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -24,8 +24,13 @@ _FILE_COLUMNS = 160  # width of a table that goes to a file: names are not broke
 
 
 def note(text: str) -> None:
-    """Print a line on stderr; with -q only errors and warnings."""
-    if not Verbosity.is_quiet or text.startswith(_NEVER_QUIET):
+    """Print a line on stderr, with -q only errors and warnings.
+
+    Where nobody reads it any more, as behind `2>&1 | head`, the work goes on.
+    """
+    if Verbosity.is_quiet and not text.startswith(_NEVER_QUIET):
+        return
+    with suppress(BrokenPipeError):
         click.echo(printable(text), err=True)
 
 
@@ -51,7 +56,8 @@ def show(*parts: RenderableType, err: bool = True) -> None:
     text = capture.get()
     if not target.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-    click.echo(text, err=err, nl=False)
+    with suppress(BrokenPipeError) if err else nullcontext():
+        click.echo(text, err=err, nl=False)
 
 
 @contextmanager
