@@ -26,7 +26,9 @@ from pdtool.cli.console.printable import printable
 from pdtool.errors import ArtifactError
 
 _OWN_FILE, _SHARED_FILE = "pdtool.toml", "pyproject.toml"
-_NOT_DEFAULTS = ("help", "quiet", "verbose")  # of one command line, not of a project
+_OF_ONE_COMMAND_LINE = ("help", "quiet", "verbose")
+# What is trusted, replaced and written where, and whom to connect to: the file may be a stranger's.
+_ONLY_TYPED = ("trust", "force", "model", "output", "trace", "svg", "rdzv_endpoint", "resume")
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,12 @@ def _found() -> Path | None:
 
 
 def _toml(path: Path) -> dict[str, Any]:
+    from pdtool.artifacts.envelope import read_text
+
+    text = read_text(path, "name a TOML file with --config", may_be_pipe=True)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtifactError(path, f"cannot be read ({error.strerror})", "name a TOML file with --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ArtifactError(path, f"is not TOML ({error})", "mend it, as `[partition]` and `topology = 4`") from error
 
 
@@ -91,7 +94,7 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
     options = {
         option.removeprefix("--"): (param, is_on)
         for param in commands[name].params
-        if isinstance(param, click.Option) and param.name not in _NOT_DEFAULTS
+        if isinstance(param, click.Option) and param.name not in _OF_ONE_COMMAND_LINE
         for names, is_on in ((param.opts, True), (param.secondary_opts, False))
         for option in names
         if option.startswith("--")
@@ -101,6 +104,8 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
         if key.replace("_", "-") not in options:
             raise _unknown(path, f"{name}.{key}", "option", options)
         param, is_on = options[key.replace("_", "-")]
+        if param.name in _ONLY_TYPED:
+            raise ArtifactError(path, "is for the command line only", "leave it out here", field=f"{name}.{key}")
         table[param.name or ""] = _value(path, f"{name}.{key}", value, param, is_on)
     return table
 
