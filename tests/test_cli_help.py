@@ -120,8 +120,9 @@ def test_a_file_of_defaults_can_be_named(profiled):
 
 
 def test_a_pyproject_of_others_gives_no_defaults(profiled):
-    profiled.write("pyproject.toml", "[tool.ruff]\nline-length = 100\n")
-    assert "no cluster is given" in profiled.pdtool("partition", code=2).stderr
+    for text in ("[tool.ruff]\nline-length = 100\n", "tool = 3  # not tool.pdtool", "[project]\nname = 'tool.pdtool'"):
+        profiled.write("pyproject.toml", text)
+        assert "no cluster is given" in profiled.pdtool("partition", code=2).stderr
 
 
 @pytest.mark.parametrize(

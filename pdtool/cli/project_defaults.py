@@ -55,7 +55,7 @@ class ProjectDefaults:
             return cls()
         content = _toml(path)
         if path.name == _SHARED_FILE:
-            content = content.get("tool", {}).get("pdtool", {})
+            content = _own_table(content) or {}
         tables = {name: _table(path, name, values, commands) for name, values in content.items()}
         return cls(path, tables)
 
@@ -70,9 +70,16 @@ def _found() -> Path | None:
     if Path(_OWN_FILE).is_file():
         return Path(_OWN_FILE)
     shared = Path(_SHARED_FILE)
-    if shared.is_file() and b"tool.pdtool" in shared.read_bytes() and "pdtool" in _toml(shared).get("tool", {}):
+    if shared.is_file() and b"tool.pdtool" in shared.read_bytes() and _own_table(_toml(shared)) is not None:
         return shared
     return None
+
+
+def _own_table(content: dict[str, Any]) -> dict[str, Any] | None:
+    """Return [tool.pdtool] of a pyproject.toml; None where there is none."""
+    tools = content.get("tool")
+    own = tools.get("pdtool") if isinstance(tools, dict) else None
+    return own if isinstance(own, dict) else None
 
 
 def _toml(path: Path) -> dict[str, Any]:
