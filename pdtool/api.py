@@ -198,7 +198,8 @@ def codegen(plan: Plan | Path | str, *, model: str | None = None, output: Path |
     Raises:
         StaleError: the profile or the model's operators changed after the plan was made.
         ArtifactError: the plan does not hold together.
-        ModelError: the model cannot be imported or traced, or its stages are not equal to it.
+        ModelError: the model cannot be imported or traced.
+        PdtoolError: the stages are not equal to the model; nothing is written.
     """
     from pdtool.cli.commands.codegen import generated
 

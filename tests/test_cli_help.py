@@ -120,8 +120,9 @@ def test_a_file_of_defaults_can_be_named(profiled):
 
 
 def test_a_pyproject_of_others_gives_no_defaults(profiled):
-    profiled.write("pyproject.toml", "[tool.ruff]\nline-length = 100\n")
-    assert "no cluster is given" in profiled.pdtool("partition", code=2).stderr
+    for text in ("[tool.ruff]\nline-length = 100\n", "tool = 3  # not tool.pdtool", "[project]\nname = 'tool.pdtool'"):
+        profiled.write("pyproject.toml", text)
+        assert "no cluster is given" in profiled.pdtool("partition", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -133,8 +134,11 @@ def test_a_pyproject_of_others_gives_no_defaults(profiled):
         ("[partition]\ntopology = true", "partition.topology: is True; write a text or a number"),
         ("[partition]\ntopology = []", "partition.topology: is []; write a text or a number"),
         ("[run]\nhelp = true", "run.help: there is no such option"),
+        ("[run]\ntrust = true", "run.trust: is for the command line only; leave it out here"),
+        ("[export]\noutput = '/etc/passwd'", "export.output: is for the command line only"),
         ("partition = 3", "partition: is 3, no table of options; write [partition]"),
         ("[partition", "is not TOML"),
+        ("a = " + "[" * 100_000, "is not TOML"),
     ],
 )
 def test_what_defaults_cannot_mean_is_refused_with_a_suggestion(profiled, text, words):

@@ -27,6 +27,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SH_BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for block in SH_BLOCKS for line in block.splitlines()]
+PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+PAGE_COMMANDS = "".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)).splitlines()
 [DEMO] = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
 DEMO_COMMANDS = re.findall(r"^\$ (.*)", DEMO, re.MULTILINE)
 
@@ -227,8 +229,19 @@ def test_ci_calls_the_readmes_test_command():
 
 
 @pytest.mark.parametrize("name", main.commands)
-def test_every_command_stands_in_the_readme(name):
-    assert any(line.startswith(f"pdtool {name} ") for line in COMMANDS)
+def test_every_command_stands_in_the_readme_or_in_the_page_of_commands(name):
+    assert any(f"pdtool {name}" in line for line in COMMANDS + PAGE_COMMANDS)
+
+
+@pytest.mark.parametrize("command", [part for line in PAGE_COMMANDS for part in re.findall(r"pdtool ([^|)]+)", line)])
+def test_commands_of_the_page_are_accepted(command):
+    accepted(command)
+
+
+def test_the_defaults_that_the_page_shows_are_accepted(folder):
+    [defaults] = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    folder.write("pdtool.toml", defaults)
+    assert "default: 10Gbit/s,12GB/s" in " ".join(folder.pdtool("partition", "--help").stdout.split())
 
 
 def test_every_exit_code_stands_in_the_readme():

@@ -26,7 +26,9 @@ from pdtool.errors import ArtifactError
 from pdtool.printable import printable
 
 _OWN_FILE, _SHARED_FILE = "pdtool.toml", "pyproject.toml"
-_NOT_DEFAULTS = ("help", "quiet", "verbose")  # of one command line, not of a project
+_OF_ONE_COMMAND_LINE = ("help", "quiet", "verbose")
+# What is trusted, replaced and written where, and whom to connect to: the file may be a stranger's.
+_ONLY_TYPED = ("trust", "force", "model", "output", "trace", "svg", "rdzv_endpoint", "resume")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ProjectDefaults:
             return cls()
         content = _toml(path)
         if path.name == _SHARED_FILE:
-            content = content.get("tool", {}).get("pdtool", {})
+            content = _own_table(content) or {}
         tables = {name: _table(path, name, values, commands) for name, values in content.items()}
         return cls(path, tables)
 
@@ -68,17 +70,25 @@ def _found() -> Path | None:
     if Path(_OWN_FILE).is_file():
         return Path(_OWN_FILE)
     shared = Path(_SHARED_FILE)
-    if shared.is_file() and b"tool.pdtool" in shared.read_bytes() and "pdtool" in _toml(shared).get("tool", {}):
+    if shared.is_file() and b"tool.pdtool" in shared.read_bytes() and _own_table(_toml(shared)) is not None:
         return shared
     return None
 
 
+def _own_table(content: dict[str, Any]) -> dict[str, Any] | None:
+    """Return [tool.pdtool] of a pyproject.toml; None where there is none."""
+    tools = content.get("tool")
+    own = tools.get("pdtool") if isinstance(tools, dict) else None
+    return own if isinstance(own, dict) else None
+
+
 def _toml(path: Path) -> dict[str, Any]:
+    from pdtool.artifacts.envelope import read_text
+
+    text = read_text(path, "name a TOML file with --config", may_be_pipe=True)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtifactError(path, f"cannot be read ({error.strerror})", "name a TOML file with --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ArtifactError(path, f"is not TOML ({error})", "mend it, as `[partition]` and `topology = 4`") from error
 
 
@@ -91,7 +101,7 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
     options = {
         option.removeprefix("--"): (param, is_on)
         for param in commands[name].params
-        if isinstance(param, click.Option) and param.name not in _NOT_DEFAULTS
+        if isinstance(param, click.Option) and param.name not in _OF_ONE_COMMAND_LINE
         for names, is_on in ((param.opts, True), (param.secondary_opts, False))
         for option in names
         if option.startswith("--")
@@ -101,6 +111,8 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
         if key.replace("_", "-") not in options:
             raise _unknown(path, f"{name}.{key}", "option", options)
         param, is_on = options[key.replace("_", "-")]
+        if param.name in _ONLY_TYPED:
+            raise ArtifactError(path, "is for the command line only", "leave it out here", field=f"{name}.{key}")
         table[param.name or ""] = _value(path, f"{name}.{key}", value, param, is_on)
     return table
 
