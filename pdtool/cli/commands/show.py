@@ -69,7 +69,7 @@ def _view(artifact: Artifact, folder: Path | None) -> Lines:
     from pdtool.cli.console.plan_view import plan_view, timeline
     from pdtool.cli.console.profile_view import devices_view, profile_table
     from pdtool.cli.console.report_view import checkpoint_view, emulation_view, report_view
-    from pdtool.cli.run_standing import resumed_line, run_view
+    from pdtool.cli.console.run_standing import resumed_line, run_view
 
     match artifact:
         case Profile():
