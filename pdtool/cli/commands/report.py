@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import note, status, write_stdout
-from pdtool.cli.help_sections import command
 from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
