@@ -391,12 +391,13 @@ def test_show_finds_what_a_folder_holds(folder):
         r"data-parallel 3-1|data-parallel 4 .*2.25 ×", " ".join(folder.pdtool("show", "runs/b").stdout.split())
     )
     assert (
-        "holds none of report.json, emulation.json, bundle.yaml, checkpoint.json"
+        "holds none of report.json, run.json, emulation.json, bundle.yaml, checkpoint.json"
         in folder.pdtool("show", ".", code=3).stderr
     )
 
 
-def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(folder):
+def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # for all columns
     report = samples.report()
     report.save("runs/a/report.json")
     text = folder.pdtool("show", "runs/a").stdout

@@ -5,6 +5,7 @@ All that pdtool prints goes through here, and nothing of it is obeyed by the ter
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[int, int], None]  # called with (done, total)
 _NEVER_QUIET = ("error: ", "warning: ", "interrupted")
-_FILE_COLUMNS = 160  # width of a table that goes to a file: names are not broken
+_COLUMNS = 80  # of a table where no terminal and no COLUMNS says how wide it is
 
 
 def note(text: str) -> None:
@@ -40,11 +41,17 @@ def write_stdout(text: str) -> None:
 
 
 def console(*, err: bool) -> Console:
-    """Return a rich console on stderr or stdout; wide and without colours when that is no terminal."""
+    """Return a rich console on stderr or stdout, as wide as it is; without colours when that is no terminal."""
     from pdtool.cli.console.table import PlainConsole
 
     stream = sys.stderr if err else sys.stdout
-    return PlainConsole(file=stream, width=None if stream.isatty() else _FILE_COLUMNS, highlight=False)
+    return PlainConsole(file=stream, width=None if stream.isatty() else _columns(), highlight=False)
+
+
+def _columns() -> int:
+    """Return the width of tables that go into a file or a pipe: COLUMNS, where it is set."""
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if asked.isdecimal() and int(asked) else _COLUMNS
 
 
 def show(*parts: RenderableType, err: bool = True) -> None:
@@ -52,7 +59,7 @@ def show(*parts: RenderableType, err: bool = True) -> None:
     target = console(err=err)
     with target.capture() as capture:
         for part in parts:
-            target.print(part, soft_wrap=isinstance(part, str))
+            target.print(part, soft_wrap=isinstance(part, str), crop=False)
     text = capture.get()
     if not target.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
