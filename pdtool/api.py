@@ -31,8 +31,8 @@ from pdtool.cli.inputs import Inputs, checked, path_of_profile, profile_of, resc
 from pdtool.cli.options import file_name, option_values
 
 if TYPE_CHECKING:
+    from pdtool.cli.command_line.help_sections import SectionedCommand
     from pdtool.cli.freshness import FreshnessFinding
-    from pdtool.cli.help_sections import SectionedCommand
     from pdtool.partition.comparison import Simulation
     from pdtool.partition.plan_check import Finding
 

@@ -12,7 +12,7 @@ import samples
 from pdtool.artifacts.device import Devices
 from pdtool.artifacts.plan import Plan
 from pdtool.cli.app import main
-from pdtool.cli.help_sections import _SECTION_OF
+from pdtool.cli.command_line.help_sections import _SECTION_OF
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_many_options_stand_in_sections_each_once(folder, name):
     assert {"Model", "Computing", "Output"} <= set(sections)
     for option in main.commands[name].params:
         if isinstance(option, click.Option):
-            assert option.name in _SECTION_OF, f"put {option.name} into a section of cli/help_sections.py"
+            assert option.name in _SECTION_OF, f"put {option.name} into a section of cli/command_line/help_sections.py"
             rows = [line for line in text.splitlines() if line.lstrip().startswith(", ".join(option.opts))]
             assert len(rows) >= 1, option.opts
 

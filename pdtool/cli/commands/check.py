@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import note, show, write_stdout
-from pdtool.cli.help_sections import command
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.printable import printable
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, status
-from pdtool.cli.help_sections import command
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import write_stdout
-from pdtool.cli.help_sections import command
 
 
 @command(

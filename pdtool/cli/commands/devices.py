@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import show
-from pdtool.cli.help_sections import command
 
 
 @command(epilog="\b\nExamples:\n  pdtool devices\n  pdtool devices h100 --json")

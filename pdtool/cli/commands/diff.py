@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import show, write_stdout
-from pdtool.cli.help_sections import command
 from pdtool.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import click
 from click.core import ParameterSource
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show
-from pdtool.cli.help_sections import command
 from pdtool.errors import TargetMissedError, UsageError
 from pdtool.machines import usable_cores
 

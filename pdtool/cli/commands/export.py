@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import note
-from pdtool.cli.help_sections import command
 
 
 @command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")

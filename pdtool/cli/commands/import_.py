@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import write_artifact
-from pdtool.cli.help_sections import command
 
 
 @command(

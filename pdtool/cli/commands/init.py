@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import note
-from pdtool.cli.help_sections import command
 
 STARTER = Path(__file__).parent.parent / "starter"
 _FILES = {  # in the user's folder -> the text that it begins with

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import write_stdout
-from pdtool.cli.help_sections import command
 
 RULES = Path(__file__).parent.parent / "starter" / "pdtool.mk"
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note
-from pdtool.cli.help_sections import command
 from pdtool.cli.worker_memory import with_worker_memory
 from pdtool.errors import ArtifactError, UsageError
 from pdtool.schedule import SCHEDULES, STRATEGIES

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note, progress
-from pdtool.cli.help_sections import command
 from pdtool.errors import ModelError, UsageError
 from pdtool.units import format_seconds
 

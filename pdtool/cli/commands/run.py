@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.commands.codegen import generated
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show
-from pdtool.cli.help_sections import command
 from pdtool.errors import ArtifactError, StaleError, TargetMissedError, UsageError
 from pdtool.machines import Machines, is_first_worker, is_worker, usable_cores
 from pdtool.schedule import SCHEDULES

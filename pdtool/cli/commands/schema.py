@@ -6,8 +6,8 @@ import json
 
 import click
 
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import write_stdout
-from pdtool.cli.help_sections import command
 
 KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "emulation", "checkpoint")
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console import terminal
 from pdtool.cli.console.output import print_json
-from pdtool.cli.help_sections import command
 from pdtool.errors import UsageError
 
 if TYPE_CHECKING:

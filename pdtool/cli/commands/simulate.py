@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import show, status, write_stdout
-from pdtool.cli.help_sections import command
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES
 

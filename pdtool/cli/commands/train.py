@@ -10,11 +10,11 @@ import click
 from click.core import ParameterSource
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.commands.partition import partition
 from pdtool.cli.commands.profile import profile
 from pdtool.cli.commands.run import run
 from pdtool.cli.console.terminal import note, status
-from pdtool.cli.help_sections import command
 from pdtool.cli.reuse import readable_profile, why_plan_is_stale, why_profile_is_stale
 from pdtool.errors import StaleError, UsageError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdtool.cli.verbosity import Verbosity
+from pdtool.cli.command_line.verbosity import Verbosity
 from pdtool.printable import printable
 
 if TYPE_CHECKING:
