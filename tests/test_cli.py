@@ -42,6 +42,7 @@ COMMANDS = (
     "codegen",
     "run",
     "show",
+    "report",
     "export",
     "schema",
     "completion",
