@@ -61,13 +61,15 @@ def main() -> None:
     for name in arguments.only:
         section = SECTIONS[name]
         results.commits.clear()
+        results.seconds.clear()
         figures = section.measure(results, quick=arguments.quick)
         lines += section.page(figures)
         if hasattr(section, "PICTURE"):
             file, words = section.PICTURE
             section.plot(figures, str(arguments.output.with_name(file)))
             lines.append(f"![{words}]({file})\n")
-        lines.append(f"Measured at {', '.join(sorted(results.commits))}.\n")
+        minutes = sum(results.seconds) / 60
+        lines.append(f"Measured at {', '.join(sorted(results.commits))}, in {minutes:.0f} min.\n")
     arguments.output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     sys.stderr.write(f"wrote {arguments.output}\n")
 
@@ -77,9 +79,9 @@ def head() -> Iterator[str]:
     yield "# The claims of PipeDream, answered by commands\n"
     yield (
         f"Written by `make reproduce` on {os.cpu_count()} cores; each section ends with the commits that it was "
-        "measured at. Where a GPU is named, profiles are estimated (`pdtool profile --device`). Emulated times are "
-        "those of real worker processes that sleep the times of the profile and send their messages over shaped links "
-        "(`pdtool emulate`).\n"
+        "measured at, and with the time that they took (of those side by side, the sum). Where a GPU is named, "
+        "profiles are estimated (`pdtool profile --device`). Emulated times are those of real worker processes that "
+        "sleep the times of the profile and send their messages over shaped links (`pdtool emulate`).\n"
     )
 
 

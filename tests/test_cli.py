@@ -32,20 +32,10 @@ from pdtool.errors import (
 from pdtool.units import format_bytes, format_seconds
 
 COMMANDS = (
-    "profile",
-    "import",
-    "probe",
-    "partition",
-    "simulate",
-    "emulate",
-    "check",
-    "diff",
-    "codegen",
-    "run",
-    "show",
-    "export",
-    "schema",
-    "completion",
+    *("profile", "partition", "codegen", "run", "train"),
+    *("simulate", "emulate", "check", "diff", "show", "report", "export"),
+    *("probe", "devices", "import"),
+    *("init", "makefile", "schema", "completion", "help"),
 )
 
 
@@ -61,13 +51,15 @@ def planned(folder):
 # --- help -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_commands_stand_in_the_order_of_the_road(folder):
+def test_the_four_steps_and_train_lead_the_commands(folder):
     assert tuple(main.commands) == COMMANDS
     text = folder.pdtool("--help").output
     assert [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[0] in COMMANDS] == [
         *COMMANDS
     ]
-    assert "..." not in text.split("Commands:")[1].split("Exit codes")[0], "a sentence is too long to be listed whole"
+    assert "..." not in text.split("Commands: the four steps")[1].split("Exit codes")[0], (
+        "a sentence is too long to be listed whole"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -301,11 +293,29 @@ def test_dashes_are_the_standard_streams(planned):
     assert "net-2" in planned.pdtool("show", "-", stdin=result.stdout).stdout
 
 
-def test_a_plan_whose_profile_came_through_a_pipe_is_told_where_it_is(planned):
-    """Its path is nowhere in the plan; once it is put there, the digest still guards it."""
+def test_a_profile_that_came_through_a_pipe_is_kept_where_the_plan_finds_it(folder):
+    """So that `profile -o - | partition - -o - | simulate -` goes on to its end, and codegen after it."""
+    text = samples.profile().dump()
+    first = folder.pdtool("partition", "-", "--topology", "2", "-o", "-", stdin=text)
+    assert "wrote profiles/net.json, where the plan finds its profile" in first.stderr
+    assert (folder.path / "profiles/net.json").read_text() == text
+    assert "this plan" in folder.pdtool("simulate", "-", stdin=first.stdout).stdout
+    again = folder.pdtool("partition", "-", "--topology", "2", "-o", "-", stdin=text)
+    assert again.stdout == first.stdout
+    assert "wrote" not in again.stderr, "it is there"
+    other = samples.profile().model_copy(update={"batch_size": 9}).dump()
+    plan = Plan.parse(folder.pdtool("partition", "-", "--topology", "2", "-o", "-", stdin=other).stdout)
+    assert plan.profile.startswith("profiles/net-")
+    assert Profile.load(plan.profile).batch_size == 9
+    assert (folder.path / "profiles/net.json").read_text() == text, "another profile of that name stays"
+
+
+def test_a_plan_that_does_not_say_where_its_profile_is_is_told_what_to_write(planned):
+    """Its path is nowhere in the plan, as earlier versions wrote it; once it is there, the digest still guards it."""
     text = samples.profile().dump()
     planned.pdtool("partition", "-", "--topology", "2", "-o", "plans/piped.yaml", stdin=text)
-    plan = (planned.path / "plans/piped.yaml").read_text()
+    plan = (planned.path / "plans/piped.yaml").read_text().replace("profiles/net.json", "'-'")
+    planned.write("plans/piped.yaml", plan)
     for command in ("simulate", "check", "codegen"):
         error = planned.pdtool(command, "plans/piped.yaml", code=3, stdin=text).stderr
         assert "piped.yaml: profile: the profile was read from stdin, and the plan does not say where it is" in error
@@ -381,12 +391,13 @@ def test_show_finds_what_a_folder_holds(folder):
         r"data-parallel 3-1|data-parallel 4 .*2.25 ×", " ".join(folder.pdtool("show", "runs/b").stdout.split())
     )
     assert (
-        "holds none of report.json, emulation.json, bundle.yaml, checkpoint.json"
+        "holds none of report.json, run.json, emulation.json, bundle.yaml, checkpoint.json"
         in folder.pdtool("show", ".", code=3).stderr
     )
 
 
-def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(folder):
+def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # for all columns
     report = samples.report()
     report.save("runs/a/report.json")
     text = folder.pdtool("show", "runs/a").stdout

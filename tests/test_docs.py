@@ -1,7 +1,8 @@
-"""The documentation is true: its commands are run, every command, target and exit code stands in it."""
+"""The documentation is true: its commands and examples are run, every command, target and exit code stands in it."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -9,8 +10,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
+import cli_reference
 import click
 import pytest
 from conftest import Folder
@@ -25,10 +30,16 @@ from pdtool.partition.plan_check import check_plan
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-SH_BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line for block in SH_BLOCKS for line in block.splitlines()]
-[DEMO] = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+GUIDE = ("getting-started", "model-file", "planning", "training", "clusters", "ci", "troubleshooting", "python")
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in GUIDE}
+ALL_PAGES = "\n".join([README, *PAGES.values()])
+BLOCK = re.compile(r"```(sh|python|console)\n(.*?)```", re.DOTALL)
+COMMANDS = [line for kind, block in BLOCK.findall(ALL_PAGES) if kind == "sh" for line in block.splitlines()]
+[WORKFLOW] = [block for kind, block in BLOCK.findall(README) if kind == "console"]
+[DEMO] = [block for kind, block in BLOCK.findall(PAGES["getting-started"]) if kind == "console"]
+COMMAND_AND_OUTPUT = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 DEMO_COMMANDS = re.findall(r"^\$ (.*)", DEMO, re.MULTILINE)
+_MAX_README_LINES = 130
 
 MODEL = """
 import torch
@@ -46,8 +57,8 @@ def dataset(split):
 def loss(output, target):
     return nn.functional.cross_entropy(output, target)
 
-def optimizer(named_parameters):
-    return torch.optim.Adam([p for _, p in named_parameters], lr=0.003)
+def optimizer(named_parameters, lr=0.003):
+    return torch.optim.Adam([p for _, p in named_parameters], lr=lr)
 
 def metrics(output, target):
     return {"accuracy": ((output.argmax(1) == target).sum(), len(target))}
@@ -58,16 +69,20 @@ PUBLISHED = "".join(
     for i in range(1, 5)
 ) + "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(1, 4))
 
-# What the README asks for and a test machine lacks -> what stands in for it, and why.
+# What the pages ask for and a test machine lacks -> what stands in for it, and why.
 STAND_INS = {
     "--device cuda": "--device cpu",  # no GPU
     "probe --topology 2x2": "probe --topology 2",  # four processes on two cores take 14 s; test_probe has 2x2
     "--rdzv-endpoint node0:29500": "--rdzv-endpoint 127.0.0.1:{port}",  # both machines are this one
     "torchrun --nnodes 2 --nproc-per-node 4": "torchrun --nnodes 1 --nproc-per-node 2",  # one machine, two cores
+    "pdtool train model.py": "pdtool train model.py --epochs 1",  # the starter's pdtool.toml asks for five
+    "make -f": "make --dry-run -f",  # its commands are those that are run elsewhere
 }
 NOT_RUN = {
     "make demo": "its commands are those of the console block, which are run",
     "make test": "the tests would run themselves",
+    "pdtool run plans/model-2.yaml -o runs/two": "the guide's two machines are run",
+    "pdtool profile pdtool/zoo/llm.py": "it takes 16 s; its command line is parsed",
     "pdtool emulate": "it needs namespaces; test_emulate.py runs it where there are any",
     "srun": "there is no SLURM here; its command line is parsed",
 }
@@ -77,7 +92,7 @@ NOT_RUN = {
 
 
 class Shell:
-    """The current folder with what the README's reader has, and the programs of this environment on the PATH."""
+    """The current folder with what a reader has, and the programs of this environment on the PATH."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
@@ -110,6 +125,10 @@ class Shell:
 
         A command of pdtool is run in this process, which has imported torch already.
         """
+        if line.startswith("cd "):
+            folder, _, line = line.removeprefix("cd ").partition(" && ")
+            with chdir(folder):
+                return self.run(line)
         program, *arguments = shlex.split(self.stood_in(line), comments=True)
         if Path(program).name == "pdtool" and ">>" not in arguments:
             return self.folder.pdtool(*arguments).output
@@ -128,35 +147,64 @@ def before(shell: Shell, line: str) -> None:
     """Make what a line takes for granted: files of the reader's, a new folder for a new run."""
     if line.startswith("pdtool run plans/other.yaml"):
         shell.run("pdtool partition profiles/mine.json --topology 2 --straight -o plans/other.yaml")
-    if "--rdzv-endpoint" in line and "--node-rank 1" not in line:  # several machines: a plan for two workers
+    if "plans/mine.yaml" in line and "--rdzv-endpoint" in line and "--node-rank 1" not in line:  # for two workers
         shell.run("rm -rf plans/mine runs/mine && cp plans/other.yaml plans/mine.yaml && cp -r plans/other plans/mine")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # half a minute or so, and many where others hold the cores
-def test_the_readmes_commands_run_in_order(folder):
-    """All blocks of commands, in one folder, as one reader would type them."""
+def test_the_guides_commands_run_in_order(folder):
+    """All blocks of commands and of Python, page after page, in one folder, as one reader would type them."""
     shell = Shell(folder)
-    folder.write("model.py", MODEL)
-    folder.write("package/module.py", MODEL.replace("def model", "def function"))
-    folder.write("moved/model.py", MODEL.replace("def model", "def function"))
+    for name in ("model", "package/module", "moved/model"):
+        folder.write(f"{name}.py", MODEL if name == "model" else MODEL.replace("def model", "def function"))
     folder.write("vgg16.graph.txt", PUBLISHED)
-    lines = [line for line in COMMANDS if not line.startswith(tuple(NOT_RUN))]
+    for page, text in PAGES.items():
+        for kind, block in BLOCK.findall(text):
+            if kind == "sh":
+                run_lines(shell, block.splitlines())
+            elif kind == "python":
+                run_python(shell, page, block)
+    assert (folder.path / "model.pt").is_file()
+    assert "_PDTOOL_COMPLETE" in (folder.path / ".bashrc").read_text()
+
+
+def run_lines(shell: Shell, lines: list[str]) -> None:
+    """Run lines one after the other, those of two machines at the same time."""
     for line in lines:
+        if line.startswith(tuple(NOT_RUN)):
+            continue
         before(shell, line)
         if "--node-rank 0" in line:
             shell.run_at_once(line, line.replace("--node-rank 0", "--node-rank 1"))
         elif "--node-rank 1" not in line:
             shell.run(line)
-    assert (folder.path / "model.pt").is_file()
-    assert "_PDTOOL_COMPLETE" in (folder.path / ".bashrc").read_text()
+
+
+def run_python(shell: Shell, page: str, block: str) -> None:
+    """Run a block; one that is a model file is profiled."""
+    if "def model(" in block:
+        shell.run(f"pdtool profile {shell.folder.write(f'{page}-example.py', block).name}")
+    else:
+        exec(compile(block, f"docs/{page}.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow
-def test_the_demo_prints_what_the_readme_shows(folder):
-    """The demo's commands, run: what they print is shaped as in the README, whatever its figures."""
-    shell = Shell(folder)
-    for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", DEMO, re.MULTILINE):
+def test_the_readmes_workflow(folder):
+    """README's model.py and README's commands print what README shows."""
+    [model] = [block for kind, block in BLOCK.findall(README) if kind == "python"]
+    folder.write("model.py", model)
+    prints_what_is_shown(Shell(folder), WORKFLOW)
+
+
+@pytest.mark.slow
+def test_the_demo_prints_what_is_shown(folder):
+    prints_what_is_shown(Shell(folder), DEMO)
+
+
+def prints_what_is_shown(shell: Shell, console: str) -> None:
+    """Run the commands of a block: what they print is shaped as there, whatever its figures."""
+    for command, shown in COMMAND_AND_OUTPUT.findall(console):
         lines = [" ".join(line.split()) for line in shell.run(command).splitlines()]
         for start in () if command.startswith("cat ") else shapes(shown):  # where the cuts are, the times decide
             assert any(line.startswith(start) for line in lines), f"{command}\nno line begins with {start!r}"
@@ -165,7 +213,7 @@ def test_the_demo_prints_what_the_readme_shows(folder):
 def shapes(shown: str) -> list[str]:
     """How lines begin, up to their first figure; rows of tables, whose order the times decide, are left out."""
     rows = [line for line in shown.splitlines() if len(re.split(r" {2,}", line)) > 4 and re.search("[0-9]", line)]
-    return [" ".join(re.split("[0-9]", line)[0].split()) for line in shown.splitlines() if line not in rows]
+    return [" ".join(re.split("[0-9…]", line)[0].split()) for line in shown.splitlines() if line not in rows]
 
 
 def test_make_demo_runs_the_commands_of_the_console_block():
@@ -190,7 +238,7 @@ def test_commands_that_are_not_run_are_accepted(line):
         accepted(line[re.search(r"\bpdtool ", line).end() :])
 
 
-@pytest.mark.parametrize("line", re.findall(r"`pdtool ((?:profile|show|run|import|partition|probe) [^`]*)`", README))
+@pytest.mark.parametrize("line", re.findall(rf"`pdtool ((?:{'|'.join(main.commands)}) [^`]*)`", ALL_PAGES))
 def test_commands_in_the_text_are_accepted(line):
     accepted(line)
 
@@ -227,14 +275,57 @@ def test_ci_calls_the_readmes_test_command():
 
 
 @pytest.mark.parametrize("name", main.commands)
-def test_every_command_stands_in_the_readme(name):
-    assert any(line.startswith(f"pdtool {name} ") for line in COMMANDS)
+def test_every_command_is_shown(name):
+    assert any(re.search(rf"\bpdtool {name}\b", line) for line in COMMANDS)
 
 
-def test_every_exit_code_stands_in_the_readme():
+def test_the_reference_of_commands_is_what_they_say():
+    """Else: make docs."""
+    assert cli_reference.PAGE.read_text(encoding="utf-8") == cli_reference.reference()
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= _MAX_README_LINES
+
+
+def test_the_pages_of_the_documentation_build_strictly(tmp_path):
+    """No broken link, no page that is left out, no class that the page of Python names in vain."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "cli.html").is_file()
+
+
+def test_the_messages_in_troubleshooting_are_those_of_the_code():
+    said = set(texts())
+    for message in re.findall(r"^### `+ ?(.*?) ?`+ *$", PAGES["troubleshooting"], re.MULTILINE):
+        assert any(message in text for text in said), message
+
+
+def texts() -> Iterator[str]:
+    """All texts of pdtool's code; a value that stands in one is written as `…`."""
+    for path in (ROOT / "pdtool").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_options_in_pdtool_toml_exist():
+    [text] = re.findall(r"```toml\n(.*?)```", PAGES["ci"], re.DOTALL)
+    for name, table in tomllib.loads(text).items():
+        if name in main.commands:
+            assert table.keys() <= {parameter.name for parameter in main.commands[name].params}
+
+
+def test_every_exit_code_is_documented():
     known = {e.exit_code for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.PdtoolError)}
     for code in {0, *known, 130}:
-        assert f"\n| {code} | " in README
+        assert f"\n| {code} | " in PAGES["ci"]
 
 
 def test_checked_in_examples_are_what_this_version_makes():
@@ -251,13 +342,13 @@ def test_this_version_stands_in_the_changelog():
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_readme_names_what_a_model_file_may_hold():
+def test_the_pages_name_what_a_model_file_may_hold():
     frontend = ROOT / "pdtool/frontend"
     files = [frontend / "modelfile.py", *(frontend / "user_functions").glob("*_functions.py")]
     source = "".join(path.read_text() for path in files)
     for constant in ("MAX_GRAD_NORM", "SCHEDULER_STEP", "DROP_LAST", "HINTS"):
-        assert f"| `{constant} = " in README
+        assert f"| `{constant} = " in PAGES["model-file"]
     training = ("optimizer", "scheduler", "metrics", "summarize_metrics", "after_update")
     for function in ("model", "example_inputs", "dataset", "sampler", "loss", *training):
-        assert f"| `{function}(" in README
+        assert f"| `{function}(" in PAGES["model-file"]
         assert function in source

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from reproduction import real_computing, rivals, time_to_accuracy
+import reproduce
+from launches import free_port
+from reproduction import ddp, real_computing, rivals, slow_links, table1, time_to_accuracy
 from reproduction.results import Results
 from test_emulate import namespaces
 
@@ -99,3 +105,56 @@ def test_rivals_are_compared_with_the_plan():
     assert "| memory on par with data parallelism | 1.20 times as much |" in page
     assert "| more than that of data parallelism | 2.50 × |" in page
     assert "| up to 1.9 × that of hybrid parallelism | not measured |" in page
+
+
+def test_slow_links_show_the_gain_beside_the_one_wanted():
+    plans = {"own": {"config": "3-1", "bottleneck_s": 0.05}, "rival": {"config": "4", "bottleneck_s": 0.28}}
+    figures = [{"topology": "4", "bandwidth": "1Gbit/s", "wanted": 5.0, **plans}]
+    assert "| 4 | 1Gbit/s | 3-1 | 50 | 4 | 280 | 5.60 | 5 |" in "\n".join(slow_links.page(figures))
+
+
+def test_table_1_says_what_holds_up_plans_that_differ():
+    times = {"simulated_s": 0.08, "emulated_s": 0.08, "data_parallel_s": 0.1, "memory_bytes": 1e9}
+    terms = {"compute_s": 0.07, "allreduce_s": 0.01, "transfer_s": 0.002, "bytes_per_sample": 1e6}
+    ours = times | terms | {"config": "1-1-2"}
+    paper = ours | {"config": "1-1-1-1", "compute_s": 0.001, "transfer_s": 0.3}
+    figures = {"ours": ours, "paper": paper, "data_parallel_emulated_s": 0.1, "sweep": []}
+    rows = [figures if row.model == "GNMT-16" else figures | {"ours": paper} for row in table1.QUICK]
+    page = "\n".join(table1.page(rows))
+    assert "- GNMT-16 on 1x4: the paper's 1-1-1-1 by sending (300); pdtool's 1-1-2 by computing (70); " in page
+    assert page.count("the paper's 1-1-1-1 by") == 1
+
+
+def test_a_loop_with_ddp_that_misses_its_target_fails(tmp_path):
+    (tmp_path / "model.py").write_text(LARGE_CLASSIFIER, encoding="utf-8")
+    arguments = ["model.py", "--batch-size", "64", "--epochs", "1", "--target", "1.1", "-o", "."]
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ended = subprocess.run(
+        [sys.executable, ddp.__file__, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, **variables, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("accuracy 1.1 was not reached in 1 epochs\n")
+    assert len((tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2 + 1
+
+
+def test_a_part_of_the_sections_needs_a_page_of_its_own(capsys, monkeypatch):
+    """It would stand in place of the page of all sections."""
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", "--only", "learning"])
+    with pytest.raises(SystemExit):
+        reproduce.main()
+    assert "name its page with -o" in capsys.readouterr().err
+
+
+def test_figures_are_kept_with_their_commit_and_not_measured_again(tmp_path):
+    results = Results(tmp_path)
+    assert results.get("one", lambda: {"a": 1}) == {"a": 1}
+    assert results.get("one", lambda: pytest.fail("measured again")) == {"a": 1}
+    [commit] = results.commits
+    assert json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))["commit"] == commit
+    assert len(results.seconds) == 2

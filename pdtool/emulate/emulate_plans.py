@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,14 +23,16 @@ from pdtool.schedule import PipelineShape, steady_minibatches, steady_run
 from pdtool.units import format_bytes, format_seconds
 
 MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down
-_SENT_BYTES_PER_CORE_S = 15e6  # that takes a small part of a core's time
+_SENT_BYTES_PER_CORE_S = 3e6  # so few that a message takes hardly any time of a core beside that of its link
 _UPDATED_BYTES_PER_CORE_S = 300e6  # of weights: so does that
-_SHORTEST_MINIBATCH_S = 0.06  # a worker's own time, about 2 ms a minibatch, is little beside this
+_SHORTEST_MINIBATCH_S = 0.15  # a worker's own time, 2 to 4 ms a minibatch, is little beside this
 _STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches
+_STEADY_ROUNDS = 2  # of the stage with most replicas
 _STEADY_PERIODS, _MOST_IN_PERIODS = 3, 48  # after which rounds of several lengths meet; minibatches
 _WORKER_BYTES = 150_000_000  # of a process that has torch imported, besides what it shares with the others
 _SMALLEST_MESSAGE_BYTES = 2_000  # a message of less than that goes in one packet, however slow the link
 _LONG_MESSAGE_BYTES = 20 * BURST_BYTES  # of which a link that was idle sends a twentieth at once
+_LONG_CHUNK_BYTES = 6_000  # of an all-reduce, beside which its headers, and the next worker's start, are little
 _LONGEST_MINIBATCH_S = 0.5  # not to be exceeded for the sake of longer messages
 
 
@@ -93,9 +95,20 @@ def _core_s(plan: Plan, profile: Profile) -> float:
 
 
 def _scale_of_long_messages(plans: Sequence[Plan], profile: Profile) -> float:
-    """Return the scale up to which the largest message of each plan is long beside what a link sends at once."""
-    largest = [_largest_message_bytes(plan, profile, Scaling()) for plan in plans]
-    return max(1.0, min((size for size in largest if size), default=math.inf) / _LONG_MESSAGE_BYTES)
+    """Return the scale up to which messages between stages, and the chunks of all-reduces, are long for their links."""
+    sizes = [_largest_message_bytes(plan, profile, Scaling()) / _LONG_MESSAGE_BYTES for plan in plans]
+    sizes += [chunk / _LONG_CHUNK_BYTES for plan in plans for chunk in _chunks_bytes(plan, profile)]
+    return max(1.0, min(filter(None, sizes), default=math.inf))
+
+
+def _chunks_bytes(plan: Plan, profile: Profile) -> Iterator[float]:
+    """Yield for each replicated stage the bytes that one worker sends another in a step of a bucket's all-reduce.
+
+    Gloo goes around the ring with two chunks for each worker.
+    """
+    for nodes, stage in zip(plan.stage_nodes(profile), plan.stages, strict=True):
+        if stage.replicas > 1:
+            yield min(profile.parameter_bytes(nodes), RunConfig.bucket_bytes) / (2 * stage.replicas)
 
 
 def _largest_message_bytes(plan: Plan, profile: Profile, scaling: Scaling) -> int:
@@ -131,7 +144,7 @@ def minibatches_to_steady_state(plan: Plan, profile: Profile, slowdown: float = 
     time_s = slowdown * _time_per_minibatch_s(plan)
     in_time = round(_STEADY_S / time_s) if time_s else _MOST_STEADY
     in_periods = min(_STEADY_PERIODS * math.lcm(*shape.update_every), _MOST_IN_PERIODS)
-    in_rounds = _STEADY_PERIODS * max(shape.update_every)
+    in_rounds = _STEADY_ROUNDS * max(shape.update_every)
     return steady_run(shape, max(in_rounds, in_periods, min(in_time, _MOST_STEADY)))
 
 

@@ -25,7 +25,7 @@ _MTU = 4500
 BURST_BYTES = 2 * _MTU  # that a link which was idle sends at once, however slow it is: little beside a message
 _BURST_S = 3e-4  # and what a fast link sends in this time, by which the kernel may be late
 _WINDOW_PACKETS = 8  # that a connection may have under way, so that all have their share of a queue
-_HEADERS = 1.01  # what Ethernet, IP and TCP add to a full packet, and acknowledgements to the other way
+_HEADERS = 1.02  # what Ethernet, IP and TCP add to a full packet, and acknowledgements to the other way
 _QUEUE_BYTES = 1 << 30  # nothing is dropped: TCP would wait for 0.2 s before it sends it again
 
 

@@ -59,6 +59,11 @@ def find_source(source: str) -> Path:
     return path
 
 
+def model_name(path: Path, function: str) -> str:
+    """Name a model by its file and, unless that is `model`, its function."""
+    return path.stem if function == "model" else f"{path.stem}-{function}"
+
+
 def is_local(path: Path, folder: Path | None = None) -> bool:
     """Whether a file is under a folder, by default the current one, or one of pdtool's own zoo."""
     return in_zoo(path) or path.resolve().is_relative_to((folder or Path.cwd()).resolve())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch import nn
 from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
 from pdtool.errors import FieldError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
-from pdtool.frontend.model_source import find_source, import_source, is_local
+from pdtool.frontend.model_source import find_source, import_source, is_local, model_name
 from pdtool.frontend.user_functions.data_functions import DataFunctions
 from pdtool.frontend.user_functions.prepare_model import (
     keep_evaluation,
@@ -23,6 +24,8 @@ from pdtool.frontend.user_functions.prepare_model import (
 )
 from pdtool.frontend.user_functions.training_functions import TrainingFunctions
 from pdtool.frontend.user_functions.user_file import DATA_FUNCTIONS, OWN_ARGUMENTS, Setting
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
         if expected and OPERATOR_GRAPH not in digests and file_sha256(path) != expected:
             raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
         file = cls(ref, path.absolute(), import_source(ref.source, path.absolute()))  # the module may change the folder
+        _LOG.debug("imported %s", path)
         file.function(ref.function)
         _ = file.hints, file.training  # checked now, not when they are first needed
         return file
@@ -63,7 +67,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
     @property
     def name(self) -> str:
         """`vgg16` for `models/vgg16.py`, `vgg16-small` for its function `small`; settings make no difference."""
-        return self.path.stem if self.ref.function == "model" else f"{self.path.stem}-{self.ref.function}"
+        return model_name(self.path, self.ref.function)
 
     @property
     def sha256(self) -> str:

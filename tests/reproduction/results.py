@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+
+
+def _first_in_line() -> list[str]:
+    """Return what runs an emulation with real-time priority, where that is allowed: it waits for no other program.
+
+    Its workers sleep for the most part, and are late when they do not get a core at once.
+    """
+    command = ["chrt", "--rr", "50"]
+    is_allowed = (
+        shutil.which("chrt") and not subprocess.run([*command, "true"], capture_output=True, check=False).returncode
+    )
+    return command if is_allowed else []
 
 
 def commit() -> str:
@@ -26,10 +40,12 @@ class Results:
     Attributes:
         folder: of the files, and in `work/`, by commit, of profiles, plans and runs.
         commits: of the figures that were asked for, until it is cleared.
+        seconds: that measuring each of them took, until it is cleared.
     """
 
     folder: Path
     commits: set[str] = field(default_factory=set)
+    seconds: list[float] = field(default_factory=list)
 
     @property
     def work(self) -> Path:
@@ -43,19 +59,25 @@ class Results:
         path = self.folder / f"{name}.json"
         if not path.exists():
             sys.stderr.write(f"measuring {name}\n")
-            content = {"commit": commit(), "figures": measure()}
+            began_s = time.monotonic()
+            figures = measure()
+            content = {"commit": commit(), "seconds": round(time.monotonic() - began_s, 1), "figures": figures}
             path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         kept = json.loads(path.read_text(encoding="utf-8"))
         self.commits.add(kept["commit"])
+        self.seconds.append(kept["seconds"])
         return kept["figures"]
 
-    def pdtool(self, *arguments: str) -> str:
+    def pdtool(self, *arguments: str, before: Sequence[str] = ()) -> str:
         """Run a command of pdtool in the work folder; return what it writes on stdout.
+
+        Args:
+            before: words that stand before the command.
 
         Raises:
             RuntimeError: it failed.
         """
-        command = [sys.executable, "-m", "pdtool", *arguments]
+        command = [*before, sys.executable, "-m", "pdtool", *arguments]
         ended = subprocess.run(command, cwd=self.work, capture_output=True, text=True, check=False)
         if ended.returncode:
             raise RuntimeError(f"pdtool {' '.join(arguments)}: exit code {ended.returncode}\n{ended.stderr}")
@@ -87,6 +109,6 @@ class Results:
         """Return the emulation of a plan and its rivals."""
         out = self.work / "runs" / Path(plan).stem
         if not (out / "emulation.json").exists():
-            self.pdtool("emulate", plan, "--against", against, "-o", str(out))
+            self.pdtool("emulate", plan, "--against", against, "-o", str(out), before=_first_in_line())
         content: dict[str, Any] = json.loads((out / "emulation.json").read_text(encoding="utf-8"))
         return content

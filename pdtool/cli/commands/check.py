@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console.printable import printable
 from pdtool.cli.console.terminal import note, show, write_stdout
+from pdtool.cli.help_sections import command
 from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.printable import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -27,7 +28,7 @@ _EDITED = "# edited by hand\n"  # `pdtool partition` overwrites no plan with a c
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
 
-@click.command(epilog="\b\nExamples:\n  pdtool check plans/digits-3.yaml\n  pdtool check plans/digits-3.yaml --update")
+@command(epilog="\b\nExamples:\n  pdtool check plans/digits-3.yaml\n  pdtool check plans/digits-3.yaml --update")
 @click.argument("plan", required=False)
 @click.option("--fresh", is_flag=True, help="Say instead which of profile, plan, bundle and stage files are stale.")
 @click.option(

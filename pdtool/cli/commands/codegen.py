@@ -11,13 +11,14 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, status
+from pdtool.cli.help_sections import command
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle
     from pdtool.cli.inputs import Inputs
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool codegen\n  pdtool codegen plans/digits-3.yaml -o /tmp/digits --model digits.py"
 )
 @click.argument("plan", required=False)

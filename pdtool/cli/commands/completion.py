@@ -6,9 +6,10 @@ import click
 from click.shell_completion import get_completion_class
 
 from pdtool.cli.console.terminal import write_stdout
+from pdtool.cli.help_sections import command
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool completion bash >> ~/.bashrc\n"
     "  pdtool completion fish > ~/.config/fish/completions/pdtool.fish"
 )

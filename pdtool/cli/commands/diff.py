@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli.console.terminal import show, write_stdout
+from pdtool.cli.help_sections import command
 from pdtool.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _MAX_OPERATORS = 12  # of two profiles that are listed
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool diff plans/digits-3.yaml plans/mine.yaml\n"
     "  pdtool diff runs/digits-3 runs/digits-3.2 --json"
 )

@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from pdtool.cli.console.terminal import note
+from pdtool.cli.help_sections import command
 
 
-@click.command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")
+@command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "-o",

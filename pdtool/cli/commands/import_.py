@@ -8,9 +8,10 @@ import click
 
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
+from pdtool.cli.help_sections import command
 
 
-@click.command(
+@command(
     "import",
     epilog="\b\nExamples:\n  pdtool import vgg16.graph.txt\n"
     "  pdtool import profiles/gnmt/graph.txt --name gnmt8 --batch-size 32 -o -",

@@ -11,17 +11,19 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note
+from pdtool.cli.help_sections import command
 from pdtool.cli.worker_memory import with_worker_memory
 from pdtool.errors import ArtifactError, UsageError
 from pdtool.schedule import SCHEDULES, STRATEGIES
 
 if TYPE_CHECKING:
+    from pdtool.artifacts.plan import Plan
     from pdtool.cluster import Cluster
 
 _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool partition --topology 3\n"
     "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB"
 )
@@ -90,23 +92,31 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 )
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
-def partition(
-    profile: str | None,
-    strategy: str,
-    straight: bool,
-    memory: str | None,
-    global_batch_size: int | None,
-    output: str | None,
-    as_json: bool,
-    **settings: Any,
-) -> None:
+def partition(profile: str | None, output: str | None, as_json: bool, **settings: Any) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline."""
-    from pdtool.artifacts.profile import Profile
     from pdtool.cli.console.plan_view import plan_view
+
+    plan = plan_for(options.candidate("profile", profile), **settings)
+    path = output or f"plans/{options.file_name(plan.name)}.yaml"
+    keep_edits(path)
+    write_artifact(plan, path, as_json=as_json, view=plan_view(plan))
+
+
+def plan_for(
+    path: str, *, strategy: str, straight: bool, memory: str | None, global_batch_size: int | None, **settings: Any
+) -> Plan:
+    """Plan the profile in `path` (`-` is stdin), with the values of the command's options.
+
+    Raises:
+        UsageError: the options make no sense together or on this cluster.
+        ArtifactError: the profile or the cluster's file cannot be read.
+        NoPlanError: no plan fits the memory, the pins or the number of operators.
+    """
+    from pdtool.artifacts.profile import Profile
+    from pdtool.cli.inputs import path_of_profile
     from pdtool.partition.planner import make_plan
     from pdtool.partition.strategies.strategy_options import of_global_batch_size, strategy_options
 
-    path = options.candidate("profile", profile)
     cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency")))
     if straight and strategy not in ("auto", "straight"):
         raise UsageError(f"--straight together with --strategy {strategy}", "give one of them")
@@ -116,13 +126,10 @@ def partition(
         settings |= of_global_batch_size(global_batch_size, profiled.batch_size, strategy, **settings)
     search_options = strategy_options(strategy, cluster, **settings)
     cluster = with_worker_memory(cluster, profiled, memory)
-    plan = make_plan(profiled, path, cluster, search_options)
-    path = output or f"plans/{options.file_name(plan.name)}.yaml"
-    _keep_edits(path)
-    write_artifact(plan, path, as_json=as_json, view=plan_view(plan))
+    return make_plan(profiled, path_of_profile(profiled, path), cluster, search_options)
 
 
-def _keep_edits(path: str) -> None:
+def keep_edits(path: str) -> None:
     """Raise UsageError where a plan that someone has edited, or written comments into, would be overwritten."""
     from pdtool.artifacts.envelope import read_text
     from pdtool.artifacts.plan import Plan

@@ -7,9 +7,10 @@ import click
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note, status
+from pdtool.cli.help_sections import command
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool probe --topology 4 -o cluster.yaml\n"
     "  pdtool probe --topology 2x4 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29511 -o cluster.yaml"
 )

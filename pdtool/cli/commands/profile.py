@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pdtool.cli import options
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note, progress
+from pdtool.cli.help_sections import command
 from pdtool.errors import ModelError, UsageError
 from pdtool.units import format_seconds
 
@@ -24,7 +25,7 @@ _MEASURED_DEVICES = ("cpu", "cuda")
 _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool profile pdtool/zoo/digits.py --set width=64 --batch-size 64\n"
     "  pdtool profile pdtool.zoo.llm --device a100-80gb --precision bf16 --batch-size 4"
 )
@@ -61,18 +62,7 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
     help="Estimate with factors fitted to a profile of any model that was measured on that device.",
 )
 @options.as_json
-def profile(
-    model: str,
-    output: str | None,
-    model_settings: tuple[str, ...],
-    batch_size: int,
-    device: str,
-    threads: int | None,
-    precision: Precision | None,
-    compiled: bool,
-    calibrate: str | None,
-    as_json: bool,
-) -> None:
+def profile(model: str, output: str | None, as_json: bool, **settings: Any) -> None:
     """Measure what each operator of MODEL costs, or estimate it.
 
     On this machine it is measured; for another device, which need not be here, it is estimated.
@@ -80,6 +70,30 @@ def profile(
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """
     from pdtool.cli.console.profile_view import profile_table
+
+    result, target = profiled(model, output, **settings)
+    notes = [*_opaque_modules(result), *_coverage_warnings(result)]
+    write_artifact(result, target, as_json=as_json, view=[profile_table(result, largest=12), *notes])
+
+
+def profiled(
+    model: str,
+    output: str | None,
+    *,
+    model_settings: tuple[str, ...],
+    batch_size: int,
+    device: str,
+    threads: int | None,
+    precision: Precision | None,
+    compiled: bool,
+    calibrate: str | None,
+) -> tuple[Profile, str]:
+    """Profile a model with the values of the command's options; return the profile, and the path to write it to.
+
+    Raises:
+        UsageError: the options make no sense together; or the file to write is another than a profile.
+        ModelError: the model cannot be imported, traced or executed.
+    """
     from pdtool.profile.devices import find_device
 
     _check_options(device, threads, precision, compiled, calibrate)
@@ -117,8 +131,7 @@ def profile(
         note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
         note(f"source: {spec.source}")
         result = _with_digests(result, device, calibrate)
-    notes = [*_opaque_modules(result), *_coverage_warnings(result)]
-    write_artifact(result, target, as_json=as_json, view=[profile_table(result, largest=12), *notes])
+    return result, target
 
 
 def _check_options(

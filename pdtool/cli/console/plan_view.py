@@ -64,7 +64,7 @@ def _stage_table(plan: Plan, predicted: Predicted | None) -> Table:
     levels = ", ".join(f"{v.size} at {format_rate(v.bandwidth_bytes_per_s)}" for v in plan.cluster.levels)
     title = f"{plan.name}: {plan.config} on {levels}, schedule {plan.schedule}"
     columns = ("stage", "holds", "workers", "in flight", "compute", "all-reduce", "to next", "memory")
-    return table(columns, rows, names=3, title=title)
+    return table(columns, rows, names=3, title=title, drop=("to next", "all-reduce", "in flight"))
 
 
 def _stage_figures(predicted: Predicted, s: int) -> list[str]:
@@ -158,4 +158,4 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
         rows.append(
             [ranks[worker], machine, f"stage {s}, replica {k}", f"minibatches {minibatches}, ...", holds, worker]
         )
-    return table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5)
+    return table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5, drop=("worker", "of"))
