@@ -34,7 +34,7 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     shown, and the exit code is 3.
     """
     from pdtool.artifacts.kinds import load_any
-    from pdtool.cli.edited_plan import as_it_is
+    from pdtool.cli.plans.edited_plan import as_it_is
 
     if output and not graph:
         raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")
