@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import nn
 
 from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
-from pdtool.errors import FieldError, StaleError, UsageError
+from pdtool.errors import FieldError, StaleError, UsageError, suggestion
 from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_source import find_source, import_source, is_local
 from pdtool.frontend.user_functions.data_functions import DataFunctions
@@ -79,9 +79,10 @@ class ModelFile(DataFunctions, TrainingFunctions):
         try:
             inspect.signature(function).bind(**self.ref.settings)
         except TypeError as error:
-            known = ", ".join(inspect.signature(function).parameters) or "none"
+            names = list(inspect.signature(function).parameters)
+            near = "".join(suggestion(name, names) for name in self.ref.settings if name not in names)
             what = f"{self.ref.function}() does not take these settings ({error})"
-            raise self.error(what, f"it takes: {known}") from error
+            raise self.error(what, f"{near}it takes: {', '.join(names) or 'none'}") from error
         model = self.call(function, **self.ref.settings)
         if not isinstance(model, nn.Module):
             what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"

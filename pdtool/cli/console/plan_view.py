@@ -33,9 +33,8 @@ def plan_view(plan: Plan) -> Lines:
         yield f"bottleneck: {plan.why.bottleneck}"
         if plan.why.lower_bound_s is not None:
             yield (
-                "certificate: by the formulas none takes less than "
-                f"{format_seconds(plan.why.lower_bound_s)}, this one is within {plan.why.gap or 0:.1%} of that "
-                f"({plan.why.proof})"
+                f"certificate: by the formulas every plan takes {format_seconds(plan.why.lower_bound_s)} or more per "
+                f"minibatch, and this one at most {plan.why.gap or 0:.1%} more than that ({plan.why.proof})"
             )
         for rival in plan.why.rivals:
             yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch ({rival.why})"
