@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,6 +15,12 @@ def describe_error(error: BaseException) -> str:
     except Exception:
         text = "its text cannot be read"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean v100? `, the known name that is nearest to one that is not; "" where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 class PdtoolError(Exception):

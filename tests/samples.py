@@ -16,7 +16,7 @@ from pdtool.artifacts.cluster_file import ClusterFile, ClusterSpec, LevelMeasure
 from pdtool.artifacts.envelope import Artifact, ModelRef
 from pdtool.artifacts.plan import Plan, Predicted, Rival, Stage, Why
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
-from pdtool.artifacts.report import EmulatedPlan, Emulation, Measured, Report, StageReport
+from pdtool.artifacts.report import EmulatedPlan, Emulation, Measured, Report, RunState, StageReport
 
 MODEL = ModelRef(source="model.py", settings={"layers": 3, "wide": True, "rate": 0.5, "kind": "a b"})
 
@@ -203,6 +203,21 @@ def checkpoint_manifest() -> CheckpointManifest:
     return CheckpointManifest(epoch=3, seed=7, metrics={"loss": 0.5, "accuracy": 0.75}, files=files)
 
 
+def run_state() -> RunState:
+    """A run that failed in its third epoch."""
+    return RunState(
+        plan="net-2x2",
+        config="2-1",
+        schedule="1f1b",
+        epochs=4,
+        epochs_done=1,
+        updates=10,
+        samples=80,
+        end="failed",
+        reason="the loss is nan",
+    )
+
+
 def emulation() -> Emulation:
     """Of a plan and of data parallelism."""
     own = EmulatedPlan(
@@ -230,7 +245,16 @@ def emulation() -> Emulation:
     )
 
 
-ALL: tuple[Artifact, ...] = (profile(), cluster(), plan(), bundle(), report(), emulation(), checkpoint_manifest())
+ALL: tuple[Artifact, ...] = (
+    profile(),
+    cluster(),
+    plan(),
+    bundle(),
+    report(),
+    run_state(),
+    emulation(),
+    checkpoint_manifest(),
+)
 
 
 def sealed(content: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ def altered(artifact, **changes):
     content = json.loads(artifact.model_dump_json(exclude={"sha256"})) | changes
     return (
         samples.sealed(content)
-        if artifact.KIND in ("profile", "report", "emulation", "checkpoint")
+        if artifact.KIND in ("profile", "report", "run", "emulation", "checkpoint")
         else yaml.safe_dump(json.loads(samples.sealed(content)) if artifact.SEALED else content, explicit_end=True)
     )
 

@@ -29,6 +29,7 @@ from pdtool.errors import (
     UsageError,
     WorkerDiedError,
 )
+from pdtool.run.config import Target
 from pdtool.units import format_bytes, format_seconds
 
 COMMANDS = (
@@ -166,7 +167,35 @@ def test_a_closed_pipe_is_no_noise(planned, monkeypatch):
     ],
 )
 def test_usage_errors_exit_with_2(folder, arguments):
-    assert "Error: " in folder.pdtool(*arguments, code=2).stderr
+    [line] = folder.pdtool(*arguments, code=2).stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "`pdtool" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "--epoch", "3"], "error: no such option '--epoch'; did you mean '--epochs'? See `pdtool run --help`"),
+        (["runn"], "error: no such command 'runn'; did you mean 'run'? See `pdtool --help`"),
+        (["run", "--schedule", "1f1b-flsh"], "'zb-h1'; did you mean 1f1b-flush? See `pdtool run --help`"),
+        (["partition", "--strategy", "piplines", "--topology", "2"], "; did you mean pipeline? See `pdtool partition"),
+        (["simulate", "x.yaml", "--sweep", "bandwith=1..2Gbit/s"], "did you mean bandwidth? write bandwidth=0.1..25G"),
+        (["simulate", "x.yaml", "--against", "gpip"], "did you mean gpipe? choose of pipeline, "),
+        (["profile", "model.py", "--device", "v10"], "did you mean v100? measure on cpu or cuda"),
+        (["profile", "model.py", "--set", "widht=3"], "did you mean width? it takes: width"),
+    ],
+)
+def test_a_misspelt_name_gets_a_suggestion_in_one_form_of_error(folder, arguments, said):
+    folder.write("model.py", "import torch\ndef model(width=8): return torch.nn.Linear(width, 2)\n")
+    samples.plan().save("x.yaml")
+    samples.profile().save(samples.plan().profile)
+    [line] = [line for line in folder.pdtool(*arguments, code=None).stderr.splitlines() if line.startswith("error")]
+    assert said in line
+
+
+def test_a_misspelt_metric_gets_a_suggestion():
+    with pytest.raises(UsageError, match=r"no metric 'acuracy'; did you mean accuracy\? it reports: loss, accuracy"):
+        Target.parse("acuracy=0.5").is_reached({"loss": 0.1, "accuracy": 0.6})
 
 
 @pytest.mark.parametrize(

@@ -157,11 +157,18 @@ COMMANDS_OF = {
     ],
     "bundle": [["show", "FILE"], ["show", "."], ["show", "FILE", "--json"]],
     "report": [["show", "FILE"], ["show", "FILE", "--json"], ["report", ".", "-o", "-"]],
+    "run": [["show", "FILE"], ["show", "."], ["show", "FILE", "--json"]],
     "cluster": [["show", "FILE"], ["partition", "net.json", "--cluster", "FILE", "-o", "out.yaml"]],
     "checkpoint": [["show", "FILE"], ["show", ".", "--json"]],
     "device": [["show", "FILE"], ["profile", "gone.py", "--device", "FILE"]],
 }
-FILES = {"profile": "net.json", "bundle": "bundle.yaml", "report": "report.json", "checkpoint": "checkpoint.json"}
+FILES = {
+    "profile": "net.json",
+    "bundle": "bundle.yaml",
+    "report": "report.json",
+    "run": "run.json",
+    "checkpoint": "checkpoint.json",
+}
 
 
 def written(kind: str, data: bytes) -> str:

@@ -59,6 +59,13 @@ def test_how_a_run_ended_and_how_to_go_on(folder: Folder, run: Path, changes: di
     ]
 
 
+@pytest.mark.parametrize("line", ["[]", "{}", '{"split": "train", "loss": "x", "epoch": 1, "step": 1}', "[" * 9999])
+def test_lines_that_no_run_has_written_are_passed_over(folder: Folder, run: Path, line: str) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f"\n{line}\n")
+    assert shown(folder)[2].startswith("last update: 23/40")
+
+
 def test_a_run_that_goes_on_says_so(folder: Folder, run: Path) -> None:
     """Its lock is looked at, not taken; by another process, since a process sees none of its own."""
     code = (

@@ -41,7 +41,7 @@ from pdtool.cli.commands.show import show
 from pdtool.cli.commands.simulate import simulate
 from pdtool.cli.commands.train import train
 from pdtool.cli.console.terminal import note
-from pdtool.errors import PdtoolError, UsageError, describe_error
+from pdtool.errors import PdtoolError, UsageError, describe_error, suggestion
 from pdtool.printable import printable
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {
@@ -86,12 +86,12 @@ class CommandGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         Verbosity.reset()
-        with _printable_usage_errors():
+        with _usage_errors_as_ours(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _printable_usage_errors():
+            with _usage_errors_as_ours(ctx):
                 return super().invoke(ctx)
         except PdtoolError as error:
             if Verbosity.is_verbose:
@@ -141,13 +141,30 @@ def _place(error: BaseException) -> str:
 
 
 @contextmanager
-def _printable_usage_errors() -> Iterator[None]:
-    """Make click show what was typed, not obey it."""
+def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
+    """Print the usage errors of click as our own errors, in one line; what was typed is shown, not obeyed."""
     try:
         yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        note(f"error: {_usage_error(error)}")
+        ctx.exit(error.exit_code)
     except click.ClickException as error:
         vars(error)["message"] = printable(error.message)  # final to the type checker
         raise
+
+
+def _usage_error(error: click.UsageError) -> str:
+    """Write `no such option '--epoch'; did you mean '--epochs'? See `pdtool run --help``."""
+    message = error.format_message().rstrip(".").replace(". Did you mean", "; did you mean")
+    text = message[:1].lower() + message[1:]
+    if isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
+        typed = error.message[1:].partition("' is not")[0]
+        if near := suggestion(typed, map(str, error.param.type.choices)):
+            text += f"; {near.rstrip()}"
+    command = error.ctx.command_path if error.ctx else "pdtool"
+    return f"{text}{' See' if text.endswith('?') else '; see'} `{command} --help`"
 
 
 @click.group(cls=CommandGroup, params=[*verbosity_options()], epilog=_EPILOG, context_settings=CONTEXT_SETTINGS)

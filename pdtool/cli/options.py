@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pdtool.errors import UsageError
+from pdtool.errors import UsageError, suggestion
 from pdtool.machines import parse_endpoint
 from pdtool.schedule import POLICIES, RIVALS
 from pdtool.units import parse_seconds
@@ -172,7 +172,8 @@ def _rivals(ctx: click.Context, parameter: click.Parameter, text: str) -> tuple[
     """Split the names of strategies; raises UsageError for one that no plan is compared with."""
     names = tuple(dict.fromkeys(filter(None, text.split(","))))
     if unknown := [name for name in names if name not in RIVALS]:
-        raise UsageError(f"--against {unknown[0]!r} is no strategy to compare with", f"choose of {', '.join(RIVALS)}")
+        remedy = f"{suggestion(unknown[0], RIVALS)}choose of {', '.join(RIVALS)}"
+        raise UsageError(f"--against {unknown[0]!r} is no strategy to compare with", remedy)
     return names
 
 

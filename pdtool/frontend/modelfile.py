@@ -11,7 +11,7 @@ from functools import cached_property
 from torch import nn
 
 from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
-from pdtool.errors import FieldError, StaleError, UsageError
+from pdtool.errors import FieldError, StaleError, UsageError, suggestion
 from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_source import find_source, import_source, is_local, model_name
 from pdtool.frontend.user_functions.data_functions import DataFunctions
@@ -84,9 +84,10 @@ class ModelFile(DataFunctions, TrainingFunctions):
         try:
             inspect.signature(function).bind(**self.model_settings)
         except TypeError as error:
-            known = ", ".join(inspect.signature(function).parameters) or "none"
+            names = list(inspect.signature(function).parameters)
+            near = "".join(suggestion(name, names) for name in self.model_settings if name not in names)
             what = f"{self.ref.function}() does not take these settings ({error})"
-            raise self.error(what, f"it takes: {known}") from error
+            raise self.error(what, f"{near}it takes: {', '.join(names) or 'none'}") from error
         model = self.call(function, **self.model_settings)
         if not isinstance(model, nn.Module):
             what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from pdtool.artifacts.device import Devices, DeviceSpec
-from pdtool.errors import UsageError
+from pdtool.errors import UsageError, suggestion
 
 TABLE = Path(__file__).with_name("devices.yaml")
 
@@ -21,7 +21,8 @@ def find_device(name: str) -> DeviceSpec:
     if not name.endswith((".yaml", ".yml")):
         known = Devices.load(TABLE).devices
         if name not in known:
-            remedy = f"measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own"
+            near = suggestion(name, [*known, "cpu", "cuda"])
+            remedy = f"{near}measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own"
             raise UsageError(f"device {name!r} is not known", remedy)
         return known[name]
     devices = Devices.load(name, may_be_pipe=True).devices

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan
-from pdtool.errors import UsageError
+from pdtool.errors import UsageError, suggestion
 from pdtool.machines import Machines
 from pdtool.run.weights.delay_compensation import DelayCompensation
 from pdtool.schedule import PipelineShape
@@ -77,7 +77,8 @@ class Target:
         """Whether the metrics of a validation reach the target; raises UsageError when the metric is not among them."""
         if self.metric not in metrics:
             raise UsageError(
-                f"target {self}: the model reports no metric {self.metric!r}", f"it reports: {', '.join(metrics)}"
+                f"target {self}: the model reports no metric {self.metric!r}",
+                f"{suggestion(self.metric, metrics)}it reports: {', '.join(metrics)}",
             )
         return bool(_RELATIONS[self.effective_relation](metrics[self.metric], self.value))
 

@@ -68,7 +68,8 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
     "--correction",
     metavar="NAME[=VALUE]",
     show_default="none",
-    help="Of gradients that come late: lr-discount[=UPDATES], weight-prediction or nesterov[=G].",
+    help="Correct for gradients of older weights, without a flush: lr-discount[=UPDATES], weight-prediction or "
+    "nesterov[=G].",
 )
 @options.choice(
     "--precision",

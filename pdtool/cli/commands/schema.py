@@ -9,7 +9,7 @@ import click
 from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import write_stdout
 
-KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "emulation", "checkpoint")
+KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "run", "emulation", "checkpoint")
 
 
 @command(epilog="\b\nExamples:\n  pdtool schema plan\n  pdtool schema profile > profile.schema.json")

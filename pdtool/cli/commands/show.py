@@ -56,7 +56,7 @@ def _folder_of(file: str) -> Path | None:
     return None if file == "-" else Path(file) if Path(file).is_dir() else Path(file).parent
 
 
-def _view(artifact: Artifact, folder: Path | None) -> Lines:
+def _view(artifact: Artifact, folder: Path | None = None) -> Lines:
     from pdtool.artifacts.bundle import Bundle
     from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
     from pdtool.artifacts.cluster_file import ClusterFile

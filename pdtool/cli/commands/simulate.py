@@ -11,7 +11,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import show, status, write_stdout
-from pdtool.errors import UsageError
+from pdtool.errors import UsageError, suggestion
 from pdtool.schedule import SCHEDULES
 
 _SWEEP_POINTS = 13
@@ -116,7 +116,8 @@ def _rates(text: str) -> list[float]:
 
     match = re.fullmatch(r"bandwidth=([0-9.]+?)([A-Za-z/]*)\.\.([0-9.]+)([A-Za-z/]+)", text)
     if not match:
-        raise UsageError(f"--sweep {text!r} is not a range of bandwidths", "write bandwidth=0.1..25Gbit/s")
+        near = suggestion(text.partition("=")[0], ["bandwidth"]) if not text.startswith("bandwidth=") else ""
+        raise UsageError(f"--sweep {text!r} is not a range of bandwidths", f"{near}write bandwidth=0.1..25Gbit/s")
     low, high = parse_bandwidth(match[1] + (match[2] or match[4])), parse_bandwidth(match[3] + match[4])
     if low >= high:
         falls = f"goes from {format_bits_rate(low)} down to {format_bits_rate(high)}"

@@ -21,6 +21,7 @@ from pdtool.cli.console.training_progress import validated
 from pdtool.errors import ArtifactError
 
 _TAIL_BYTES = 65_536  # of metrics.jsonl, which hold its last lines
+_MAX_FIGURE = 1e18
 _FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
 
 
@@ -59,11 +60,17 @@ def last_update(folder: Path) -> dict[str, Any] | None:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
         for line in reversed(file.read().split(b"\n")):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 event = json.loads(line)
-                if isinstance(event, dict) and event.get("split") == "train":
+                if isinstance(event, dict) and event.get("split") == "train" and _is_whole(event):
                     return event
     return None
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Whether a line is one that a run has written, not a stranger."""
+    figures = [event.get(name) for name in ("loss", "epoch", "step")] + [event.get("samples_per_s", 0)]
+    return all(isinstance(figure, (int, float)) and abs(figure) < _MAX_FIGURE for figure in figures)
 
 
 def is_locked(folder: Path) -> bool:
@@ -114,5 +121,5 @@ def _last_checkpoint(checkpoints: dict[int, Path]) -> str:
 
 def _command(state: RunState, folder: Path, resumes: bool) -> str:
     plan = f"plans/{state.plan}.yaml"
-    named = plan if Path(plan).is_file() else "PLAN"
+    named = plan if os.path.isfile(plan) else "PLAN"
     return f"`pdtool run {named} -o {folder}{' --resume' if resumes else ''} --epochs {state.epochs}`"

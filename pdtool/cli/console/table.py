@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -78,12 +79,20 @@ class FittedTable(Table):
 
     def _needed(self, index: int, broken_to: int | None) -> int:
         """Return the characters that a column needs; of words, where they are broken to lines of `broken_to`."""
-        cells = [printable(cell) for cell in (self._columns[index], *(row[index] for row in self._cells))]
-        whole = max(cell_len(cell) for cell in cells)
+        whole, longest_word = self._extents[index]
         if index >= self._names or broken_to is None:
             return whole
-        longest_word = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
         return max(longest_word, min(whole, broken_to))
+
+    @cached_property
+    def _extents(self) -> list[tuple[int, int]]:
+        """The characters of the longest cell of each column, and of its longest word."""
+        extents = []
+        for column in zip(self._columns, *self._cells, strict=True):
+            cells = [printable(cell) for cell in column]
+            words = (cell_len(word) for cell in cells for word in cell.split())
+            extents.append((max(map(cell_len, cells)), max(words, default=0)))
+        return extents
 
     def _widths(self, shown: Sequence[int], width: int) -> dict[int, int]:
         """Return the characters of each column; the widest columns of words give way until all fit."""

@@ -121,7 +121,7 @@ def _launch_workers(
     remove_stale_semaphores()
     name_semaphores_after_this_process()
     multiprocessing.set_forkserver_preload(_PRELOADED)
-    with _start_errors_explained():  # it makes a folder
+    with _start_errors_explained():  # torch elastic makes a folder for its logs
         elastic = elastic_launch(_elastic_config(config, len(local)), worker_main)
     stop_signal = None
     try:
