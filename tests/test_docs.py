@@ -211,8 +211,8 @@ def prints_what_is_shown(shell: Shell, console: str) -> None:
 
 
 def shapes(shown: str) -> list[str]:
-    """How lines begin, up to their first figure; rows of tables, whose order the times decide, are left out."""
-    rows = [line for line in shown.splitlines() if len(re.split(r" {2,}", line)) > 4 and re.search("[0-9]", line)]
+    """How lines begin, up to their first figure; tables, of which the times decide rows and columns, are left out."""
+    rows = [line for line in shown.splitlines() if len(re.split(r" {2,}", line)) > 4]
     return [" ".join(re.split("[0-9…]", line)[0].split()) for line in shown.splitlines() if line not in rows]
 
 
