@@ -19,7 +19,6 @@ DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.SECONDEXPANSION:
 .PHONY: help venv test test-models check fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run reproduce reproduce-quick soak chaos gpu-check examples docs clean
 
 help: ## list the targets
@@ -115,19 +114,10 @@ clean: ## delete .venv, runs/ and caches
 	rm -rf $(VENV) $(DEMO) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find pdtool tests plans -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-# As in a CI pipeline: only what is stale is made again.
-profiles/%.json: pdtool/zoo/%.py | $(STAMP)
-	$(PDTOOL) profile $< $(PROFILE) -o $@
-
-# plans/NAME-TOPOLOGY.yaml: the name may have dashes itself, the topology is what follows the last one
-topology = $(lastword $(subst -, ,$1))
-name = $(patsubst %-$(call topology,$1),%,$1)
-
-plans/%.yaml: profiles/$$(call name,$$*).json | $(STAMP)
-	$(PDTOOL) partition $< --topology $(call topology,$*) $(PARTITION) -o $@
+# profiles/, plans/ and runs/ of the models in pdtool/zoo, by the rules that users include: only what is stale is made again.
+MODELS := pdtool/zoo
+PDTOOL_NEEDS := $(STAMP)
+include pdtool/cli/starter/pdtool.mk
 
 # The checked-in example is a pipeline, although data parallelism would be faster for so small a model.
 plans/digits-3.yaml: PARTITION += --straight
-
-plans/%/bundle.yaml: plans/%.yaml | $(STAMP)
-	$(PDTOOL) codegen $<

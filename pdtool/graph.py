@@ -6,6 +6,7 @@ cuts, one inside the other, so the stages in order never send anything backwards
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,7 +99,9 @@ class Graph:
         for index, nodes in enumerate(stages):
             for name in nodes:
                 if name not in self.inputs:
-                    faults.append(f"stage {index} names {name!r}, which the profile does not have")
+                    near = difflib.get_close_matches(name, [*self.inputs, *self.members], n=1)
+                    meant = f" (did you mean {near[0]}?)" if near else ""
+                    faults.append(f"stage {index} names {name!r}, which the profile does not have{meant}")
                 elif name in stage_of:
                     faults.append(f"{name!r} stands in stage {stage_of[name]} and in stage {index}")
                 stage_of[name] = index

@@ -10,6 +10,7 @@ import ctypes
 import os
 import re
 import signal
+import zlib
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pdtool.errors import UsageError, WorkerDiedError
 
 _PROCESS_AT_START = (os.getpid(), os.getppid())
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_SLURM_PORT = "29511"
+_SLURM_PORTS = range(10_000, 30_000)  # below those that systems give to outgoing connections
 _ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
 _MAX_PORT = 2**16 - 1
 
@@ -100,9 +101,27 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
             "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
             "LOCAL_WORLD_SIZE": environment.get("SLURM_NTASKS_PER_NODE", "1"),
             "MASTER_ADDR": host or environment.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"),
-            "MASTER_PORT": port or _SLURM_PORT,
+            "MASTER_PORT": port or str(_slurm_port(environment)),
         }
     return {}
+
+
+def _slurm_port(environment: Mapping[str, str]) -> int:
+    """Choose the port of a job step by its numbers, which all its tasks know: other jobs on the node have others.
+
+    Args:
+        environment: with SLURM_JOB_ID and SLURM_STEP_ID.
+    """
+    step = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
+    return _SLURM_PORTS[zlib.crc32(step.encode()) % len(_SLURM_PORTS)]
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the numbers of the CPU cores that this process may use: those that `taskset` or SLURM has left it."""
+    try:
+        return frozenset(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not Linux
+        return frozenset(range(os.cpu_count() or 1))
 
 
 def is_started_by_torchrun(environment: Mapping[str, str]) -> bool:

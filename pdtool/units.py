@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from pdtool.errors import UsageError
 
-_PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
-_MIN_RATE, _MAX_RATE, _MAX_BYTES = 1e-3, 1e18, 1e18  # values outside are slips, and those of artifacts have limits too
-_MIN_SECONDS, _MAX_SECONDS = 1e-12, 30 * 86400.0
-_RATE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?i?)(bit|B)/s")
-_SIZE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?i?)B")
-_TIME = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*(s|ms|us|ns)")
+_LETTERS = "kmgtp"
+_FACTORS = {"": 1.0, **{letter: 1e3**power for power, letter in enumerate(_LETTERS, 1)}}
+_FACTORS |= {f"{letter}i": 1024.0**power for power, letter in enumerate(_LETTERS, 1)}
+_NUMBER, _PREFIX = r"([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*", "[kKmMgGtTpP]i?"
+_RATE = re.compile(rf"{_NUMBER}({_PREFIX})?(bit|b|B)(?:/s|ps)")
+_SIZE = re.compile(rf"{_NUMBER}(?:({_PREFIX})[bB]?|B)")
+_TIME = re.compile(rf"{_NUMBER}(s|ms|us|ns)")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+# Values outside of these are slips, and those of artifacts have limits too: (smallest, largest, both in words).
+_RATES = (1e-3, 1e18, "0.001B/s to 1000PB/s")
+_SIZES = (1, 1e18, "1B to 1000PB")
+_TIMES = (1e-12, 30 * 86400.0, "0.001ns to 30 days")
 
 
 def parse_bandwidth(text: str) -> float:
-    """Read `10Gbit/s` or `12GB/s` as bytes per second.
+    """Read `10Gbit/s`, `10Gbps`, `12GB/s` or `12GBps` as bytes per second: `b` is a bit, `B` a byte.
 
     Raises:
-        UsageError: no unit, or one that is read both as bits and as bytes (`10G`, `10Gb/s`, `10Gbps`); or a slip.
+        UsageError: it does not say whether bits or bytes (`10`, `10G`); or a slip.
     """
     match = _RATE.fullmatch(text.strip())
     if not match:
-        raise UsageError(
-            f"bandwidth {_short(text)} is not a positive rate in bits or bytes", "write 10Gbit/s or 1.25GB/s"
-        )
-    rate = _number(match, text) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1)
-    return _within("bandwidth", text, rate, _MIN_RATE, _MAX_RATE, "bytes per second")
+        what = f"bandwidth {_short(text)} is not a positive rate in bits or bytes"
+        raise UsageError(what, "write 10Gbit/s or 10Gbps for bits, 1.25GB/s for bytes")
+    rate = _scaled_number(match, text) / (1 if match[3] == "B" else 8)
+    return _within("bandwidth", text, rate, _RATES)
 
 
 def parse_bytes(text: str) -> int:
-    """Read `16GB` or `16GiB` as a number of bytes; raises UsageError."""
+    """Read `16GB`, `16G`, `16GiB` or `1.5TB` as a number of bytes; raises UsageError."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise UsageError(f"size {_short(text)} is not a positive number of bytes", "write 16GB or 16GiB")
-    return int(_within("size", text, _number(match, text) * _PREFIX[match[2]], 1, _MAX_BYTES, "bytes"))
+        raise UsageError(f"size {_short(text)} is not a positive number of bytes", "write 16GB, 16G or 16GiB")
+    return round(_within("size", text, _scaled_number(match, text), _SIZES))
 
 
 def parse_seconds(text: str) -> float:
@@ -44,29 +49,39 @@ def parse_seconds(text: str) -> float:
     if not match:
         raise UsageError(f"time {_short(text)} is not a number with a unit", "write 50us, 1ms or 1.5s")
     value = _number(match, text) * _SECONDS[match[2]]
-    return _within("time", text, value, _MIN_SECONDS if value else 0.0, _MAX_SECONDS, "seconds")
+    return _within("time", text, value, _TIMES) if value else 0.0
 
 
 def _number(match: re.Match[str], text: str) -> float:
     try:
-        value = float(match[1])
+        return float(match[1])
     except ValueError:
         what = f"{match[1]!r:.40} in {_short(text)} is not a number"
         raise UsageError(what, "write digits with at most one point") from None
-    if match.re is not _TIME and match[2] not in _PREFIX:
-        raise UsageError(f"unknown prefix {match[2]!r} in {_short(text)}", "use k, M, G, T, Ki, Mi or Gi")
-    return value
 
 
-def _within(what: str, text: str, value: float, low: float, high: float, unit: str) -> float:
+def _scaled_number(match: re.Match[str], text: str) -> float:
+    """The number times its prefix, which may be written small or large."""
+    return _number(match, text) * _FACTORS[(match[2] or "").lower()]
+
+
+def _within(what: str, text: str, value: float, limits: tuple[float, float, str]) -> float:
+    low, high, words = limits
     if not low <= value <= high:
         fault = "too large" if value > high else "too small"
-        raise UsageError(f"{what} {_short(text)} is {fault}", f"give one from {low:g} to {high:g} {unit}")
+        raise UsageError(f"{what} {_short(text)} is {fault}", f"give one from {words}")
     return value
 
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+def bytes_option(count: float) -> str:
+    """Write bytes as an option takes them, `4.82GB`, rounded up to three significant figures: what fits into `count`
+    bytes fits into these."""
+    step = max(1.0, 10.0 ** (math.floor(math.log10(max(count, 1.0))) - 2))
+    return format_bytes(math.ceil(count / step) * step).replace(" ", "")
 
 
 def format_bytes(count: float) -> str:

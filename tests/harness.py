@@ -24,6 +24,7 @@ from pdtool.artifacts.plan import Plan, Stage
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order
+from pdtool.run.measure.metrics_log import METRICS_FILE, read_metrics
 from pdtool.schedule import POLICIES, default_shape
 
 DEVICE = "cpu"  # where workers compute; test_run_gpu.py sets it to cuda
@@ -500,6 +501,12 @@ def batches(spec: RunConfig) -> list[list[Batch]]:
 def weights(outcomes: list[Outcome], replica: int = 0) -> dict[str, torch.Tensor]:
     """The state of all stages together."""
     return {name: value for o in outcomes if o.replica == replica for name, value in o.state.items()}
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without what no two runs have in common: when, and how fast."""
+    timed = ("time", "samples_per_s")
+    return [{k: v for k, v in line.items() if k not in timed} for line in read_metrics(out / METRICS_FILE)]
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:

@@ -27,6 +27,7 @@ from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
+from pdtool.artifacts.text_formats import FormatError, read_yaml, with_values
 from pdtool.cluster import make_cluster
 from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError
 from pdtool.schedule import POLICIES, is_asynchronous
@@ -737,3 +738,36 @@ def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=r"plan.yaml cannot be read \(Permission denied\), and would be overwr"):
             samples.ALL[0].save(path)
     assert path.read_text() == "somebody's own"
+
+
+# --- YAML that is changed in place ------------------------------------------------------------------------------------
+
+
+@given(samples.plans(), samples.plans())
+@settings(deadline=None, max_examples=60)
+def test_changed_yaml_holds_the_new_values_and_all_else(old, new):
+    content, other = (plan.model_dump(mode="json", exclude={"sha256"}) for plan in (old, new))
+    values = {name: other[name] for name in ("predicted", "why", "stages", "schedule")}
+    assert read_yaml(with_values(old.dump(), values)) == {**content, **values}
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "changed"),
+    [
+        ("a: 1 # one\n# two\nb: 2\n...\n", {"a": 3}, "a: 3 # one\n# two\nb: 2\n...\n"),
+        ("a: {b: 1, c: 2}  # x\n...\n", {"a": {"c": 5, "d": [1, 2]}}, "a: {b: 1, c: 5, d: [1, 2]}  # x\n...\n"),
+        ("a: {}\n...\n", {"a": {"b": 1}}, "a: {b: 1}\n...\n"),
+        ("a: # of a\n- 1 # of 1\n- 2\n# end\nb: 0\n...\n", {"a": [3]}, "a: [3] # of a\n# end\nb: 0\n...\n"),
+        ("a:\n  # x\n  b: 1\n\n# y\n...\n", {"a": {"d": "é, #"}}, "a:\n  # x\n  b: 1\n  d: 'é, #'\n\n# y\n...\n"),
+        ("b: 2\n# end\n...\n", {"a": {"c": {"d": 1}}}, "b: 2\na:\n  c:\n    d: 1\n# end\n...\n"),
+        ("a: 1\n...\n", {"a": 1}, "a: 1\n...\n"),
+    ],
+)
+def test_comments_order_and_blank_lines_stay(text, values, changed):
+    assert with_values(text, values) == changed
+    assert read_yaml(changed)
+
+
+def test_only_a_mapping_has_values():
+    with pytest.raises(FormatError, match="it is no mapping"):
+        with_values("- 1\n...\n", {"a": 1})

@@ -21,6 +21,7 @@ from pdtool.errors import NoPlanError
 from pdtool.partition.plan_check import check_plan
 from pdtool.partition.planner import make_plan, refresh
 from pdtool.partition.search.search import SearchOptions
+from pdtool.units import format_seconds
 
 FIGURES = (
     "bottleneck_s",
@@ -289,17 +290,106 @@ def test_the_command_names_what_is_false(planned, plan, part, name, value, match
     assert json.loads(planned.pdtool("check", "--json", code=3).stdout)
 
 
-def test_an_edited_plan_is_said_to_be_edited(planned):
+@pytest.fixture
+def edited(planned):
+    """plans/net.yaml edited by hand, with comments in all kinds of places."""
     text = Path("plans/net.yaml").read_text()
-    Path("plans/net.yaml").write_text(text.replace("in_flight: 1", "in_flight: 2"))
+    for old, new in (
+        ("in_flight: 1", "in_flight: 2  # one more, to be sure"),
+        ("schedule: 1f1b", "# no flush\nschedule: 1f1b"),
+        ("predicted:", "\npredicted: # by pdtool"),
+        ("  rivals:\n", "  # who else\n  rivals: # all of them\n"),
+        ("...", "# the end\n..."),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    Path("plans/net.yaml").write_text(text)
     assert Plan.load("plans/net.yaml").edited
-    result = planned.pdtool("check", code=3)
-    assert "plans/net.yaml: predicted: those of another plan, this one was edited by hand since" in result.stderr
-    assert "compute them again" in result.stderr
-    assert "lower bound" not in result.stdout
+    return planned
+
+
+def test_check_and_show_compute_what_an_edited_plan_says_now(edited, net):
+    now = refresh(Plan.load("plans/net.yaml"), net).predicted
+    figures = f"{format_seconds(now.simulated_s)} per minibatch ({now.throughput_samples_per_s:.4g} samples/s)"
+    lines = " ".join(edited.pdtool("check").stdout.split())
+    assert "– figures: the plan was edited by hand, those in the file are of the plan before; " in lines
+    assert f"as it is now it takes {figures}" in lines
+    assert "more than the fastest plan that was found" in lines
+    shown = edited.pdtool("show", "plans/net.yaml")
+    assert f"simulated: {figures}" in shown.stdout
+    assert "the plan was edited by hand" in shown.stderr
+    assert "certificate" not in shown.stdout
+    assert Plan.parse(edited.pdtool("show", "plans/net.yaml", "--json").stdout).predicted == now
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("nodes: [x, ", "nodes: [xx, ", "stage 0 names 'xx', which the profile does not have (did you mean x?)"),
+        ("in_flight:", "in_fligth:", "stages.0.in_fligth: is no field here; did you mean in_flight?"),
+        ("schedule: 1f1b", "schedule: 1f1b-flsh", "did you mean 1f1b-flush?"),
+    ],
+)
+def test_an_invalid_edit_is_never_shown_as_a_success(edited, old, new, match):
+    text = Path("plans/net.yaml").read_text()
+    assert old in text
+    Path("plans/net.yaml").write_text(text.replace(old, new))
+    for command in ("show", "check"):
+        result = edited.pdtool(command, "plans/net.yaml", code=3)
+        assert match in result.stderr
+        assert "per minibatch" not in result.stdout
+
+
+def test_an_edit_that_deadlocks_is_not_shown(planned, net):
+    halves, cluster = [["x", "a0"], ["a1", "a2", "a3", "a4"]], make_cluster((2,), (1e6,))
+    waiting = plan_of(net, halves, [[0], [1]], cluster, in_flight=[1, 2])
+    waiting.model_copy(update={"profile": "profiles/net.json"}).save("plans/net.yaml")
+    assert "deadlock: worker 0 waits in 0B0" in planned.pdtool("show", "plans/net.yaml", code=3).stderr
+
+
+def test_update_writes_the_figures_and_keeps_comments_and_order(edited, net):
+    before = Path("plans/net.yaml").read_text()
+    edited.pdtool("check", "--update")
+    after = Path("plans/net.yaml").read_text()
+    plan = Plan.load("plans/net.yaml")
+    assert not plan.edited
+    assert plan.predicted == refresh(plan, net).predicted
+    assert faults(plan, net) == {}
+    head = before.index("predicted:")
+    assert after[:head] == before[:head], "nothing above the figures is touched"
+    assert re.findall("#.*", after) == re.findall("#.*", before)
+    assert re.findall(r"^\w+", after, re.MULTILINE) == re.findall(r"^\w+", before, re.MULTILINE)
+    assert "there is nothing to update" in edited.pdtool("check", "--update").stderr
+    assert Path("plans/net.yaml").read_text() == after
+
+
+def test_update_adds_figures_where_there_are_none(planned):
+    text = Path("plans/net.yaml").read_text()
+    Path("plans/net.yaml").write_text(text[: text.index("predicted:")] + "why: null # none\n...\n")
+    planned.pdtool("check", "--update")
+    assert not Plan.load("plans/net.yaml").edited
+    assert planned.pdtool("check", "--update", "-", stdin=text, code=2)
+    assert "give one of them" in planned.pdtool("check", "--update", "--fresh", code=2).stderr
 
 
 def test_a_stale_profile_is_refused(planned):
     net = Profile.load("profiles/net.json")
     net.model_copy(update={"step_s": 1.0}).save("profiles/net.json")
     assert "profiles/net.json has changed since the plan was made" in planned.pdtool("check", code=3).stderr
+
+
+def test_partition_overwrites_no_plan_that_someone_edited(planned):
+    """Neither fields nor comments; what pdtool wrote itself it writes again."""
+    again = ("partition", "profiles/net.json", "--topology", "2", "-o", "plans/net.yaml")
+    planned.pdtool(*again)
+    text = Path("plans/net.yaml").read_text()
+    planned.pdtool(*again)
+    for old, new in (
+        ("in_flight: 1", "in_flight: 2"),
+        ("schedule: 1f1b", "schedule: 1f1b  # x"),
+        ("name:", "# x\nname:"),
+    ):
+        Path("plans/net.yaml").write_text(text.replace(old, new))
+        stderr = planned.pdtool(*again, code=2).stderr
+        assert "plans/net.yaml was edited by hand, and would be overwritten; give another -o, or delete" in stderr
+        assert Path("plans/net.yaml").read_text() == text.replace(old, new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_profile_to_export(road):
     assert report.epochs == 1, "the target was reached after the first epoch"
     assert report.target_reached
     assert report == Report.load("runs/model-2/report.json")
-    assert "epoch 1: loss" in result.stderr
+    assert re.search(r"epoch 1/3: training loss \d\.\d{4}, validation loss \d\.\d{4}, accuracy", result.stderr)
     assert "predicted  measured" in result.stderr
 
     line = json.loads((road.path / "runs/model-2/metrics.jsonl").read_text().splitlines()[-1])
@@ -43,8 +44,8 @@ def test_profile_to_export(road):
 
     result = road.pdtool("run", "--epochs", "2", "--resume", "runs/model-2", "--target", "accuracy=1.5", code=6)
     assert "error: target accuracy=1.5 was not reached in 2 epoch(s)" in result.stderr
-    assert "epoch 2" in result.stderr
-    assert "epoch 1:" not in result.stderr
+    assert "epoch 2/2: " in result.stderr
+    assert "epoch 1/" not in result.stderr
     assert not (road.path / "runs/model-2.2").exists(), "a resumed run goes on in its own folder"
 
 
@@ -53,7 +54,8 @@ def test_another_seed_on_resuming_is_told(road):
     resumed = ["run", "--steps", "2", "--resume", "-o", "runs/x"]
     assert "goes on with --seed" not in road.pdtool(*resumed, "--seed", "3", "--epochs", "2").stderr
     assert "was trained with --seed 3, and goes on with --seed 0" in road.pdtool(*resumed, "--epochs", "3").stderr
-    assert "epoch 3, seed 0: loss" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
+    assert "resumed after epoch 2: what was measured is of the epochs since" in road.pdtool("show", "runs/x").stdout
+    assert "epoch 3, seed 0: validation loss" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
     assert "stage-1.safetensors" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
 
 
@@ -246,7 +248,8 @@ def test_an_edited_plan_is_checked_predicted_again_and_runs(road):
 
 def test_resume_needs_a_folder(road):
     assert "--resume names no run" in road.pdtool("run", "--resume", code=2).stderr
-    assert "holds no complete checkpoint" in road.pdtool("run", "--resume", "-o", "runs/x", code=2).stderr
+    assert "runs/x is not there; name the folder" in road.pdtool("run", "--resume", "-o", "runs/x", code=2).stderr
+    assert "runs/x is not there; name the folder" in road.pdtool("export", "runs/x", code=2).stderr
 
 
 def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch):

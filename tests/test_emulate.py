@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -25,10 +26,12 @@ from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import PretendCluster
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
+from pdtool.machines import usable_cores
 from pdtool.partition.planner import refresh
 from pdtool.process_memory import resident_bytes
 from pdtool.run.processes.status import process_state
 
+emulate_command = importlib.import_module("pdtool.cli.commands.emulate")
 _CLUSTER = make_cluster((2, 2), (2e6, 2e7))
 
 
@@ -121,10 +124,25 @@ def test_chunks_of_an_all_reduce_stay_long_beside_their_headers_where_slowing_do
     """An emulation of data parallelism was 12 % too slow: its scale left chunks of one or two packets."""
     net = chain([0.06, 0.06], parameters=10**8)  # two workers send each other half of a bucket of 25 MB in two chunks
     plan = refresh(plan_of(net, [["x", "a0", "a1"]], [[0, 1]], make_cluster((2,), (1e10,))), net)
-    busy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 5 * 10**9})})
+    busy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 2 * 10**9})})
     scaling = choose_scaling([busy], net)
     assert scaling.slowdown * busy.predicted.simulated_s > 0.2, "slower than the shortest minibatch"
     assert 25e6 / 4 / scaling.scale >= 0.9 * 6_000, "two digits of the scale are rounded up"
+
+
+def test_a_rival_that_is_the_plan_is_not_emulated_again(capsys):
+    """Two emulations of one plan differ by noise, which would be shown as a gain."""
+    _, plan = net_and_plan()
+    rival = plan.model_copy(update={"name": "another", "schedule": "gpipe", "weights": "flush"})
+    assert emulate_command._others(plan, {"pipeline": plan.model_copy(), "gpipe": rival}) == {"gpipe": rival}
+    assert "pipeline is this plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("load", "warned"), [(0.5, False), (1.7, True)])
+def test_cores_that_other_programs_use_are_told(load, warned, capsys, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * len(usable_cores()), 0, 0))
+    emulate_command._warn_of_busy_cores()
+    assert ("other programs keep" in capsys.readouterr().err) is warned
 
 
 class TestCommand:

@@ -50,6 +50,12 @@ def tied_net() -> Profile:
     return Profile(**fields | {"shared": (SharedParameter(name="w", bytes=8_000, nodes=("a0", "a1")),)})
 
 
+@pytest.mark.parametrize("option", [("--seed", "3"), ("--model", "model.py")])
+def test_options_of_training_are_refused_where_workers_sleep(folder, option):
+    refused = folder.pdtool("emulate", "plan.yaml", *option, code=2).stderr
+    assert f"{option[0]}: workers that sleep train no model; add --compute real" in refused
+
+
 def test_a_plan_that_takes_no_time_is_refused():
     net = chain([0.0, 0.0])
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], [[0], [1]], make_cluster((2,), (1e6,))), net)

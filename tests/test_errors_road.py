@@ -12,7 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import NET
+
+from pdtool.artifacts.report import RunState
 
 
 def changed(old: str, new: str) -> str:
@@ -122,6 +125,13 @@ def test_a_model_that_is_not_there(folder):
     assert "'a b' in 'gone.py:a b' is not the name" in folder.pdtool("profile", "gone.py:a b", code=2).stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_here_is_refused(folder):
+    folder.write("model.py", NET)
+    said = folder.pdtool("profile", "model.py", "--device", "cuda", code=2).stderr
+    assert "--device cuda: torch finds no CUDA device here; measure with --device cpu, or estimate" in said
+
+
 def test_a_full_disk_keeps_the_old_profile(road, monkeypatch):
     before = Path("profiles/model.json").read_bytes()
 
@@ -197,7 +207,7 @@ def test_a_worker_that_dies_is_named_and_its_checkpoints_stay(road):
     stderr = road.pdtool("run", "-o", "runs/a", "--steps", "3", "--epochs", "2", "--resume", code=5).stderr
     assert re.search(r"rank 1 \(stage 1, replica 0\) (was killed|died).*; it was last at 1F0 of epoch 2", stderr)
     (road.path / "die").unlink()
-    assert "epoch 2:" in road.pdtool("run", "-o", "runs/a", "--steps", "3", "--epochs", "2", "--resume").stderr
+    assert "epoch 2/2:" in road.pdtool("run", "-o", "runs/a", "--steps", "3", "--epochs", "2", "--resume").stderr
 
 
 def alive(session: int) -> list[str]:
@@ -232,6 +242,7 @@ def test_ctrl_c_ends_the_run_with_130_and_leaves_no_worker(road):
     assert process.returncode == 130, stderr
     assert "interrupted" in stderr
     assert "Traceback" not in stderr
+    assert RunState.load("runs/a/run.json").reason == "Ctrl-C"
     deadline = time.monotonic() + 5
     while left := alive(process.pid):
         assert time.monotonic() < deadline, f"{left} are left"

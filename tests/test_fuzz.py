@@ -27,7 +27,6 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.app import main
 from pdtool.cli.commands.show import _view
-from pdtool.cli.console.graphviz import dot
 from pdtool.cli.console.terminal import show
 from pdtool.cluster import make_cluster
 from pdtool.errors import ArtifactError, PdtoolError
@@ -37,6 +36,7 @@ from pdtool.partition.plan_check import check_plan
 from pdtool.partition.planner import make_plan, refresh
 from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob
+from pdtool.report.drawings.graphviz import dot
 from pdtool.schedule import RIVALS
 
 INPUTS = int(os.environ.get("PDTOOL_FUZZ_INPUTS", "500"))

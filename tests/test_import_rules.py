@@ -22,15 +22,27 @@ FILES = sorted(ROOT.rglob("*.py"))
 PARTS = ("profile", "partition", "codegen", "run")
 
 # errors, units, what is known of machines and processes <
-# graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < emulate < cli
+# graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < emulate < cli < api
+# graph, cluster, schedule < artifacts < frontend < profile | partition | codegen | run < emulate < report < cli
 LAYERS = (
-    ("errors", "units", "machines", "machine_facts", "machine_rendezvous", "network_interfaces", "process_memory"),
+    (
+        "errors",
+        "units",
+        "printable",
+        "machines",
+        "machine_facts",
+        "machine_rendezvous",
+        "network_interfaces",
+        "process_memory",
+    ),
     ("graph", "cluster", "schedule"),
     ("artifacts",),
     ("frontend",),
     PARTS,
     ("emulate",),
+    ("report",),
     ("cli",),
+    ("api",),
 )
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
@@ -38,6 +50,8 @@ HOMES = {
     "click": {"cli"},
     "rich": {"cli"},
     "yaml": {"artifacts"},
+    "jinja2": {"report"},
+    "markupsafe": {"report"},  # of jinja2
     "pydantic": {"artifacts"},
     "networkx": {"graph"},
     "numpy": {"partition", "run"},
@@ -135,6 +149,8 @@ MAX_MODULES = 12  # in a folder
 # Two files have the same name only where a command is named like the thing that one looks for under that name.
 REPEATED_FILES = {
     "profile.py": "the command, and the artifact that it writes",
+    "devices.py": "the command, and finding a device in its table",
+    "report.py": "the command, and the artifact that it draws",
     "probe.py": "the command, and the measurement that it starts",
 }
 
@@ -201,12 +217,18 @@ WITHOUT_TORCH = [
     ["--help"],
     ["--version"],
     ["schema", "plan"],
+    ["devices"],
+    ["help", "run"],
+    ["makefile"],
+    ["init", "project"],
     ["show", "profile.json"],
     ["show", "plan.yaml"],
     ["show", "cluster.yaml"],
     ["import", "graph.txt", "-o", "imported.json"],
     ["partition", "profile.json", "--topology", "2x2", "-o", "out.yaml"],
     ["simulate", "out.yaml", "--sweep", "bandwidth=1..10Gbit/s", "--svg", "out.svg", "--trace", "out.json"],
+    ["report", "out.yaml", "-o", "out.html"],
+    ["show", "out.yaml", "--graph", "-o", "out-graph.svg"],
 ]
 
 

@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_result_bit_for_bit(tmp_path: Path, setting
     runs = []
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         spec = harness.job(tmp_path / name, CONV2, (2, 1), epochs=2, seed=seed, **settings)
-        runs.append((weights(harness.run(spec)), (spec.out / "metrics.jsonl").read_text()))
+        runs.append((weights(harness.run(spec)), harness.logged(spec.out)))
     assert runs[0][1] == runs[1][1] != runs[2][1]
     assert_same(runs[0][0], runs[1][0], rtol=0, atol=0)
     assert not torch.equal(runs[0][0]["conv1.weight"], runs[2][0]["conv1.weight"])

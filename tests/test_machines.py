@@ -69,6 +69,15 @@ def test_inside_torchrun_or_srun_the_process_is_a_worker() -> None:
     assert [is_first_worker(e) for e in (TORCHRUN, SLURM, {}, {**TORCHRUN, "RANK": "0"})] == [False, False, True, True]
 
 
+def test_jobs_that_share_a_node_meet_at_different_ports() -> None:
+    """All tasks of a step know it; it was one port for everyone."""
+    jobs = [{**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job in ("811", "812") for step in ("0", "1")]
+    ports = [worker_environment(job)["MASTER_PORT"] for job in jobs]
+    assert len(set(ports)) == 4
+    assert ports[0] == worker_environment({**jobs[0], "SLURM_PROCID": "0"})["MASTER_PORT"]
+    assert all(10_000 <= int(port) < 30_000 for port in ports)
+
+
 def test_an_interface_that_is_set_is_kept() -> None:
     environment = {"GLOO_SOCKET_IFNAME": "eth1"}
     use_loopback(environment)

@@ -20,6 +20,7 @@ from pdtool.partition.search.dynamic_programming import DynamicProgram
 from pdtool.partition.search.search import PlanSearch, SearchOptions
 from pdtool.partition.search.search_space import SearchSpace
 from pdtool.partition.stage_loads import stage_loads
+from pdtool.units import parse_bytes
 
 FAST = 1e12
 
@@ -85,7 +86,7 @@ def test_the_simplest_plan_within_the_margin_is_taken(simplest, stages):
     profile = profile_of([*chain([]).nodes, *nodes])
     plan = make_plan(profile, "p", make_cluster((4,), (FAST,)), SearchOptions(simplest=simplest))
     assert len(plan.stages) == stages
-    margin = "20 ms faster, within the margin of 2.1%, but not as simple"
+    margin = "20 ms faster, but not as simple, which may cost 2.1% (--simplest)"
     assert (margin in {rival.why for rival in plan.why.rivals}) == (stages == 1)
 
 
@@ -233,7 +234,7 @@ def test_too_little_memory_says_what_lacks_and_what_would_do():
         NoPlanError, match=r"lacks .* in stage 0, which needs 3 kB on a worker that has 2.5 kB"
     ) as error:
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=2500))
-    enough = int(error.value.remedy.split(" bytes")[0].split()[-1])
+    enough = parse_bytes(error.value.remedy.split("--memory ")[1].split(",")[0])
     assert enough == 3000
     make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=enough))
     with pytest.raises(NoPlanError):

@@ -11,10 +11,9 @@ import pytest
 import samples
 
 from pdtool.cli.console import terminal
-from pdtool.cli.console.graphviz import dot
-from pdtool.cli.console.printable import printable
-from pdtool.cli.console.svg import timeline_svg
-from pdtool.partition.simulator.result import SimulationResult
+from pdtool.printable import printable
+from pdtool.report.drawings.graphviz import dot
+from pdtool.report.drawings.picture import Picture
 
 HOSTILE = "\x9b2J\x7f\u202e[/b][red]:warning: &#27; <b>"  # what a Label may hold
 WORSE = f"\x1b[2J\r\x07{HOSTILE}"  # what a metric's name or an error may hold
@@ -100,11 +99,10 @@ def test_drawings_are_no_syntax():
     text = dot(samples.plan(), profile)
     assert not OBEYED.search(text)
     assert "&amp;#27;" in text
-    empty = SimulationResult.__new__(SimulationResult)
-    for name, value in {"events": (), "workers": (), "makespan_s": 1.0, "minibatches": 1}.items():
-        object.__setattr__(empty, name, value)
-    picture = timeline_svg(empty, WORSE + "\ufffe")
-    assert ElementTree.fromstring(picture).tag.endswith("svg")
+    picture = Picture(100, WORSE + "\ufffe")
+    picture.text(0, 10, WORSE + "\ufffe")
+    picture.box(0, 0, 10, 10, "rail", tooltip=WORSE + "\ufffe")
+    assert ElementTree.fromstring(picture.standalone()).tag.endswith("svg")
 
 
 def test_only_the_terminal_module_prints():

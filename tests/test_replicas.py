@@ -135,7 +135,8 @@ def test_there_is_no_such_plan():
     with pytest.raises(NoPlanError, match="--replicas 1-1-1 needs 3 stages, but the model can be cut into 2 at most"):
         planned(two, cluster, (1, 1, 1))
     small = make_cluster((4,), (FAST,), memory_bytes=5000)
-    lacks = "no plan with replicas 3-1 fits: .* lacks 1 kB in .* at least 6000 bytes.*, or leave --replicas out, or "
+    lacks = r"no plan with replicas 3-1 fits: .* lacks 1 kB in .* give each worker at least --memory 6kB, .*"
+    lacks += "or leave --replicas out, or "
     with pytest.raises(NoPlanError, match=lacks):
         planned(chain([1.0] * 4, parameters=1000), small, (3, 1))
 

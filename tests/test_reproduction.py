@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import reproduce
 from launches import free_port
-from reproduction import ddp, real_computing, rivals, slow_links, time_to_accuracy
+from reproduction import ddp, real_computing, rivals, slow_links, table1, time_to_accuracy
 from reproduction.results import Results
 from test_emulate import namespaces
 
@@ -111,6 +111,18 @@ def test_slow_links_show_the_gain_beside_the_one_wanted():
     plans = {"own": {"config": "3-1", "bottleneck_s": 0.05}, "rival": {"config": "4", "bottleneck_s": 0.28}}
     figures = [{"topology": "4", "bandwidth": "1Gbit/s", "wanted": 5.0, **plans}]
     assert "| 4 | 1Gbit/s | 3-1 | 50 | 4 | 280 | 5.60 | 5 |" in "\n".join(slow_links.page(figures))
+
+
+def test_table_1_says_what_holds_up_plans_that_differ():
+    times = {"simulated_s": 0.08, "emulated_s": 0.08, "data_parallel_s": 0.1, "memory_bytes": 1e9}
+    terms = {"compute_s": 0.07, "allreduce_s": 0.01, "transfer_s": 0.002, "bytes_per_sample": 1e6}
+    ours = times | terms | {"config": "1-1-2"}
+    paper = ours | {"config": "1-1-1-1", "compute_s": 0.001, "transfer_s": 0.3}
+    figures = {"ours": ours, "paper": paper, "data_parallel_emulated_s": 0.1, "sweep": []}
+    rows = [figures if row.model == "GNMT-16" else figures | {"ours": paper} for row in table1.QUICK]
+    page = "\n".join(table1.page(rows))
+    assert "- GNMT-16 on 1x4: the paper's 1-1-1-1 by sending (300); pdtool's 1-1-2 by computing (70); " in page
+    assert page.count("the paper's 1-1-1-1 by") == 1
 
 
 def test_a_loop_with_ddp_that_misses_its_target_fails(tmp_path):

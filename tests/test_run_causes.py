@@ -46,6 +46,7 @@ from pdtool.run.processes.status import (
     waits_for,
     write_failure,
 )
+from pdtool.run.processes.worker_end import compiler_error, is_compiler_error
 
 
 def with_code(toy: Toy, code: str) -> Toy:
@@ -105,6 +106,16 @@ def test_a_worker_of_torchrun_says_so_too(
     monkeypatch.setattr(worker_main, "WorkerContext", context)
     with pytest.raises(WorkerDiedError, match=what):
         worker_main.run_worker(harness.job(tmp_path, CONV1))
+
+
+def test_a_missing_compiler_is_named_without_a_traceback_of_torch() -> None:
+    """It was `start it again`, and advice for those who develop torch."""
+    text = "No working C++ compiler found: (None, 'g++')\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace"
+    error = type("InvalidCxxCompiler", (RuntimeError,), {"__module__": "torch._inductor.exc"})(text)
+    assert is_compiler_error(error)
+    assert not is_compiler_error(RuntimeError(text))
+    said = "torch.compile failed: InvalidCxxCompiler: No working C++ compiler found: (None, 'g++'); install a C++ "
+    assert str(compiler_error(error)) == f"{said}compiler, g++ or what $CXX names, or leave --compile out"
 
 
 def test_a_loss_without_a_gradient_ends_the_run_at_the_first_minibatch(tmp_path: Path) -> None:

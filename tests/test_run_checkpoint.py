@@ -24,7 +24,6 @@ from safetensors.torch import load_file
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
-from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.processes.launcher import launch
 
 DROPOUT = replace(
@@ -53,7 +52,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         file.write('{"split": "train", "epoch": 3, "step": 15, "loss": 1.0}\n{"split": "tra')
     found = weights(harness.run(replace(part, epochs=3, resume=part.out)))
     assert_same(found, expected, rtol=0, atol=0)
-    assert read_metrics(part.out / "metrics.jsonl") == read_metrics(whole.out / "metrics.jsonl")
+    assert harness.logged(part.out) == harness.logged(whole.out)
 
 
 @pytest.mark.parametrize("toy", [CONV1, TIED3], ids=["conv", "tied"])
@@ -118,6 +117,16 @@ def test_only_a_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "checkpoints" / "epoch-9").name == "epoch-9"
     with pytest.raises(UsageError, match="holds no complete checkpoint"):
         checkpoint.latest(tmp_path / "checkpoints" / "epoch-12")
+
+
+def test_a_run_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nope is not there; name the folder of a run$"):
+        checkpoint.latest(tmp_path / "nope")
+    for name in ("a", "b"):
+        (tmp_path / name / "checkpoints" / "epoch-1").mkdir(parents=True)
+    (tmp_path / "a" / "checkpoints" / "epoch-1" / "checkpoint.json").write_text("{}")
+    with pytest.raises(UsageError, match=rf"nope is not there; name the folder of a run: {tmp_path / 'a'}$"):
+        checkpoint.latest(tmp_path / "nope")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -60,11 +60,11 @@ def test_the_number_of_loader_workers_changes_no_bit(
 ) -> None:
     """Weights, buffers and every line of metrics.jsonl, over two epochs with their validations."""
 
-    def trained(workers: int) -> tuple[dict[str, torch.Tensor], str]:
+    def trained(workers: int) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         spec = harness.job(
             tmp_path / str(workers), AUGMENTED, replicas, epochs=2, loader_workers=workers, batch_size=4, **settings
         )
-        return weights(harness.run(spec)), (spec.out / "metrics.jsonl").read_text()
+        return weights(harness.run(spec)), harness.logged(spec.out)
 
     expected, lines = trained(0)
     for count in counts:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import harness
 import pytest
@@ -16,14 +19,18 @@ from pdtool.run.measure.metrics_log import GrowingFile, MetricsLog, following_me
 from pdtool.run.processes.launcher import launch
 
 
-def line(epoch: int, step: int) -> dict[str, object]:
-    return {"split": "train", "epoch": epoch, "step": step, "loss": 0.5}
-
-
-def write(out: Path, *lines: dict[str, object], epochs_done: int = 0) -> None:
+def write(out: Path, *updates: tuple[int, int], epochs_done: int = 0) -> None:
     with closing(MetricsLog(out, epochs_done=epochs_done)) as log:
-        for content in lines:
-            log.write(content)
+        for epoch, step in updates:
+            add(log, epoch, step)
+
+
+def add(log: MetricsLog, epoch: int, step: int) -> None:
+    log.add_update(epoch=epoch, step=step, loss=0.5, lr=0.1, samples=8)
+
+
+def updates(lines: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [(line["epoch"], line["step"]) for line in lines]
 
 
 def test_each_line_is_read_once_when_it_is_complete(tmp_path: Path) -> None:
@@ -47,19 +54,19 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(metrics_log, "_POLL_S", 0.001)
     seen = []
     with following_metrics(tmp_path, seen.append, after=0):
-        write(tmp_path, *(line(1, step) for step in range(300)))
-    assert seen == [line(1, step) for step in range(300)]
+        write(tmp_path, *((1, step) for step in range(300)))
+    assert updates(seen) == [(1, step) for step in range(300)]
     assert len(parsed) == 300
 
 
 def test_a_resumed_run_tells_of_its_own_lines_only(tmp_path: Path) -> None:
     """Epoch 2 was begun and is trained again: its old lines are dropped, and not told a second time."""
-    write(tmp_path, line(1, 1), line(2, 2), line(2, 3))
+    write(tmp_path, (1, 1), (2, 2), (2, 3))
     seen = []
     with following_metrics(tmp_path, seen.append, after=1):
-        write(tmp_path, line(2, 20), epochs_done=1)
-    assert seen == [line(2, 20)]
-    assert read_metrics(tmp_path / "metrics.jsonl") == [line(1, 1), line(2, 20)]
+        write(tmp_path, (2, 20), epochs_done=1)
+    assert updates(seen) == [(2, 20)]
+    assert updates(read_metrics(tmp_path / "metrics.jsonl")) == [(1, 1), (2, 20)]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def test_a_resumed_run_tells_of_its_own_lines_only(tmp_path: Path) -> None:
 )
 def test_garbage_in_the_file_of_a_resumed_run_is_refused(tmp_path: Path, garbage: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f"{json.dumps(line(1, 1))}\n{garbage}\n")
+    path.write_text(f"{json.dumps({'epoch': 1, 'step': 1})}\n{garbage}\n")
     with pytest.raises(
         ArtifactError, match=r"metrics.jsonl: line 2: is not a line of metrics .*; remove this line"
     ) as e:
@@ -86,8 +93,29 @@ def test_the_command_says_so_too(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_removed_is_not_written_to(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, epochs_done=0)
+    add(log, 1, 1)
+    (tmp_path / "metrics.jsonl").unlink()
+    add(log, 1, 2)  # it is written with the next
+    with pytest.raises(PdtoolError, match=r"metrics.jsonl was removed while the run wrote to it"):
+        log.close()
+
+
+def test_updates_that_come_quickly_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update costs no write; one that takes long is read at once, and so is a validation."""
+    path, clock = tmp_path / "metrics.jsonl", [100.0]
+    monkeypatch.setattr(metrics_log.time, "perf_counter", lambda: clock[0])
     with closing(MetricsLog(tmp_path, epochs_done=0)) as log:
-        log.write(line(1, 1))
-        (tmp_path / "metrics.jsonl").unlink()
-        with pytest.raises(PdtoolError, match=r"metrics.jsonl was removed while the run wrote to it"):
-            log.write(line(1, 2))
+        log.epoch_begins()
+        for step in range(1, 6):
+            clock[0] += 0.03
+            add(log, 1, step)
+        assert updates(read_metrics(path)) == [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5)]
+        add(log, 1, 6)
+        assert len(read_metrics(path)) == 5
+        log.add_validation(1, 6, {"loss": 0.25, "accuracy": 0.5})
+    lines = read_metrics(path)
+    assert [line["samples_per_s"] for line in lines[:5]] == [pytest.approx(8 / 0.03, abs=1e-2)] * 5
+    assert lines[-1].items() >= {"split": "valid", "epoch": 1, "step": 6, "loss": 0.25, "accuracy": 0.5}.items()
+    assert lines[0]["lr"] == 0.1
+    assert abs(lines[-1]["time"] - time.time()) < 60

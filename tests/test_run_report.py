@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -19,6 +18,7 @@ from harness import CONV2, CONV3, CONV4, TIED3
 from pdtool.artifacts.chrome_trace import TRACKS, chrome_trace
 from pdtool.artifacts.report import Report
 from pdtool.cli.console.report_view import report_view
+from pdtool.machines import usable_cores
 from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.partition.stage_loads import StageEdge
@@ -45,7 +45,7 @@ def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
     assert Report.load(spec.out / "report.json") == report
     assert (report.config, report.epochs, report.minibatches) == ("2-1", 2, 7)
     assert (report.target, report.target_reached) == ("loss=0", False)
-    assert (report.cores, report.local_workers) == (os.cpu_count(), 3)
+    assert (report.cores, report.local_workers) == (len(usable_cores()), 3)
     assert report.metrics == {name: lines[-1][name] for name in ("loss", "accuracy")}
     assert [stage.replicas for stage in report.stages] == [2, 1]
     # stage 1 sends back 144 floats a sample; stage 0 as many forward, and an int64 label; each replica half of them
@@ -228,6 +228,20 @@ def test_of_workers_that_shared_cores_no_error_of_the_prediction_is_given() -> N
     assert "3 workers shared 2 core(s): on devices of their own they would be faster" in lines
     for others in ({"local_workers": 2}, {"cores": None}):
         assert not any("shared" in str(line) for line in report_view(report.model_copy(update=others)))
+
+
+def test_a_report_counts_the_cores_that_its_workers_may_use(tmp_path: Path) -> None:
+    """Not those of the machine: workers that are confined to one core share it."""
+    confined = f"import os; os.sched_setaffinity(0, {{{min(usable_cores())}}})\n"
+    toy = replace(CONV2, model=confined + CONV2.model)
+    report = launch(harness.job(tmp_path, toy, steps=2, device="cpu"))
+    assert (report.cores, report.local_workers, report.is_crowded) == (1, 2, True)
+
+
+def test_a_report_of_one_epoch_says_that_compiling_is_part_of_its_time() -> None:
+    lines = [str(line) for line in report_view(samples.report().model_copy(update={"includes_compilation": True}))]
+    assert "per minibatch: predicted 3 ms, measured 4 ms" in lines
+    assert any(line.startswith("one epoch: the time that torch.compile took is part of these") for line in lines)
 
 
 def test_a_report_of_epochs_that_are_too_short_says_so_instead_of_how_wrong_the_prediction_was() -> None:

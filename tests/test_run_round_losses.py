@@ -16,7 +16,6 @@ from harness import CONV2, faulty
 
 from pdtool.errors import PdtoolError
 from pdtool.run.measure import round_losses
-from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.measure.round_losses import LossReader, RoundLoss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -66,7 +65,7 @@ def test_the_log_holds_the_same_losses(tmp_path: Path, replicas: tuple[int, ...]
         (tmp_path / name).mkdir()
         spec = harness.job(tmp_path / name, CONV2, replicas, epochs=2)
         harness.run(spec, prepare)
-        logs.append(read_metrics(spec.out / "metrics.jsonl"))
+        logs.append(harness.logged(spec.out))
     assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0] if line["split"] == "train"] == sorted({line["step"] for line in logs[0]})
 

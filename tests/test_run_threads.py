@@ -16,6 +16,8 @@ import samples
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.cli.inputs import Inputs
+from pdtool.errors import UsageError
+from pdtool.machines import usable_cores
 from pdtool.run.processes import launcher
 from pdtool.run.processes.worker_main import choose_threads
 
@@ -81,7 +83,7 @@ def test_workers_that_crowd_each_other_are_noted(
     says: str,
 ) -> None:
     """As when the profile was measured with all cores of this machine."""
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("pdtool.cli.commands.run.usable_cores", lambda: range(cores))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if asked:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
@@ -92,7 +94,18 @@ def test_workers_that_crowd_each_other_are_noted(
     assert bool(says) == bool(told)
 
 
-@pytest.mark.parametrize(("asked", "threads"), [(None, min(2, os.cpu_count() or 1)), ("1", 1)])
+def test_threads_that_are_asked_for_are_taken_before_all_others(tmp_path: Path) -> None:
+    """Those of `run --threads` before OMP_NUM_THREADS, which is 1 here; no more than there are cores."""
+    told, cores = tmp_path / "threads", len(usable_cores())
+    statement = f"open({str(told)!r}, 'w').write(str(torch.get_num_threads()))"
+    config = replace(harness.job(tmp_path, harness.faulty(statement), steps=1), threads=cores, threads_given=True)
+    launcher.launch(config)
+    assert told.read_text() == str(cores)
+    with pytest.raises(UsageError, match=rf"--threads {cores + 1} with {cores} core\(s\) here; give {cores} or fewer"):
+        launcher.launch(replace(config, threads=cores + 1))
+
+
+@pytest.mark.parametrize(("asked", "threads"), [(None, min(2, len(usable_cores()))), ("1", 1)])
 def test_a_worker_computes_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, threads: int
 ) -> None:

@@ -423,6 +423,19 @@ def optimizer(named): return Noisy([p for _, p in named], lr=0.1)
 """
 
 
+def test_a_stage_with_nothing_to_train_seeds_no_generators(tmp_path):
+    """Each update would take time for nothing; an optimizer of the user's own, and after_update(), may draw."""
+    cases = {"": parameters(), _NOISY_UPDATE: parameters(), _NOISY_OPTIMIZER: parameters()}
+    for name in ("body.weight", "body.bias"):
+        cases[""][name].requires_grad = False
+    seeded = []
+    for more, model in cases.items():
+        before = torch.manual_seed(1).get_state()
+        optimizer_of(load(tmp_path, more=more), model=model).step()
+        seeded.append(not torch.equal(before, torch.random.get_rng_state()))
+    assert seeded == [False, True, True]
+
+
 @pytest.mark.parametrize("more", [_NOISY_UPDATE, _NOISY_OPTIMIZER], ids=["after_update", "optimizer"])
 def test_updates_draw_the_same_numbers_at_all_replicas_and_in_a_resumed_run(tmp_path, more):
     """Whatever a replica drew before, for minibatches of its own."""

@@ -23,8 +23,10 @@ from pdtool.partition.cost.plan_cost import Evaluator
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.plan_check import check_plan
 from pdtool.partition.planner import make_plan, refresh, reschedule
-from pdtool.partition.strategies.rival_plans import fits, rival_plans, samples_per_update
-from pdtool.partition.strategies.strategy_options import strategy_options
+from pdtool.partition.predictions import samples_per_update
+from pdtool.partition.search.search import SearchOptions
+from pdtool.partition.strategies.rival_plans import fits, rival_plans
+from pdtool.partition.strategies.strategy_options import of_global_batch_size, strategy_options
 from pdtool.run.data import sample_order
 from pdtool.schedule import RIVALS, STRATEGIES, gradient_delays
 
@@ -89,9 +91,10 @@ def test_where_there_is_nothing_to_choose_nothing_is_claimed(strategy):
 def test_what_was_not_asked_for_is_no_reason_to_be_simple():
     """Data parallelism is faster by far; of pipelines, it is only what was not asked for."""
     net = chain([1.0] * 4, parameters=10)
-    for strategy in ("pipeline", "model-parallel", "hybrid"):
+    for strategy in ("straight", "pipeline", "model-parallel", "hybrid", "gpipe"):
         plan = planned(net, make_cluster((4,), (FAST,)), strategy)
         rivals = {rival.plan: rival.why for rival in plan.why.rivals}
+        assert strategy == "pipeline" or not any("simple" in why for why in rivals.values())
         if "faster" in rivals["data parallelism (4)"]:
             assert rivals["data parallelism (4)"].endswith("but not what was asked for")
 
@@ -196,7 +199,7 @@ def test_gpipe_has_fewer_stages_where_filling_and_draining_cost_more_than_they_b
     plan = planned(net, cluster, "gpipe")
     assert (len(plan.stages), plan.microbatches, plan.predicted.simulated_s) == (2, 4, pytest.approx(13 / 4))
     rivals = {rival.plan: rival.why for rival in plan.why.rivals}
-    hidden = "faster by these formulas, which hide what the simulation shows"
+    hidden = "faster by the formulas, but not in the simulation"
     assert rivals["GPipe (4 stages, 4 microbatches)"].endswith(hidden)
     assert rivals["data parallelism (4)"].endswith("faster, but not what was asked for")
 
@@ -276,9 +279,9 @@ def test_a_model_in_one_piece_has_no_pipeline():
 
 def test_where_a_strategy_does_not_fit_another_one_may():
     net = chain([1.0] * 4, parameters=1000)
-    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0, .* at least 8000 bytes.*, or use --strategy auto"):
+    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0, .* --memory 8kB, or use --strategy auto"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=4000), "data-parallel")
-    with pytest.raises(NoPlanError, match=r"at least 2000 bytes.*, or smaller minibatches"):
+    with pytest.raises(NoPlanError, match=r"--memory 2kB, .*or smaller minibatches"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=1000), "gpipe")
 
 
@@ -376,3 +379,46 @@ def test_gradients_of_asynchronous_data_parallelism_are_one_update_late_for_each
     )
     assert_same(expected, history[-1])
     assert [outcome.peak_versions for outcome in outcomes] == [workers]
+
+
+@pytest.mark.parametrize(
+    ("asked", "schedule", "microbatches"),
+    [((96, 32, "auto"), "1f1b-flush", 3), ((32, 32, "straight"), "1f1b-flush", 1), ((64, 16, "gpipe"), "gpipe", 4)],
+)
+def test_a_global_batch_size_gives_the_microbatches(asked, schedule, microbatches):
+    assert of_global_batch_size(*asked) == {"schedule": schedule, "microbatches": microbatches}
+
+
+@pytest.mark.parametrize(
+    ("samples", "strategy", "options", "match"),
+    [
+        (100, "auto", {}, "no multiple of the minibatch of 32 that was profiled; give 96 or 128, or profile with a"),
+        (16, "auto", {}, "no multiple of the minibatch of 32 that was profiled; give 32, or profile with a"),
+        (96, "auto", {"schedule": "1f1b"}, "--schedule 1f1b, which does not flush; choose of 1f1b-flush, gpipe, "),
+        (96, "auto", {"schedule": "auto"}, "--schedule auto, which does not flush"),
+        (96, "auto", {"microbatches": 3}, "together with --microbatches 3; give one of them"),
+        (96, "hybrid", {}, "--strategy hybrid, whose updates have a size of their own; leave it out"),
+        (32 * 10**6, "auto", {}, "is 1000000 minibatches of 32; give at most 320000"),
+    ],
+)
+def test_a_global_batch_size_that_makes_no_sense_is_refused(samples, strategy, options, match):
+    with pytest.raises(UsageError, match=match):
+        of_global_batch_size(samples, 32, strategy, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "others"),
+    [
+        (SearchOptions(straight=True), 8, 24),
+        (SearchOptions(straight=True, schedule="1f1b-flush", microbatches=4), 32, 48),
+        (SearchOptions(schedule="gpipe", microbatches=4, strategy="gpipe", straight=True), 32, 48),
+        (SearchOptions(replicas=(2, 1)), 16, 24),
+        (SearchOptions(schedule="zb-h1", microbatches=6), 48, 48),
+    ],
+)
+def test_a_plan_says_the_samples_of_its_updates(options, samples, others):
+    """Minibatches of 8 on 3 workers; data parallelism takes at least as many microbatches, as many on each worker."""
+    made = make_plan(chain([1.0] * 6), "p", make_cluster((3,), (FAST,)), options)
+    assert made.predicted.samples_per_update == samples
+    assert made.predicted.data_parallel_samples_per_update == others
+    assert all(rival.samples_per_update for rival in made.why.rivals)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
@@ -28,6 +29,7 @@ MAX_FILE_BYTES = 256 * 10**6  # of an artifact, or of a source file that one nam
 _DECLARED = re.compile(r"""^\W{0,4}format["']?:\s*["']?pdtool/([a-z]+)/""", re.MULTILINE)
 _HEAD_BYTES = 4096  # of an artifact, in which its format stands
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space
+_LOG = logging.getLogger(__name__)
 OPERATOR_GRAPH = "operator graph"  # in Artifact.digests, among paths: the model as it was traced
 
 
@@ -124,6 +126,7 @@ class Artifact(FrozenModel):
             raise ArtifactError(path, what, field=field) from error
         except FieldError as fault:
             raise ArtifactError(path, str(fault), field=fault.field) from fault
+        _LOG.debug("read %s, a %s that pdtool %s wrote", path, cls.KIND, artifact.tool_version)
         return artifact
 
     def check(self) -> None:

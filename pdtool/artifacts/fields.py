@@ -7,6 +7,7 @@ stay far below what a float can hold, so that nothing overflows in the middle of
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, get_args
 
@@ -75,16 +76,23 @@ def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None)
     elif first["type"] == "missing":
         what = "is missing"
     else:
-        what = f"{first['msg']} (got {repr(first.get('input'))[:80]})"
+        allowed = re.findall(r"'([^']*)'", str(first.get("ctx", {}).get("expected", "")))
+        what = f"{first['msg']} (got {repr(first.get('input'))[:80]}){_nearest(str(first.get('input')), allowed)}"
     return ".".join(str(part)[:80] for part in (*parents, name)), what
 
 
 def _suggestion(name: str, missing: Sequence[str], known: Sequence[str]) -> str:
     """The field that was probably meant: one that is missing rather than any other; all of them where none is near."""
     for names in (missing, known):
-        if close := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
-            return f"; did you mean {close[0]}?"
+        if nearest := _nearest(name, names):
+            return nearest
     return f"; known are {', '.join(known)}" if known else ""
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    """`; did you mean NAME?` of the name that is written most alike; empty where none is."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _field_names(artifact: type[BaseModel] | None, path: Sequence[int | str]) -> list[str]:

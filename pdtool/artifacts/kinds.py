@@ -12,13 +12,13 @@ from pdtool.artifacts.device import Devices
 from pdtool.artifacts.envelope import Artifact, declared_kind, read_text
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.artifacts.report import Emulation, Report
+from pdtool.artifacts.report import Emulation, Report, RunState
 from pdtool.errors import ArtifactError
 
 _CLASSES: dict[str, type[Artifact]] = {
-    c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report, CheckpointManifest, Emulation)
+    c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report, RunState, CheckpointManifest, Emulation)
 }
-_IN_FOLDERS = ("report.json", "emulation.json", "bundle.yaml", "checkpoint.json")
+_IN_FOLDERS = ("report.json", "run.json", "emulation.json", "bundle.yaml", "checkpoint.json")
 
 
 def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:

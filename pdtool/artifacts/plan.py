@@ -13,6 +13,7 @@ from pdtool.artifacts.cluster_file import ClusterSpec, check_levels
 from pdtool.artifacts.envelope import FrozenModel, ModelRef, YamlArtifact
 from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, Label, Number, Title
 from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.text_formats import with_values
 from pdtool.errors import ArtifactError, FieldError, ScheduleError
 from pdtool.schedule import POLICIES, PipelineShape, check_executable, is_asynchronous, pipeline_shape
 
@@ -50,6 +51,9 @@ class Predicted(FrozenModel):
         data_parallel_s: simulated time of data parallelism on all workers; None: not simulated.
         throughput_samples_per_s: from simulated_s; where that is missing, from bottleneck_s.
         gain_over_data_parallel: ratio of the two simulated times; where one is missing, of the two by the formulas.
+        samples_per_update: whose gradients an update averages, at the stage where these are most; None: an earlier
+            pdtool predicted.
+        data_parallel_samples_per_update: the same of the data parallelism that the gain is over.
         compute_s: per stage, forward + backward + update, shared by its replicas.
         allreduce_s: per stage, synchronising the replicas' gradients.
         transfer_s: between stage s and s + 1, activations and gradients.
@@ -64,6 +68,8 @@ class Predicted(FrozenModel):
     data_parallel_s: Figure | None = None
     throughput_samples_per_s: Figure
     gain_over_data_parallel: Figure
+    samples_per_update: Count | None = None
+    data_parallel_samples_per_update: Count | None = None
     compute_s: tuple[Figure, ...]
     allreduce_s: tuple[Figure, ...]
     transfer_s: tuple[Figure, ...]
@@ -74,10 +80,11 @@ class Predicted(FrozenModel):
 
 
 class Rival(FrozenModel):
-    """A plan that was considered and rejected."""
+    """A plan that was considered and rejected; its fields are named like those of Predicted."""
 
     plan: Label
     bottleneck_s: Figure
+    samples_per_update: Count | None = None
     why: Label
 
 
@@ -274,6 +281,20 @@ class Plan(YamlArtifact):
         """Whether the plan was changed by hand since the figures in `predicted` were computed."""
         return self.predicted is None or self.predicted.plan_sha256 != self.plan_sha256
 
+    def updated_text(self, text: str) -> str:
+        """Return the YAML of the plan in which its figures are those of `self`; comments and order stay.
+
+        Args:
+            text: of the same plan, but for its figures.
+
+        Raises:
+            FormatError: the text is no YAML mapping.
+        """
+        content = self.model_dump(mode="json", include={"predicted", "why"})
+        new = with_values(text, content)
+        assert Plan.parse(new) == self
+        return new
+
     @property
     def config(self) -> str:
         """The replicas of each stage, as `15-1`.
@@ -284,6 +305,11 @@ class Plan(YamlArtifact):
         chunks = f" ({self.chunks} chunks)" if self.chunks > 1 else ""
         replicas = "-".join(str(stage.replicas // self.copies) for stage in self.stages[: self.pipeline_depth])
         return f"{copies}{replicas}{chunks}"
+
+    @property
+    def flushes(self) -> bool:
+        """Whether its schedule empties the pipeline to update the weights after its microbatches."""
+        return not is_asynchronous(self.schedule)
 
     @property
     def workers(self) -> int:

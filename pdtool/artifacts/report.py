@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from pdtool.artifacts.cluster_file import ClusterSpec
 from pdtool.artifacts.envelope import Artifact, FrozenModel
@@ -75,8 +75,10 @@ class Report(Artifact):
     """`runs/.../report.json`.
 
     Attributes:
-        cores: of the first machine; None where GPUs computed.
+        settings: that the functions of model.py were given.
+        cores: of the first machine that its workers may use; None where GPUs computed.
         local_workers: that shared them.
+        includes_compilation: whether torch.compile compiled the stages within the time that was measured.
     """
 
     KIND: ClassVar[str] = "report"
@@ -92,17 +94,46 @@ class Report(Artifact):
     throughput_samples_per_s: Figure
     target: Label | None = None
     target_reached: bool | None = None
+    settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
     metrics: dict[str, float]
     predicted: Predicted | None
     measured: Measured
     stages: tuple[StageReport, ...]
     cores: Count | None = None
     local_workers: Count | None = None
+    includes_compilation: bool = False
 
     @property
     def is_crowded(self) -> bool:
         """Whether workers computed on fewer cores than they are."""
         return self.cores is not None and self.local_workers is not None and self.local_workers > self.cores
+
+
+class RunState(Artifact):
+    """`runs/.../run.json`: what a run was asked for, and how it ended.
+
+    Attributes:
+        plan: name of the plan.
+        epochs: that the run is to have in all.
+        epochs_done: that it had when it began, of the run that it resumes.
+        updates, samples: of an epoch; None until the workers have opened the training set.
+        end: how it ended; None while it goes on, and where nobody could say (a power cut).
+        reason: why it stopped or failed.
+    """
+
+    KIND: ClassVar[str] = "run"
+    MAKER: ClassVar[str] = "pdtool run"
+
+    format: Literal["pdtool/run/1"] = "pdtool/run/1"
+    plan: Label
+    config: Label
+    schedule: Label
+    epochs: Number
+    epochs_done: Number = 0
+    updates: Count | None = None
+    samples: Count | None = None
+    end: Literal["done", "stopped", "failed"] | None = None
+    reason: Annotated[str, StringConstraints(max_length=10_000)] = ""
 
 
 class EmulatedPlan(FrozenModel):

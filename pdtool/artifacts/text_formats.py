@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +79,65 @@ def write_yaml(content: Any) -> str:
         default_flow_style=None,
         explicit_end=True,
     )
+
+
+def with_values(text: str, values: Mapping[str, Any]) -> str:
+    """Return YAML in which some keys of its mapping have other values.
+
+    Everything else stays as it is to the letter: comments, order, blank lines, and keys inside of a changed value that
+    `values` does not name. A key that is not there yet is added at the end of its mapping.
+
+    Raises:
+        FormatError: the text is no YAML mapping.
+    """
+    root = yaml.compose(text, Loader=_StrictLoader)
+    if not isinstance(root, yaml.MappingNode):
+        raise FormatError("it is no mapping")
+    for begin, end, new in sorted(_replacements(text, root, values), reverse=True):
+        text = text[:begin] + new + text[end:]
+    return text
+
+
+def _replacements(text: str, mapping: yaml.MappingNode, values: Mapping[str, Any]) -> Iterator[tuple[int, int, str]]:
+    """Yield (begin, end, new text) of each part of the text that changes."""
+    for key, old in mapping.value:
+        new = values.get(key.value)
+        if isinstance(old, yaml.MappingNode) and isinstance(new, Mapping):
+            yield from _replacements(text, old, new)
+        elif key.value in values and _written_alone(new) != text[old.start_mark.index : _end(old)]:
+            colon = key.end_mark.index + 1  # what stands between it and a value on the next line is a comment
+            yield colon, _end(old), f" {_written_alone(new)}{text[colon : old.start_mark.index].rstrip()}"
+    added = {key: value for key, value in values.items() if key not in {key.value for key, _ in mapping.value}}
+    if added and mapping.flow_style:
+        new = "".join(f", {key}: {_written_alone(value)}" for key, value in added.items())
+        yield _end(mapping) - 1, _end(mapping) - 1, new.removeprefix("" if mapping.value else ", ")
+    elif added:
+        block = "".join(_written_below(key, value) for key, value in added.items())
+        line_end = text.find("\n", _end(mapping)) + 1
+        yield line_end, line_end, textwrap.indent(block, " " * mapping.start_mark.column)
+
+
+def _written_below(key: str, value: Any) -> str:
+    """Write a key and its value as lines, as a mapping over several lines has them."""
+    if not isinstance(value, Mapping):
+        return f"{key}: {_written_alone(value)}\n"
+    return f"{key}:\n" + textwrap.indent("".join(_written_below(*entry) for entry in value.items()), "  ")
+
+
+def _end(node: yaml.Node) -> int:
+    """Where a node's text ends; PyYAML's mark of what is written over several lines stands behind the comments."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(node, yaml.MappingNode) else last)
+    return int(node.end_mark.index)
+
+
+def _written_alone(value: Any) -> str:
+    """Write a value on one line, as it may stand in any mapping."""
+    listed = yaml.dump(
+        [value], None, _Dumper, sort_keys=False, allow_unicode=True, width=math.inf, default_flow_style=True
+    )
+    return str(listed).strip()[1:-1]
 
 
 def check_plain(content: Any, depth: int = 0) -> None:

@@ -17,23 +17,38 @@ from typing import Any
 import click
 
 from pdtool import __version__
+from pdtool.cli.command_line.project_defaults import ProjectDefaults
+from pdtool.cli.command_line.verbosity import Verbosity, verbosity_options
 from pdtool.cli.commands.check import check
 from pdtool.cli.commands.codegen import codegen
 from pdtool.cli.commands.completion import completion
+from pdtool.cli.commands.devices import devices
+from pdtool.cli.commands.diff import diff
 from pdtool.cli.commands.emulate import emulate
 from pdtool.cli.commands.export import export
+from pdtool.cli.commands.help import help_
 from pdtool.cli.commands.import_ import import_
+from pdtool.cli.commands.init import init
+from pdtool.cli.commands.makefile import makefile
 from pdtool.cli.commands.partition import partition
 from pdtool.cli.commands.probe import probe
 from pdtool.cli.commands.profile import profile
+from pdtool.cli.commands.report import report
 from pdtool.cli.commands.run import run
 from pdtool.cli.commands.schema import schema
 from pdtool.cli.commands.show import show
 from pdtool.cli.commands.simulate import simulate
-from pdtool.cli.console.printable import printable
+from pdtool.cli.commands.train import train
 from pdtool.cli.console.terminal import note
-from pdtool.errors import PdtoolError, describe_error
+from pdtool.errors import PdtoolError, UsageError, describe_error
+from pdtool.printable import printable
 
+_SECTIONS: dict[str, tuple[click.Command, ...]] = {
+    "Commands: the four steps, and all of them at once": (profile, partition, codegen, run, train),
+    "Plans, runs and profiles": (simulate, emulate, check, diff, show, report, export),
+    "Clusters and devices": (probe, devices, import_),
+    "Projects and shells": (init, makefile, schema, completion, help_),
+}
 _EPILOG = """\b
 Exit codes:
   0  done                        4  no feasible plan
@@ -43,8 +58,8 @@ Exit codes:
 
 \b
 Examples:
-  pdtool profile pdtool/zoo/digits.py
-  pdtool partition --topology 3
+  pdtool train model.py --topology 2
+  pdtool help partition
 """
 
 
@@ -63,7 +78,13 @@ class CommandGroup(click.Group):
                 end_despite_threads(int(end.code or 0))
             raise
 
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a command, which takes -q and -v after its name, too."""
+        cmd.params.extend(verbosity_options())
+        super().add_command(cmd, name)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        Verbosity.reset()
         with _printable_usage_errors():
             return super().parse_args(ctx, args)
 
@@ -72,7 +93,10 @@ class CommandGroup(click.Group):
             with _printable_usage_errors():
                 return super().invoke(ctx)
         except PdtoolError as error:
+            if Verbosity.is_verbose:
+                note(traceback.format_exc())
             note(f"error: {error}")
+            self._say_what_else_was_given(ctx, error)
             ctx.exit(error.exit_code)
         except SystemExit as end:  # of the user's code: pdtool's own ends are click's
             note(f"error: {_place(end)}: sys.exit({end.code!r}) was called; raise an error in model.py instead")
@@ -92,8 +116,21 @@ class CommandGroup(click.Group):
             note(f"error: {_place(error)}: {describe_error(error)} was raised, which is no Exception")
             ctx.exit(1)
 
+    def _say_what_else_was_given(self, ctx: click.Context, error: PdtoolError) -> None:
+        """Name the options that a project's defaults gave to a command line that was refused."""
+        defaults = ctx.find_object(ProjectDefaults)
+        if isinstance(error, UsageError) and defaults and (sentence := defaults.sentence(ctx.invoked_subcommand)):
+            note(sentence)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order in which they are used, not of the alphabet
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands by what they are for."""
+        for section, commands in _SECTIONS.items():
+            width = formatter.width - 6 - max(len(command.name or "") for command in commands)
+            with formatter.section(section):
+                formatter.write_dl([(command.name or "", command.get_short_help_str(width)) for command in commands])
 
 
 def _place(error: BaseException) -> str:
@@ -113,29 +150,31 @@ def _printable_usage_errors() -> Iterator[None]:
 
 
 @click.group(
-    cls=CommandGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+    cls=CommandGroup,
+    params=[*verbosity_options()],
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
-@click.version_option(__version__, prog_name="pdtool", message="%(prog)s %(version)s")
-def main() -> None:
+@click.version_option(__version__, "-V", "--version", prog_name="pdtool", message="%(prog)s %(version)s")
+@click.option(
+    "--config",
+    metavar="FILE",
+    show_default="pdtool.toml, or [tool.pdtool] in pyproject.toml",
+    help="Defaults for the options of commands: a table for each, as [partition] with topology = '4x4'.",
+)
+@click.pass_context
+def main(ctx: click.Context, config: str | None) -> None:
     """Turn an ordinary PyTorch model into a pipeline-parallel training job.
 
-    The four steps: profile, partition, codegen, run. Each reads and writes a file that you can open.
+    The four steps: profile, partition, codegen, run. Each reads and writes a file that you can open; train takes all of
+    them, and leaves out what was done before.
     """
+    defaults = ProjectDefaults.load(config, main.commands)
+    if defaults.path and Verbosity.is_verbose:
+        note(f"read {defaults.path}, which gives defaults for {', '.join(defaults.tables)}")
+    ctx.obj, ctx.default_map = defaults, defaults.tables
 
 
-for _command in (
-    profile,
-    import_,
-    probe,
-    partition,
-    simulate,
-    emulate,
-    check,
-    codegen,
-    run,
-    show,
-    export,
-    schema,
-    completion,
-):
-    main.add_command(_command)
+for _commands in _SECTIONS.values():
+    for _command in _commands:
+        main.add_command(_command)

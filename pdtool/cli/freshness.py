@@ -70,25 +70,10 @@ class FreshnessCheck:
         return trace_file(file, file.build(), self.plan.batch_size)
 
     def _profile(self) -> Iterator[FreshnessFinding]:
-        """Compare the profile with the model, and the bytes of the model's file with those that were profiled."""
-        path = self.plan.profile
         if self._model is None or self._traced is None:
-            yield FreshnessFinding("profile", None, f"there is no model behind {path}")
-            return
-        source = self._model.source
-        recorded = self.profile.digests.get(source)
-        changed = recorded is not None and file_sha256(find_source(source)) != recorded
-        if self.profile.graph_sha256 is None:
-            has = "has changed since" if changed else "is as it was when"
-            is_fresh, words = not changed, f"{path} records no operator graph, and {source} {has} it was profiled"
-        elif self.profile.graph_sha256 == graph_sha256(self._traced):
-            is_fresh, words = True, f"the operators of {source} are those of {path}"
-        else:
-            is_fresh, words = False, f"{source}: {first_difference(self.profile, self._traced, source)}"
-        yield FreshnessFinding("profile", is_fresh, words, "" if is_fresh else "profile and partition it again")
-        if changed and is_fresh:
-            words = f"{source} has changed since it was profiled: its loss and its optimizer may cost something else"
-            yield FreshnessFinding("source", None, f"{words}, and the plan keeps the HINTS that it was made with")
+            words = f"there is no model behind {self.plan.profile}"
+            return iter([FreshnessFinding("profile", None, words)])
+        return profile_findings(self.profile, self.plan.profile, self._model.source, self._traced)
 
     def _plan(self) -> FreshnessFinding:
         if was_made_from(self.plan, self.profile):
@@ -115,6 +100,29 @@ class FreshnessCheck:
         else:
             yield FreshnessFinding("bundle", True, f"{folder}/ was made from {self.path} as it is")
         yield _stage_files(bundle, folder, remedy)
+
+
+def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -> Iterator[FreshnessFinding]:
+    """Compare a profile with the model, and the bytes of the model's file with those that were profiled.
+
+    Args:
+        path: of the profile.
+        source: the model's file.
+        traced: the model as it is now.
+    """
+    recorded = profile.digests.get(source)
+    changed = recorded is not None and file_sha256(find_source(source)) != recorded
+    if profile.graph_sha256 is None:
+        has = "has changed since" if changed else "is as it was when"
+        is_fresh, words = not changed, f"{path} records no operator graph, and {source} {has} it was profiled"
+    elif profile.graph_sha256 == graph_sha256(traced):
+        is_fresh, words = True, f"the operators of {source} are those of {path}"
+    else:
+        is_fresh, words = False, f"{source}: {first_difference(profile, traced, source)}"
+    yield FreshnessFinding("profile", is_fresh, words, "" if is_fresh else "profile and partition it again")
+    if changed and is_fresh:
+        words = f"{source} has changed since it was profiled: its loss and its optimizer may cost something else"
+        yield FreshnessFinding("source", None, f"{words}, and the plan keeps the HINTS that it was made with")
 
 
 def _stage_files(bundle: Bundle, folder: Path, remedy: str) -> FreshnessFinding:

@@ -48,14 +48,18 @@ class Inputs:
                 recorded.
             ArtifactError: the plan, or an edit of it, does not hold together.
         """
-        plan, profile = read(path)
+        return cls.of(*read(path), path, model)
+
+    @classmethod
+    def of(cls, plan: Plan, profile: Profile, path: str, model: str | None) -> Inputs:
+        """Check a plan, which stands in `path`, and its profile; raises what `load` does."""
         ref = plan.model or profile.model
         if ref is None:  # not even with --model: the operators of such a plan are those of no model that we can read
             remedy = "plan from a profile that `pdtool profile` wrote"
             raise ArtifactError(path, f"there is no model behind {plan.profile}", remedy, field="model")
         inputs = cls(path, plan, profile, _named(ref, model) if model else ref, trusted=model is not None)
         inputs._check_model(ref)
-        return replace(inputs, plan=_checked(plan, profile))
+        return replace(inputs, plan=checked(plan, profile))
 
     @property
     def folder(self) -> Path:
@@ -70,12 +74,7 @@ class Inputs:
 
     def bundle(self, folder: Path) -> Bundle | None:
         """Return the bundle in `folder` if codegen made it from this plan and its files are whole; None otherwise."""
-        try:
-            bundle = Bundle.load(folder / "bundle.yaml")
-            bundle.check_files(folder)
-        except ArtifactError:
-            return None
-        return bundle if bundle.digests.get("plan") == self.plan.plan_sha256 else None
+        return bundle_of(self.plan, folder)
 
     def _check_model(self, recorded: ModelRef) -> None:
         """Compare the source file with the one that was profiled; nothing is imported.
@@ -115,10 +114,20 @@ def bundle_folder(path: str, plan: Plan) -> Path:
     return Path("plans") / file_name(plan.name) if path == "-" else Path(path).with_suffix("")
 
 
+def bundle_of(plan: Plan, folder: Path) -> Bundle | None:
+    """Return the bundle in `folder` if codegen made it from the plan and its files are whole; None otherwise."""
+    try:
+        bundle = Bundle.load(folder / "bundle.yaml")
+        bundle.check_files(folder)
+    except ArtifactError:
+        return None
+    return bundle if bundle.digests.get("plan") == plan.plan_sha256 else None
+
+
 def planned(path: str) -> tuple[Plan, Profile]:
     """Read a plan and its profile as Inputs.load does, for commands that need no model."""
     plan, profile = read(path)
-    return _checked(plan, profile), profile
+    return checked(plan, profile), profile
 
 
 def read(path: str) -> tuple[Plan, Profile]:
@@ -144,6 +153,25 @@ def was_made_from(plan: Plan, profile: Profile) -> bool:
     """Whether `profile` has the content that the plan was made from; a plan that records none fits any."""
     recorded = plan.digests.get(plan.profile) or plan.digests.get("-")
     return recorded in (None, profile.content_sha256)
+
+
+def path_of_profile(profile: Profile, path: str) -> str:
+    """Return where a plan finds its profile again: `path`, or for one that came through a pipe a file in profiles/.
+
+    Unless a file there holds this very profile, one is written, beside any other profile of its name.
+    """
+    if path != "-":
+        return path
+    text = profile.dump().encode()
+    for file in sorted(Path("profiles").glob("*.json")):
+        if file.is_file() and file.stat().st_size == len(text) and file.read_bytes() == text:
+            return str(file)
+    kept = Path(f"profiles/{file_name(profile.name)}.json")
+    if kept.exists():
+        kept = kept.with_stem(f"{kept.stem}-{profile.content_sha256[:8]}")
+    profile.save(kept)
+    note(f"wrote {kept}, where the plan finds its profile")
+    return str(kept)
 
 
 def read_profile(plan: Plan, path: str) -> Profile:
@@ -175,7 +203,7 @@ def _named(recorded: ModelRef, text: str) -> ModelRef:
         return ModelRef(source=source, function=function or recorded.function, settings=recorded.settings)
 
 
-def _checked(plan: Plan, profile: Profile) -> Plan:
+def checked(plan: Plan, profile: Profile) -> Plan:
     """Check that the plan can be executed, and compute its predictions again after an edit by hand."""
     plan.stage_nodes(profile)
     plan.check_schedule()

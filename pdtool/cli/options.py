@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,31 @@ def candidate(kind: str, given: str | None) -> str:
     if len(paths) > 1:
         raise UsageError(f"no {kind} is named and {folder}/ holds {len(paths)}", f"name one of {', '.join(paths)}")
     return paths[0]
+
+
+def option_values(command: click.Command, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all options of a command: those given, read as on the command line, and its defaults.
+
+    Args:
+        given: by parameter, as `batch_size`; None stands for the default.
+
+    Raises:
+        TypeError: the command has no such option.
+        UsageError: a value is not one that the option takes.
+    """
+    context = command.make_context(command.name, ["-"] * any(isinstance(p, click.Argument) for p in command.params))
+    params = {param.name: param for param in command.params if isinstance(param, click.Option)}
+    values = {name: value for name, value in context.params.items() if name in params}
+    for name, value in given.items():
+        if name not in values:
+            close = difflib.get_close_matches(name, values, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"choose of {', '.join(values)}"
+            raise TypeError(f"{command.name}() has no option {name!r}; {hint}")
+        try:
+            values[name] = values[name] if value is None else params[name].process_value(context, value)
+        except click.ClickException as error:
+            raise UsageError(f"{name}={value!r}: {error.format_message()}") from error
+    return values
 
 
 def file_name(name: str) -> str:
@@ -105,6 +131,13 @@ def _timeout(ctx: click.Context, parameter: click.Parameter, text: str) -> str:
 
 
 model = click.option("--model", metavar="FILE", show_default=PLANNED, help="Model file, when it has moved since.")
+
+
+def settings(help: str) -> Decorator:
+    """Define `--set`, settings of the functions of model.py."""
+    return click.option("--set", "model_settings", multiple=True, metavar="NAME=VALUE", help=help)
+
+
 target = click.option(
     "--target",
     metavar="METRIC<=VALUE",

@@ -23,7 +23,7 @@ from pdtool.schedule import PipelineShape, steady_minibatches, steady_run
 from pdtool.units import format_bytes, format_seconds
 
 MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down
-_SENT_BYTES_PER_CORE_S = 8e6  # that takes a small part of a core's time
+_SENT_BYTES_PER_CORE_S = 3e6  # so few that a message takes hardly any time of a core beside that of its link
 _UPDATED_BYTES_PER_CORE_S = 300e6  # of weights: so does that
 _SHORTEST_MINIBATCH_S = 0.15  # a worker's own time, 2 to 4 ms a minibatch, is little beside this
 _STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches

@@ -22,6 +22,12 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
     source, _, function = text.rpartition(":") if ":" in text else (text, "", "model")
     if not function.isidentifier() or not function.isascii():
         raise UsageError(f"{function!r} in {text!r} is not the name of a function", "write model.py:function")
+    with fields_checked(lambda fault: UsageError(f"model {text!r:.80}: {fault}", "give it another path or name")):
+        return ModelRef(source=source, function=function, settings=parse_settings(settings))
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, str | int | float | bool]:
+    """Read settings such as `layers=12`, as numbers where they are some; raises UsageError."""
     values: dict[str, str | int | float | bool] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -32,8 +38,7 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
             check_plain(values[key])
         except FieldError as fault:
             raise UsageError(f"--set {key}: {fault}", "give a number that a float holds, or a text") from None
-    with fields_checked(lambda fault: UsageError(f"model {text!r:.80}: {fault}", "give it another path or name")):
-        return ModelRef(source=source, function=function, settings=values)
+    return values
 
 
 def find_source(source: str) -> Path:
@@ -52,6 +57,11 @@ def find_source(source: str) -> Path:
         remedy = "name a Python file, or a module as package.module"
         raise UsageError(f"model {source!r}: there is no file {path}", remedy)
     return path
+
+
+def model_name(path: Path, function: str) -> str:
+    """Name a model by its file and, unless that is `model`, its function."""
+    return path.stem if function == "model" else f"{path.stem}-{function}"
 
 
 def is_local(path: Path, folder: Path | None = None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch import nn
 from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
 from pdtool.errors import FieldError, StaleError, UsageError
 from pdtool.frontend.hints import Hints
-from pdtool.frontend.model_source import find_source, import_source, is_local
+from pdtool.frontend.model_source import find_source, import_source, is_local, model_name
 from pdtool.frontend.user_functions.data_functions import DataFunctions
 from pdtool.frontend.user_functions.prepare_model import (
     keep_evaluation,
@@ -22,6 +23,9 @@ from pdtool.frontend.user_functions.prepare_model import (
     unwrapped,
 )
 from pdtool.frontend.user_functions.training_functions import TrainingFunctions
+from pdtool.frontend.user_functions.user_file import DATA_FUNCTIONS, OWN_ARGUMENTS, Setting
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
         if expected and OPERATOR_GRAPH not in digests and file_sha256(path) != expected:
             raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
         file = cls(ref, path.absolute(), import_source(ref.source, path.absolute()))  # the module may change the folder
+        _LOG.debug("imported %s", path)
         file.function(ref.function)
         _ = file.hints, file.training  # checked now, not when they are first needed
         return file
@@ -62,7 +67,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
     @property
     def name(self) -> str:
         """`vgg16` for `models/vgg16.py`, `vgg16-small` for its function `small`; settings make no difference."""
-        return self.path.stem if self.ref.function == "model" else f"{self.path.stem}-{self.ref.function}"
+        return model_name(self.path, self.ref.function)
 
     @property
     def sha256(self) -> str:
@@ -77,12 +82,12 @@ class ModelFile(DataFunctions, TrainingFunctions):
         seed_all_generators(seed)
         function = self.function(self.ref.function)
         try:
-            inspect.signature(function).bind(**self.ref.settings)
+            inspect.signature(function).bind(**self.model_settings)
         except TypeError as error:
             known = ", ".join(inspect.signature(function).parameters) or "none"
             what = f"{self.ref.function}() does not take these settings ({error})"
             raise self.error(what, f"it takes: {known}") from error
-        model = self.call(function, **self.ref.settings)
+        model = self.call(function, **self.model_settings)
         if not isinstance(model, nn.Module):
             what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"
             raise self.error_in(self.ref.function, what)
@@ -92,6 +97,32 @@ class ModelFile(DataFunctions, TrainingFunctions):
         make_gradients_dense(model)
         switch_off_caches(model)
         return model
+
+    @property
+    def model_settings(self) -> dict[str, Setting]:
+        """The settings that the model is built with: those that it has parameters for, and those that no other function
+        takes. A model with `**settings` is given all but those that a function of training takes."""
+        others = OWN_ARGUMENTS.keys() - DATA_FUNCTIONS.keys() if self._takes_any_setting else OWN_ARGUMENTS
+        elsewhere = {key for name in others for key in self.settings_of(name)} - {*self._model_parameters}
+        return {key: value for key, value in self.ref.settings.items() if key not in elsewhere}
+
+    @property
+    def setting_names(self) -> dict[str, tuple[str, ...]]:
+        """The settings that each function of the file can be given; that which builds the model is the first."""
+        others = {name: self.parameters(name) for name in OWN_ARGUMENTS if self.has(name)}
+        return {self.ref.function: tuple(self._model_parameters), **others}
+
+    def takes_setting(self, name: str) -> bool:
+        """Whether a function of the file can be given a setting."""
+        return self._takes_any_setting or any(name in names for names in self.setting_names.values())
+
+    @property
+    def _model_parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function(self.ref.function)).parameters
+
+    @property
+    def _takes_any_setting(self) -> bool:
+        return any(p.kind is p.VAR_KEYWORD for p in self._model_parameters.values())
 
     @cached_property
     def hints(self) -> Hints:

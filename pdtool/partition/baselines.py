@@ -13,6 +13,7 @@ from pdtool.artifacts.plan import Rival
 from pdtool.partition.cost.formulas import TOLERANCE
 from pdtool.partition.cost.plan_cost import Candidate
 from pdtool.partition.placement import ExecutionConfig
+from pdtool.partition.predictions import samples_per_update
 from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY, Layout
 from pdtool.partition.search.search import PlanSearch
 from pdtool.schedule import STRATEGIES
@@ -69,7 +70,12 @@ def rivals(
         schedule = rival.placement.execution.schedule
         suffix = f", {schedule}" if schedule != chosen.placement.execution.schedule and not is_named else ""
         why = _why_rejected(search, rival, chosen)
-        yield Rival(plan=label + suffix, bottleneck_s=rival.time_per_minibatch_s, why=why)
+        yield Rival(
+            plan=label + suffix,
+            bottleneck_s=rival.time_per_minibatch_s,
+            samples_per_update=samples_per_update(rival.placement, search.profile),
+            why=why,
+        )
 
 
 def _identity(plan: Candidate) -> tuple[str, str, bool]:
@@ -92,6 +98,9 @@ def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> st
         is_other_strategy = rival.placement.execution.strategy != options.strategy
     if is_other_strategy or is_other_schedule or not options.allows(rival.placement):
         return f"{faster}, but not what was asked for"
-    if gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE:
-        return f"{faster}, within the margin of {options.simplest:.1%}, but not as simple"
-    return f"{faster} by these formulas, which hide what the simulation shows"
+    if options.strategy == "model-parallel":
+        return f"{faster}, but its fullest worker holds more"
+    is_close = gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE
+    if is_close and STRATEGIES[options.strategy].is_selected:
+        return f"{faster}, but not as simple, which may cost {options.simplest:.1%} (--simplest)"
+    return f"{faster} by the formulas, but not in the simulation"

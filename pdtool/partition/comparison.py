@@ -12,11 +12,13 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.placement import Placement
+from pdtool.partition.predictions import samples_per_update
+from pdtool.partition.simulated_schedules import under_schedule
 from pdtool.partition.simulator.engine import simulate, simulated_time_s
 from pdtool.partition.simulator.job import MAX_ACTIONS, SimulationJob, action_count
 from pdtool.partition.simulator.result import SimulationResult
-from pdtool.partition.strategies.rival_plans import rival_plans, samples_per_update
-from pdtool.schedule import STRATEGIES
+from pdtool.partition.strategies.rival_plans import rival_plans
+from pdtool.schedule import STRATEGIES, PipelineShape
 
 THIS_PLAN = "this plan"
 
@@ -148,3 +150,57 @@ def crossings(points: Sequence[SweepPoint]) -> list[float]:
             ratio = b.bandwidth_bytes_per_s / a.bandwidth_bytes_per_s
             bandwidths.append(a.bandwidth_bytes_per_s * ratio**fraction)
     return bandwidths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a simulation of a plan gives.
+
+    Attributes:
+        schedule: that was simulated.
+        shape: of the pipeline under that schedule.
+        result: what each worker does when, the seconds per minibatch and the samples per second of the steady state.
+        comparison: the plan and its rivals, each in its steady state.
+        sweep: the plan and data parallelism at each bandwidth of the outermost level, in bytes per second.
+    """
+
+    schedule: str
+    shape: PipelineShape
+    result: SimulationResult
+    comparison: Comparison
+    sweep: list[SweepPoint]
+
+
+def simulated(
+    plan: Plan,
+    profile: Profile,
+    schedule: str | None = None,
+    minibatches: int | None = None,
+    against: Sequence[str] = (),
+    bandwidths: Sequence[float] = (),
+) -> Simulation:
+    """Simulate a plan as its workers would run it, its rivals, and both over bandwidths.
+
+    Args:
+        schedule: another than the plan's.
+        minibatches: length of the simulation; None: enough to fill, run steadily and drain.
+        against: names of the rivals.
+        bandwidths: of the outermost level, in bytes per second.
+
+    Raises:
+        UsageError: the schedule goes with other stages, or there are too many minibatches to simulate.
+    """
+    name, cluster = schedule or plan.schedule, plan.cluster.cluster()
+    placement = Placement.of(plan, profile)
+    if name != plan.schedule:
+        placement = under_schedule(placement, profile, name, chunks=2)
+    job = SimulationJob.of(placement, profile, cluster, minibatches)
+    result = simulate(job)
+    steady = simulate(SimulationJob.of(placement, profile, cluster)) if minibatches else result
+    return Simulation(
+        schedule=name,
+        shape=job.shape,
+        result=result,
+        comparison=compare(profile, plan, against, placement, steady),
+        sweep=sweep(profile, plan, bandwidths) if bandwidths else [],
+    )

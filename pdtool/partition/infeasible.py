@@ -9,7 +9,7 @@ from pdtool.errors import NoPlanError
 from pdtool.partition.cost.plan_cost import Candidate
 from pdtool.partition.search.search import PlanSearch
 from pdtool.schedule import STRATEGIES
-from pdtool.units import format_bytes
+from pdtool.units import bytes_option, format_bytes
 
 _MAX_WORKERS = 64  # that are proposed
 
@@ -38,8 +38,8 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         f"no plan{options.with_replicas} fits: the one that needs the least memory, {smallest.placement.config}"
         f"{recomputing}, lacks {format_bytes(needed - limit)} in stage {stage}, which "
         f"needs {format_bytes(needed)} on a worker that has {format_bytes(limit)}",
-        f"give each worker at least {least} bytes (--memory {least}B){recompute}{_more_workers(search)}"
-        f"{_other_schedules(search)}{_other_replicas(search)}, or smaller minibatches",
+        f"give each worker at least --memory {bytes_option(least)}{recompute}"
+        f"{_more_workers(search)}{_other_schedules(search)}{_other_replicas(search)}, or smaller minibatches",
     )
 
 

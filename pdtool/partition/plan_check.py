@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError, ScheduleError
+from pdtool.errors import ArtifactError, NoPlanError, ScheduleError, UsageError
 from pdtool.partition.cost.plan_cost import Evaluator
 from pdtool.partition.placement import Placement
 from pdtool.partition.planner import refresh
@@ -36,6 +37,7 @@ _FIGURES = (
     "traffic_bytes",
     "gain_over_data_parallel",
 )
+_LATER_FIGURES = ("samples_per_update", "data_parallel_samples_per_update")  # which earlier plans lack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,8 @@ class Finding:
 def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     """Yield what can be said of each claim of a plan, in the order in which it is best read.
 
-    Ends early where the stages are no division of the profile, or cannot be executed: then there are no figures.
+    Ends early where the stages are no division of the profile, or cannot be executed: then there are no figures. Of a
+    plan that was edited by hand it says the figures that it has now.
     """
     try:
         placement = Placement.of(plan, profile)
@@ -82,19 +85,41 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     assert recomputed
     yield _memory(plan, recomputed)
     if plan.edited or not plan.predicted:  # the second for the type checker: without figures it is edited
-        time_s = recomputed.bottleneck_s
-        yield Finding(
-            claim="figures",
-            holds=False,
-            field="predicted",
-            recomputed=time_s,
-            words="those of another plan, this one was edited by hand since; as it is now it takes "
-            f"{format_seconds(time_s)} per minibatch",
-        )
+        yield from _of_edited_plan(plan, profile, recomputed)
         return
-    for name in _FIGURES:
+    unsaid = {name for name in _LATER_FIGURES if getattr(plan.predicted, name) is None}
+    for name in (name for name in (*_FIGURES, *_LATER_FIGURES) if name not in unsaid):
         yield _compared(name, getattr(plan.predicted, name), getattr(recomputed, name))
     yield from _certificate(plan, profile, recomputed.bottleneck_s)
+
+
+def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iterator[Finding]:
+    """What an edited plan is now: nothing that is stored is of it, so that nothing can be false."""
+    stored = "the plan was edited by hand, those in the file are of the plan before"
+    if plan.predicted is None:
+        stored = "there are none in the file"
+    workers, gain = plan.cluster.cluster().workers, f"{recomputed.gain_over_data_parallel:.3g}"
+    time_s = recomputed.simulated_s if recomputed.simulated_s is not None else recomputed.bottleneck_s
+    yield Finding(
+        claim="figures",
+        holds=None,
+        field="predicted",
+        recomputed=recomputed.model_dump(mode="json"),
+        words=f"{stored}; as it is now it takes "
+        f"{format_seconds(time_s)} per minibatch ({recomputed.throughput_samples_per_s:.4g} samples/s), {gain} × data "
+        f"parallelism ({workers})",
+    )
+    with suppress(UsageError, NoPlanError):  # what is not searched, or only with what the plan does not say
+        fastest, *_ = fastest_of_strategy(_searched_again(plan, profile))
+        best_s = fastest.time_per_minibatch_s
+        more = max(0.0, recomputed.bottleneck_s / best_s - 1) if best_s else 0.0
+        yield Finding(
+            claim="lower bound",
+            holds=None,
+            recomputed=best_s,
+            words=f"by the formulas it takes {format_seconds(recomputed.bottleneck_s)}, {more:.1%} more than the "
+            f"fastest plan that was found ({fastest.placement.config}, {format_seconds(best_s)})",
+        )
 
 
 def _schedule(plan: Plan) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,9 @@ from pdtool.partition.simulated_schedules import SEARCHED_FOR, interleaved_place
 from pdtool.partition.simulator.steady_state import steady_state_s
 from pdtool.partition.strategies.strategy_search import fastest_of_strategy, limits_of_strategy, with_least_memory
 from pdtool.schedule import POLICIES, RIVALS, SEARCHED_SCHEDULES, STRATEGIES, default_shape
+from pdtool.units import format_seconds
+
+_LOG = logging.getLogger(__name__)
 
 
 def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions | None = None) -> Plan:
@@ -46,6 +50,9 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     optima = fastest_of_strategy(search)
     if not optima:
         raise explain_infeasible(search)
+    for candidate in optima:
+        seconds = format_seconds(candidate.time_per_minibatch_s)
+        _LOG.debug("searched: %s takes %s by the formulas", candidate.placement.config, seconds)
     if not STRATEGIES[options.strategy].is_selected:
         return _best_of_strategy(search, profile_path, optima)
     execution = replace(optima[0].placement.execution, copies=1)

@@ -5,12 +5,19 @@ from __future__ import annotations
 from statistics import fmean
 
 from pdtool.artifacts.plan import Plan, Predicted, Why
+from pdtool.artifacts.profile import Profile
 from pdtool.partition.cost.plan_cost import Evaluator, PlanCost
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob
 from pdtool.partition.simulator.steady_state import steady_state_s
+from pdtool.partition.stage_loads import tied_bytes
 from pdtool.schedule import is_asynchronous
+
+
+def samples_per_update(placement: Placement, profile: Profile) -> int:
+    """Return the samples whose gradients an update averages, at the stage where these are most."""
+    return profile.batch_size * max(placement.shape(tied_bytes(profile, placement.stages)).update_every)
 
 
 def predict(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
@@ -59,7 +66,9 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
     time_s = result.time_per_minibatch_s
     slowest = max(range(depth), key=compute_s.__getitem__)
     why = f"stage {slowest} computes most; {placement.execution.schedule} is simulated, there is no formula for it"
-    figures = _predicted(plan, evaluator, ExecutionConfig(), time_s, time_s, cost)
+    flushing = ExecutionConfig.of_schedule("1f1b-flush", plan.microbatches)
+    execution = flushing if plan.flushes else ExecutionConfig()
+    figures = _predicted(plan, evaluator, execution, time_s, time_s, cost)
     return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
 
 
@@ -95,6 +104,8 @@ def _predicted(
         data_parallel_s=data_parallel_s,
         throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
         gain_over_data_parallel=other_s / own_s if own_s else 1.0,
+        samples_per_update=samples_per_update(Placement.of(plan, evaluator.profile), evaluator.profile),
+        data_parallel_samples_per_update=samples_per_update(data_parallel.placement, evaluator.profile),
         compute_s=cost.compute_s,
         allreduce_s=cost.allreduce_s,
         transfer_s=cost.transfer_s,

@@ -57,8 +57,9 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement, PATIENT):
         return Selected(simplest_plan, None, optimum_s * (1 + margin))
     goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
-    is_one_kind = search.options.straight or not margin  # the optimum by the formulas was asked for
-    selection = _Selection(search, [simplest_plan] if is_one_kind else [simplest_plan, *optima, *baselines])
+    has_no_alternatives = search.options.straight or not margin  # the optimum by the formulas was asked for
+    shortlist = [simplest_plan] if has_no_alternatives else [simplest_plan, *optima, *baselines]
+    selection = _Selection(search, shortlist)
     if not margin:
         selection.simulate()
         return selection.selected() or Selected(simplest_plan, None, goal_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pdtool.artifacts.device import Devices, DeviceSpec
 from pdtool.errors import UsageError
@@ -27,3 +28,10 @@ def find_device(name: str) -> DeviceSpec:
     if len(devices) > 1:
         raise UsageError(f"{name} holds {len(devices)} devices ({', '.join(devices)})", "keep one device in a file")
     return next(iter(devices.values()))
+
+
+def default_device() -> Literal["cpu", "cuda"]:
+    """Return the device that `run` trains on unless told otherwise: cuda where there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

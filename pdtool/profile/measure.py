@@ -17,6 +17,7 @@ import torch
 from pdtool import process_memory
 from pdtool.artifacts.device import RESERVED_BYTES
 from pdtool.artifacts.profile import Device, Profile
+from pdtool.errors import UsageError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.precision import RunPrecision, check_autocast
@@ -59,10 +60,13 @@ def measure(
 
     Raises:
         TraceError: the model cannot be traced.
-        UsageError: the model switches autocast off, and cannot be computed in bf16.
+        UsageError: there is no such device; or the model switches autocast off, and cannot be computed in bf16.
         ModelError: a minibatch does not fit in memory, the user's functions fail, or torch.compile does.
     """
     where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        what = "--device cuda: torch finds no CUDA device here"
+        raise UsageError(what, "measure with --device cpu, or estimate for a device by its name, as --device v100")
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

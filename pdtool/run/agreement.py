@@ -34,6 +34,7 @@ def run_settings(config: RunConfig) -> dict[str, str]:
     settings = {option: str(getattr(config, name)) for option, name in _OPTIONS.items()}
     settings |= {"--schedule": plan.schedule, "--weights": plan.weights}
     settings |= {"--microbatches": str(plan.microbatches), "--update-every": str(plan.update_every)}
+    settings["--set"] = " ".join(f"{key}={value}" for key, value in sorted(config.model.settings.items()))
     settings["--trust"] = str(config.check_stage_files is None)
     digests = {
         "the plan": plan.plan_sha256,

@@ -33,6 +33,7 @@ from pdtool.run.processes.collectives import all_gather
 _FOLDER = "checkpoints"
 _MANIFEST = "checkpoint.json"
 _OLD_MANIFEST = "epoch.json"
+_MAX_RUNS = 5  # that an error lists
 _T = TypeVar("_T")
 
 
@@ -85,8 +86,18 @@ def latest(folder: Path) -> Path:
                 f"the checkpoints in {folder} are of an older pdtool, whose files could hold code",
                 "export them with the pdtool that wrote them",
             )
-        raise UsageError(f"{folder} holds no complete checkpoint", "name the folder of a run that has one")
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not there", f"name the folder of a run{_runs_beside(folder)}")
+        what = f"{folder} holds no complete checkpoint"
+        raise UsageError(what, "name the folder of a run that has one: the first is written after the first epoch")
     return checkpoints[max(checkpoints)]
+
+
+def _runs_beside(folder: Path) -> str:
+    """Return `: runs/a, runs/b`, the newest runs beside a folder that is not there; "" when there are none."""
+    runs = {path.parent for path in folder.parent.glob(f"*/{_FOLDER}") if complete_checkpoints(path.parent)}
+    newest = sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True)[:_MAX_RUNS]
+    return f": {', '.join(map(str, newest))}" if newest else ""
 
 
 def read_manifest(checkpoint: Path) -> CheckpointManifest:

@@ -102,8 +102,9 @@ class RunConfig:
             memory cannot be shared.
         wire_dtype: what fp32 tensors are sent as between workers.
         timeout_s: how many seconds a worker waits for another before it gives up.
-        threads: CPU threads of each worker; None divides the cores of a machine among its workers. OMP_NUM_THREADS
-            has precedence.
+        threads: CPU threads of each worker; None divides the cores of a machine among its workers.
+        threads_given: whether the user asked for so many; else OMP_NUM_THREADS has precedence, and the cores are the
+            limit.
         loader_workers: processes that load for each replica of the first stage; with 0 it loads itself.
         resume: folder of a run, or one of its checkpoints, to go on from; any plan of the same model may have made it.
         machines: the machines of the launch.
@@ -131,6 +132,7 @@ class RunConfig:
     wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     timeout_s: float = 300.0
     threads: int | None = None
+    threads_given: bool = False
     loader_workers: int = 0
     resume: Path | None = None
     machines: Machines = field(default_factory=Machines)

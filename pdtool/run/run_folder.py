@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pdtool.errors import PdtoolError, UsageError
 from pdtool.run.processes.collectives import all_gather, broadcast
 
+PLAN_FILE = "plan.yaml"  # what is trained, for whoever looks at the run
 _LOCK_FILE = ".lock"
 _TOKEN_FILE = ".token"
 _VISIBLE_WITHIN_S = 10.0  # until a file that one machine wrote is seen by another; NFS caches folders for seconds

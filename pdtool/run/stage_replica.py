@@ -64,7 +64,8 @@ class StageReplica:
             PdtoolError: a loss is not a number.
             PeerError: another replica is lost.
         """
-        loss = self.losses.end_round(self.optimizer.updates + 1, self._round, epoch)
+        optimizer = self.optimizer
+        loss = self.losses.end_round(optimizer.updates + 1, self._round, epoch, optimizer.learning_rate)
         weight = sum(self._round.values())
         self._round.clear()
         for tied in self.tied:

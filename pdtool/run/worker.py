@@ -26,7 +26,6 @@ sent before those of the parameters are computed. The first stage loads in (1), 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
 from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
+from pdtool.machines import usable_cores
 from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches
 from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
@@ -46,6 +46,7 @@ from pdtool.run.measure.metric_totals import MetricTotals
 from pdtool.run.measure.metrics_log import MetricsLog
 from pdtool.run.measure.round_losses import RoundLoss
 from pdtool.run.processes.collectives import all_gather
+from pdtool.run.processes.run_record import update_record
 from pdtool.run.stage_replica import StageReplica
 from pdtool.run.worker_context import WorkerContext
 from pdtool.schedule import Action, ActionKind
@@ -164,10 +165,18 @@ class Worker:
 
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
+        try:
+            return self._run()
+        finally:
+            if self._log:
+                self._log.close()
+
+    def _run(self) -> Report:
         config, size = self._config, self._config.plan.batch_size
         resumed = done = self._resume()
         if self._context.last_stage and self._context.is_replica_0:
             self._log = MetricsLog(config.out, epochs_done=done)
+            self._record_updates()
         count = self._context.epoch_samples
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             config.target.is_reached(self.validate(0, size))
@@ -181,6 +190,8 @@ class Worker:
             done += 1
             minibatches = Minibatches(self._context.sample_order(done), size)
             start_s = time.perf_counter()
+            if self._log:
+                self._log.epoch_begins()
             self.train(done, minibatches)
             train_s = time.perf_counter() - start_s
             self._timer.epoch_ended(len(minibatches), count, train_s, self._meter.timestamps.seconds_between)
@@ -188,7 +199,14 @@ class Worker:
                 self.metrics = self.validate(done)
             self._epoch_done()
             self._save(done)
-        return self._report(done, count)
+        return self._report(done, count, includes_compilation=config.compiled and done == resumed + 1)
+
+    def _record_updates(self) -> None:
+        """Let run.json tell how many updates and samples an epoch has, for whoever shows how far the run is."""
+        samples, last = self._context.epoch_samples, max(self._stages)
+        actions = self._action_list(-(-samples // self._config.plan.batch_size)).actions
+        updates = sum(action.kind is ActionKind.UPDATE and action.stage == last for action, _ in actions)
+        update_record(self._config.out, updates=updates, samples=samples)
 
     def _action_list(self, minibatches: int) -> ActionList:
         """This worker's actions for a number of minibatches; built once for each number."""
@@ -222,8 +240,10 @@ class Worker:
 
     def _log_loss(self, epoch: int, replica: StageReplica, loss: RoundLoss | None) -> None:
         if self._log and loss and replica is self._context.last_stage:
-            mean = loss.total / loss.weight
-            self._log.write({"split": "train", "epoch": epoch, "step": loss.step, "loss": mean})
+            samples = loss.weight * self._config.plan.batch_size
+            self._log.add_update(
+                epoch=epoch, step=loss.step, loss=loss.total / loss.weight, lr=loss.lr, samples=samples
+            )
 
     def _is_target_reached(self) -> bool:
         target = self._config.target
@@ -260,7 +280,7 @@ class Worker:
     def _save(self, epoch: int) -> None:
         if self._log:  # first: should the run end in between, the epoch is trained again and its lines are dropped
             step = self._context.last_stage.optimizer.updates if self._context.last_stage else 0
-            self._log.write({"split": "valid", "epoch": epoch, "step": step} | self.metrics)
+            self._log.add_validation(epoch, step, self.metrics)
         self._status.set(f"the checkpoint of epoch {epoch}")
         manifest = CheckpointManifest(
             epoch=epoch,
@@ -272,11 +292,12 @@ class Worker:
         )
         checkpoint.save(self._config.out, manifest, self._context.states(), self._context.groups.world)
 
-    def _report(self, epochs: int, samples: int) -> Report:
+    def _report(self, epochs: int, samples: int, *, includes_compilation: bool) -> Report:
         """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""
-        measured = (str(self._assignment), self._measurements(), self._meter.events)
+        measured = (str(self._assignment), self._measurements(), self._meter.events, usable_cores())
         workers = all_gather(measured, self._context.groups.world, "measurements")
-        measurements = [measurements for _, measurements, _ in workers]
+        measurements = [measurements for _, measurements, _, _ in workers]
+        cores = frozenset().union(*(cores for *_, cores in workers[: self._context.local_workers]))
         is_on_gpu = self._context.device.type == "cuda"
         report = assemble_report(
             self._config,
@@ -284,16 +305,15 @@ class Worker:
             self.metrics,
             epochs=epochs,
             samples=samples,
-            cores=None if is_on_gpu else os.cpu_count(),
+            cores=None if is_on_gpu else len(cores),
             local_workers=self._context.local_workers,
+            includes_compilation=includes_compilation,
         )
         if self._assignment.rank == 0:
-            events_of = {name: events for name, _, events in workers}
+            events_of = {name: events for name, _, events, _ in workers}
             trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
             write_atomically(self._config.out / "trace.json", json.dumps(trace))
             report.save(self._config.out / "report.json")
-        if self._log:
-            self._log.close()
         return report
 
     def _measurements(self) -> WorkerMeasurements:

@@ -44,8 +44,8 @@ def _point(results: Results, model: str, topology: str, rate: float, *, emulated
         "gain": plan["predicted"]["gain_over_data_parallel"],
     }
     if emulated and rate in EMULATED.get((model, topology), ()):
-        own, rival = results.emulation(path, against="data-parallel")["plans"]
-        point["emulated_gain"] = rival["bottleneck_s"] / own["bottleneck_s"]
+        plans = results.emulation(path, against="data-parallel")["plans"]
+        point["emulated_gain"] = plans[-1]["bottleneck_s"] / plans[0]["bottleneck_s"]
     return point
 
 

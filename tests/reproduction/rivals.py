@@ -58,6 +58,10 @@ def _figures(results: Results, case: Case, rivals: tuple[str, ...]) -> dict[str,
     simulated = json.loads(results.pdtool("simulate", plan, "--against", ",".join(rivals), "--json"))
     against = ",".join(name for name in rivals if name in case.emulated)
     emulated = {run["name"]: run for run in results.emulation(plan, against)["plans"]}
+    if (
+        plan_itself := set(filter(None, against.split(","))) - emulated.keys()
+    ):  # a rival that is the plan is not emulated again
+        emulated |= dict.fromkeys(plan_itself, emulated["this plan"])
     plans = []
     for name, each in zip(("this plan", *rivals), simulated["compared"], strict=True):
         run = emulated.get(name, {"bottleneck_s": None, "sent_bytes": each["sent_bytes"]})

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from pdtool.cli import options
-from pdtool.cli.console.printable import printable
-from pdtool.cli.console.terminal import show, write_stdout
-from pdtool.errors import ArtifactError, StaleError
+from pdtool.cli.command_line.help_sections import command
+from pdtool.cli.console.terminal import note, show, write_stdout
+from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.printable import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -25,24 +27,33 @@ FindingT = TypeVar("FindingT", "Finding", "FreshnessFinding")
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
 
-@click.command(epilog="\b\nExamples:\n  pdtool check plans/digits-3.yaml\n  pdtool check plans/digits-3.yaml --fresh")
+@command(epilog="\b\nExamples:\n  pdtool check plans/digits-3.yaml\n  pdtool check plans/digits-3.yaml --update")
 @click.argument("plan", required=False)
 @click.option("--fresh", is_flag=True, help="Say instead which of profile, plan, bundle and stage files are stale.")
+@click.option(
+    "--update",
+    is_flag=True,
+    help="Write the figures of a plan that was edited by hand into its file; comments and order stay.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON on stdout.")
-def check(plan: str | None, fresh: bool, as_json: bool) -> None:
+def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     """Compute PLAN's figures and certificate again.
 
     One line for each claim: the stages, the schedule, the memory, each figure, and that another search finds no plan
-    that is faster than the lower bound.
+    that is faster than the lower bound. Of a plan that was edited by hand, the figures that it has now.
 
     With --fresh, trace the model as it is now and compare it with what was profiled, planned and generated. Exit with 3
     when something is stale.
     """
     path = options.candidate("plan", plan)
+    if fresh and update:
+        raise UsageError("--fresh together with --update", "give one of them")
     if fresh:
         _check_freshness(path, as_json)
     else:
         _check_claims(path, as_json)
+    if update:
+        _update(path)
 
 
 def _check_claims(path: str, as_json: bool) -> None:
@@ -54,11 +65,31 @@ def _check_claims(path: str, as_json: bool) -> None:
     false = _print(plan, list(check_plan(plan, profile)), as_json)
     if not false:
         return
-    if plan.edited:
-        remedy = "codegen, simulate and run compute them again; `pdtool partition` makes a plan with a certificate"
-    else:
-        remedy = "do not rely on it; plan again with `pdtool partition`"
+    remedy = "mend it by hand or" if plan.edited else "do not rely on it;"
+    remedy += " plan again with `pdtool partition`"
     raise ArtifactError(path, f"{false[0].words}{_and_more(false)}", remedy, field=false[0].field or false[0].claim)
+
+
+def _update(path: str) -> None:
+    """Write the figures of an edited plan into its file.
+
+    Raises:
+        UsageError: the plan is no YAML file.
+    """
+    from pdtool.artifacts.envelope import read_text, write_atomically
+    from pdtool.artifacts.plan import Plan
+    from pdtool.cli.inputs import profile_of
+    from pdtool.partition.planner import refresh
+
+    text = "" if path == "-" else read_text(path)
+    if not text or text.startswith("{"):
+        raise UsageError(f"--update writes into a YAML file, and {path} is none", "name the plan's file")
+    plan = Plan.parse(text, path)
+    if not plan.edited:
+        note(f"{path} has its own figures: there is nothing to update")
+        return
+    write_atomically(Path(path), refresh(plan, profile_of(plan, path)).updated_text(text))
+    note(f"wrote the figures of {path}")
 
 
 def _check_freshness(path: str, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, status
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pdtool.cli.inputs import Inputs
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool codegen\n  pdtool codegen plans/digits-3.yaml -o /tmp/digits --model digits.py"
 )
 @click.argument("plan", required=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import write_stdout
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool completion bash >> ~/.bashrc\n"
     "  pdtool completion fish > ~/.config/fish/completions/pdtool.fish"
 )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show
 from pdtool.errors import TargetMissedError, UsageError
+from pdtool.machines import usable_cores
 
 if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
@@ -23,9 +27,10 @@ if TYPE_CHECKING:
     from pdtool.run.config import RunConfig, Target
 
 _FACTORS = click.FloatRange(1, 1e6)
+_BUSY_PART_OF_CORES = 0.5
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool emulate plans/vgg16-4x4.yaml\n"
     "  pdtool emulate plans/digits-2.yaml --compute real --epochs 20 --target accuracy=0.98"
 )
@@ -42,7 +47,7 @@ _FACTORS = click.FloatRange(1, 1e6)
 @click.option(
     "--slowdown",
     type=_FACTORS,
-    show_default="so that a minibatch takes 60 ms",
+    show_default="so that a minibatch takes 150 ms or more",
     metavar="T",
     help="Let everything take T times as long.",
 )
@@ -77,14 +82,16 @@ def emulate(
     from pdtool.partition.strategies.rival_plans import rival_plans
     from pdtool.run.run_folder import locked
 
+    _refuse_options_of_training(compute)
     check_tools()
     asked["target"] = _target(compute, asked)
     path = options.candidate("plan", plan)
     inputs = Inputs.load(path, model) if compute == "real" else None
     chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(path)
     cluster, folder = chosen.cluster.cluster(), _folder(output, Path("runs") / f"{chosen.name}-emulated")
-    plans = {"this plan": chosen} | rival_plans(profile, cluster, chosen, against)
+    plans = {"this plan": chosen} | _others(chosen, rival_plans(profile, cluster, chosen, against))
     settings = _settings(plans, profile, compute, asked)
+    _warn_of_busy_cores()
     with locked(folder):
         configs = _configs(plans, inputs or profile, folder, settings)
         reports = on_pretend_cluster(
@@ -93,6 +100,37 @@ def emulate(
     emulation = assemble_emulation(plans, reports, settings, compute)
     emulation.save(folder / "emulation.json")
     _print_emulation(emulation, folder, as_json)
+
+
+def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Return the rivals that are not the chosen plan, whose two emulations would differ by noise alone."""
+    others = {name: plan for name, plan in rivals.items() if _run_by(plan) != _run_by(chosen)}
+    for name in rivals.keys() - others.keys():
+        note(f"{name} is this plan, and is not emulated again")
+    return others
+
+
+def _warn_of_busy_cores() -> None:
+    """Warn where other programs keep the cores busy: workers that sleep would wake late."""
+    cores, busy = len(usable_cores()), os.getloadavg()[0]
+    if busy > _BUSY_PART_OF_CORES * cores:
+        what = f"other programs keep {busy:.1f} of {cores} core(s) busy"
+        note(f"warning: {what}: what is emulated takes longer than it should")
+
+
+def _run_by(plan: Plan) -> tuple[object, ...]:
+    """Return what decides how a plan's workers run."""
+    return plan.stages, plan.schedule, plan.weights, plan.microbatches, plan.update_every, plan.chunks, plan.copies
+
+
+def _refuse_options_of_training(compute: Literal["sleep", "real"]) -> None:
+    """Raise UsageError for options that workers which sleep would not look at."""
+    source = click.get_current_context().get_parameter_source
+    for name in ("model", "seed"):
+        if compute == "sleep" and source(name) is ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"--{name}: workers that sleep train no model", f"add --compute real, or leave --{name} out"
+            )
 
 
 def _target(compute: Literal["sleep", "real"], asked: Mapping[str, Any]) -> Target | None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import note
 
 
-@click.command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")
+@command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "-o",

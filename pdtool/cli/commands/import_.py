@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note, show
 
 
-@click.command(
+@command(
     "import",
     epilog="\b\nExamples:\n  pdtool import vgg16.graph.txt\n"
     "  pdtool import profiles/gnmt/graph.txt --name gnmt8 --batch-size 32 -o -",
@@ -37,11 +37,11 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
     text = read_text(graph, "name a graph.txt of PipeDream's profiler", may_be_pipe=True)
     path = "stdin" if graph == "-" else graph
     profile, batch_source = read_pipedream_profile(text, path, name=name or _name(graph), batch_size=batch_size)
-    show(profile_table(profile, largest=12))
+    lines = ["the file knows no optimizer step, and of what a backward keeps only the operators' outputs"]
     if batch_source:
-        note(f"minibatch of {profile.batch_size}, {batch_source}; name another with --batch-size")
-    note("the file knows no optimizer step, and of what a backward keeps only the operators' outputs")
-    write_artifact(profile, output or f"profiles/{options.file_name(profile.name)}.json", as_json=as_json)
+        lines.insert(0, f"minibatch of {profile.batch_size}, {batch_source}; name another with --batch-size")
+    path = output or f"profiles/{options.file_name(profile.name)}.json"
+    write_artifact(profile, path, as_json=as_json, view=[profile_table(profile, largest=12), *lines])
 
 
 def _name(path: str) -> str:

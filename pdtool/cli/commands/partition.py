@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note, show
+from pdtool.cli.console.terminal import note
 from pdtool.cli.worker_memory import with_worker_memory
-from pdtool.errors import UsageError
+from pdtool.errors import ArtifactError, UsageError
 from pdtool.schedule import SCHEDULES, STRATEGIES
 
 if TYPE_CHECKING:
+    from pdtool.artifacts.plan import Plan
     from pdtool.cluster import Cluster
 
+_COMMENT = re.compile(r"""^(?:[^'"\n]*\s)?\#""", re.MULTILINE)  # of YAML; what is quoted is none
 _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool partition --topology 3\n"
     "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB"
 )
@@ -57,6 +61,12 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 @options.schedule([*SCHEDULES, "auto"], unset="1f1b, or what --strategy has")
 @options.microbatches("4 with a flushing --schedule, as many as workers with --strategy gpipe")
 @options.count(
+    "--global-batch-size",
+    help="Samples in one update: the same as --microbatches, times the profiled minibatch; with 1f1b-flush unless "
+    "another flushing --schedule is given.",
+    unset="what --microbatches makes",
+)
+@options.count(
     "--chunks", help="Stages on each worker with --schedule interleaved.", default=2, within=click.IntRange(2, 100)
 )
 @click.option("--recompute/--no-recompute", default=True, help="Let stages that lack memory run their forward twice.")
@@ -83,31 +93,57 @@ _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network ca
 )
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
-def partition(
-    profile: str | None,
-    strategy: str,
-    straight: bool,
-    memory: str | None,
-    output: str | None,
-    as_json: bool,
-    **settings: Any,
-) -> None:
+def partition(profile: str | None, output: str | None, as_json: bool, **settings: Any) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline."""
-    from pdtool.artifacts.profile import Profile
     from pdtool.cli.console.plan_view import plan_view
-    from pdtool.partition.planner import make_plan
-    from pdtool.partition.strategies.strategy_options import strategy_options
 
-    path = options.candidate("profile", profile)
+    plan = plan_for(options.candidate("profile", profile), **settings)
+    path = output or f"plans/{options.file_name(plan.name)}.yaml"
+    keep_edits(path)
+    write_artifact(plan, path, as_json=as_json, view=plan_view(plan))
+
+
+def plan_for(
+    path: str, *, strategy: str, straight: bool, memory: str | None, global_batch_size: int | None, **settings: Any
+) -> Plan:
+    """Plan the profile in `path` (`-` is stdin), with the values of the command's options.
+
+    Raises:
+        UsageError: the options make no sense together or on this cluster.
+        ArtifactError: the profile or the cluster's file cannot be read.
+        NoPlanError: no plan fits the memory, the pins or the number of operators.
+    """
+    from pdtool.artifacts.profile import Profile
+    from pdtool.cli.inputs import path_of_profile
+    from pdtool.partition.planner import make_plan
+    from pdtool.partition.strategies.strategy_options import of_global_batch_size, strategy_options
+
     cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency")))
     if straight and strategy not in ("auto", "straight"):
         raise UsageError(f"--straight together with --strategy {strategy}", "give one of them")
-    search_options = strategy_options("straight" if straight else strategy, cluster, **settings)
+    strategy = "straight" if straight else strategy
     profiled = Profile.load(path, may_be_pipe=True)
+    if global_batch_size:
+        settings |= of_global_batch_size(global_batch_size, profiled.batch_size, strategy, **settings)
+    search_options = strategy_options(strategy, cluster, **settings)
     cluster = with_worker_memory(cluster, profiled, memory)
-    plan = make_plan(profiled, path, cluster, search_options)
-    show(*plan_view(plan))
-    write_artifact(plan, output or f"plans/{options.file_name(plan.name)}.yaml", as_json=as_json)
+    return make_plan(profiled, path_of_profile(profiled, path), cluster, search_options)
+
+
+def keep_edits(path: str) -> None:
+    """Raise UsageError where a plan that someone has edited, or written comments into, would be overwritten."""
+    from pdtool.artifacts.envelope import read_text
+    from pdtool.artifacts.plan import Plan
+
+    if path == "-" or not Path(path).is_file():
+        return
+    try:
+        text = read_text(path)
+        was_edited = bool(_COMMENT.search(text)) or Plan.parse(text, path).edited
+    except ArtifactError:  # another file, which is refused, or one that nobody can use
+        return
+    if was_edited:
+        raise UsageError(f"{path} was edited by hand, and would be overwritten", "give another -o, or delete it first")
 
 
 def _cluster(file: str | None, topology: str | None, bandwidth: str | None, latency: str | None) -> Cluster:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note, show, status
+from pdtool.cli.console.terminal import note, status
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool probe --topology 4 -o cluster.yaml\n"
     "  pdtool probe --topology 2x4 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29511 -o cluster.yaml"
 )
@@ -52,5 +53,4 @@ def probe(
     if cluster is None:
         note("measured; the first machine has the figures")
         return
-    show(*cluster_view(cluster))
-    write_artifact(cluster, output or "-", as_json=as_json)
+    write_artifact(cluster, output or "-", as_json=as_json, view=cluster_view(cluster))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note, progress, show
+from pdtool.cli.console.terminal import note, progress
 from pdtool.errors import ModelError, UsageError
 from pdtool.units import format_seconds
 
@@ -23,18 +25,14 @@ _MEASURED_DEVICES = ("cpu", "cuda")
 _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool profile pdtool/zoo/digits.py --set width=64 --batch-size 64\n"
     "  pdtool profile pdtool.zoo.llm --device a100-80gb --precision bf16 --batch-size 4"
 )
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Setting for model(), also for example_inputs() and dataset() if they take it; may be repeated.",
+@options.settings(
+    "Setting for model(), or for other functions of model.py that have a parameter NAME; may be repeated."
 )
 @options.count("--batch-size", help="Samples in one minibatch, the size that will run.", default=32)
 @click.option(
@@ -64,18 +62,7 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
     help="Estimate with factors fitted to a profile of any model that was measured on that device.",
 )
 @options.as_json
-def profile(
-    model: str,
-    output: str | None,
-    settings: tuple[str, ...],
-    batch_size: int,
-    device: str,
-    threads: int | None,
-    precision: Precision | None,
-    compiled: bool,
-    calibrate: str | None,
-    as_json: bool,
-) -> None:
+def profile(model: str, output: str | None, as_json: bool, **settings: Any) -> None:
     """Measure what each operator of MODEL costs, or estimate it.
 
     On this machine it is measured; for another device, which need not be here, it is estimated.
@@ -83,6 +70,30 @@ def profile(
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """
     from pdtool.cli.console.profile_view import profile_table
+
+    result, target = profiled(model, output, **settings)
+    notes = [*_opaque_modules(result), *_coverage_warnings(result)]
+    write_artifact(result, target, as_json=as_json, view=[profile_table(result, largest=12), *notes])
+
+
+def profiled(
+    model: str,
+    output: str | None,
+    *,
+    model_settings: tuple[str, ...],
+    batch_size: int,
+    device: str,
+    threads: int | None,
+    precision: Precision | None,
+    compiled: bool,
+    calibrate: str | None,
+) -> tuple[Profile, str]:
+    """Profile a model with the values of the command's options; return the profile, and the path to write it to.
+
+    Raises:
+        UsageError: the options make no sense together; or the file to write is another than a profile.
+        ModelError: the model cannot be imported, traced or executed.
+    """
     from pdtool.profile.devices import find_device
 
     _check_options(device, threads, precision, compiled, calibrate)
@@ -96,7 +107,7 @@ def profile(
 
     folder = Path.cwd()
     with chdir("."), progress(f"{'estimating' if spec else 'measuring'} operators") as on_progress:
-        file = ModelFile.load(parse_ref(model, settings), trusted=True)  # which may go to another folder
+        file = ModelFile.load(parse_ref(model, model_settings), trusted=True)  # which may go to another folder
         if not is_local(file.path, folder):
             note(f"{model} is outside of this folder: name it to codegen and run, too, with --model {file.ref.source}")
         target = output or f"profiles/{options.file_name(file.name)}.json"
@@ -120,10 +131,7 @@ def profile(
         note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
         note(f"source: {spec.source}")
         result = _with_digests(result, device, calibrate)
-    show(profile_table(result, largest=12))
-    _say_what_is_opaque(result)
-    _warn_about_coverage(result)
-    write_artifact(result, target, as_json=as_json)
+    return result, target
 
 
 def _check_options(
@@ -173,19 +181,20 @@ def _with_digests(result: Profile, *paths: str | None) -> Profile:
     return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in files}}})
 
 
-def _say_what_is_opaque(result: Profile) -> None:
+def _opaque_modules(result: Profile) -> Iterator[str]:
+    """Say which modules are called whole, and why."""
     reasons: dict[str, list[str]] = {}
     for path, why in result.opaque.items():
         reasons.setdefault(why, []).append(path)
     for why, paths in reasons.items():
         names = ", ".join(paths[:5]) + f" and {len(paths) - 5} more" * (len(paths) > 5)
         reason = "as HINTS says" if why == "HINTS" else f"since its operators cannot be seen ({why})"
-        note(f"{names}: called whole, and never cut, {reason}")
+        yield f"{names}: called whole, and never cut, {reason}"
 
 
-def _warn_about_coverage(result: Profile) -> None:
+def _coverage_warnings(result: Profile) -> Iterator[str]:
     if result.launch_s > result.step_s:
-        note(
+        yield (
             f"warning: the kernels of a step take {format_seconds(result.step_s)}, but the host needs "
             f"{format_seconds(result.launch_s)} to launch them: a run will be slower than its plan; "
             "take a larger --batch-size"
@@ -193,7 +202,7 @@ def _warn_about_coverage(result: Profile) -> None:
     is_long_enough = result.step_s >= _MIN_STEP_S
     if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
         why = "in segments torch.compile can fuse less than in the whole model; or " if result.compiled else ""
-        note(
+        yield (
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
             f"{why}is something else running on this machine?"
         )

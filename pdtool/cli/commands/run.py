@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.commands.codegen import generated
 from pdtool.cli.console.output import print_json
-from pdtool.cli.console.terminal import note, show, training_progress
+from pdtool.cli.console.terminal import note, show
 from pdtool.errors import ArtifactError, StaleError, TargetMissedError, UsageError
-from pdtool.machines import Machines, is_first_worker, is_worker
+from pdtool.machines import Machines, is_first_worker, is_worker, usable_cores
 from pdtool.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Report
     from pdtool.cli.inputs import Inputs
@@ -29,13 +31,17 @@ _SAME_FOLDER = "the folder of -o"
 _MAX_LOADER_WORKERS = 1000  # more is a slip
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool run plans/digits-3.yaml --epochs 10 --target accuracy=0.98\n"
     "  pdtool run plans/digits-3.yaml -o runs/digits --epochs 20 --resume"
 )
 @click.argument("plan", required=False)
 @options.output("Folder of the run.  [default: a new one, runs/PLAN, runs/PLAN.2, ...]")
 @options.model
+@options.settings(
+    "Setting for those functions of model.py that have a parameter NAME, as optimizer(named_parameters, lr=0.1) has; "
+    "the plan holds as long as the model's operators stay the same. May be repeated."
+)
 @options.count("--epochs", help="Epochs in all.", default=1)
 @options.count(
     "--steps",
@@ -83,17 +89,26 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
     unset="what the profile's loading time needs, at most the cores; 0 if that is under 1 ms or 2 % of a minibatch's",
     within=click.IntRange(0, _MAX_LOADER_WORKERS),
 )
+@options.count(
+    "--threads", help="CPU threads of each worker.", unset="as many as the profile was measured with, at most the cores"
+)
+@options.count(
+    "--log-every", help="Updates between two lines where stderr is no terminal, which shows a bar.", unset="10 seconds"
+)
 @click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
 @click.option("--trust", is_flag=True, help="Run the stage files as they are, edited by hand or from elsewhere.")
 @options.machines
 @options.as_json
-def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **settings: Any) -> None:
+def run(
+    plan: str | None, dry_run: bool, as_json: bool, model: str | None, model_settings: tuple[str, ...], **settings: Any
+) -> None:
     """Train PLAN's stages, each on its workers."""
     from pdtool.cli.console.plan_view import worker_table
     from pdtool.cli.inputs import Inputs, rescheduled
+    from pdtool.cli.run_settings import with_settings
     from pdtool.run.config import Target
 
-    inputs = Inputs.load(options.candidate("plan", plan), model)
+    inputs = with_settings(Inputs.load(options.candidate("plan", plan), model), model_settings)
     changes = {name: settings.pop(name) for name in ("schedule", "microbatches", "weights", "update_every")}
     asked = rescheduled(inputs.plan, inputs.profile, **changes)
     settings["target"] = Target.parse(settings["target"]) if settings["target"] is not None else None
@@ -102,14 +117,23 @@ def run(plan: str | None, dry_run: bool, as_json: bool, model: str | None, **set
     if dry_run:
         show(worker_table(asked, settings["nnodes"]), err=False)
         return
-    config = replace(_config(inputs, _bundle(inputs, trust=settings["trust"]), settings), plan=asked)
-    config = _with_loader_workers(config, inputs.profile.loading_s, settings["loader_workers"])
-    report = _launched(config, inputs.profile)
+    config, report = trained(inputs, asked, settings)
     if is_first_worker(os.environ):
         _print_report(config, report, as_json)
     if report.target_reached is False:
         what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
         raise TargetMissedError(what, "give more --epochs, with --resume")
+
+
+def trained(inputs: Inputs, asked: Plan, settings: dict[str, Any]) -> tuple[RunConfig, Report]:
+    """Train, with the values of the command's options, and return what was run and what came of it.
+
+    Args:
+        asked: the plan of `inputs`, with the schedule that was asked for.
+    """
+    config = replace(_config(inputs, _bundle(inputs, trust=settings["trust"]), settings), plan=asked)
+    config = _with_loader_workers(config, inputs.profile.loading_s, settings["loader_workers"])
+    return config, _launched(config, inputs.profile, settings["log_every"])
 
 
 def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
@@ -174,7 +198,8 @@ def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConf
         resume=resume,
         timeout_s=parse_seconds(settings["timeout"]),
         delay_compensation=DelayCompensation.parse(correction) if correction else None,
-        threads=inputs.profile.threads,
+        threads=settings["threads"] or inputs.profile.threads,
+        threads_given=settings["threads"] is not None,
         machines=Machines(settings["nnodes"], settings["node_rank"], settings["rdzv_endpoint"]),
         check_stage_files=None if settings["trust"] else check,
         **{name: settings[name] for name in names},
@@ -219,28 +244,40 @@ def new_folder(path: Path) -> Path:
     return free
 
 
-def _launched(config: RunConfig, profile: Profile) -> Report:
+def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Report:
+    from pdtool.cli.training_progress import training_progress
     from pdtool.run.processes.launcher import launch
 
-    if is_first_worker(os.environ):
-        plan = config.plan
-        if config.target and config.target.interpretation:
-            note(config.target.interpretation)
-        note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
-        _note_crowding(config)
-        _note_another_seed(config)
-        _warn_about_predictions(config, profile)
-    with training_progress(config.epochs) as on_metrics:
-        return launch(config, on_metrics, note)
+    if not is_first_worker(os.environ):
+        return launch(config, notify=note)
+    with training_progress(config.out, config.epochs, log_every) as on_metrics:
+        return launch(config, on_metrics, note, partial(_note_start, config, profile))
+
+
+def _note_start(config: RunConfig, profile: Profile) -> None:
+    """Say what begins, and what is unusual about it."""
+    plan = config.plan
+    if config.target and config.target.interpretation:
+        note(config.target.interpretation)
+    note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
+    _note_crowding(config)
+    _note_another_seed(config)
+    _warn_about_predictions(config, profile)
 
 
 def _note_crowding(config: RunConfig) -> None:
     """Say it when the workers of this machine have more threads than it has cores, as the profile asks for."""
     from pdtool.run.processes.launcher import local_assignments
 
-    if config.threads is None or config.device == "cuda" or "OMP_NUM_THREADS" in os.environ or is_worker(os.environ):
+    if (
+        config.threads is None
+        or config.threads_given
+        or config.device == "cuda"
+        or "OMP_NUM_THREADS" in os.environ
+        or is_worker(os.environ)
+    ):
         return
-    workers, cores = len(local_assignments(config)), os.cpu_count() or 1
+    workers, cores = len(local_assignments(config)), len(usable_cores())
     fair_share = max(1, cores // workers)
     if config.threads > fair_share:
         note(

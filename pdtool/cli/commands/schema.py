@@ -6,12 +6,13 @@ import json
 
 import click
 
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import write_stdout
 
 KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "emulation", "checkpoint")
 
 
-@click.command(epilog="\b\nExamples:\n  pdtool schema plan\n  pdtool schema profile > profile.schema.json")
+@command(epilog="\b\nExamples:\n  pdtool schema plan\n  pdtool schema profile > profile.schema.json")
 @click.argument("kind", type=click.Choice(KINDS))
 def schema(kind: str) -> None:
     """Print the JSON Schema of an artifact."""

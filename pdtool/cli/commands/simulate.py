@@ -9,14 +9,16 @@ from pathlib import Path
 import click
 
 from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import show, status, write_stdout
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES
 
 _SWEEP_POINTS = 13
+_TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
 
 
-@click.command(
+@command(
     epilog="\b\nExamples:\n  pdtool simulate --trace trace.json\n"
     "  pdtool simulate plans/vgg16-4x4.yaml --sweep bandwidth=0.1..25Gbit/s --svg gain.svg"
 )
@@ -38,7 +40,7 @@ _SWEEP_POINTS = 13
     "--svg",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the timeline, or with --sweep the gain against bandwidth; - is stdout.",
+    help="Draw the timeline (filling, then two rounds), or with --sweep the gain against bandwidth; - is stdout.",
 )
 @click.option(
     "--sweep",
@@ -64,42 +66,38 @@ def simulate(
     """
     from pdtool.artifacts.chrome_trace import chrome_trace
     from pdtool.cli.console import simulation_view as views
-    from pdtool.cli.console import svg as pictures
     from pdtool.cli.console.output import write_text
     from pdtool.cli.inputs import planned
-    from pdtool.partition.comparison import compare
-    from pdtool.partition.comparison import sweep as over_bandwidths
-    from pdtool.partition.placement import Placement
-    from pdtool.partition.simulated_schedules import under_schedule
-    from pdtool.partition.simulator.engine import simulate as execute
-    from pdtool.partition.simulator.job import SimulationJob
+    from pdtool.partition.comparison import simulated
+    from pdtool.report.drawings.chart import gain_chart
+    from pdtool.report.drawings.timeline_drawing import timeline_drawing
+    from pdtool.report.simulated import simulated_group
+    from pdtool.units import format_seconds
 
     rates = _rates(sweep) if sweep else []
     piped = _is_piped(trace, svg, as_json)
     chosen, profile = planned(options.candidate("plan", plan))
-    name, cluster = schedule or chosen.schedule, chosen.cluster.cluster()
-    as_planned = Placement.of(chosen, profile)
-    is_planned = name == chosen.schedule
-    placement = as_planned if is_planned else under_schedule(as_planned, profile, name, chunks=2)
     with status("simulating"):
-        result = execute(SimulationJob.of(placement, profile, cluster, minibatches))
-        steady = execute(SimulationJob.of(placement, profile, cluster)) if minibatches else result
-        compared = compare(profile, chosen, against, placement, steady)
-        points = over_bandwidths(profile, chosen, rates) if rates else []
-    if as_json:
-        write_stdout(json.dumps(views.as_data(chosen, name, result, compared, points), indent=1) + "\n")
-    else:
-        show(*views.simulation_view(chosen, name, result), "", *views.comparison_view(compared), err=piped)
-        show(*(["", *views.sweep_view(points)] if points else []), err=piped)
+        simulation = simulated(chosen, profile, schedule, minibatches, against, rates)
+    name, result, points = simulation.schedule, simulation.result, simulation.sweep
     if trace:
         write_text(json.dumps(chrome_trace(result.named_events)), trace, "; open it in https://ui.perfetto.dev")
     if svg:
         title = f"{chosen.name} ({chosen.config}, {name})"
         if points:
-            picture = pictures.gain_svg(points, f"gain of {title} over data parallelism")
+            own = chosen.cluster.cluster().levels[0].bandwidth_bytes_per_s
+            picture = gain_chart(points, _GAIN_WIDTH, own, f"gain of {title} over data parallelism")
         else:
-            picture = pictures.timeline_svg(result, title)
-        write_text(picture, svg)
+            times = f"{title}, {format_seconds(result.time_per_minibatch_s)} per minibatch"
+            picture = timeline_drawing([simulated_group(result, simulation.shape, name, times)], _TIMELINE_WIDTH)
+        write_text(picture.standalone(), svg)
+    if as_json:
+        data = views.as_data(chosen, name, result, simulation.comparison, points)
+        write_stdout(json.dumps(data, indent=1) + "\n")
+    else:
+        compared = views.comparison_view(simulation.comparison)
+        show(*views.simulation_view(chosen, name, result), "", *compared, err=piped)
+        show(*(["", *views.sweep_view(points)] if points else []), err=piped)
 
 
 def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
@@ -114,12 +112,13 @@ def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
 def _rates(text: str) -> list[float]:
     """Read `bandwidth=0.1..25Gbit/s` as bandwidths in bytes per second; raises UsageError."""
     from pdtool.partition.comparison import bandwidth_grid
-    from pdtool.units import parse_bandwidth
+    from pdtool.units import format_bits_rate, parse_bandwidth
 
     match = re.fullmatch(r"bandwidth=([0-9.]+?)([A-Za-z/]*)\.\.([0-9.]+)([A-Za-z/]+)", text)
     if not match:
         raise UsageError(f"--sweep {text!r} is not a range of bandwidths", "write bandwidth=0.1..25Gbit/s")
     low, high = parse_bandwidth(match[1] + (match[2] or match[4])), parse_bandwidth(match[3] + match[4])
     if low >= high:
-        raise UsageError(f"--sweep {text!r} goes from {low:.4g} down to {high:.4g} bytes/s", "give the lower one first")
+        falls = f"goes from {format_bits_rate(low)} down to {format_bits_rate(high)}"
+        raise UsageError(f"--sweep {text!r} {falls}", "give the lower one first")
     return bandwidth_grid(low, high, _SWEEP_POINTS)

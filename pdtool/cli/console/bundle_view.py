@@ -13,12 +13,20 @@ def bundle_view(bundle: Bundle) -> Lines:
         takes, returns = ", ".join(stage.inputs), ", ".join(stage.outputs) or "the model's output"
         rows.append([stage.file, takes, returns, len(stage.parameters), len(stage.buffers)])
     title = f"{bundle.name}: minibatch of {bundle.batch_size}, proved by {bundle.proof}"
-    yield table(("file", "takes", "returns", "parameters", "buffers"), rows, names=3, title=title)
+    yield table(
+        ("file", "takes", "returns", "parameters", "buffers"),
+        rows,
+        names=3,
+        title=title,
+        drop=("buffers", "parameters"),
+    )
     tensors = []
     for tensor in bundle.tensors:
         producer = "data" if tensor.producer < 0 else f"stage {tensor.producer}"
         consumers, shape = ", ".join(f"stage {s}" for s in tensor.consumers), "×".join(map(str, tensor.shape))
         tensors.append([tensor.name, producer, consumers, shape, tensor.dtype, "yes" if tensor.gradient else "no"])
-    yield table(("tensor", "from", "to", "shape", "dtype", "gradient back"), tensors, names=6)
+    yield table(
+        ("tensor", "from", "to", "shape", "dtype", "gradient back"), tensors, names=6, drop=("dtype", "gradient back")
+    )
     for tied in bundle.tied:
         yield f"tied: {', '.join(f'{n} (stage {s})' for s, n in zip(tied.stages, tied.names, strict=True))}"

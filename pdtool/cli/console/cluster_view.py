@@ -23,5 +23,5 @@ def cluster_view(cluster: ClusterFile) -> Lines:
         for row, level, measured in zip(rows, cluster.levels, network.levels, strict=True):
             share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
             row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
-    yield table(columns, rows, title=title)
+    yield table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
     yield "bandwidth: of one member's link to the others of its level, each way at once, shared by its workers"

@@ -5,20 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdtool.cli.console.terminal import note, write_stdout
+from pdtool.cli.console.terminal import note, show, write_stdout
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import Artifact
+    from pdtool.cli.console.table import Lines
 
 
-def write_artifact(artifact: Artifact, path: str, *, as_json: bool) -> None:
-    """Write an artifact to `path` (`-` is stdout) and name the file on stderr.
+def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines = ()) -> None:
+    """Write an artifact to `path` (`-` is stdout), then print what it shows and name the file on stderr.
+
+    The file comes first: who reads what is printed, as `| head` does, may stop reading.
 
     Args:
         as_json: print the artifact's JSON on stdout as well.
+        view: the artifact for people.
     """
     if path != "-":
         artifact.save(path)
+    show(*view)
+    if path != "-":
         note(f"wrote {path}")
     if as_json:
         print_json(artifact)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from pdtool import schedule
-from pdtool.artifacts.plan import Plan, Predicted
+from pdtool.artifacts.plan import Plan, Predicted, Why
 from pdtool.cli.console.table import Lines, abbreviated, table
 from pdtool.errors import UsageError
 from pdtool.units import format_bytes, format_rate, format_seconds
@@ -16,6 +16,7 @@ _RIVALS = (
     "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline; "
     "`pdtool simulate` simulates the best plan of each strategy"
 )
+_MIN_GAP = 0.0005  # what is less rounds to 0.0%
 _MAX_DRAWN_WORKERS, _MAX_DRAWN_MINIBATCHES = 32, 1000
 
 
@@ -24,23 +25,34 @@ def plan_view(plan: Plan) -> Lines:
     predicted = None if plan.edited else plan.predicted
     yield _stage_table(plan, predicted)
     if plan.edited:
-        yield "edited by hand since its predictions were computed; run and codegen compute them again"
+        yield "?: the figures in the file are of another plan, which it was before it was edited"
     if predicted:
         yield from _speed(plan, predicted)
+        yield from _lack_of_memory(plan, predicted)
     if plan.strategy == "async-data-parallel":
         yield _asynchronous_note(plan)
-    if plan.why:
+    if plan.why and not plan.edited:
         yield f"bottleneck: {plan.why.bottleneck}"
-        if plan.why.lower_bound_s is not None:
-            yield (
-                "certificate: by the formulas none takes less than "
-                f"{format_seconds(plan.why.lower_bound_s)}, this one is within {plan.why.gap or 0:.1%} of that "
-                f"({plan.why.proof})"
-            )
-        for rival in plan.why.rivals:
-            yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch ({rival.why})"
-        if plan.why.rivals:
-            yield _RIVALS
+        yield from _certificate(plan.why)
+        yield from _rejected(plan.why)
+
+
+def _certificate(why: Why) -> Lines:
+    """Tell how fast any plan can be by the formulas, and why that is known."""
+    if why.lower_bound_s is not None:
+        bound = f"{format_seconds(why.lower_bound_s)} per minibatch"
+        takes = f"takes {why.gap:.1%} more" if why.gap and why.gap >= _MIN_GAP else "takes no more than that"
+        yield f"certificate: by the formulas no plan of the kind asked for takes less than {bound}; this one {takes}"
+        if why.proof:
+            yield f"proof: {why.proof}"
+
+
+def _rejected(why: Why) -> Lines:
+    for rival in why.rivals:
+        samples = f", {rival.samples_per_update} samples per update" if rival.samples_per_update else ""
+        yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch{samples} ({rival.why})"
+    if why.rivals:
+        yield _RIVALS
 
 
 def _stage_table(plan: Plan, predicted: Predicted | None) -> Table:
@@ -48,11 +60,11 @@ def _stage_table(plan: Plan, predicted: Predicted | None) -> Table:
     for s, stage in enumerate(plan.stages):
         figures = _stage_figures(predicted, s) if predicted else ["?"] * 4
         in_flight = f"{stage.in_flight}, recomputed" if stage.recompute else stage.in_flight
-        rows.append([s, abbreviated(stage.nodes), _ranges(stage.workers), in_flight, *figures])
+        rows.append([s, abbreviated(stage.nodes), ranges(stage.workers), in_flight, *figures])
     levels = ", ".join(f"{v.size} at {format_rate(v.bandwidth_bytes_per_s)}" for v in plan.cluster.levels)
     title = f"{plan.name}: {plan.config} on {levels}, schedule {plan.schedule}"
     columns = ("stage", "holds", "workers", "in flight", "compute", "all-reduce", "to next", "memory")
-    return table(columns, rows, names=3, title=title)
+    return table(columns, rows, names=3, title=title, drop=("to next", "all-reduce", "in flight"))
 
 
 def _stage_figures(predicted: Predicted, s: int) -> list[str]:
@@ -77,7 +89,7 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     """
     is_data_parallel = len(plan.stages) == 1 and plan.workers == plan.cluster.cluster().workers
     throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
-    gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism"
+    gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism ({plan.cluster.cluster().workers})"
     if is_data_parallel:
         gain = ", this is data parallelism"
     elif plan.strategy == "async-data-parallel":
@@ -87,6 +99,25 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {plan.batch_size}{by_formulas}"
     if simulated_s is not None:
         yield f"simulated: {format_seconds(simulated_s)} per minibatch{throughput}{gain if both else ''}"
+    yield from _samples_line(plan, is_data_parallel=is_data_parallel)
+
+
+def _lack_of_memory(plan: Plan, predicted: Predicted) -> Lines:
+    limit = plan.cluster.memory_bytes
+    for s, needed in enumerate(predicted.memory_bytes):
+        if limit is not None and needed > limit:
+            yield f"does not fit: stage {s} needs {format_bytes(needed)}, a worker has {format_bytes(limit)}"
+
+
+def _samples_line(plan: Plan, *, is_data_parallel: bool = False) -> Lines:
+    """Tell how many samples an update averages, where the plan says it, and how many one of data parallelism does."""
+    samples = plan.predicted and plan.predicted.samples_per_update
+    if not plan.predicted or not samples:
+        return
+    minibatches, kind = samples // plan.batch_size, "microbatches" if plan.flushes else "minibatches"
+    taken = f" ({minibatches} {kind} of {plan.batch_size})" if minibatches > 1 else ""
+    other = plan.predicted.data_parallel_samples_per_update
+    yield f"samples per update: {samples}{taken}" + (f"; data parallelism: {other}" if not is_data_parallel else "")
 
 
 def timeline(plan: Plan) -> str:
@@ -100,7 +131,7 @@ def timeline(plan: Plan) -> str:
     return schedule.draw(schedule.build(plan.schedule, shape, minibatches))
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Write contiguous numbers as `0-14`, others as `0,2,3`."""
     contiguous = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
     return f"{numbers[0]}-{numbers[-1]}" if contiguous else ",".join(map(str, numbers))
@@ -127,4 +158,4 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
         rows.append(
             [ranks[worker], machine, f"stage {s}, replica {k}", f"minibatches {minibatches}, ...", holds, worker]
         )
-    return table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5)
+    return table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5, drop=("worker", "of"))

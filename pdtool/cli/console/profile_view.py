@@ -32,7 +32,7 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     if profile.loading_s is not None:
         title += f"\nloading {format_seconds(profile.loading_s)} a minibatch"
     columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")
-    return table(columns, rows, names=2, title=title)
+    return table(columns, rows, names=2, title=title, drop=("output", "kind", "update", "parameters"))
 
 
 def _total_s(node: Node) -> float:

@@ -9,9 +9,12 @@ from rich.table import Table
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.cli.console.table import Lines, table
+from pdtool.cli.training_progress import validated
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
+_DIGITS = 12  # of a digest that are shown
 _MUCH_LOADING = 0.1  # of the first stage's time
+_COMPILED = "one epoch: the time that torch.compile took is part of these figures; train two or more to leave it out"
 _NOT_STEADY = "epochs of {minibatches} minibatches have no steady state: filling and draining are measured, too"
 
 
@@ -19,18 +22,20 @@ def report_view(report: Report) -> Lines:
     """Show where each stage's time went, and predicted beside measured."""
     yield _time_table(report)
     yield (
-        "waits: for messages of other stages, on their way or not made yet; averaging: waits for gradients of other "
-        "workers; data: loading, or waits for loader workers; rest: between actions"
+        "waits: for what other stages send, whether they still compute it or it is on its way; averaging: waits for "
+        "gradients of other workers; data: loading, or waits for loader workers; rest: between actions"
     )
     yield from _loading_limit(report)
     yield _prediction_table(report)
     yield f"per minibatch: {_compared(report)}"
     if not report.measured.is_steady:
         yield _NOT_STEADY.format(minibatches=report.minibatches)
+    if report.includes_compilation:
+        yield _COMPILED
     if report.is_crowded:
         yield _crowded(report.local_workers, report.cores)
     yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
-    yield "validation: " + ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
+    yield validated(report.metrics)
     if report.target:
         yield f"target {report.target}: {'reached' if report.target_reached else 'not reached'}"
 
@@ -60,7 +65,7 @@ def _time_table(report: Report) -> Table:
         f"{report.plan}: {report.config}, schedule {report.schedule}, {report.epochs} epoch(s) of {report.minibatches} "
         f"minibatches of {report.batch_size}\nwhere the time went, and how long a minibatch took:"
     )
-    return table(columns, rows, title=title)
+    return table(columns, rows, title=title, drop=("sending", "rest", "update", "backward", "forward", "replicas"))
 
 
 def _loading_limit(report: Report) -> Iterator[str]:
@@ -89,7 +94,7 @@ def _prediction_table(report: Report) -> Table:
         busy, sent = format_seconds(stage.busy_s), format_bytes(stage.sent_bytes)
         rows.append([s, compute, busy, memory, peak, stage.peak_versions, stage.peak_stashed, sent])
     columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
-    return table(columns, rows, title="per minibatch, and at most:")
+    return table(columns, rows, title="per minibatch, and at most:", drop=("sent", "stashed", "versions"))
 
 
 def _compared(report: Report) -> str:
@@ -100,7 +105,7 @@ def _compared(report: Report) -> str:
     predicted, measured_s = report.predicted, report.measured.bottleneck_s
     if not predicted:
         return f"measured {format_seconds(measured_s)}"
-    is_comparable = report.measured.is_steady and not report.is_crowded
+    is_comparable = report.measured.is_steady and not (report.is_crowded or report.includes_compilation)
     source, predicted_s = "simulated", predicted.simulated_s
     if predicted_s is None:
         source, predicted_s = "predicted", predicted.bottleneck_s
@@ -110,9 +115,8 @@ def _compared(report: Report) -> str:
 
 def checkpoint_view(manifest: CheckpointManifest) -> Lines:
     """List the metrics of the epoch, and the files."""
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items())
-    title = f"epoch {manifest.epoch}, seed {manifest.seed}: {metrics}"
-    rows = [[name, format_bytes(file.bytes), file.sha256] for name, file in manifest.files.items()]
+    title = f"epoch {manifest.epoch}, seed {manifest.seed}: {validated(manifest.metrics)}"
+    rows = [[name, format_bytes(file.bytes), file.sha256[:_DIGITS]] for name, file in manifest.files.items()]
     yield table(("file", "bytes", "sha256"), rows, title=title)
 
 
@@ -131,7 +135,8 @@ def emulation_view(emulation: Emulation) -> Lines:
     columns = ("emulated", "plan", "per minibatch", "simulated", "error", "samples/s", "gain", "sent")
     cluster = emulation.cluster.cluster()
     speeds = ", ".join(format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels)
-    yield table(columns, rows, names=2, title=f"{emulation.plan}: {cluster.topology} at {speeds}")
+    title, drop = f"{emulation.plan}: {cluster.topology} at {speeds}", ("sent", "samples/s", "simulated")
+    yield table(columns, rows, names=2, title=title, drop=drop)
     scaled = f"; bytes and bandwidths / {emulation.scale:g}, times x {emulation.slowdown:g}"
     if emulation.compute == "sleep":
         yield f"workers slept the times of the profile{scaled}"

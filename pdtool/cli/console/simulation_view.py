@@ -61,7 +61,7 @@ def comparison_view(comparison: Comparison) -> Lines:
         sent = format_bytes(row.sent_bytes)
         rows.append([row.label, _shortened(row.config), speed, gain, row.samples_per_update, memory, sent])
     columns = ("in steady state", "plan", "samples/s", "this plan's gain", "samples per update", "most memory", "sent")
-    yield table(columns, rows, names=2)
+    yield table(columns, rows, names=2, drop=("samples per update", "sent", "samples/s"))
     yield "samples per update: of the stage that takes most; sent: by all workers for one minibatch"
     yield from comparison.left_out
 

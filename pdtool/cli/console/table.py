@@ -1,17 +1,21 @@
-"""Tables of words and figures, and the console that prints them."""
+"""Tables of words and figures that fit the terminal, and the console that prints them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from pdtool.cli.console.printable import printable
+from pdtool.printable import printable
 
 Lines = Iterable[Table | str]  # what a view of an artifact yields: tables, and lines of text between them
+_GAP = 2  # spaces between columns
+_EASY_TO_READ = 16  # characters: a column of words is not made narrower while another column can be left out
 
 
 class PlainConsole(Console):
@@ -22,14 +26,116 @@ class PlainConsole(Console):
         return super().render_str(printable(text), **{**options, "markup": False, "emoji": False})
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, names: int = 1, title: str = "") -> Table:
-    """Make a table whose first `names` columns are words and whose other columns are figures."""
-    grid = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, column in enumerate(columns):
-        grid.add_column(column, justify="left" if index < names else "right", overflow="fold", no_wrap=index >= names)
-    for row in rows:
-        grid.add_row(*(str(cell) for cell in row))
-    return grid
+class FittedTable(Table):
+    """A table that leaves out columns where the terminal is too narrow for all, and says which.
+
+    Words are broken between them, never in them, and figures never: where nothing is left to leave out, the table is
+    wider than the terminal.
+
+    Args:
+        names: of the columns that hold words; figures are the others'.
+        drop: names of columns, those first that are left out first.
+    """
+
+    def __init__(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: int, drop: Sequence[str], title: str
+    ) -> None:
+        super().__init__()
+        self._columns, self._cells, self._names = columns, rows, names
+        self._droppable, self._heading = drop, title
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the columns that fit."""
+        shown = self._fitting(options.max_width)
+        if self._heading:
+            yield self._sentence(console, self._heading, "italic")
+        widths = self._widths(shown, options.max_width)
+        for number, row in enumerate((self._columns, *self._cells)):
+            for line in self._lines(row, widths):
+                yield Text(line, style="" if number else "bold", no_wrap=True, overflow="ignore")
+        if left_out := [name for index, name in enumerate(self._columns) if index not in shown]:
+            note = f"(not shown in {options.max_width} columns: {', '.join(left_out)})"
+            yield self._sentence(console, note, "dim")
+
+    def _sentence(self, console: Console, text: str, style: str) -> Text:
+        """Return a line above or below; it is broken on a terminal only: whoever reads a pipe finds it whole."""
+        is_wrapped = console.is_terminal
+        return Text(printable(text), style=style, no_wrap=not is_wrapped, overflow="fold" if is_wrapped else "ignore")
+
+    def _fitting(self, width: int) -> list[int]:
+        """Return the numbers of the columns that fit, leaving out as few as are needed, and equal figures first."""
+        shown = list(range(len(self._columns)))
+        for name in sorted(self._droppable, key=self._tells_rows_apart):
+            if sum(self._needed(index, _EASY_TO_READ) + _GAP for index in shown) - _GAP <= width:
+                break
+            shown = [index for index in shown if self._columns[index] != name]
+        return shown
+
+    def _tells_rows_apart(self, column: str) -> bool:
+        """Whether a column says something else of one row than of another."""
+        index = self._columns.index(column)
+        return len({row[index] for row in self._cells}) > 1
+
+    def _needed(self, index: int, broken_to: int | None) -> int:
+        """Return the characters that a column needs; of words, where they are broken to lines of `broken_to`."""
+        cells = [printable(cell) for cell in (self._columns[index], *(row[index] for row in self._cells))]
+        whole = max(cell_len(cell) for cell in cells)
+        if index >= self._names or broken_to is None:
+            return whole
+        longest_word = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
+        return max(longest_word, min(whole, broken_to))
+
+    def _widths(self, shown: Sequence[int], width: int) -> dict[int, int]:
+        """Return the characters of each column; the widest columns of words give way until all fit."""
+        widths = {index: self._needed(index, None) for index in shown}
+        least = {index: self._needed(index, 0) for index in shown}
+        while sum(widths.values()) + _GAP * (len(shown) - 1) > width:
+            can_give = [index for index in shown if widths[index] > least[index]]
+            if not can_give:
+                break
+            widths[max(can_give, key=lambda index: widths[index])] -= 1
+        return widths
+
+    def _lines(self, row: Sequence[str], widths: dict[int, int]) -> Iterator[str]:
+        """Write a row, on as many lines as its words need."""
+        columns = [wrapped(printable(row[index]), width) for index, width in widths.items()]
+        for parts in zip_longest(*columns, fillvalue=""):
+            padded = []
+            for part, (index, width) in zip(parts, widths.items(), strict=True):
+                space = " " * (width - cell_len(part))
+                padded.append(part + space if index < self._names else space + part)
+            yield (" " * _GAP).join(padded).rstrip()
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Break a text between words so that no line but that of a longer word has more than `width` characters."""
+    if cell_len(text) <= width:
+        return [text]
+    lines = [""]
+    for word in text.split():
+        extended = f"{lines[-1]} {word}".lstrip()
+        if lines[-1] and cell_len(extended) > width:
+            lines.append(word)
+        else:
+            lines[-1] = extended
+    return lines
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    names: int = 1,
+    title: str = "",
+    drop: Sequence[str] = (),
+) -> Table:
+    """Make a table whose first `names` columns are words and whose other columns are figures.
+
+    Args:
+        drop: names of columns that a narrow terminal can do without, those first that matter least.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    return FittedTable(columns, cells, names=names, drop=drop, title=title)
 
 
 def abbreviated(names: Sequence[str]) -> str:

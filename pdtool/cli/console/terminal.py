@@ -5,26 +5,34 @@ All that pdtool prints goes through here, and nothing of it is obeyed by the ter
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
 
 import click
 
-from pdtool.cli.console.printable import printable
+from pdtool.cli.command_line.verbosity import Verbosity
+from pdtool.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 OnProgress = Callable[[int, int], None]  # called with (done, total)
-OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
-_FILE_COLUMNS = 160  # width of a table that goes to a file: names are not broken
+_NEVER_QUIET = ("error: ", "warning: ", "interrupted")
+_COLUMNS = 80  # of a table where no terminal and no COLUMNS says how wide it is
 
 
 def note(text: str) -> None:
-    """Print a line on stderr."""
-    click.echo(printable(text), err=True)
+    """Print a line on stderr, with -q only errors and warnings.
+
+    Where nobody reads it any more, as behind `2>&1 | head`, the work goes on.
+    """
+    if Verbosity.is_quiet and not text.startswith(_NEVER_QUIET):
+        return
+    with suppress(BrokenPipeError):
+        click.echo(printable(text), err=True)
 
 
 def write_stdout(text: str) -> None:
@@ -33,11 +41,17 @@ def write_stdout(text: str) -> None:
 
 
 def console(*, err: bool) -> Console:
-    """Return a rich console on stderr or stdout; wide and without colours when that is no terminal."""
+    """Return a rich console on stderr or stdout, as wide as it is; without colours when that is no terminal."""
     from pdtool.cli.console.table import PlainConsole
 
     stream = sys.stderr if err else sys.stdout
-    return PlainConsole(file=stream, width=None if stream.isatty() else _FILE_COLUMNS, highlight=False)
+    return PlainConsole(file=stream, width=None if stream.isatty() else _columns(), highlight=False)
+
+
+def _columns() -> int:
+    """Return the width of tables that go into a file or a pipe: COLUMNS, where it is set."""
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if asked.isdecimal() and int(asked) else _COLUMNS
 
 
 def show(*parts: RenderableType, err: bool = True) -> None:
@@ -45,11 +59,12 @@ def show(*parts: RenderableType, err: bool = True) -> None:
     target = console(err=err)
     with target.capture() as capture:
         for part in parts:
-            target.print(part, soft_wrap=isinstance(part, str))
+            target.print(part, soft_wrap=isinstance(part, str), crop=False)
     text = capture.get()
     if not target.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-    click.echo(text, err=err, nl=False)
+    with suppress(BrokenPipeError) if err else nullcontext():
+        click.echo(text, err=err, nl=False)
 
 
 @contextmanager
@@ -77,36 +92,8 @@ def status(label: str) -> Iterator[Callable[[str], None]]:
         yield lambda step: line.update(Text(printable(step)))
 
 
-@contextmanager
-def training_progress(epochs: int) -> Iterator[OnEvent]:
-    """Show a line for each epoch; on a terminal also a bar of the updates."""
-    if not sys.stderr.isatty():
-        yield lambda event: note(_validation_line(event)) if event["split"] == "valid" else None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=console(err=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def on_event(event: dict[str, Any]) -> None:
-            if event["split"] == "valid":
-                bar.console.print(_validation_line(event))
-                bar.update(task, total=event["step"] / event["epoch"] * epochs)
-            else:
-                label = f"epoch {event['epoch']}/{epochs}  loss {event['loss']:.4f}"
-                bar.update(task, description=label, completed=event["step"])
-
-        yield on_event
-
-
 def _description(text: str) -> str:
     """Write a text for a progress bar, which reads markup."""
     from rich.markup import escape
 
     return escape(printable(text))
-
-
-def _validation_line(event: dict[str, Any]) -> str:
-    """Write a validation line of metrics.jsonl as `epoch 3: loss 0.1234, accuracy 0.9810`."""
-    figures = [f"{k} {v:.4f}" for k, v in event.items() if k not in ("split", "epoch", "step")]
-    return f"epoch {event['epoch']}: {', '.join(figures)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -100,7 +101,7 @@ class DataFunctions(UserFile):
         Raises:
             ModelError: it fails, or gives something else than numbers.
         """
-        returned = self.call(self.module.sampler, data, epoch)
+        returned = self.call_with_settings("sampler", data, epoch)
         try:
             return [operator.index(index) for index in returned]
         except TypeError as error:
@@ -125,4 +126,5 @@ class DataFunctions(UserFile):
         Raises:
             ModelError: a sample does not go with the others, or there is no pair of them.
         """
-        return collate(self.path, samples, indices, name, self.module.collate if self.has("collate") else None)
+        function = partial(self.module.collate, **self.settings_of("collate")) if self.has("collate") else None
+        return collate(self.path, samples, indices, name, function)

@@ -33,7 +33,7 @@ class TrainingFunctions(UserFile):
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the user's loss: a tensor of one element, the mean over the minibatch."""
-        value = self.call(self.function("loss"), output, target)
+        value = self.call_with_settings("loss", output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise self.error_in("loss", f"loss() returned {shape}, not a scalar tensor")
@@ -41,7 +41,7 @@ class TrainingFunctions(UserFile):
 
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
         """Make the user's optimizer over all parameters of the model, under their original names."""
-        returned = self.call(self.function("optimizer"), named_parameters)
+        returned = self.call_with_settings("optimizer", named_parameters)
         try:
             return check_optimizer(returned)
         except FieldError as fault:
@@ -56,7 +56,7 @@ class TrainingFunctions(UserFile):
         if not self.has("scheduler"):
             return None
         total = [total_steps] if self.scheduler_takes_total else []
-        scheduler = self.call(self.module.scheduler, optimizer, *total)
+        scheduler = self.call_with_settings("scheduler", optimizer, *total)
         if not callable(getattr(scheduler, "step", None)):
             raise self.error(f"scheduler() returned {type(scheduler).__name__}, not an LRScheduler")
         return scheduler  # type: ignore[no-any-return]
@@ -70,7 +70,7 @@ class TrainingFunctions(UserFile):
         """Call the user's function, if there is one, with parameters after their update number `update`, from 1."""
         if self.has("after_update"):
             with torch.no_grad():
-                self.call(self.module.after_update, named_parameters, update)
+                self.call_with_settings("after_update", named_parameters, update)
 
     def metrics(self, output: Any, target: Any) -> dict[str, tuple[Any, float]]:
         """Return the user's metrics as {name: (sum, count)}; {} without any.
@@ -79,7 +79,7 @@ class TrainingFunctions(UserFile):
         """
         if not self.has("metrics"):
             return {}
-        returned = self.call(self.module.metrics, output, target)
+        returned = self.call_with_settings("metrics", output, target)
         as_sum = _tensor_or_number if self.has("summarize_metrics") else float
         try:
             metrics = {str(name): (as_sum(total), float(number)) for name, (total, number) in returned.items()}
@@ -97,7 +97,7 @@ class TrainingFunctions(UserFile):
         """
         if not self.has("summarize_metrics"):
             return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
-        returned = self.call(self.module.summarize_metrics, dict(totals))
+        returned = self.call_with_settings("summarize_metrics", dict(totals))
         try:
             figures = {str(name): float(value) for name, value in returned.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:

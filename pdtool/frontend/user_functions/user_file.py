@@ -5,13 +5,30 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError
+from pdtool.frontend.training_contract import takes_total
 from pdtool.frontend.user_code import definition_line, error_at
+
+Setting = str | int | float | bool
+DATA_FUNCTIONS = {"example_inputs": 1, "dataset": 1}
+# Functions that take settings besides what pdtool passes them, so many arguments.
+OWN_ARGUMENTS = {
+    **DATA_FUNCTIONS,
+    "collate": 1,
+    "sampler": 2,
+    "loss": 2,
+    "optimizer": 1,
+    "scheduler": 1,
+    "metrics": 2,
+    "summarize_metrics": 1,
+    "after_update": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -48,11 +65,32 @@ class UserFile:
             name = getattr(function, "__name__", type(function).__name__)  # nn.CrossEntropyLoss() has none
             raise self.error_at(error, f"{name}()") from error
 
-    def call_with_settings(self, name: str, argument: Any) -> Any:
-        """Call a function of the file with its one argument, and with those settings that it has parameters for."""
-        function, settings = self.function(name), self.ref.settings
-        parameters = list(inspect.signature(function).parameters)[1:] if settings else []
-        return self.call(function, argument, **{key: settings[key] for key in parameters if key in settings})
+    def call_with_settings(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the file with its arguments, and with those settings that it has parameters for."""
+        return self.call(self.function(name), *arguments, **self.settings_of(name))
+
+    def settings_of(self, name: str) -> dict[str, Setting]:
+        """Return the settings that a function of OWN_ARGUMENTS takes; none where the file does not define it."""
+        if name not in self._settings_of:
+            settings = self.ref.settings
+            taken = self.parameters(name) if settings and self.has(name) else ()
+            self._settings_of[name] = {key: settings[key] for key in taken if key in settings}
+        return self._settings_of[name]
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        """Return the names of those parameters of a function that a setting may be for: not of what pdtool passes."""
+        try:
+            parameters = list(inspect.signature(self.function(name)).parameters.values())[OWN_ARGUMENTS[name] :]
+        except (TypeError, ValueError):  # of a function in C
+            return ()
+        if name == "scheduler" and takes_total(self.function(name)):
+            parameters = parameters[1:]
+        return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+    @cached_property
+    def _settings_of(self) -> dict[str, dict[str, Setting]]:
+        """The settings that functions take, by function: some are called for each minibatch."""
+        return {}
 
     def error(self, what: str, remedy: str = "") -> ModelError:
         """Make an error whose text begins with the file's name."""

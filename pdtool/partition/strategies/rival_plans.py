@@ -23,11 +23,9 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.partition.placement import Placement
 from pdtool.partition.planner import make_plan, refresh
 from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY
 from pdtool.partition.search.search import PlanSearch, SearchOptions
-from pdtool.partition.stage_loads import tied_bytes
 from pdtool.partition.strategies.strategy_options import strategy_options
 from pdtool.schedule import RIVALS, STRATEGIES, is_asynchronous
 
@@ -52,11 +50,6 @@ def fits(plan: Plan, cluster: Cluster) -> bool:
     """Whether every worker has the memory that the plan takes by the formulas."""
     needed = max(plan.predicted.memory_bytes) if plan.predicted else 0
     return cluster.memory_bytes is None or needed <= cluster.memory_bytes
-
-
-def samples_per_update(placement: Placement, profile: Profile) -> int:
-    """Return the samples whose gradients an update averages, at the stage where these are most."""
-    return profile.batch_size * max(placement.shape(tied_bytes(profile, placement.stages)).update_every)
 
 
 def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Plan:

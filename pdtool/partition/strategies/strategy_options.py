@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdtool.artifacts.plan import MAX_IN_FLIGHT
 from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
 from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY
@@ -61,6 +62,46 @@ def strategy_options(
     if options.replicas:
         _check_replicas(options, cluster)
     return options
+
+
+def of_global_batch_size(
+    samples: int,
+    batch_size: int,
+    strategy: str,
+    *,
+    schedule: str | None = None,
+    microbatches: int | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the schedule and the microbatches with which an update averages so many samples.
+
+    Args:
+        samples: in one update.
+        batch_size: of a minibatch, as profiled; a microbatch has the same.
+        strategy, schedule, microbatches: what is asked for besides.
+
+    Raises:
+        UsageError: minibatches do not make up that number, or what is asked for does not flush.
+    """
+    asked = f"--global-batch-size {samples}"
+    if microbatches:
+        raise UsageError(f"{asked} together with --microbatches {microbatches}", "give one of them")
+    if STRATEGIES[strategy].schedule not in (None, "gpipe"):
+        raise UsageError(f"{asked} with --strategy {strategy}, whose updates have a size of their own", "leave it out")
+    schedule = schedule or STRATEGIES[strategy].schedule or "1f1b-flush"
+    if schedule == "auto" or is_asynchronous(schedule):
+        flushing = ", ".join(name for name in SCHEDULES if not is_asynchronous(name))
+        raise UsageError(f"{asked} with --schedule {schedule}, which does not flush", f"choose of {flushing}")
+    count, rest = divmod(samples, batch_size)
+    if rest or not count:
+        near = " or ".join(str(batch_size * n) for n in (count, count + 1) if n)
+        remedy = f"give {near}, or profile with a --batch-size that divides {samples}"
+        raise UsageError(f"{asked} is no multiple of the minibatch of {batch_size} that was profiled", remedy)
+    if count > MAX_IN_FLIGHT:
+        raise UsageError(
+            f"{asked} is {count} minibatches of {batch_size}", f"give at most {MAX_IN_FLIGHT * batch_size}"
+        )
+    return {"schedule": schedule, "microbatches": count}
 
 
 def _check_replicas(options: SearchOptions, cluster: Cluster) -> None:

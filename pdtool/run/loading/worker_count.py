@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from pdtool.artifacts.plan import Plan
+from pdtool.machines import usable_cores
 from pdtool.run.config import RunConfig
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.units import format_seconds
@@ -50,7 +50,9 @@ class LoadingCost:
         need = "none is needed" if not self.workers else f"{_loader_workers(self.workers)} {_suffice(self.workers)}"
         used = "" if workers == self.workers else f"; {workers} {'is' if workers == 1 else 'are'} used"
         if 0 < workers < self.workers:
-            used += f", of {os.cpu_count()} cores here: more --loader-workers help where loading waits for a network"
+            used += (
+                f", of {len(usable_cores())} cores here: more --loader-workers help where loading waits for a network"
+            )
         return (
             f"loading takes {format_seconds(self.loading_s)} a minibatch, and each replica of the first stage takes "
             f"one every {format_seconds(self.period_s)}: {need}{used}"
@@ -64,7 +66,7 @@ def at_most_the_cores(workers: int, config: RunConfig) -> int:
         workers: that the replica could use.
     """
     replicas_here = math.ceil(config.plan.stages[0].replicas / config.machines.count)
-    return min(workers, max(1, (os.cpu_count() or 1) // replicas_here))
+    return min(workers, max(1, len(usable_cores()) // replicas_here))
 
 
 def usable_workers(asked: int, loaders: Collection[MinibatchLoader]) -> tuple[int, str]:

@@ -41,6 +41,7 @@ def assemble_report(
     samples: int,
     cores: int | None,
     local_workers: int,
+    includes_compilation: bool = False,
 ) -> Report:
     """Return the report of a run.
 
@@ -48,8 +49,9 @@ def assemble_report(
         metrics: of the last validation.
         epochs: epochs trained in all, those before a resume included.
         samples: of an epoch.
-        cores: of this machine; None where GPUs compute.
+        cores: of this machine that its workers may use; None where GPUs compute.
         local_workers: on this machine.
+        includes_compilation: whether the only epoch is the one that compiles.
     """
     plan = config.plan
     timed = workers[0].epochs
@@ -67,6 +69,7 @@ def assemble_report(
         throughput_samples_per_s=timed.samples / train_s if train_s else 0.0,
         target=str(config.target) if config.target else None,
         target_reached=config.target.is_reached(metrics) if config.target else None,
+        settings=dict(config.model.settings),
         metrics=dict(metrics),
         predicted=plan.predicted,
         measured=Measured(
@@ -77,6 +80,7 @@ def assemble_report(
         stages=tuple(_stage_report([w for w in workers if w.stage == s]) for s in range(plan.pipeline_depth)),
         cores=cores,
         local_workers=local_workers,
+        includes_compilation=includes_compilation,
         digests=dict(config.bundle.digests),
     )
 

@@ -1,11 +1,18 @@
-"""metrics.jsonl: one line per update and one per validation, written by one worker of the last stage."""
+"""metrics.jsonl: one line per update and one per validation, written by one worker of the last stage.
+
+Lines of updates have `epoch`, `step`, `loss` (the training loss), `time` (Unix time, in seconds), `lr` (of the first
+parameter group; null where it is not known) and `samples_per_s` (since the line before, or the beginning of the epoch);
+those of validations have `epoch`, `step`, `time`, `loss` (the validation loss) and the metrics.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,10 +22,15 @@ from pdtool.errors import ArtifactError, PdtoolError
 
 METRICS_FILE = "metrics.jsonl"
 _POLL_S = 0.1
+_FLUSH_S = 0.1  # between writes, while updates take less
+_MIN_INTERVAL_S = 1e-9  # so that a rate is finite
+_DIGITS = 3  # of times and rates, after the point
 
 
 class MetricsLog:
     """Appends lines to metrics.jsonl; of a resumed run, lines of epochs that it trains again are dropped first.
+
+    Lines that come quickly are written together, so that an update costs a microsecond, and no write.
 
     Raises:
         ArtifactError: the file of the run that is resumed holds something else than metrics.
@@ -29,20 +41,62 @@ class MetricsLog:
         kept = [line for line in read_metrics(self._path) if line["epoch"] <= epochs_done] if epochs_done else []
         with replacing(self._path) as file:  # another file, so that a reader sees where the new lines begin
             file.write("".join(map(_as_line, kept)).encode())
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._unwritten: list[dict[str, Any]] = []
+        self._flushed_s = self._update_s = -math.inf  # of time.perf_counter
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Write one line, which readers see at once; raises PdtoolError when the file is gone or cannot be written."""
-        if not os.fstat(self._file.fileno()).st_nlink:
-            raise PdtoolError(f"{self._path} was removed while the run wrote to it", "leave the run's folder alone")
-        try:
-            self._file.write(_as_line(line))
-        except OSError as error:
-            raise PdtoolError(f"{self._path} cannot be written ({error.strerror})", "free some space") from error
+    def epoch_begins(self) -> None:
+        """Take the time from now on for `samples_per_s`."""
+        self._update_s = time.perf_counter()
+
+    def add_update(self, *, epoch: int, step: int, loss: float, lr: float | None, samples: float) -> None:
+        """Add a line for an update, and write what is due; raises PdtoolError when the file cannot be written.
+
+        Args:
+            loss: mean over the samples of the update.
+        """
+        now_s = time.perf_counter()
+        rate = samples / max(now_s - self._update_s, _MIN_INTERVAL_S)
+        self._update_s = now_s
+        self._unwritten.append(
+            {
+                "split": "train",
+                "epoch": epoch,
+                "step": step,
+                "loss": loss,
+                "time": round(time.time(), _DIGITS),
+                "lr": lr,
+                "samples_per_s": round(rate, _DIGITS),
+            }
+        )
+        if now_s - self._flushed_s >= _FLUSH_S:
+            self._flush()
+
+    def add_validation(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a line for a validation, after all before it; errors as of `add_update`."""
+        line = {"split": "valid", "epoch": epoch, "step": step, "time": round(time.time(), _DIGITS)}
+        self._unwritten.append({**line, **metrics})
+        self._flush()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write what is left, and close the file; errors as of `add_update`."""
+        try:
+            if self._unwritten:
+                self._flush()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        """Write all lines, which readers see at once."""
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise PdtoolError(f"{self._path} was removed while the run wrote to it", "leave the run's folder alone")
+        lines, self._unwritten = self._unwritten, []
+        try:
+            self._file.write("".join(map(_as_line, lines)))
+            self._file.flush()
+        except OSError as error:
+            raise PdtoolError(f"{self._path} cannot be written ({error.strerror})", "free some space") from error
+        self._flushed_s = time.perf_counter()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -88,15 +142,24 @@ class GrowingFile:
 
 
 @contextmanager
-def following_metrics(out: Path, on_line: Callable[[dict[str, Any]], None], *, after: int) -> Iterator[None]:
-    """Call `on_line` in a thread with each line of epochs later than `after`, as it is written."""
+def following_metrics(
+    out: Path, on_line: Callable[[dict[str, Any]], None] | None, *, after: int, poll_s: float | None = None
+) -> Iterator[None]:
+    """Call `on_line` in a thread with each line of epochs later than `after`, soon after it is written.
+
+    Args:
+        poll_s: seconds between two looks at the file.
+    """
+    if on_line is None:
+        yield
+        return
     path, is_over = out / METRICS_FILE, threading.Event()
     file = GrowingFile(path)
 
     def follow() -> None:
         is_last = False
         while not is_last:
-            is_last = is_over.wait(_POLL_S)
+            is_last = is_over.wait(poll_s or _POLL_S)
             for line in file.new_lines():
                 with suppress(ArtifactError):  # not written by this run
                     metrics = _parse(line, path)

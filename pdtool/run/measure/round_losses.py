@@ -29,11 +29,13 @@ class RoundLoss:
         step: number of the update that ends the round, from 1.
         total: sum of the loss over the samples, in minibatches.
         weight: number of these samples, in minibatches.
+        lr: learning rate of that update; None where it is not known.
     """
 
     step: int
     total: float
     weight: float
+    lr: float | None = None
 
 
 class LossReader:
@@ -52,18 +54,21 @@ class LossReader:
         """Start reading the loss of a minibatch, a scalar."""
         self._copies[minibatch] = _HostCopy(loss.detach())
 
-    def end_round(self, step: int, weights: Mapping[int, float], epoch: int) -> RoundLoss | None:
+    def end_round(
+        self, step: int, weights: Mapping[int, float], epoch: int, lr: float | None = None
+    ) -> RoundLoss | None:
         """End a round; return the one that can be read now, which is the one before on a GPU.
 
         Args:
             step: number of the update that ends the round.
             weights: minibatch of the round -> its samples over those of a full one.
+            lr: learning rate of that update.
 
         Raises:
             PdtoolError: a loss is not a number.
         """
         copies = {i: self._copies.pop(i) for i in weights if i in self._copies}
-        ended = _Round(step, epoch, dict(weights), copies)
+        ended = _Round(step, epoch, dict(weights), copies, lr)
         due, self._unread = (self._unread, ended) if self._is_late else (ended, None)
         return due.read() if due else None
 
@@ -106,6 +111,7 @@ class _Round:
     epoch: int
     weights: dict[int, float]
     copies: dict[int, _HostCopy]
+    lr: float | None
 
     def read(self) -> RoundLoss:
         total = 0.0
@@ -117,4 +123,4 @@ class _Round:
                     "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
                 )
             total += self.weights[i] * loss
-        return RoundLoss(self.step, total, sum(self.weights.values()))
+        return RoundLoss(self.step, total, sum(self.weights.values()), self.lr)

@@ -17,7 +17,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +32,28 @@ from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError
 from pdtool.frontend.precision import check_autocast
 from pdtool.machine_rendezvous import gather_machines
-from pdtool.machines import end_with_parent, is_started_by_torchrun, worker_environment
+from pdtool.machines import end_with_parent, is_started_by_torchrun, usable_cores, worker_environment
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.measure.metrics_log import following_metrics
 from pdtool.run.processes.collectives import short_reason
 from pdtool.run.processes.diagnosis import diagnose, fork_server_end
 from pdtool.run.processes.reaper import Reaper
+from pdtool.run.processes.run_record import recorded, update_record
 from pdtool.run.processes.shared_memory_files import (
     name_semaphores_after_this_process,
     remove_counters,
     remove_stale_semaphores,
 )
 from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
-from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, stop_message
+from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, stop_message, stop_name
 from pdtool.run.processes.worker_main import run_worker, worker_main
-from pdtool.run.run_folder import locked
+from pdtool.run.run_folder import PLAN_FILE, locked
 from pdtool.schedule import build, is_asynchronous, validate
 
 _GRACE_S = 2.0  # for workers to end after one has failed
 _POLL_S = 0.2
+_POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, by a process that trains
 _NO_FORK_SERVER = "unexpected EOF"  # multiprocessing's error where it waits for the number of a new process
 # What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
 _PRELOADED = ["torch", "torch._dynamo", "pdtool.run.processes.worker_main"]
@@ -61,12 +63,14 @@ def launch(
     config: RunConfig,
     on_metrics: Callable[[dict[str, Any]], None] | None = None,
     notify: Callable[[str], None] = lambda line: None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> Report:
     """Run to the end.
 
     Args:
         on_metrics: called in a thread with each line of metrics.jsonl as it is written.
         notify: called with a line for the user: for which machine this one waits, how to go on after a signal.
+        on_start: called once nothing is left to refuse, before the first worker starts.
 
     Raises:
         WorkerDiedError: a worker ended or did not answer; rank, stage and minibatch are named, all others are gone.
@@ -83,20 +87,35 @@ def launch(
             end_with_parent()
             _forget_threads_of_torchrun()
         os.environ.update(environment)
-        with locked(config.out) if os.environ["RANK"] == "0" else nullcontext():
-            return run_worker(config)
-    with locked(config.out) if config.machines.node_rank == 0 else nullcontext():
-        return _launch_workers(config, epochs_done, on_metrics, notify)
+        with _in_folder(config, epochs_done, is_first=os.environ["RANK"] == "0"):
+            on_start()
+            with following_metrics(config.out, on_metrics, after=epochs_done, poll_s=_POLL_IN_WORKER_S):
+                return run_worker(config)
+    local = local_assignments(config)
+    with _in_folder(config, epochs_done, is_first=config.machines.node_rank == 0):
+        on_start()
+        return _launch_workers(config, local, epochs_done, on_metrics, notify)
+
+
+@contextmanager
+def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterator[None]:
+    """Hold the run's folder, and record in it how the run ends: a matter of the first machine."""
+    if not is_first:
+        yield
+        return
+    with locked(config.out), recorded(config, epochs_done):
+        config.plan.save(config.out / PLAN_FILE)
+        yield
 
 
 def _launch_workers(
     config: RunConfig,
+    local: Sequence[RankAssignment],
     epochs_done: int,
     on_metrics: Callable[[dict[str, Any]], None] | None,
     notify: Callable[[str], None],
 ) -> Report:
     """Start the workers of this machine and wait for their end."""
-    local = local_assignments(config)
     gather_machines(config.machines, config.timeout_s, notify)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
     remove_stale_semaphores()
@@ -108,7 +127,7 @@ def _launch_workers(
         with (
             handling_signals() as hand_over,
             _start_errors_explained(),
-            following_metrics(config.out, on_metrics, after=epochs_done) if on_metrics else nullcontext(),
+            following_metrics(config.out, on_metrics, after=epochs_done),
             closing(Reaper()) as reaper,
             _killing_stragglers(config, local, reaper),
             _logging_disabled(),
@@ -133,6 +152,8 @@ def _launch_workers(
     finally:
         _remove_counters(config.out, local)
     if stop_signal:
+        if config.machines.node_rank == 0:
+            update_record(config.out, end="stopped", reason=stop_name(stop_signal))
         with suppress(OSError):  # of a terminal that has hung up
             notify(stop_message(stop_signal, config.out))
         end_by_signal(stop_signal)
@@ -146,8 +167,8 @@ def check_config(config: RunConfig) -> None:
 
     Raises:
         StaleError: the bundle was made for another plan, or was changed.
-        UsageError: the delay compensation, or where tied stages are, does not go with the schedule; or the precision
-            not with the model.
+        UsageError: there are not so many threads; the delay compensation, or where tied stages are, does not go with
+            the schedule; or the precision not with the model.
         ScheduleError: the schedule deadlocks, or breaks another rule.
     """
     plan, bundle = config.plan, config.bundle
@@ -162,6 +183,7 @@ def check_config(config: RunConfig) -> None:
             f"correction {config.delay_compensation} with schedule {plan.schedule}",
             "leave it out: with a flush no gradient comes late",
         )
+    _check_threads(config)
     check_autocast(config.precision, bundle.autocast_off)
     for tied in bundle.tied:
         if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
@@ -173,6 +195,13 @@ def check_config(config: RunConfig) -> None:
     shape = config.shape
     minibatches = 2 * max(shape.update_every) * max(shape.in_flight) + 1  # into the steady state
     validate(build(plan.schedule, shape, minibatches), shape, minibatches)
+
+
+def _check_threads(config: RunConfig) -> None:
+    """Refuse more threads than a worker can have at the same time; raises UsageError."""
+    cores = len(usable_cores())
+    if config.threads_given and (config.threads or 0) > cores:
+        raise UsageError(f"--threads {config.threads} with {cores} core(s) here", f"give {cores} or fewer")
 
 
 def local_assignments(config: RunConfig) -> list[RankAssignment]:

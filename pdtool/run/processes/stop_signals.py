@@ -62,9 +62,14 @@ def handling_signals() -> Iterator[Callable[[Reaper], None]]:
             signal.signal(number, handler_before)
 
 
+def stop_name(number: signal.Signals) -> str:
+    """Return what a user calls a signal that stops a run."""
+    return "Ctrl-C" if number == signal.SIGINT else number.name
+
+
 def stop_message(number: signal.Signals, out: Path) -> str:
     """Return a line that says what has stopped the run of a folder, and how to go on."""
-    what = "Ctrl-C" if number == signal.SIGINT else number.name
+    what = stop_name(number)
     epochs = checkpoint.complete_checkpoints(out)
     if not epochs:
         return f"stopped by {what} before the first checkpoint; start it again"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pdtool import process_memory
 from pdtool.artifacts.report import Report
 from pdtool.errors import UsageError
-from pdtool.machines import use_loopback
+from pdtool.machines import usable_cores, use_loopback
 from pdtool.network_interfaces import loopback_hint
 from pdtool.run.agreement import check_agreement
 from pdtool.run.config import RunConfig, assign_ranks
@@ -24,9 +24,11 @@ from pdtool.run.processes.out_of_memory import is_out_of_memory, out_of_memory_e
 from pdtool.run.processes.reaper import join_group
 from pdtool.run.processes.status import Status
 from pdtool.run.processes.worker_end import (
+    compiler_error,
     end_process,
     exit_error,
     explain_exits,
+    is_compiler_error,
     keep_threads_from_lingering,
     record_failure,
 )
@@ -77,7 +79,9 @@ def run_worker(config: RunConfig) -> Report:
     config = config.with_absolute_paths()  # the user's module may go to another folder
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.set_num_threads(choose_threads(os.environ, config.threads, os.cpu_count() or 1, local_workers))
+    threads = config.threads if config.threads_given else None
+    threads = threads or choose_threads(os.environ, config.threads, len(usable_cores()), local_workers)
+    torch.set_num_threads(threads)
     process_memory.keep_freed_memory()
     random.seed(config.seed)
     if local_workers == world_size:
@@ -101,6 +105,8 @@ def run_worker(config: RunConfig) -> Report:
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory_error(error, config.plan, assignments[rank], device) from error
+        if is_compiler_error(error):
+            raise compiler_error(error) from error
         raise
     dist.destroy_process_group()
     return report
@@ -115,7 +121,7 @@ def choose_threads(environment: Mapping[str, str], profiled: int | None, cores: 
     Args:
         environment: of this process.
         profiled: threads that the profile was measured with; None when it was not measured on a CPU.
-        cores: of this machine.
+        cores: of this machine that the process may use.
         local_workers: number of workers on this machine.
     """
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is one number per nesting level

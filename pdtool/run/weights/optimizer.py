@@ -61,12 +61,20 @@ class NamedOptimizer:
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
         self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
-        self._may_draw = file.has("after_update") or not type(self.optimizer).__module__.startswith("torch.optim.")
+        self._may_draw = file.has("after_update") or _is_of_the_user(self.optimizer)
 
     @property
     def schedule_warning(self) -> str:
         """See LearningRateSchedule.length_warning."""
         return self._schedule.length_warning if self._schedule else ""
+
+    @property
+    def learning_rate(self) -> float | None:
+        """That of the first parameter group; None where there is none, or none that the CPU knows."""
+        rate = self.optimizer.param_groups[0].get("lr") if self.optimizer else None
+        if isinstance(rate, Tensor) and rate.device.type == "cpu":
+            rate = float(rate)
+        return rate if isinstance(rate, (int, float)) else None
 
     def step(self) -> None:
         """Take one step with the gradients of the parameters, and clear them; then what the user does after an update.
@@ -149,6 +157,11 @@ class NamedOptimizer:
         groups = self.optimizer.param_groups if self.optimizer else []
         own = [group for group in groups if any(p is parameter for p in group["params"])]
         return any(group.get("fused") or group.get("capturable") for group in own)
+
+
+def _is_of_the_user(optimizer: Optimizer | None) -> bool:
+    """Whether the steps of an optimizer may draw random numbers: those of torch draw none."""
+    return optimizer is not None and not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _user_optimizer(

@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
-from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.console.printable import printable
-from pdtool.errors import PdtoolError
+from pdtool.printable import printable
 from pdtool.units import format_bytes, format_seconds
-
-
-def write_graph(plan: Plan, profile: Profile, path: Path) -> None:
-    """Write the graph as DOT, or as SVG where the name ends so and Graphviz is installed.
-
-    Raises:
-        PdtoolError: Graphviz is missing, or fails.
-    """
-    text = dot(plan, profile)
-    if path.suffix != ".svg":
-        write_atomically(path, text)
-        return
-    program, remedy = shutil.which("dot"), f"write {path.with_suffix('.dot')}"
-    if not program:
-        raise PdtoolError(f"{path} needs Graphviz, whose `dot` is not on PATH", f"install graphviz, or {remedy}")
-    drawn = subprocess.run([program, "-Tsvg"], input=text, capture_output=True, text=True, check=False)
-    if drawn.returncode:
-        raise PdtoolError(f"{program} failed: {drawn.stderr.strip() or drawn.returncode}", remedy)
-    write_atomically(path, drawn.stdout)
 
 
 def dot(plan: Plan, profile: Profile) -> str:

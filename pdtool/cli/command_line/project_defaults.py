@@ -1,0 +1,139 @@
+"""A project's defaults of options: `pdtool.toml`, or `[tool.pdtool]` in `pyproject.toml`, of the current folder.
+
+A table for each command, with the long names of its options: what the command line says goes before.
+
+    [partition]
+    topology = "4x4"
+    bandwidth = "10Gbit/s,12GB/s"
+    straight = true
+
+    [profile]
+    set = { width = 64 }
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pdtool.errors import ArtifactError
+from pdtool.printable import printable
+
+_OWN_FILE, _SHARED_FILE = "pdtool.toml", "pyproject.toml"
+_OF_ONE_COMMAND_LINE = ("help", "quiet", "verbose")
+# What is trusted, replaced and written where, and whom to connect to: the file may be a stranger's.
+_ONLY_TYPED = ("trust", "force", "model", "output", "trace", "svg", "rdzv_endpoint", "resume")
+
+
+@dataclass(frozen=True)
+class ProjectDefaults:
+    """The defaults that a file gives.
+
+    Attributes:
+        path: of the file; None when there is none.
+        tables: values by command and by parameter, as click's `default_map` takes them.
+    """
+
+    path: Path | None = None
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, given: str | None, commands: Mapping[str, click.Command]) -> ProjectDefaults:
+        """Read the file that `--config` names; else the one of the current folder, if there is any.
+
+        Raises:
+            ArtifactError: it cannot be read, or holds a command, an option or a value that pdtool does not know.
+        """
+        path = Path(given) if given is not None else _found()
+        if path is None:
+            return cls()
+        content = _toml(path)
+        if path.name == _SHARED_FILE:
+            content = _own_table(content) or {}
+        tables = {name: _table(path, name, values, commands) for name, values in content.items()}
+        return cls(path, tables)
+
+    def sentence(self, command: str | None) -> str:
+        """Say which options of a command the file gives; "" for none."""
+        options = ", ".join(f"{name} = {value!r}" for name, value in self.tables.get(command or "", {}).items())
+        return f"{self.path} gives {command} these options: {options}" if options else ""
+
+
+def _found() -> Path | None:
+    """Find the file of the current folder: pdtool.toml, or a pyproject.toml that has a [tool.pdtool]."""
+    if Path(_OWN_FILE).is_file():
+        return Path(_OWN_FILE)
+    shared = Path(_SHARED_FILE)
+    if shared.is_file() and b"tool.pdtool" in shared.read_bytes() and _own_table(_toml(shared)) is not None:
+        return shared
+    return None
+
+
+def _own_table(content: dict[str, Any]) -> dict[str, Any] | None:
+    """Return [tool.pdtool] of a pyproject.toml; None where there is none."""
+    tools = content.get("tool")
+    own = tools.get("pdtool") if isinstance(tools, dict) else None
+    return own if isinstance(own, dict) else None
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    from pdtool.artifacts.envelope import read_text
+
+    text = read_text(path, "name a TOML file with --config", may_be_pipe=True)
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ArtifactError(path, f"is not TOML ({error})", "mend it, as `[partition]` and `topology = 4`") from error
+
+
+def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Command]) -> dict[str, Any]:
+    """Check the table of one command, and name its values as click does."""
+    if name not in commands:
+        raise _unknown(path, name, "command", commands)
+    if not isinstance(values, dict):
+        raise ArtifactError(path, f"is {values!r:.80}, no table of options", f"write [{name}]", field=name)
+    options = {
+        option.removeprefix("--"): (param, is_on)
+        for param in commands[name].params
+        if isinstance(param, click.Option) and param.name not in _OF_ONE_COMMAND_LINE
+        for names, is_on in ((param.opts, True), (param.secondary_opts, False))
+        for option in names
+        if option.startswith("--")
+    }
+    table = {}
+    for key, value in values.items():
+        if key.replace("_", "-") not in options:
+            raise _unknown(path, f"{name}.{key}", "option", options)
+        param, is_on = options[key.replace("_", "-")]
+        if param.name in _ONLY_TYPED:
+            raise ArtifactError(path, "is for the command line only", "leave it out here", field=f"{name}.{key}")
+        table[param.name or ""] = _value(path, f"{name}.{key}", value, param, is_on)
+    return table
+
+
+def _unknown(path: Path, key: str, what: str, known: Iterable[str]) -> ArtifactError:
+    name = key.rpartition(".")[2]
+    close = difflib.get_close_matches(name.replace("_", "-"), list(known), n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"choose of {', '.join(known)}"
+    return ArtifactError(path, f"there is no such {what}", remedy, field=printable(key))
+
+
+def _value(path: Path, key: str, value: Any, param: click.Option, is_on: bool) -> Any:
+    """Write a value as the command line would hold it, so that it is read and refused in the same way."""
+    if param.is_flag:
+        if not isinstance(value, bool):
+            raise ArtifactError(path, f"is {value!r:.80}, and not on or off", "write true or false", field=key)
+        return value is is_on
+    if isinstance(value, dict) and param.multiple:
+        value = [f"{name}={each}" for name, each in value.items()]
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values):
+        raise ArtifactError(path, f"is {value!r:.80}", "write a text or a number", field=key)
+    texts = [str(each) for each in values]
+    return texts if param.multiple else ",".join(texts)

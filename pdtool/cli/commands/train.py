@@ -1,0 +1,166 @@
+"""`train`: the four commands one after the other, each left out where what it would write is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from pdtool.cli import options
+from pdtool.cli.command_line.help_sections import command
+from pdtool.cli.commands.partition import partition
+from pdtool.cli.commands.profile import profile
+from pdtool.cli.commands.run import run
+from pdtool.cli.console.terminal import note, status
+from pdtool.cli.reuse import readable_profile, why_plan_is_stale, why_profile_is_stale
+from pdtool.errors import StaleError, UsageError
+
+if TYPE_CHECKING:
+    from pdtool.artifacts.envelope import ModelRef
+
+# The options that `train` hands on, and to which command; each is defined by the first of them that has it.
+_HANDED_ON: dict[click.Command, tuple[str, ...]] = {
+    run: (
+        *("output", "epochs", "steps", "target", "seed", "resume", "device", "threads", "precision", "compiled"),
+        *("correction", "loader_workers", "timeout", "log_every", "as_json"),
+    ),
+    partition: (
+        *("topology", "cluster", "bandwidth", "latency", "memory", "replicas", "strategy", "straight", "schedule"),
+        *("microbatches", "global_batch_size"),
+    ),
+    profile: ("model_settings", "batch_size", "device", "threads", "precision", "compiled"),
+}
+_ASKED_FOR = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT)
+
+
+def _shared_options() -> Iterable[click.Parameter]:
+    """Return the very options of the commands, so that values are read and refused in the same way."""
+    named = {param.name: param for step, names in _HANDED_ON.items() for param in step.params if param.name in names}
+    own = {param.name: param for param in run.params if param.name in _HANDED_ON[run]}
+    return {**named, **own}.values()
+
+
+@command(
+    epilog="\b\nExamples:\n  pdtool train model.py --topology 4\n"
+    "  pdtool train model.py --topology 4x4 --bandwidth 10Gbit/s,12GB/s --epochs 20 --target accuracy=0.98"
+)
+@click.argument("model")
+@click.pass_context
+def train(ctx: click.Context, /, model: str, **_: Any) -> None:
+    """Train MODEL: profile, partition, codegen and run, as needed.
+
+    Writes the files of these commands, profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, plans/NAME-TOPOLOGY/ and a new
+    folder in runs/. What is there, and belongs to the model as it is and to the options that are given, is used again.
+
+    An option of these commands that is missing here can stand in pdtool.toml.
+    """
+    from pdtool.frontend.model_source import find_source, is_local, model_name, parse_ref
+
+    profiling = _step(ctx, profile, model)
+    ref = parse_ref(model, profiling.params["model_settings"])
+    source = find_source(ref.source)
+    name = options.file_name(model_name(source, ref.function))
+    profile_path = f"profiles/{name}.json"
+    partitioning = _step(ctx, partition, profile_path)
+    plan_path = f"plans/{name}-{_topology(**partitioning.params)}.yaml"
+    running = _step(ctx, run, plan_path)  # all are read before the first is run: a slip is not found minutes later
+    if not is_local(source):
+        running.params["model"] = ref.source
+    profiling.params["output"], partitioning.params["output"] = profile_path, plan_path
+    _profile(profiling, ref, profile_path)
+    _partition(partitioning, profile_path, plan_path)
+    _tell_of_stage_files(plan_path)
+    _invoke(running)
+
+
+train.params[1:1] = _shared_options()
+
+
+def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Context:
+    """Make the context of a command, with what the project's defaults say of it and what `train` was asked for."""
+    context = step.make_context(step.name, [argument], parent=ctx.parent)
+    for name in _HANDED_ON[step]:
+        if name in context.params and ctx.get_parameter_source(name) in _ASKED_FOR:
+            context.params[name] = ctx.params[name]
+            context.set_parameter_source(name, ParameterSource.COMMANDLINE)
+    return context
+
+
+def _invoke(context: click.Context) -> None:
+    with context:
+        context.command.invoke(context)
+
+
+def _asked_for(context: click.Context) -> dict[str, Any]:
+    """Return the options of a command that were given, wherever."""
+    names = {param.name for param in context.command.params if isinstance(param, click.Option)} - {"output", "as_json"}
+    given = {name: value for name, value in context.params.items() if name in names}
+    return {name: value for name, value in given.items() if context.get_parameter_source(name) in _ASKED_FOR}
+
+
+def _topology(*, topology: str | None, cluster: str | None, **_: Any) -> str:
+    """Return `4x4`, of the option or of the cluster's file; raises UsageError where there is neither."""
+    from pdtool.artifacts.cluster_file import ClusterFile
+    from pdtool.cluster import parse_topology
+
+    if topology is not None:
+        return "x".join(map(str, parse_topology(topology)))
+    if cluster is None:
+        raise UsageError("no cluster is given", "give --topology 2 for two workers, or --cluster cluster.yaml")
+    return ClusterFile.load(cluster).cluster().topology
+
+
+def _profile(context: click.Context, ref: ModelRef, path: str) -> None:
+    """Profile the model, unless the profile in `path` is what that would give."""
+    from pdtool.profile.devices import default_device
+
+    given = _asked_for(context)
+    if given.get("device", "auto") == "auto":
+        context.params["device"] = given["device"] = default_device()
+    known = readable_profile(path)
+    with status("comparing the model with its profile"):
+        why = why_profile_is_stale(known, path, ref, given) if known else "it is not there, or cannot be read"
+    if why:
+        note(f"profile: making {path}: {why}")
+        _invoke(context)
+    elif known:
+        note(f"profile: reusing {path} (minibatch of {known.batch_size}, {known.device.kind} for {known.device.name})")
+
+
+def _partition(context: click.Context, profile_path: str, path: str) -> None:
+    """Partition the profile, unless the plan in `path` is what that would give.
+
+    Raises:
+        StaleError: someone edited the plan, and it is not what is asked for any more.
+        ArtifactError: it cannot be read; someone may have edited it.
+    """
+    from pdtool.artifacts.plan import Plan
+    from pdtool.artifacts.profile import Profile
+
+    if not Path(path).exists():
+        note(f"partition: making {path}: it is not there")
+        return _invoke(context)
+    plan = Plan.load(path)
+    why = why_plan_is_stale(plan, Profile.load(profile_path), profile_path, _asked_for(context))
+    if not why:
+        edited = ", edited by hand" if plan.edited else ""
+        return note(f"partition: reusing {path} ({plan.config}, schedule {plan.schedule}{edited})")
+    if plan.edited:
+        remedy = "partition to another file with -o, and move your edits there; or remove this one"
+        raise StaleError(path, f"was edited by hand, and would be replaced, for {why}", remedy)
+    note(f"partition: making {path}: {why}")
+    return _invoke(context)
+
+
+def _tell_of_stage_files(plan_path: str) -> None:
+    """Say it when the plan's stage files are there; `run` makes those that are not, and says so."""
+    from pdtool.artifacts.plan import Plan
+    from pdtool.cli.inputs import bundle_folder, bundle_of
+
+    plan = Plan.load(plan_path)
+    folder = bundle_folder(plan_path, plan)
+    if bundle_of(plan, folder):
+        note(f"codegen: reusing {folder}/")

@@ -1,0 +1,1 @@
+"""What plans and runs look like: drawings as SVG, and the page that `pdtool report` writes."""

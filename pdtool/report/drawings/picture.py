@@ -1,0 +1,114 @@
+"""An SVG drawing in the making: boxes, lines, and texts whose widths are known before a browser draws them."""
+
+from __future__ import annotations
+
+import html
+import math
+from functools import cache
+from importlib.resources import files
+
+from pdtool.printable import printable
+
+FONT_SIZE, SMALL = 12.0, 10.5  # pixels; classes of drawings.css
+STAGE_COLOURS = 8  # drawings.css has as many
+# Widths of DejaVu Sans, the widest of the usual sans-serif fonts, in ems.
+_WIDTHS = {
+    **dict.fromkeys("ijl'|", 0.28),
+    **dict.fromkeys(" .,:;fI!/\\()[]-·", 0.37),
+    **dict.fromkeys("rt", 0.41),
+    **dict.fromkeys("csxzvky_", 0.57),
+    **dict.fromkeys("mwMW@%…", 0.98),
+    **dict.fromkeys("ABCDEFGHJKLNOPQRSTUVXYZ×+=<>", 0.76),
+}
+_OTHER_WIDTH = 0.64
+
+
+def text_width(text: str, size: float = FONT_SIZE) -> float:
+    """Return the pixels that a text takes, at most."""
+    return size * sum(_WIDTHS.get(character, _OTHER_WIDTH) for character in text)
+
+
+def fitted(text: str, width: float, size: float = FONT_SIZE) -> str:
+    """Return the text, its beginning cut off where it is wider than `width` pixels: the end of a path tells most."""
+    if text_width(text, size) <= width:
+        return text
+    start = next((i for i in range(1, len(text)) if text_width(f"…{text[i:]}", size) <= width), len(text))
+    return f"…{text[start:]}" if start < len(text) else ""
+
+
+def stage_class(stage: int) -> str:
+    """Return the class that colours what belongs to a stage."""
+    return f"stage-{stage % STAGE_COLOURS}"
+
+
+@cache
+def stylesheet() -> str:
+    """Return the colours of all drawings, light and dark."""
+    return (files(__package__) / "drawings.css").read_text(encoding="utf-8")
+
+
+class Picture:
+    """A drawing of a certain width in pixels, whose height grows with what is drawn.
+
+    `style` is one or more classes of drawings.css, wherever it is an argument; `tooltip` is shown by browsers.
+    """
+
+    def __init__(self, width: float, description: str) -> None:
+        self.width, self.height, self.description = width, 0.0, description
+        self._parts: list[str] = []
+
+    def box(
+        self, x: float, y: float, width: float, height: float, style: str, *, radius: float = 0, tooltip: str = ""
+    ) -> None:
+        """Draw a rectangle."""
+        size = f'x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.2f}" height="{height:.1f}"'
+        corners = f' rx="{radius:g}"' if radius else ""
+        self._add(f'<rect class="{style}" {size}{corners}', "rect", tooltip)
+        self._reach(y + height)
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, style: str) -> None:
+        """Draw a straight line."""
+        self._add(f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"', "line")
+        self._reach(max(y1, y2))
+
+    def path(self, commands: str, style: str) -> None:
+        """Draw a path of SVG commands, which stays within the height so far."""
+        self._add(f'<path class="{style}" d="{commands}"', "path")
+
+    def dot(self, x: float, y: float, radius: float, style: str, tooltip: str = "") -> None:
+        """Draw a circle."""
+        self._add(f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"', "circle", tooltip)
+
+    def text(self, x: float, y: float, text: str, style: str = "", *, anchor: str = "start") -> None:
+        """Write a text on the baseline y; `anchor` is start, middle or end."""
+        attributes = f' class="{style}"' if style else ""
+        attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
+        self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{escaped(text)}</text>')
+        self._reach(y + 4)
+
+    def inline(self) -> str:
+        """Return the drawing for a page that has the stylesheet."""
+        return self._svg("", [])
+
+    def standalone(self) -> str:
+        """Return the drawing as a file of its own."""
+        paper = '<rect class="paper" width="100%" height="100%"/>'
+        return self._svg(' xmlns="http://www.w3.org/2000/svg"', [f"<style>{stylesheet()}</style>", paper]) + "\n"
+
+    def _svg(self, namespace: str, parts: list[str]) -> str:
+        width, height = f"{self.width:.0f}", f"{math.ceil(self.height)}"
+        size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        head = f'<svg{namespace} class="drawing" {size} role="img" aria-label="{escaped(self.description)}">'
+        return "\n".join([head, *parts, *self._parts, "</svg>"])
+
+    def _add(self, element: str, name: str, tooltip: str = "") -> None:
+        end = f"><title>{escaped(tooltip)}</title></{name}>" if tooltip else "/>"
+        self._parts.append(element + end)
+
+    def _reach(self, y: float) -> None:
+        self.height = max(self.height, y)
+
+
+def escaped(text: str) -> str:
+    """Escape what XML reads as syntax, and what it does not allow."""
+    return html.escape(printable(text))

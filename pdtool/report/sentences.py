@@ -1,0 +1,87 @@
+"""What a plan or a run comes to, in one sentence."""
+
+from __future__ import annotations
+
+import re
+
+from pdtool.artifacts.plan import Plan, Predicted
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Emulation, Report
+from pdtool.report.measured import busiest_stage
+from pdtool.report.subjects import RunRecord, RunState
+from pdtool.units import format_bits_rate, format_seconds
+
+_SAME = 0.02  # speeds that differ by less are called the same
+
+
+def plan_sentence(plan: Plan, profile: Profile) -> str:
+    """Return `15-1 on 16 V100: 2.2 times as fast as data parallelism at 10 Gbit/s; stage 0 computes longest`."""
+    where = f"{plan.config} on {plan.workers} {device_name(profile)}"
+    if plan.workers == 1:
+        return f"{where}: everything on one worker"
+    rate = format_bits_rate(plan.cluster.levels[0].bandwidth_bytes_per_s)
+    if len(plan.stages) == 1:
+        return f"{where}: data parallelism, at {rate}"
+    if not plan.predicted:
+        return f"{where}, at {rate}"
+    return f"{where}: {gain_in_words(plan.predicted.gain_over_data_parallel)} at {rate}; {slowest_part(plan.predicted)}"
+
+
+def gain_in_words(gain: float) -> str:
+    """Compare with data parallelism: `2.2 times as fast as data parallelism`, `15% slower than data parallelism`."""
+    if abs(gain - 1) < _SAME:
+        return "as fast as data parallelism"
+    if gain < 1:
+        return f"{1 - gain:.0%} slower than data parallelism"
+    return f"{gain:.3g} times as fast as data parallelism"
+
+
+def slowest_part(predicted: Predicted) -> str:
+    """Say what a minibatch waits for longest: `stage 0 computes longest`."""
+    parts = [
+        *((seconds, f"stage {s} computes longest") for s, seconds in enumerate(predicted.compute_s)),
+        *((seconds, f"stage {s} averages gradients longest") for s, seconds in enumerate(predicted.allreduce_s)),
+        *((seconds, f"stages {s} and {s + 1} send longest") for s, seconds in enumerate(predicted.transfer_s)),
+    ]
+    return max(parts, key=lambda part: part[0])[1]
+
+
+def run_sentence(run: RunRecord, plan: Plan | None) -> str:
+    """Return `1-1-1 reached accuracy 0.989 after 6 epochs: 20.1 ms per minibatch, 6.05 ms simulated; ...`."""
+    if run.report:
+        return _finished_sentence(run.report)
+    epoch = max((line["epoch"] for line in run.metrics), default=0)
+    what = f"{plan.config} on {plan.workers} workers" if plan else "this run"
+    losses = [line["loss"] for line in run.metrics if isinstance(line.get("loss"), float)]
+    loss = f", loss {losses[-1]:.4g}" if losses else ""
+    if run.state is RunState.RUNNING:
+        return f"{what} is training: epoch {epoch}{loss}" if run.metrics else f"{what} is starting"
+    return f"{what} stopped in or after epoch {epoch}{loss}"
+
+
+def _finished_sentence(report: Report) -> str:
+    metrics = {name: value for name, value in report.metrics.items() if name != "loss"} or report.metrics
+    reached = ", ".join(f"{name} {value:.3g}" for name, value in list(metrics.items())[:2])
+    head = f"{report.config}: {reached} after {report.epochs} epoch{'s' * (report.epochs != 1)}"
+    times = f"{format_seconds(report.measured.bottleneck_s)} per minibatch"
+    predicted = report.predicted
+    if predicted and (predicted_s := predicted.simulated_s or predicted.bottleneck_s):
+        times += f", {format_seconds(predicted_s)} predicted"
+    why = f"{report.local_workers} workers shared {report.cores} cores" if report.is_crowded else ""
+    why = why or (f"stage {busiest_stage(report)} is busiest" if report.stages else "")
+    return "; ".join(filter(None, [f"{head}, {times}", why]))
+
+
+def emulation_sentence(emulation: Emulation) -> str:
+    """Return `15-1: 32 ms per minibatch emulated, 30.8 ms simulated; 3.9 times as fast as data-parallel`."""
+    own, *others = emulation.plans
+    times = f"{format_seconds(own.bottleneck_s)} per minibatch emulated, {format_seconds(own.simulated_s)} simulated"
+    gains = [
+        f"{o.bottleneck_s / own.bottleneck_s:.3g} times as fast as {o.name}" for o in others[:1] if own.bottleneck_s
+    ]
+    return "; ".join([f"{own.config}: {times}", *gains])
+
+
+def device_name(profile: Profile) -> str:
+    """Return the device's name without maker and memory: `V100 SXM2`."""
+    return re.sub(r"^NVIDIA | [0-9]+ ?GB$", "", profile.device.name)

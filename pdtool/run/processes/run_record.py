@@ -1,0 +1,60 @@
+"""run.json, the record of a run in its folder: what it was asked for, and how it ended.
+
+`pdtool show` reads it to say where a run stands that has not finished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pdtool.artifacts.report import RunState
+from pdtool.errors import PdtoolError, describe_error
+from pdtool.run.config import RunConfig
+
+RUN_FILE = "run.json"
+REPORT_FILE = "report.json"
+_MAX_REASON = 2000  # characters
+_UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: the record is no reason to end a run
+
+
+@contextmanager
+def recorded(config: RunConfig, epochs_done: int) -> Iterator[None]:
+    """Record that the run goes on, and at the end how it ended; an older report is put aside first.
+
+    Args:
+        epochs_done: those of the run that it resumes.
+    """
+    _put_report_aside(config.out, epochs_done)
+    plan = config.plan
+    state = RunState(
+        plan=plan.name, config=plan.config, schedule=plan.schedule, epochs=config.epochs, epochs_done=epochs_done
+    )
+    with suppress(*_UNWRITABLE):
+        state.save(config.out / RUN_FILE)
+    try:
+        yield
+    except KeyboardInterrupt:  # whoever was stopped has said so
+        raise
+    except BaseException as error:
+        text = str(error) if isinstance(error, PdtoolError) else describe_error(error)
+        reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may be no Unicode
+        update_record(config.out, end="failed", reason=reason)
+        raise
+    update_record(config.out, end="done")
+
+
+def update_record(out: Path, **changes: Any) -> None:
+    """Change fields of the record in a run's folder, as far as it is there and can be written."""
+    path = out / RUN_FILE
+    with suppress(*_UNWRITABLE):
+        RunState.load(path).model_copy(update=changes).save(path)
+
+
+def _put_report_aside(out: Path, epochs_done: int) -> None:
+    """Keep the report of the run that is resumed in this folder under another name: it is not that of this run."""
+    with suppress(OSError):
+        os.replace(out / REPORT_FILE, out / f"report.epoch-{epochs_done}.json")

@@ -1,0 +1,114 @@
+"""`show` says of a run that has not finished where it stands: how far, its last checkpoint, its end, how to go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+from conftest import Folder
+
+from pdtool.artifacts.report import RunState
+from pdtool.run.run_folder import locked
+
+STATE = RunState(plan="net", config="1-1", schedule="1f1b", epochs=4, updates=10, samples=80)
+
+
+@pytest.fixture
+def run(folder: Folder) -> Path:
+    """A run that has been trained for two epochs and a bit."""
+    out = Path("runs/a")
+    manifest = samples.checkpoint_manifest().model_copy(update={"epoch": 2})
+    manifest.save(out / "checkpoints" / "epoch-2" / "checkpoint.json")
+    (out / "checkpoints" / "epoch-1").mkdir()
+    (out / "checkpoints" / ".epoch-3.partial").mkdir()
+    lines = [
+        {"split": "valid", "epoch": 2, "step": 20, "loss": 0.5, "time": 1.0},
+        {"split": "train", "epoch": 3, "step": 23, "loss": 0.25, "time": 2.0, "lr": 0.1, "samples_per_s": 1234.5},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (out / "metrics.jsonl").write_text(text + '{"split": "train", "epo')
+    STATE.save(out / "run.json")
+    return out
+
+
+def shown(folder: Folder, **changes: Any) -> list[str]:
+    STATE.model_copy(update=changes).save("runs/a/run.json")
+    return folder.pdtool("show", "runs/a").stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "it ended without a word: it was killed, or its machine went down"),
+        ({"end": "stopped", "reason": "SIGTERM"}, "it was stopped by SIGTERM"),
+        ({"end": "failed", "reason": "the loss is nan"}, "it failed: the loss is nan"),
+    ],
+)
+def test_how_a_run_ended_and_how_to_go_on(folder: Folder, run: Path, changes: dict[str, str], says: str) -> None:
+    assert shown(folder, **changes) == [
+        "net: 1-1, schedule 1f1b, 4 epoch(s) in all",
+        says,
+        "last update: 23/40, in epoch 3/4: training loss 0.2500, 1234 samples/s",
+        "last checkpoint: epoch 2, validation loss 0.5000, accuracy 0.7500",
+        "go on with `pdtool run PLAN -o runs/a --resume --epochs 4`",
+    ]
+
+
+def test_a_run_that_goes_on_says_so(folder: Folder, run: Path) -> None:
+    """Its lock is looked at, not taken; by another process, since a process sees none of its own."""
+    code = (
+        "import fcntl, sys\nlock = open('runs/a/.lock', 'w')\n"
+        "fcntl.lockf(lock, fcntl.LOCK_EX)\nprint('held', flush=True)\nsys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == "held\n"
+        lines = shown(folder, epochs_done=1)
+        holder.communicate()
+    assert lines[:2] == ["net: 1-1, schedule 1f1b, 4 epoch(s) in all, resumed after epoch 1", "it is running"]
+    assert not any("go on" in line for line in lines)
+    assert "it ended without a word" in "\n".join(shown(folder))
+
+
+def test_a_plan_that_is_there_is_named(folder: Folder, run: Path) -> None:
+    samples.plan().save("plans/net.yaml")
+    assert shown(folder)[-1].startswith("go on with `pdtool run plans/net.yaml -o runs/a")
+
+
+def test_a_run_without_a_checkpoint_is_started_again(folder: Folder) -> None:
+    STATE.model_copy(update={"end": "failed", "reason": "no"}).save("runs/b/run.json")
+    lines = folder.pdtool("show", "runs/b").stdout.splitlines()
+    assert lines[-2:] == [
+        "no checkpoint: the first is written after the first epoch",
+        "start it again with `pdtool run PLAN -o runs/b --epochs 4`",
+    ]
+    assert json.loads(folder.pdtool("show", "runs/b", "--json").stdout)["reason"] == "no"
+
+
+def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) -> None:
+    """It is kept under another name; a refusal leaves it where it is, and says nothing of training."""
+    road.pdtool("run", "-o", "runs/a")
+    refused = road.pdtool("run", "-o", "runs/a", "--resume", code=2).stderr
+    assert "has its 1 epoch(s) already" in refused
+    assert "training on" not in refused
+    assert "where the time went" in road.pdtool("show", "runs/a").stdout
+    model = Path("model.py").read_text()
+    Path("model.py").write_text(model.replace("cross_entropy(output, target)", "cross_entropy(output, target) / 0.0"))
+    failed = road.pdtool("run", "-o", "runs/a", "--resume", "--epochs", "2", code=1).stderr
+    assert "training on 2 worker(s)" in failed
+    lines = road.pdtool("show", "runs/a").stdout.splitlines()
+    assert lines[0].endswith("2 epoch(s) in all, resumed after epoch 1")
+    assert "the loss is inf" in lines[1]
+    assert lines[-1] == "go on with `pdtool run plans/model-2.yaml -o runs/a --resume --epochs 2`"
+    assert "1 epoch(s)" in road.pdtool("show", "runs/a/report.epoch-1.json").stdout
+
+
+def test_the_lock_is_free_when_a_run_has_ended(folder: Folder, run: Path) -> None:
+    with locked(run):
+        pass
+    assert "it ended without a word" in "\n".join(shown(folder))
