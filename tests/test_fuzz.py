@@ -36,6 +36,7 @@ from pdtool.partition.plan_check import check_plan
 from pdtool.partition.planner import make_plan, refresh
 from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob
+from pdtool.report.drawings.graph_drawing import graph_drawing
 from pdtool.report.drawings.graphviz import dot
 from pdtool.schedule import RIVALS
 
@@ -106,6 +107,7 @@ def _use_plan(plan: Plan) -> None:
 
 def _draw(plan: Plan) -> None:
     dot(plan, PROFILE)
+    graph_drawing(plan, PROFILE, 1120)
 
 
 def _check(plan: Plan) -> None:
@@ -133,7 +135,7 @@ def test_every_file_is_loaded_or_refused(kind, tmp_path, capsys):
 
 
 COMMANDS_OF = {
-    "emulation": [["show", "FILE"], ["show", "FILE", "--json"]],
+    "emulation": [["show", "FILE"], ["show", "FILE", "--json"], ["report", "FILE", "-o", "-"]],
     "profile": [
         ["show", "FILE"],
         ["show", "FILE", "--json"],
@@ -147,13 +149,14 @@ COMMANDS_OF = {
         ["check", "FILE"],
         ["check", "FILE", "--json"],
         ["simulate", "FILE", "--svg", "-"],
+        ["report", "FILE", "-o", "-"],
         ["simulate", "FILE", "--trace", "t.json", "--sweep", "bandwidth=1..10Gbit/s"],
         ["simulate", "FILE", "--minibatches", "20", "--json"],
         ["codegen", "FILE"],
         ["run", "FILE", "--dry-run"],
     ],
     "bundle": [["show", "FILE"], ["show", "."], ["show", "FILE", "--json"]],
-    "report": [["show", "FILE"], ["show", "FILE", "--json"]],
+    "report": [["show", "FILE"], ["show", "FILE", "--json"], ["report", ".", "-o", "-"]],
     "cluster": [["show", "FILE"], ["partition", "net.json", "--cluster", "FILE", "-o", "out.yaml"]],
     "checkpoint": [["show", "FILE"], ["show", ".", "--json"]],
     "device": [["show", "FILE"], ["profile", "gone.py", "--device", "FILE"]],

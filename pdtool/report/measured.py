@@ -13,7 +13,8 @@ from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.artifacts.report import Report, StageReport
 from pdtool.report.drawings.chart import Curve
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, WorkerRow
-from pdtool.report.simulated import StageShares
+from pdtool.report.simulated import StageShares, filled_s
+from pdtool.schedule import is_asynchronous
 from pdtool.units import format_seconds
 
 _WORKER = re.compile(r"rank ([0-9]+) \(stage ([0-9]+), replica [0-9]+\)")
@@ -24,7 +25,9 @@ _MAX_METRICS = 4  # charts of metrics besides the loss
 _NOTABLE = 0.05  # of the time per minibatch: smaller differences are not explained
 
 
-def measured_group(events: dict[str, list[TraceEvent]], length_s: float, title: str) -> TimelineGroup | None:
+def measured_group(
+    events: dict[str, list[TraceEvent]], schedule: str, length_s: float, title: str
+) -> TimelineGroup | None:
     """Return the beginning of the last epoch of a trace, `length_s` seconds of it; None where there is none."""
     rows = []
     for name, own in events.items():
@@ -34,12 +37,8 @@ def measured_group(events: dict[str, list[TraceEvent]], length_s: float, title: 
     if not firsts or not length_s:
         return None
     start_s = max(firsts)
-    begun_s = [
-        min((e.start_s for e in row.events if e.kind == "forward" and e.start_s >= start_s), default=start_s)
-        for row in rows
-    ]
-    steady_s = min(max(begun_s), start_s + length_s / 2)
-    return TimelineGroup(title, rows, start_s, start_s + length_s, steady_s)
+    steady_s = filled_s(rows, start_s) if is_asynchronous(schedule) else start_s
+    return TimelineGroup(title, rows, start_s, start_s + length_s, min(steady_s, start_s + length_s))
 
 
 @dataclass(frozen=True)

@@ -231,14 +231,21 @@ class SubjectView:
             )
             if not self.is_repeated:
                 yield predicted
-        if self.run and self.run.report:
-            length_s = predicted.end_s - predicted.start_s if predicted else 12 * self.run.report.measured.bottleneck_s
-            measured_s = self.run.report.measured.bottleneck_s
-            simulated_s = self.simulated.result.time_per_minibatch_s if self.simulated else measured_s
-            length_s *= max(1.0, min(3.0, measured_s / (simulated_s or measured_s or 1.0)))
-            group = measured_group(self.run.events, length_s, f"{of}measured, as the last epoch began")
+        report = self.run.report if self.run else None
+        if self.run and report:
+            length_s = self._measured_length_s(report, predicted)
+            title = f"{of}measured, as the last epoch began"
+            group = measured_group(self.run.events, report.schedule, length_s, title)
             if group:
                 yield group
+
+    def _measured_length_s(self, report: Report, predicted: TimelineGroup | None) -> float:
+        """Return how much of a run is drawn: what was simulated, or up to three times that where the run is slower."""
+        measured_s = report.measured.bottleneck_s
+        if not predicted or not self.simulated:
+            return 12 * measured_s
+        slower = measured_s / (self.simulated.result.time_per_minibatch_s or measured_s or 1.0)
+        return predicted.end_s * max(1.0, min(3.0, slower))
 
     def _sentence(self) -> str:
         if self.run:

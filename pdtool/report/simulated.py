@@ -101,9 +101,16 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
     in_flight = sum(w * r for w, r in zip(shape.in_flight[:1], shape.replicas[:1], strict=False))
     round_minibatches = max(*shape.update_every, in_flight)
     drawn = min(2 * round_minibatches, max(_MAX_DRAWN_MINIBATCHES, 2 * shape.pipeline_depth))
-    steady_s = result.fill_s if is_asynchronous(schedule) else 0.0
+    rows = worker_rows(result)
+    steady_s = filled_s(rows) if is_asynchronous(schedule) else 0.0
     end_s = min(result.makespan_s, steady_s + drawn * result.time_per_minibatch_s)
-    return TimelineGroup(title, worker_rows(result), 0.0, end_s, steady_s)
+    return TimelineGroup(title, rows, 0.0, end_s, min(steady_s, end_s))
+
+
+def filled_s(rows: Sequence[WorkerRow], start_s: float = 0.0) -> float:
+    """Return when the pipeline is full: all workers have begun their first backward after `start_s`."""
+    backwards = ((e.start_s for e in row.events if "backward" in e.kind and e.start_s >= start_s) for row in rows)
+    return max((min(starts, default=start_s) for starts in backwards), default=start_s)
 
 
 def worker_rows(result: SimulationResult) -> Sequence[WorkerRow]:
