@@ -19,7 +19,7 @@ DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help venv test test-models check fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run reproduce reproduce-quick soak chaos gpu-check examples pictures docs clean
+.PHONY: help venv test test-models check fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run reproduce reproduce-quick soak chaos gpu-check examples docs pictures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,12 +106,12 @@ examples: $(STAMP) ## write the checked-in examples again
 	rm -rf profiles/digits.json plans/digits-3.yaml plans/digits-3
 	$(MAKE) plans/digits-3/bundle.yaml
 
-pictures: $(STAMP) ## draw the pictures of README and docs again, docs/images/
-	PYTHONPATH=. $(BIN)/python tests/pictures.py
-
 docs: $(STAMP) ## build the documentation into build/docs, and its reference of commands from the commands
 	$(BIN)/python tests/cli_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pictures: $(STAMP) ## draw the pictures of README and docs again, docs/images/
+	PYTHONPATH=. $(BIN)/python tests/pictures.py
 
 clean: ## delete .venv, runs/ and caches
 	rm -rf $(VENV) $(DEMO) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -99,5 +99,5 @@ def test_the_example_of_the_documentation_runs(road, capsys):
     (road.path / "plans/model-2.yaml").unlink()
     runpy.run_path(str(road.write("plan_bandwidths.py", example)), run_name="__main__")
     stdout = capsys.readouterr().out
-    assert len(re.findall(r"^1\w+bit/s: [0-9-]+, [0-9.]+ times data parallelism$", stdout, re.MULTILINE)) == 3
-    assert re.search(r"samples/s measured, metrics {.*'accuracy': ", stdout)
+    assert re.search(r"^1-1 [0-9.e-]+ seconds per minibatch$", stdout, re.MULTILINE)
+    assert re.search(r"^[0-9.]+ samples/s$", stdout, re.MULTILINE)

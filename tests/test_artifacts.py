@@ -27,7 +27,7 @@ from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.text_formats import FormatError, read_yaml, with_values
+from pdtool.artifacts.text_formats import FormatError, has_comments, read_yaml, with_values
 from pdtool.cluster import make_cluster
 from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError
 from pdtool.schedule import POLICIES, is_asynchronous
@@ -771,3 +771,18 @@ def test_comments_order_and_blank_lines_stay(text, values, changed):
 def test_only_a_mapping_has_values():
     with pytest.raises(FormatError, match="it is no mapping"):
         with_values("- 1\n...\n", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("a: 'x # y'\nb: [1, 2]\n...\n", False),
+        ("a: x#y\n...\n", False),
+        ("a: 'x' # y\n...\n", True),
+        ("# y\na: 1\n...\n", True),
+        ("a: 1\n...\n# y\n", True),
+        ("a:\n  - 1\n  # y\n  - 2\n...\n", True),
+    ],
+)
+def test_what_is_quoted_is_no_comment(text, answer):
+    assert has_comments(text) is answer

@@ -368,6 +368,8 @@ def test_update_adds_figures_where_there_are_none(planned):
     Path("plans/net.yaml").write_text(text[: text.index("predicted:")] + "why: null # none\n...\n")
     planned.pdtool("check", "--update")
     assert not Plan.load("plans/net.yaml").edited
+    again = planned.pdtool("partition", "profiles/net.json", "--topology", "2", "-o", "plans/net.yaml", code=2)
+    assert "was edited by hand" in again.stderr
     assert planned.pdtool("check", "--update", "-", stdin=text, code=2)
     assert "give one of them" in planned.pdtool("check", "--update", "--fresh", code=2).stderr
 

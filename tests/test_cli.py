@@ -67,14 +67,14 @@ def test_help_is_an_imperative_sentence_with_two_examples(folder, name):
     command = main.commands[name]
     sentence = command.help.split("\n\n")[0]
     assert sentence.endswith(".")
-    assert sentence.split()[0] in ("Measure", "Execute", "Compute", "Divide", "Write", "Train", "Run", "Print")
+    assert sentence.split()[0] in ("Draw", "Measure", "Execute", "Compute", "Divide", "Write", "Train", "Run", "Print")
     text = folder.pdtool(name, "--help").output
     assert len(re.findall(rf"^ +pdtool {name}\b", text, re.MULTILINE)) == 2
     for option in command.params:
         if isinstance(option, click.Option):
             assert option.help, f"{name} {option.opts}"
             assert option.help[0].isupper()
-            assert option.help.rstrip("]").endswith((".", "]", "-o", "yaml", "json", "PLAN"))
+            assert option.help.rstrip("]").endswith((".", "]", "-o", "yaml", "json", "html", "PLAN"))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

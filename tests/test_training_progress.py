@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pdtool.artifacts.report import RunState
-from pdtool.cli.training_progress import clock, training_progress, validated
+from pdtool.cli.console.training_progress import clock, training_progress, validated
 
 EPOCHS, UPDATES, SAMPLES = 3, 40, 320
 

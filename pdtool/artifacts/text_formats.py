@@ -81,6 +81,16 @@ def write_yaml(content: Any) -> str:
     )
 
 
+def has_comments(text: str) -> bool:
+    """Whether YAML has a comment, which pdtool never writes unasked."""
+    position = 0
+    for token in yaml.scan(text, Loader=_StrictLoader) if "#" in text else ():
+        if "#" in text[position : token.start_mark.index]:
+            return True
+        position = token.end_mark.index
+    return "#" in text[position:]
+
+
 def with_values(text: str, values: Mapping[str, Any]) -> str:
     """Return YAML in which some keys of its mapping have other values.
 

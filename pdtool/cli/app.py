@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from pdtool import __version__
+from pdtool.cli.command_line.help_sections import CONTEXT_SETTINGS
 from pdtool.cli.command_line.project_defaults import ProjectDefaults
 from pdtool.cli.command_line.verbosity import Verbosity, verbosity_options
 from pdtool.cli.commands.check import check
@@ -149,12 +150,7 @@ def _printable_usage_errors() -> Iterator[None]:
         raise
 
 
-@click.group(
-    cls=CommandGroup,
-    params=[*verbosity_options()],
-    epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
-)
+@click.group(cls=CommandGroup, params=[*verbosity_options()], epilog=_EPILOG, context_settings=CONTEXT_SETTINGS)
 @click.version_option(__version__, "-V", "--version", prog_name="pdtool", message="%(prog)s %(version)s")
 @click.option(
     "--config",

@@ -125,7 +125,7 @@ def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, 
 
 
 @dataclass(frozen=True)
-class Difference:
+class ExtraTime:
     """One part of what the busiest stage needs more per minibatch than predicted, in seconds, and its likely cause."""
 
     what: str
@@ -133,7 +133,7 @@ class Difference:
     cause: str
 
 
-def differences(report: Report, predicted: Sequence[StageShares], predicted_s: float) -> list[Difference]:
+def differences(report: Report, predicted: Sequence[StageShares], predicted_s: float) -> list[ExtraTime]:
     """Divide the difference between measured and predicted time per minibatch, at the stage that computes longest.
 
     The parts add up to the whole difference; the largest comes first.
@@ -144,11 +144,11 @@ def differences(report: Report, predicted: Sequence[StageShares], predicted_s: f
     stage, share = report.stages[number], predicted[number]
     waiting_s = stage.wait_s - (share.communicating + share.idle) * predicted_s
     parts = [
-        Difference("computing", stage.busy_s - share.computing * predicted_s, _computing_cause(report, stage)),
-        Difference("waiting for other stages", waiting_s, "messages on their way, or not made yet by a slower stage"),
-        Difference("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
-        Difference("loading", stage.data_s, "prediction leaves loading out; --loader-workers load in the background"),
-        Difference("between actions", stage.rest_s, "Python, and the system giving the core to others"),
+        ExtraTime("computing", stage.busy_s - share.computing * predicted_s, _computing_cause(report, stage)),
+        ExtraTime("waiting for other stages", waiting_s, "messages on their way, or not made yet by a slower stage"),
+        ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
+        ExtraTime("loading", stage.data_s, "prediction leaves loading out; --loader-workers load in the background"),
+        ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
     ]
     notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12) * 0.2]
     return sorted(notable, key=lambda part: -abs(part.more_s))

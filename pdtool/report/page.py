@@ -21,10 +21,10 @@ from pdtool.report.drawings.chart import curve_chart, gain_chart
 from pdtool.report.drawings.graph_drawing import graph_drawing
 from pdtool.report.drawings.picture import Picture, stage_class, stylesheet
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, timeline_drawing
-from pdtool.report.measured import Difference, differences, measured_group, metric_charts
+from pdtool.report.measured import ExtraTime, differences, measured_group, metric_charts
 from pdtool.report.sentences import device_name, emulation_sentence, plan_sentence, run_sentence
 from pdtool.report.simulated import SimulatedPlan, StageShares, simulated_group
-from pdtool.report.subjects import RunState, Subject
+from pdtool.report.subjects import RunPhase, Subject
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 GENERATOR = '<meta name="generator" content="pdtool report">'  # by which a page is known
@@ -89,7 +89,7 @@ class SubjectSection:
     rejected: list[tuple[str, str, str]] = field(default_factory=list)
     bottleneck: str = ""
     certificate: str = ""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[ExtraTime] = field(default_factory=list)
     is_measured: bool = False
     emulated: list[Bar] = field(default_factory=list)
 
@@ -131,7 +131,7 @@ def page(subjects: Sequence[Subject], simulations: dict[str, SimulatedPlan] | No
 
 def is_unfinished(subject: Subject) -> bool:
     """Whether a run goes on."""
-    return subject.run is not None and subject.run.state is RunState.RUNNING
+    return subject.run is not None and subject.run.state is RunPhase.RUNNING
 
 
 def _digests(subject: Subject) -> tuple[str, ...]:

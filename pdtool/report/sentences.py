@@ -8,7 +8,7 @@ from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
 from pdtool.report.measured import busiest_stage
-from pdtool.report.subjects import RunRecord, RunState
+from pdtool.report.subjects import RunPhase, RunRecord
 from pdtool.units import format_bits_rate, format_seconds
 
 _SAME = 0.02  # speeds that differ by less are called the same
@@ -54,7 +54,7 @@ def run_sentence(run: RunRecord, plan: Plan | None) -> str:
     what = f"{plan.config} on {plan.workers} workers" if plan else "this run"
     losses = [line["loss"] for line in run.metrics if isinstance(line.get("loss"), float)]
     loss = f", loss {losses[-1]:.4g}" if losses else ""
-    if run.state is RunState.RUNNING:
+    if run.state is RunPhase.RUNNING:
         return f"{what} is training: epoch {epoch}{loss}" if run.metrics else f"{what} is starting"
     return f"{what} stopped in or after epoch {epoch}{loss}"
 

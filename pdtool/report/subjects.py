@@ -29,7 +29,7 @@ _FLOCK = "hhqqixxxx"  # struct flock of Linux: type, whence, start, length, proc
 Planned = Callable[[str], tuple[Plan, Profile]]
 
 
-class RunState(StrEnum):
+class RunPhase(StrEnum):
     """Where a run stands."""
 
     RUNNING = "running"
@@ -42,7 +42,7 @@ class RunRecord:
     """What a run has left in its folder so far; `events` are those of its trace, by the name of the worker."""
 
     folder: Path
-    state: RunState
+    state: RunPhase
     report: Report | None
     metrics: list[dict[str, Any]]
     events: dict[str, list[TraceEvent]]
@@ -113,10 +113,10 @@ def read_run(folder: Path) -> RunRecord:
     metrics = read_metrics(folder / METRICS_FILE)
     report = Report.load(folder / _REPORT_FILE) if (folder / _REPORT_FILE).is_file() else None
     if is_running(folder):
-        return RunRecord(folder, RunState.RUNNING, None, metrics, {})
+        return RunRecord(folder, RunPhase.RUNNING, None, metrics, {})
     if not report or max((line["epoch"] for line in metrics), default=0) > report.epochs:
-        return RunRecord(folder, RunState.STOPPED, None, metrics, {})
-    return RunRecord(folder, RunState.FINISHED, report, metrics, _read_trace(folder / _TRACE_FILE))
+        return RunRecord(folder, RunPhase.STOPPED, None, metrics, {})
+    return RunRecord(folder, RunPhase.FINISHED, report, metrics, _read_trace(folder / _TRACE_FILE))
 
 
 def is_running(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 _FEW = 9  # so many options are taken in at a glance without groups
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 _OTHER = "Options"
 _SECTIONS = {
     "Model": ("model_settings", "batch_size", "model", "calibrate"),
@@ -56,5 +57,5 @@ def _as_given(param: click.Option, ctx: click.Context) -> click.Option:
 
 
 def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], SectionedCommand]:
-    """Define a command of pdtool, as `click.command` does."""
-    return click.command(name, cls=SectionedCommand, **settings)
+    """Define a command of pdtool, as `click.command` does; its help is the same with and without the group."""
+    return click.command(name, cls=SectionedCommand, context_settings=CONTEXT_SETTINGS, **settings)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdtool.partition.plan_check import Finding
 
 FindingT = TypeVar("FindingT", "Finding", "FreshnessFinding")
+_EDITED = "# edited by hand\n"  # `pdtool partition` overwrites no plan with a comment
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
 
@@ -78,6 +79,7 @@ def _update(path: str) -> None:
     """
     from pdtool.artifacts.envelope import read_text, write_atomically
     from pdtool.artifacts.plan import Plan
+    from pdtool.artifacts.text_formats import has_comments
     from pdtool.cli.inputs import profile_of
     from pdtool.partition.planner import refresh
 
@@ -88,7 +90,8 @@ def _update(path: str) -> None:
     if not plan.edited:
         note(f"{path} has its own figures: there is nothing to update")
         return
-    write_atomically(Path(path), refresh(plan, profile_of(plan, path)).updated_text(text))
+    mark = "" if has_comments(text) else _EDITED
+    write_atomically(Path(path), mark + refresh(plan, profile_of(plan, path)).updated_text(text))
     note(f"wrote the figures of {path}")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.console.table import Lines
-    from pdtool.cli.differences import Difference, MovedOperators
+    from pdtool.cli.plans.differences import FieldDifference, MovedOperators
 
 _MAX_OPERATORS = 12  # of two profiles that are listed
 
@@ -40,7 +40,7 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
 
     The exit code is 0 whether they differ or not, but for --exit-code; 3 where one of them cannot be used.
     """
-    from pdtool.cli.differences import differences
+    from pdtool.cli.plans.differences import differences
 
     a, b = _loaded(first), _loaded_beside(second, first)
     if a.KIND != b.KIND:
@@ -60,7 +60,7 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
 def _loaded(file: str) -> Artifact:
     """Read an artifact, a plan edited by hand as it is now; raises ArtifactError where it cannot be."""
     from pdtool.artifacts.kinds import load_any
-    from pdtool.cli.edited_plan import as_it_is
+    from pdtool.cli.plans.edited_plan import as_it_is
 
     artifact, fault = as_it_is(load_any(file), file)
     if fault:
@@ -85,7 +85,7 @@ def _config(artifact: Artifact) -> str:
 def _moved(a: Artifact, b: Artifact, first: str, second: str) -> list[MovedOperators]:
     """The operators that are in another stage, where both are plans."""
     from pdtool.artifacts.plan import Plan
-    from pdtool.cli.differences import moved_operators
+    from pdtool.cli.plans.differences import moved_operators
 
     if not isinstance(a, Plan) or not isinstance(b, Plan):
         return []
@@ -103,7 +103,7 @@ def _common_profile(a: Plan, b: Plan, first: str, second: str) -> Profile | None
     return profile if was_made_from(b, profile) else None
 
 
-def _view(found: list[Difference], moved: list[MovedOperators]) -> Lines:
+def _view(found: list[FieldDifference], moved: list[MovedOperators]) -> Lines:
     """Show the fields that differ, of many operators the largest changes, and the operators that are elsewhere."""
     from pdtool.cli.console.table import abbreviated, table
 
@@ -121,7 +121,7 @@ def _view(found: list[Difference], moved: list[MovedOperators]) -> Lines:
         yield f"in stage {one.first} of A, in stage {one.second} of B: {abbreviated(one.operators)}"
 
 
-def _size(difference: Difference) -> float:
+def _size(difference: FieldDifference) -> float:
     """How much a figure of an operator differs; one that only one profile has differs most."""
     values = (difference.first, difference.second)
     return abs(values[0] - values[1]) if all(type(value) in (int, float) for value in values) else float("inf")

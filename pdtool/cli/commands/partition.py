@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
     from pdtool.cluster import Cluster
 
-_COMMENT = re.compile(r"""^(?:[^'"\n]*\s)?\#""", re.MULTILINE)  # of YAML; what is quoted is none
 _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 
 
@@ -134,12 +133,13 @@ def keep_edits(path: str) -> None:
     """Raise UsageError where a plan that someone has edited, or written comments into, would be overwritten."""
     from pdtool.artifacts.envelope import read_text
     from pdtool.artifacts.plan import Plan
+    from pdtool.artifacts.text_formats import has_comments
 
     if path == "-" or not Path(path).is_file():
         return
     try:
         text = read_text(path)
-        was_edited = bool(_COMMENT.search(text)) or Plan.parse(text, path).edited
+        was_edited = Plan.parse(text, path).edited or has_comments(text)
     except ArtifactError:  # another file, which is refused, or one that nobody can use
         return
     if was_edited:

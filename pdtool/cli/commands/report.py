@@ -23,13 +23,16 @@ _WATCH_S = 2.0  # between two looks at a run
 
 @command(
     epilog="\b\nExamples:\n  pdtool report plans/vgg16-4x4.yaml -o vgg16.html\n"
-    "  pdtool report runs/digits-3 --watch\n  pdtool report runs/digits-3 runs/digits-3.2"
+    "  pdtool report runs/digits-3 runs/digits-3.2 --watch"
 )
 @click.argument("what", nargs=-1, metavar="[PLAN|RUN]...")
-@options.output("The page to write; - is stdout.  [default: report.html]")
+@options.output("The page to write, report.html if not given; - is stdout.")
 @click.option("--watch", is_flag=True, help="Write the page again as a run goes on, until it ends.")
 def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
-    """Draw a plan, a run or an emulation as one HTML file that needs no server; several stand beside each other."""
+    """Draw plans, runs and emulations as one HTML page.
+
+    It needs no server; several plans and runs stand beside each other on it.
+    """
     names = what or (options.candidate("plan", None),)
     if len(names) > _MAX_SUBJECTS:
         raise UsageError(f"{len(names)} plans and runs on one page", f"name at most {_MAX_SUBJECTS}")

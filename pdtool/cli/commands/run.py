@@ -245,7 +245,7 @@ def new_folder(path: Path) -> Path:
 
 
 def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Report:
-    from pdtool.cli.training_progress import training_progress
+    from pdtool.cli.console.training_progress import training_progress
     from pdtool.run.processes.launcher import launch
 
     if not is_first_worker(os.environ):

@@ -34,7 +34,7 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     shown, and the exit code is 3.
     """
     from pdtool.artifacts.kinds import load_any
-    from pdtool.cli.edited_plan import as_it_is
+    from pdtool.cli.plans.edited_plan import as_it_is
 
     if output and not graph:
         raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")
@@ -69,7 +69,7 @@ def _view(artifact: Artifact, folder: Path | None) -> Lines:
     from pdtool.cli.console.plan_view import plan_view, timeline
     from pdtool.cli.console.profile_view import devices_view, profile_table
     from pdtool.cli.console.report_view import checkpoint_view, emulation_view, report_view
-    from pdtool.cli.run_standing import resumed_line, run_view
+    from pdtool.cli.console.run_standing import resumed_line, run_view
 
     match artifact:
         case Profile():

@@ -9,7 +9,7 @@ from rich.table import Table
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.cli.console.table import Lines, table
-from pdtool.cli.training_progress import validated
+from pdtool.cli.console.training_progress import validated
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _DIGITS = 12  # of a digest that are shown

@@ -56,10 +56,12 @@ def _columns() -> int:
 
 def show(*parts: RenderableType, err: bool = True) -> None:
     """Print tables and lines of text; into a file without the spaces that fill a terminal's lines."""
+    from rich.text import Text
+
     target = console(err=err)
     with target.capture() as capture:
         for part in parts:
-            target.print(part, soft_wrap=isinstance(part, str), crop=False)
+            target.print(part, soft_wrap=isinstance(part, (str, Text)), crop=False)
     text = capture.get()
     if not target.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())

@@ -121,7 +121,8 @@ def _launch_workers(
     remove_stale_semaphores()
     name_semaphores_after_this_process()
     multiprocessing.set_forkserver_preload(_PRELOADED)
-    elastic = elastic_launch(_elastic_config(config, len(local)), worker_main)
+    with _start_errors_explained():  # it makes a folder
+        elastic = elastic_launch(_elastic_config(config, len(local)), worker_main)
     stop_signal = None
     try:
         with (

@@ -36,7 +36,7 @@ _ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class FieldDifference:
     """A field that differs.
 
     Attributes:
@@ -108,7 +108,7 @@ class MovedOperators:
     operators: tuple[str, ...]
 
 
-def differences(first: Artifact, second: Artifact) -> list[Difference]:
+def differences(first: Artifact, second: Artifact) -> list[FieldDifference]:
     """Return the fields that differ, in the order in which they stand in the artifact.
 
     Left out are names, digests and reasons; of plans also the operators of the stages (see `moved_operators`).
@@ -116,7 +116,7 @@ def differences(first: Artifact, second: Artifact) -> list[Difference]:
     values = [dict(_fields(_content(artifact))) for artifact in (first, second)]
     parts = list(type(first).model_fields)
     fields = sorted({**values[0], **values[1]}, key=lambda field: _position(field, parts))
-    found = (Difference(field=field, first=values[0].get(field), second=values[1].get(field)) for field in fields)
+    found = (FieldDifference(field=field, first=values[0].get(field), second=values[1].get(field)) for field in fields)
     return [difference for difference in found if not _is_same(difference.first, difference.second)]
 
 

@@ -41,7 +41,7 @@ def training_progress(out: Path, epochs: int, log_every: int | None = None) -> I
     with Progress(
         *columns, figures, console=console(err=True), transient=True, expand=True, refresh_per_second=5
     ) as bar:
-        yield _Bar(training, bar)
+        yield _TrainingBar(training, bar)
 
 
 @dataclass
@@ -159,7 +159,7 @@ class _Notes:
         return f"{place}: {', '.join(filter(None, figures))}"
 
 
-class _Bar:
+class _TrainingBar:
     """Moves a bar, and writes a line above it after each validation."""
 
     def __init__(self, training: _Training, bar: Any) -> None:

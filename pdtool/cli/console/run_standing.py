@@ -17,7 +17,7 @@ from typing import Any
 
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.report import RunState
-from pdtool.cli.training_progress import validated
+from pdtool.cli.console.training_progress import validated
 from pdtool.errors import ArtifactError
 
 _TAIL_BYTES = 65_536  # of metrics.jsonl, which hold its last lines

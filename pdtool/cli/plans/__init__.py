@@ -1,0 +1,1 @@
+"""Plans, and other artifacts, as commands show and compare them."""
