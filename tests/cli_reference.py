@@ -1,7 +1,8 @@
-"""Write docs/cli.md, the reference of commands, from the commands themselves: `make docs`."""
+"""Write docs/cli.md (or another file), the reference of commands, from the commands themselves: `make docs`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,4 +45,4 @@ def _section(title: str, text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(reference(), encoding="utf-8")
+    Path(*sys.argv[1:] or [PAGE]).write_text(reference(), encoding="utf-8")
