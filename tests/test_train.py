@@ -16,6 +16,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.cli.app import main
+from pdtool.machines import usable_cores
 
 TRAIN = ("train", "model.py", "--topology", "2")
 PLAN, PROFILE = Path("plans/model-2.yaml"), Path("profiles/model.json")
@@ -42,7 +43,8 @@ FRESH = {"profile": "reusing", "partition": "reusing"}
 
 def test_train_goes_the_whole_road_and_the_second_time_only_runs(folder, request):
     folder.write("model.py", NET)
-    made = folder.pdtool(*TRAIN, "--batch-size", "8", "--straight", "--steps", "2", "--threads", "1", "--epochs", "1")
+    made = folder.pdtool(*TRAIN, "--batch-size", "8", "--straight", "--steps", "2", "--epochs", "1")
+    assert Profile.load(PROFILE).threads == max(1, len(usable_cores()) // 2), "two workers will share the cores"
     assert told(made) == {"profile": "making", "partition": "making"}
     assert "proved: outputs, gradients and buffers equal the model's" in made.stderr
     assert Report.load("runs/model-2/report.json").epochs == 1

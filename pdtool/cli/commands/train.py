@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from pdtool.cli.commands.run import run
 from pdtool.cli.console.terminal import note, status
 from pdtool.cli.reuse import readable_profile, why_plan_is_stale, why_profile_is_stale
 from pdtool.errors import StaleError, UsageError
+from pdtool.machines import usable_cores
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import ModelRef
@@ -65,12 +67,13 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     name = options.file_name(model_name(source, ref.function))
     profile_path = f"profiles/{name}.json"
     partitioning = _step(ctx, partition, profile_path)
-    plan_path = f"plans/{name}-{_topology(**partitioning.params)}.yaml"
+    topology = _topology(**partitioning.params)
+    plan_path = f"plans/{name}-{topology}.yaml"
     running = _step(ctx, run, plan_path)  # all are read before the first is run: a slip is not found minutes later
     if not is_local(source):
         running.params["model"] = ref.source
     profiling.params["output"], partitioning.params["output"] = profile_path, plan_path
-    _profile(profiling, ref, profile_path)
+    _profile(profiling, ref, profile_path, math.prod(map(int, topology.split("x"))))
     _partition(partitioning, profile_path, plan_path)
     _tell_of_stage_files(plan_path)
     _invoke(running)
@@ -113,8 +116,12 @@ def _topology(*, topology: str | None, cluster: str | None, **_: Any) -> str:
     return ClusterFile.load(cluster).cluster().topology
 
 
-def _profile(context: click.Context, ref: ModelRef, path: str) -> None:
-    """Profile the model, unless the profile in `path` is what that would give."""
+def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> None:
+    """Profile the model, unless the profile in `path` is what that would give.
+
+    Args:
+        workers: that will share the cores of this machine: without `--threads` each has as many as it will have then.
+    """
     from pdtool.profile.devices import default_device
 
     given = _asked_for(context)
@@ -125,6 +132,9 @@ def _profile(context: click.Context, ref: ModelRef, path: str) -> None:
         why = why_profile_is_stale(known, path, ref, given) if known else "it is not there, or cannot be read"
     if why:
         note(f"profile: making {path}: {why}")
+        if context.params["device"] == "cpu" and context.params["threads"] is None:
+            context.params["threads"] = max(1, len(usable_cores()) // workers)
+            note(f"taking --threads {context.params['threads']}: {workers} worker(s) share the cores of this machine")
         _invoke(context)
     elif known:
         note(f"profile: reusing {path} (minibatch of {known.batch_size}, {known.device.kind} for {known.device.name})")
