@@ -64,6 +64,7 @@ def test_the_figures_are_those_of_the_simulator(planned):
 
 def test_what_would_take_too_long_is_named_and_left_out(planned, monkeypatch):
     monkeypatch.setattr(comparison, "MAX_ACTIONS", 300)
+    monkeypatch.setenv("COLUMNS", "120")
     text = planned.pdtool("simulate").stdout
     assert re.search(r"^straight pipeline \(.*\): too large to simulate here$", text, re.MULTILINE)
     assert re.search(r"^data parallelism \(4\) +4 ", text, re.MULTILINE)

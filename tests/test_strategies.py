@@ -243,7 +243,8 @@ def test_the_gain_of_a_flushing_plan_is_over_workers_that_are_all_busy():
     assert plan.predicted.data_parallel_s == pytest.approx(1.0, rel=1e-3)
 
 
-def test_simulate_shows_samples_and_memory_of_each_rival(folder):
+def test_simulate_shows_samples_and_memory_of_each_rival(folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     chain([0.3, 0.3, 0.2, 0.1], parameters=1000, crossing=50).save("profiles/net.json")
     folder.pdtool("partition", "--topology", "3", "--bandwidth", "1kB/s", "--memory", "7kB", "--straight")
     text = folder.pdtool("simulate", "--against", "data-parallel,gpipe,hybrid").stdout

@@ -54,7 +54,7 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     yield "## Gain against bandwidth\n"
     yield (
         "Each point is planned anew for its bandwidth between servers; where the plan is data parallelism the gain is "
-        "1. Where a plan has 4 workers on 4x4, or 8 on 2x8, one server trains alone: the links are too slow to be used. "
+        "1. Where a plan has 4 workers on 4x4, or 8 on 2x8, one server trains alone: links are too slow to be used. "
         "Inside servers: PCI Express (12 GB/s) on 4x4, NVLink (20 GB/s) on 2x8. In brackets: emulated.\n"
     )
     rates = [point["rate"] for point in figures[0]["points"]]

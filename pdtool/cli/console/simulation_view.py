@@ -60,9 +60,12 @@ def comparison_view(comparison: Comparison) -> Lines:
         memory = format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit")
         sent = format_bytes(row.sent_bytes)
         rows.append([row.label, _shortened(row.config), speed, gain, row.samples_per_update, memory, sent])
-    columns = ("in steady state", "plan", "samples/s", "this plan's gain", "samples per update", "most memory", "sent")
-    yield table(columns, rows, names=2, drop=("samples per update", "sent", "samples/s"))
-    yield "samples per update: of the stage that takes most; sent: by all workers for one minibatch"
+    columns = ("in steady state", "plan", "samples/s", "gain", "per update", "most memory", "sent")
+    yield table(columns, rows, names=2, drop=("sent", "samples/s", "per update"))
+    yield (
+        "gain: of this plan over that one; per update: samples, at the stage that takes most; "
+        "sent: by all workers for one minibatch"
+    )
     yield from comparison.left_out
 
 
