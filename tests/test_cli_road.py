@@ -191,7 +191,8 @@ def test_another_schedule_for_the_same_stages(road):
     assert "has no microbatches" in road.pdtool("run", "--microbatches", "2", code=2).stderr
 
 
-def test_a_dry_run_says_who_does_what_where_and_does_nothing(road):
+def test_a_dry_run_says_who_does_what_where_and_does_nothing(road, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     result = road.pdtool("run", "--dry-run", "--nnodes", "2")
     assert "machine 0" in result.stdout
     assert "machine 1" in result.stdout
