@@ -287,7 +287,8 @@ def test_every_device_of_the_table_cites_its_source():
 
 
 def test_an_unknown_device_lists_the_known():
-    with pytest.raises(UsageError, match=r"'v1000' is not known; measure on cpu or cuda, estimate for v100, .*a100"):
+    known = r"'v1000' is not known; did you mean v100\? measure on cpu or cuda, estimate for v100, .*a100"
+    with pytest.raises(UsageError, match=known):
         find_device("v1000")
 
 

@@ -52,7 +52,9 @@ def test_the_list_of_actions_is_built_once_for_each_number_of_minibatches(monkey
 
 def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one warms up."""
-    config = SimpleNamespace(plan=SimpleNamespace(batch_size=2), resume=None, steps=None, target=None, epochs=4, seed=0)
+    config = SimpleNamespace(
+        plan=SimpleNamespace(batch_size=2), resume=None, steps=None, target=None, epochs=4, seed=0, compiled=False
+    )
     context: Any = SimpleNamespace(
         config=config,
         assignment=None,
@@ -65,7 +67,7 @@ def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch
         sample_order=lambda epoch: range(6),
     )
     for name in ("train", "validate", "_save", "_report"):
-        monkeypatch.setattr(Worker, name, lambda *_: {"loss": 1.0})
+        monkeypatch.setattr(Worker, name, lambda *_, **__: {"loss": 1.0})
     worker = Worker(context)
     worker.run()
     assert (worker._timer.epochs, worker._timer.minibatches, worker._timer.samples) == (3, 9, 18)

@@ -45,9 +45,10 @@ Count = Annotated[int, BeforeValidator(_as_integer), Field(ge=1, le=_MAX_COUNT)]
 Number = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 Rate = Annotated[float, Field(ge=1e-3, le=1e18, allow_inf_nan=False)]  # of bytes or floating-point operations a second
 StageIndex = Annotated[int, Field(ge=-MAX_WORKERS, lt=MAX_WORKERS)]  # a negative one counts from the end
-# What is computed from them: seconds, rates, ratios; and bytes.
+# What is computed from them: seconds, rates, ratios; bytes; and counts.
 Figure = Annotated[float, Field(ge=0, le=_MAX_FIGURE, allow_inf_nan=False), _zero_or_from(_MIN_FIGURE)]
 FigureBytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=0, le=10**100)]
+FigureCount = Annotated[int, BeforeValidator(_as_integer), Field(ge=1, le=10**100)]
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 # Node, module and parameter names: dotted words, so that none can carry code into a generated file.

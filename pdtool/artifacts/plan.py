@@ -11,7 +11,7 @@ from pydantic import Field
 
 from pdtool.artifacts.cluster_file import ClusterSpec, check_levels
 from pdtool.artifacts.envelope import FrozenModel, ModelRef, YamlArtifact
-from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, Label, Number, Title
+from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCount, Label, Number, Title
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import with_values
 from pdtool.errors import ArtifactError, FieldError, ScheduleError
@@ -68,8 +68,8 @@ class Predicted(FrozenModel):
     data_parallel_s: Figure | None = None
     throughput_samples_per_s: Figure
     gain_over_data_parallel: Figure
-    samples_per_update: Count | None = None
-    data_parallel_samples_per_update: Count | None = None
+    samples_per_update: FigureCount | None = None
+    data_parallel_samples_per_update: FigureCount | None = None
     compute_s: tuple[Figure, ...]
     allreduce_s: tuple[Figure, ...]
     transfer_s: tuple[Figure, ...]
@@ -84,7 +84,7 @@ class Rival(FrozenModel):
 
     plan: Label
     bottleneck_s: Figure
-    samples_per_update: Count | None = None
+    samples_per_update: FigureCount | None = None
     why: Label
 
 

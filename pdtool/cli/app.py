@@ -19,7 +19,8 @@ import click
 from pdtool import __version__
 from pdtool.cli.command_line.help_sections import CONTEXT_SETTINGS
 from pdtool.cli.command_line.project_defaults import ProjectDefaults
-from pdtool.cli.command_line.verbosity import Verbosity, verbosity_options
+from pdtool.cli.command_line.verbosity import Verbosity
+from pdtool.cli.command_line.verbosity_options import verbosity_options
 from pdtool.cli.commands.check import check
 from pdtool.cli.commands.codegen import codegen
 from pdtool.cli.commands.completion import completion

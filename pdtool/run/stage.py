@@ -103,7 +103,7 @@ class PipelineStage:
         self.peak_stashed = 0
 
     def forward(self, minibatch: int, inputs: list[Tensor], target: Any = None) -> tuple[Tensor, ...]:
-        """Compute with the weight version that the minibatch reads, and keep the graph.
+        """Compute with the weight version that the minibatch reads, and keep the graph or, to recompute, the inputs.
 
         Args:
             inputs: what the module takes, [samples, ...] each; those that get a gradient are leaves.
@@ -116,7 +116,7 @@ class PipelineStage:
         self.seeds.begin_forward(minibatch)
         if self._recomputation:
             with self._recomputation.first_forward(target) as state:
-                outputs = self._compute(inputs, target)
+                outputs = without_graph(self._compute(inputs, target))
             self.stashed[minibatch] = StashedMinibatch(version, inputs, (), state)
         else:
             outputs = self._compute(inputs, target)
@@ -231,6 +231,11 @@ def graph_leaves(tensor: Tensor) -> list[Tensor]:
         seen.update(following)
         nodes += following
     return leaves
+
+
+def without_graph(outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the outputs of a stage, the tensors among them without what led to them."""
+    return tuple(output.detach() if isinstance(output, Tensor) else output for output in outputs)
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:

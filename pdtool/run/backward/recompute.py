@@ -38,12 +38,15 @@ class Recomputation:
 
     @contextmanager
     def first_forward(self, target: Any) -> Iterator[ForwardState]:
-        """Save, during the first forward, what it sees; no graph is made."""
+        """Save, during the first forward, what it sees.
+
+        It is computed in the mode that makes a graph, which nobody keeps: without one torch takes other kernels, as of
+        an LSTM on a CPU, whose last bits differ.
+        """
         buffers = dict(self._module.named_buffers())
         names = buffers if self._changing is None else self._changing
         state = ForwardState({name: buffers[name].clone() for name in names}, target)
-        with torch.no_grad():
-            yield state
+        yield state
         if self._changing is None:
             now = dict(self._module.named_buffers())  # by value: batch norm's kernels leave `_version` as it is
             self._changing = {name for name, old in state.buffers.items() if not torch.equal(now[name], old)}
