@@ -26,11 +26,11 @@ def check(outcomes: Iterator[Outcome], trials: int) -> None:
 
 
 def test_killed_runs(bench: Bench) -> None:
-    check(kills(bench, 3, seed=0), 3)
+    check(kills(bench, 2, seed=0), 2)
 
 
 def test_damaged_checkpoints(bench: Bench) -> None:
-    check(damages(bench, 3, seed=0), 3)
+    check(damages(bench, 2, seed=0), 2)
 
 
 def test_two_runs_in_one_folder(bench: Bench) -> None:

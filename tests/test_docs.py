@@ -74,6 +74,9 @@ STAND_INS = {
     "probe --topology 2x2": "probe --topology 2",  # four processes on two cores take 14 s; test_probe has 2x2
     "--rdzv-endpoint node0:29500": "--rdzv-endpoint 127.0.0.1:{port}",  # both machines are this one
     "torchrun --nnodes 2 --nproc-per-node 4": "torchrun --nnodes 1 --nproc-per-node 2",  # one machine, two cores
+    "--set lr=0.01": "--set lr=0.01 --epochs 1",
+    "--epochs 40 --resume": "--epochs 21 --resume",  # it goes on as after two epochs
+    "--epochs 60 --resume": "--epochs 22 --resume",
     "pdtool train model.py": "pdtool train model.py --epochs 1",  # the starter's pdtool.toml asks for five
     "make -f": "make --dry-run -f",  # its commands are those that are run elsewhere
 }

@@ -35,7 +35,7 @@ CLUSTERS = {"3": [1e9], "2x2": [1e8, 1e9]}
 # Straight pipelines have the most borders. On 2x2 the search is free to replicate: here with dropout, batch norm, a
 # recurrent net and a tied parameter.
 ROADS = [(name, "3") for name in MODELS] + [(name, "2x2") for name in ("digits", "resnet50", "lstm_lm", "gpt2")]
-STEPS = 20
+STEPS = 10
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def profiled():
     def get(name):
         if name not in known:
             file = ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}", settings=MODELS[name]))
-            known[name] = file, measure(file, batch_size=8, threads=1)
+            known[name] = file, measure(file, batch_size=4, threads=1)
         return known[name]
 
     with pytest.MonkeyPatch.context() as patch:

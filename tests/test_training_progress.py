@@ -10,6 +10,8 @@ import pytest
 from rich.console import Console
 
 from pdtool.artifacts.report import RunState
+from pdtool.cli.command_line.verbosity import Verbosity
+from pdtool.cli.console import terminal
 from pdtool.cli.console.training_progress import clock, training_progress, validated
 
 EPOCHS, UPDATES, SAMPLES = 3, 40, 320
@@ -95,6 +97,20 @@ def test_on_a_terminal_there_is_a_bar_with_all_of_it(
                 assert len(text) <= 80
         assert bar.tasks[0].description == "validating"
     assert "epoch 2/3: training loss" in capsys.readouterr().err
+
+
+def test_a_quiet_command_draws_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With -q, on a terminal too."""
+    record(tmp_path)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(Verbosity, "is_quiet", True)
+    assert shown(tmp_path, capsys) == []
+    with terminal.progress("profiling") as on_progress, terminal.status("searching") as on_step:
+        on_progress(1, 2)
+        on_step("more")
+    assert capsys.readouterr().err == ""
 
 
 def test_times_and_figures_as_people_read_them() -> None:

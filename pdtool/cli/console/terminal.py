@@ -69,10 +69,15 @@ def show(*parts: RenderableType, err: bool = True) -> None:
         click.echo(text, err=err, nl=False)
 
 
+def is_progress_shown() -> bool:
+    """Return whether people look at stderr, and did not ask for quiet."""
+    return sys.stderr.isatty() and not Verbosity.is_quiet
+
+
 @contextmanager
 def progress(label: str) -> Iterator[OnProgress]:
-    """Show a progress bar while a part works; show nothing when stderr is no terminal."""
-    if not sys.stderr.isatty():
+    """Show a progress bar while a part works; show nothing with -q, and when stderr is no terminal."""
+    if not is_progress_shown():
         yield lambda done, total: None
         return
     from rich.progress import Progress
@@ -84,8 +89,8 @@ def progress(label: str) -> Iterator[OnProgress]:
 
 @contextmanager
 def status(label: str) -> Iterator[Callable[[str], None]]:
-    """Show the step that a part is at on one line; show nothing when stderr is no terminal."""
-    if not sys.stderr.isatty():
+    """Show the step that a part is at on one line; show nothing with -q, and when stderr is no terminal."""
+    if not is_progress_shown():
         yield lambda step: None
         return
     from rich.text import Text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pdtool.artifacts.report import RunState
-from pdtool.cli.console.terminal import console, note
+from pdtool.cli.console.terminal import console, is_progress_shown, note
 from pdtool.errors import PdtoolError
 
 OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
@@ -31,7 +30,7 @@ def training_progress(out: Path, epochs: int, log_every: int | None = None) -> I
         log_every: without a terminal, updates between two lines; None: a line every ten seconds.
     """
     training = _Training(out, epochs)
-    if not sys.stderr.isatty():
+    if not is_progress_shown():
         yield _Notes(training, log_every)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
