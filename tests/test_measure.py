@@ -218,6 +218,17 @@ def test_a_minibatch_that_does_not_fit_says_so(model_file, monkeypatch):
         measure(model_file, batch_size=16)
 
 
+def test_a_cpu_without_the_kernel_says_so(model_file, monkeypatch):
+    """As an LSTM in bf16 on a CPU without AVX-512."""
+
+    def refused(*args, **kwargs):
+        raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
+
+    monkeypatch.setattr(Executor, "__call__", refused)
+    with pytest.raises(ModelError, match=r"no kernel for a minibatch in this precision .*; leave out --precision bf16"):
+        measure(model_file, batch_size=16, precision="bf16")
+
+
 def test_a_minibatch_too_small_to_normalise_over_says_so(model_file):
     match = r"net.py: a minibatch of 1 is too small for batch normalisation .*; choose a larger --batch-size"
     with pytest.raises(ModelError, match=match):

@@ -34,7 +34,7 @@ from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing.trace import trace
 from pdtool.profile.calibrate import fit_factors, measured_model, operator_kind
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
-from pdtool.profile.graph_costs import GraphCosts, batch_size_errors, count_stash_and_flops, make_profile
+from pdtool.profile.graph_costs import GraphCosts, minibatch_errors, count_stash_and_flops, make_profile
 from pdtool.profile.kernels import PRECISIONS, Kernel, KernelRecorder, recurrent_costs, roofline_s
 
 Kernels = dict[str, list[Kernel]]  # node -> what its forward or its backward launches
@@ -67,7 +67,7 @@ def estimate(
     cast = next((dtype for dtype, name in PRECISIONS.items() if name == precision), None)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = _FakeTensors(mode, cast)
-    with batch_size_errors(model_file, batch_size), _without_values():
+    with minibatch_errors(model_file, batch_size), _without_values():
         traced = fakes.trace(model_file, batch_size)
         as_written = traced if cast is None else _FakeTensors(mode, None).trace(model_file, batch_size)
         disable_inplace_modules(traced.model)

@@ -208,8 +208,8 @@ def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, .
 
 
 @contextmanager
-def batch_size_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
-    """Say what to do when a minibatch does not fit, or is too small to normalise over."""
+def minibatch_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
+    """Say what to do when a minibatch does not fit, is too small to normalise over, or finds no kernel on this CPU."""
     try:
         yield
     except PdtoolError:
@@ -218,6 +218,10 @@ def batch_size_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
             what = f"a minibatch of {batch_size} does not fit in memory ({error})"
             raise model_file.error(what, "choose a smaller --batch-size") from error
+        if "could not create a primitive" in str(error):  # of oneDNN
+            what = f"torch has no kernel for a minibatch in this precision on this CPU ({error})"
+            remedy = "leave out --precision bf16, or set torch.backends.mkldnn.enabled = False in the file"
+            raise model_file.error(what, remedy) from error
         raise model_file.error_at(error, "a minibatch") from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
