@@ -34,7 +34,7 @@ from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing.trace import trace
 from pdtool.profile.calibrate import fit_factors, measured_model, operator_kind
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
-from pdtool.profile.graph_costs import GraphCosts, minibatch_errors, count_stash_and_flops, make_profile
+from pdtool.profile.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
 from pdtool.profile.kernels import PRECISIONS, Kernel, KernelRecorder, recurrent_costs, roofline_s
 
 Kernels = dict[str, list[Kernel]]  # node -> what its forward or its backward launches

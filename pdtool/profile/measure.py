@@ -25,7 +25,7 @@ from pdtool.frontend.tracing.trace import trace_file
 from pdtool.profile.compiled.compile_model import OnNote, compile_model
 from pdtool.profile.compiled.segments import apportion
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
-from pdtool.profile.graph_costs import GraphCosts, minibatch_errors, count_stash_and_flops, make_profile
+from pdtool.profile.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
 from pdtool.profile.instruments import CudaTimer, Timer, Work, measure_scratch_bytes, timer_of
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
