@@ -263,7 +263,7 @@ def run(
 def _values(command: SectionedCommand, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a command's options but for those that say where its result goes."""
     values = option_values(command, given)
-    return {name: value for name, value in values.items() if name not in ("output", "as_json")}
+    return {name: value for name, value in values.items() if name not in ("output", "as_json", "if_stale")}
 
 
 def _assignments(settings: Settings | None) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ without these they are left as they are.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from pdtool.units import format_seconds
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
+WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
@@ -45,8 +47,11 @@ def main() -> None:
         plan, profile = Plan.load("gnmt-4.yaml"), Profile.load("gnmt.json")
         flushing = {"schedule": "gpipe", "weights": "flush", "microbatches": 4, "update_every": None}
         draw_schedules([plan, reschedule(plan, profile, flushing)], profile)
-        pdtool("report", "vgg16-4x4.yaml", "-o", "report.html")
-        take_screenshots(Path("report.html").resolve())
+        pdtool("report", "vgg16-4x4.yaml", "-o", "plan.html")
+        digits = [str(ROOT / "pdtool/zoo/digits.py"), "--topology", "2", "--straight", "--epochs", "8", "-o", "run"]
+        pdtool("train", *digits)
+        pdtool("report", "run", "-o", "run.html")
+        take_screenshots(["plan", "run"])
 
 
 def pdtool(*arguments: str) -> None:
@@ -69,8 +74,8 @@ def draw_schedules(plans: Sequence[Plan], profile: Profile) -> None:
     (IMAGES / "1f1b-gpipe.svg").write_text(picture.standalone(), encoding="utf-8")
 
 
-def take_screenshots(page: Path) -> None:
-    """Write the page as report-light.png and report-dark.png, where there is a browser."""
+def take_screenshots(names: Sequence[str]) -> None:
+    """Write the pages NAME.html as report-NAME-WIDTH-SCHEME.png, where there is a browser."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     try:
         from playwright.sync_api import sync_playwright
@@ -81,10 +86,11 @@ def take_screenshots(page: Path) -> None:
         return
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser)
-        for scheme in ("light", "dark"):
-            tab = chromium.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
-            tab.goto(page.as_uri())
-            tab.screenshot(path=IMAGES / f"report-{scheme}.png", full_page=True)
+        for name, width, scheme in itertools.product(names, WIDTHS, SCHEMES):
+            tab = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            tab.goto(Path(f"{name}.html").resolve().as_uri())
+            tab.screenshot(path=IMAGES / f"report-{name}-{width}-{scheme}.png", full_page=True)
+            tab.close()
         chromium.close()
 
 

@@ -194,7 +194,7 @@ def make(folder, monkeypatch):
 def test_the_rules_make_a_plan_and_a_run_of_any_model(folder, make):
     folder.write("my-model.py", NET)
     commands = [
-        "pdtool profile my-model.py -o profiles/my-model.json",
+        "pdtool profile my-model.py --if-stale -o profiles/my-model.json",
         "pdtool partition profiles/my-model.json --topology 2x2 -o plans/my-model-2x2.yaml",
     ]
     assert make("plans/my-model-2x2.yaml") == commands
@@ -210,7 +210,7 @@ def test_the_rules_are_included_by_a_makefile_of_the_users(folder, make):
     folder.write("own.mk", "PROFILE = --threads 1\nhello:\n\techo hello\n\ninclude $(shell pdtool makefile)\n")
     assert make("-f", "own.mk") == ["hello"], "the user's first target is still the default"
     profiling, _ = make("-f", "own.mk", "plans/net-2.yaml")
-    assert profiling == "pdtool profile models/net.py --threads 1 -o profiles/net.json"
+    assert profiling == "pdtool profile models/net.py --threads 1 --if-stale -o profiles/net.json"
 
 
 def test_what_is_written_is_packaged(folder):
@@ -220,3 +220,15 @@ def test_what_is_written_is_packaged(folder):
     assert "cli/starter/*" in setup
     assert Path(rules).is_file()
     assert shutil.which("make")
+
+
+def test_profile_if_stale_leaves_what_is_fresh(folder):
+    """As the rules of make call it: another learning rate changes no profile, so that no plan becomes stale."""
+    folder.write("model.py", NET)
+    folder.pdtool("profile", "model.py", "--threads", "1", "--if-stale")
+    written = PROFILE.stat().st_mtime_ns
+    folder.write("model.py", NET.replace("lr=0.1", "lr=0.2"))
+    assert "profile: reusing profiles/model.json" in folder.pdtool("profile", "model.py", "--if-stale").stderr
+    assert PROFILE.stat().st_mtime_ns == written
+    folder.pdtool("profile", "model.py", "--batch-size", "4", "--if-stale")
+    assert PROFILE.stat().st_mtime_ns != written

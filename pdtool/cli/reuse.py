@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import chdir
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+from click.core import ParameterSource
+
+from pdtool.cli.console.terminal import note, status
 from pdtool.errors import ArtifactError
 from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
@@ -18,7 +23,35 @@ if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
 
+ASKED_FOR = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT)
+_NOT_OF_A_FILE = {"output", "as_json", "if_stale"}  # options that say nothing of what stands in it
 Given = Mapping[str, Any]  # the options that were asked for, by parameter
+
+
+def asked_for(context: click.Context) -> dict[str, Any]:
+    """Return the options of a command that were given, wherever."""
+    names = {param.name for param in context.command.params if isinstance(param, click.Option)} - _NOT_OF_A_FILE
+    given = {name: value for name, value in context.params.items() if name in names}
+    return {name: value for name, value in given.items() if context.get_parameter_source(name) in ASKED_FOR}
+
+
+def reusable_profile(path: str, ref: ModelRef, given: Given) -> tuple[Profile | None, str]:
+    """Return the profile in a file, if it is the one that is asked for; else None, and why it is not.
+
+    Raises:
+        ModelError: the model cannot be traced.
+    """
+    if not Path(path).exists():
+        return None, "it is not there"
+    known = readable_profile(path)
+    if known is None:
+        return None, "what is there cannot be read"
+    with status("comparing the model with its profile"):
+        why = why_profile_is_stale(known, path, ref, given)
+    if why:
+        return None, why
+    note(f"profile: reusing {path} (minibatch of {known.batch_size}, {known.device.kind} for {known.device.name})")
+    return known, ""
 
 
 def readable_profile(path: str) -> Profile | None:

@@ -53,8 +53,10 @@ def _check_names(file: ModelFile, changes: Mapping[str, Setting]) -> None:
         takers = {function: names for function, names in file.setting_names.items() if names}
         near = difflib.get_close_matches(key, [name for names in takers.values() for name in names], n=1)
         listed = ", ".join(f"{function}({', '.join(names)})" for function, names in takers.items())
-        remedy = f"did you mean {near[0]}?" if near else f"settings can be given to {listed or 'none of its functions'}"
-        raise UsageError(f"--set {key}: no function of {file.path.name} has a parameter {key}", remedy)
+        known = f"settings can be given to {listed}" if listed else "none of them takes a setting"
+        add = f"give one a parameter, as in optimizer(..., {key}=...); {known}"
+        what = f"--set {key}: no function of {file.path.name} has a parameter {key}"
+        raise UsageError(what, f"did you mean {near[0]}?" if near else add)
 
 
 def _check_operators(file: ModelFile, profile: Profile, changes: Mapping[str, Setting]) -> None:

@@ -83,6 +83,11 @@ def _identity(plan: Candidate) -> tuple[str, str, bool]:
     return placement.config, placement.execution.schedule, set(placement.in_flight) == {1}
 
 
+def _complexity(plan: Candidate) -> tuple[int, int]:
+    """Return the stages and the minibatches in flight."""
+    return len(plan.placement.stages), sum(plan.placement.in_flight)
+
+
 def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
     needed, limit = max(rival.cost.memory_bytes), search.cluster.memory_bytes
     if limit is not None and needed > limit:
@@ -101,6 +106,7 @@ def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> st
     if options.strategy == "model-parallel":
         return f"{faster}, but its fullest worker holds more"
     is_close = gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE
-    if is_close and STRATEGIES[options.strategy].is_selected:
+    is_simpler = _complexity(chosen) < _complexity(rival)
+    if is_close and is_simpler and STRATEGIES[options.strategy].is_selected:
         return f"{faster}, but not as simple, which may cost {options.simplest:.1%} (--simplest)"
     return f"{faster} by the formulas, but not in the simulation"

@@ -65,9 +65,9 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target)
 
 
-def optimizer(named_parameters):
+def optimizer(named_parameters, lr=0.02):
     """Plain SGD with momentum; small enough a step for weights that are two updates old."""
-    return torch.optim.SGD([p for _, p in named_parameters], lr=0.02, momentum=0.9, weight_decay=1e-4)
+    return torch.optim.SGD([p for _, p in named_parameters], lr=lr, momentum=0.9, weight_decay=1e-4)
 
 
 def metrics(output: torch.Tensor, target: torch.Tensor) -> dict[str, tuple[float, float]]:

@@ -24,7 +24,17 @@ _SECTIONS = {
         *("compute", "scale", "minibatches", "timeout", "trust"),
     ),
     "Machines": ("nnodes", "node_rank", "rdzv_endpoint"),
-    "Output": ("output", "as_json", "dry_run", "against", "quiet", "verbose", "_click_default_help", "help"),
+    "Output": (
+        "output",
+        "if_stale",
+        "as_json",
+        "dry_run",
+        "against",
+        "quiet",
+        "verbose",
+        "_click_default_help",
+        "help",
+    ),
 }
 _SECTION_OF = {option: section for section, options in _SECTIONS.items() for option in options}
 

@@ -37,6 +37,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 
 def generated(inputs: Inputs, folder: Path) -> Bundle:
     """Generate the bundle, and say on stderr what was proved."""
+    from pdtool.cli.console.bundle_view import tied_lines
     from pdtool.codegen.generate import generate
 
     target = folder.absolute()  # the user's module may go to another folder
@@ -46,5 +47,6 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
         "values": "proved: outputs, gradients and buffers equal the model's, in training and evaluation",
         "shapes": "the model is too large to run here: shapes and wiring are checked, values are not",
     }
-    note(f"wrote {folder}/ ({', '.join(stage.file for stage in bundle.stages)}, bundle.yaml)\n{proof[bundle.proof]}")
+    files = ", ".join(stage.file for stage in bundle.stages)
+    note("\n".join([f"wrote {folder}/ ({files}, bundle.yaml)", *tied_lines(bundle), proof[bundle.proof]]))
     return bundle

@@ -13,6 +13,7 @@ from pdtool.cli import options
 from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import write_artifact
 from pdtool.cli.console.terminal import note, progress
+from pdtool.cli.reuse import asked_for, reusable_profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.units import format_seconds
 
@@ -61,8 +62,16 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
     metavar="PROFILE",
     help="Estimate with factors fitted to a profile of any model that was measured on that device.",
 )
+@click.option(
+    "--if-stale",
+    is_flag=True,
+    help="Leave the file as it is where it is a profile of the same operators, with the options given.",
+)
 @options.as_json
-def profile(model: str, output: str | None, as_json: bool, **settings: Any) -> None:
+@click.pass_context
+def profile(
+    ctx: click.Context, /, model: str, output: str | None, as_json: bool, if_stale: bool, **settings: Any
+) -> None:
     """Measure what each operator of MODEL costs, or estimate it.
 
     On this machine it is measured; for another device, which need not be here, it is estimated.
@@ -71,9 +80,21 @@ def profile(model: str, output: str | None, as_json: bool, **settings: Any) -> N
     """
     from pdtool.cli.console.profile_view import profile_table
 
+    if if_stale and _is_fresh(ctx, model, output, settings["model_settings"]):
+        return
     result, target = profiled(model, output, **settings)
     notes = [*_opaque_modules(result), *_coverage_warnings(result)]
     write_artifact(result, target, as_json=as_json, view=[profile_table(result, largest=12), *notes])
+
+
+def _is_fresh(ctx: click.Context, model: str, output: str | None, model_settings: tuple[str, ...]) -> bool:
+    """Say whether the file to write is there, and is what would be measured."""
+    from pdtool.frontend.model_source import find_source, model_name, parse_ref
+
+    ref = parse_ref(model, model_settings)
+    target = output or f"profiles/{options.file_name(model_name(find_source(ref.source), ref.function))}.json"
+    known, _ = reusable_profile(target, ref, asked_for(ctx))
+    return known is not None
 
 
 def profiled(

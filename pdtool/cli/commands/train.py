@@ -15,8 +15,8 @@ from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.commands.partition import partition
 from pdtool.cli.commands.profile import profile
 from pdtool.cli.commands.run import run
-from pdtool.cli.console.terminal import note, status
-from pdtool.cli.reuse import readable_profile, why_plan_is_stale, why_profile_is_stale
+from pdtool.cli.console.terminal import note
+from pdtool.cli.reuse import ASKED_FOR, asked_for, reusable_profile, why_plan_is_stale
 from pdtool.errors import StaleError, UsageError
 from pdtool.machines import usable_cores
 
@@ -35,7 +35,6 @@ _HANDED_ON: dict[click.Command, tuple[str, ...]] = {
     ),
     profile: ("model_settings", "batch_size", "device", "threads", "precision", "compiled"),
 }
-_ASKED_FOR = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT)
 
 
 def _shared_options() -> Iterable[click.Parameter]:
@@ -86,7 +85,7 @@ def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Conte
     """Make the context of a command, with what the project's defaults say of it and what `train` was asked for."""
     context = step.make_context(step.name, [argument], parent=ctx.parent)
     for name in _HANDED_ON[step]:
-        if name in context.params and ctx.get_parameter_source(name) in _ASKED_FOR:
+        if name in context.params and ctx.get_parameter_source(name) in ASKED_FOR:
             context.params[name] = ctx.params[name]
             context.set_parameter_source(name, ParameterSource.COMMANDLINE)
     return context
@@ -95,13 +94,6 @@ def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Conte
 def _invoke(context: click.Context) -> None:
     with context:
         context.command.invoke(context)
-
-
-def _asked_for(context: click.Context) -> dict[str, Any]:
-    """Return the options of a command that were given, wherever."""
-    names = {param.name for param in context.command.params if isinstance(param, click.Option)} - {"output", "as_json"}
-    given = {name: value for name, value in context.params.items() if name in names}
-    return {name: value for name, value in given.items() if context.get_parameter_source(name) in _ASKED_FOR}
 
 
 def _topology(*, topology: str | None, cluster: str | None, **_: Any) -> str:
@@ -124,20 +116,17 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
     """
     from pdtool.profile.devices import default_device
 
-    given = _asked_for(context)
+    given = asked_for(context)
     if given.get("device", "auto") == "auto":
         context.params["device"] = given["device"] = default_device()
-    known = readable_profile(path)
-    with status("comparing the model with its profile"):
-        why = why_profile_is_stale(known, path, ref, given) if known else "it is not there, or cannot be read"
-    if why:
-        note(f"profile: making {path}: {why}")
-        if context.params["device"] == "cpu" and context.params["threads"] is None:
-            context.params["threads"] = max(1, len(usable_cores()) // workers)
-            note(f"taking --threads {context.params['threads']}: {workers} worker(s) share the cores of this machine")
-        _invoke(context)
-    elif known:
-        note(f"profile: reusing {path} (minibatch of {known.batch_size}, {known.device.kind} for {known.device.name})")
+    known, why = reusable_profile(path, ref, given)
+    if known:
+        return
+    note(f"profile: making {path}: {why}")
+    if context.params["device"] == "cpu" and context.params["threads"] is None:
+        context.params["threads"] = max(1, len(usable_cores()) // workers)
+        note(f"taking --threads {context.params['threads']}: {workers} worker(s) share the cores of this machine")
+    _invoke(context)
 
 
 def _partition(context: click.Context, profile_path: str, path: str) -> None:
@@ -154,7 +143,7 @@ def _partition(context: click.Context, profile_path: str, path: str) -> None:
         note(f"partition: making {path}: it is not there")
         return _invoke(context)
     plan = Plan.load(path)
-    why = why_plan_is_stale(plan, Profile.load(profile_path), profile_path, _asked_for(context))
+    why = why_plan_is_stale(plan, Profile.load(profile_path), profile_path, asked_for(context))
     if not why:
         edited = ", edited by hand" if plan.edited else ""
         return note(f"partition: reusing {path} ({plan.config}, schedule {plan.schedule}{edited})")

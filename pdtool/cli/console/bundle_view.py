@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pdtool.artifacts.bundle import Bundle
 from pdtool.cli.console.table import Lines, table
 
@@ -28,5 +30,11 @@ def bundle_view(bundle: Bundle) -> Lines:
     yield table(
         ("tensor", "from", "to", "shape", "dtype", "gradient back"), tensors, names=6, drop=("dtype", "gradient back")
     )
+    yield from tied_lines(bundle)
+
+
+def tied_lines(bundle: Bundle) -> Iterator[str]:
+    """Tell which parameters several stages hold."""
     for tied in bundle.tied:
-        yield f"tied: {', '.join(f'{n} (stage {s})' for s, n in zip(tied.stages, tied.names, strict=True))}"
+        places = (f"{name} (stage {s})" for s, name in zip(tied.stages, tied.names, strict=True))
+        yield f"tied: {', '.join(places)} are one parameter; their gradients are summed before each update"

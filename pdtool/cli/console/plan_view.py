@@ -42,7 +42,7 @@ def _certificate(why: Why) -> Lines:
     if why.lower_bound_s is not None:
         bound = f"{format_seconds(why.lower_bound_s)} per minibatch"
         takes = f"takes {why.gap:.1%} more" if why.gap and why.gap >= _MIN_GAP else "takes no more than that"
-        yield f"certificate: by the formulas no plan of the kind asked for takes less than {bound}; this one {takes}"
+        yield f"certificate: by the formulas no plan with these options takes less than {bound}; this one {takes}"
         if why.proof:
             yield f"proof: {why.proof}"
 

@@ -1,4 +1,5 @@
-# Rules of make that take any NAME.py through pdtool's four steps; only what is stale is made again.
+# Rules of make that take any NAME.py through pdtool's four steps; only what is stale is made again. A change of NAME.py
+# that leaves its operators as they are, such as another learning rate, leaves profile, plan and stage files.
 #
 #   make -f $(pdtool makefile) plans/mymodel-4x4.yaml              profile mymodel.py, and plan it for 4x4 workers
 #   make -f $(pdtool makefile) plans/mymodel-4x4/bundle.yaml       and write its stage files
@@ -29,7 +30,7 @@ pdtool_name = $(patsubst %-$(call pdtool_topology,$1),%,$1)
 vpath %.py $(MODELS)
 
 profiles/%.json: %.py | $(PDTOOL_NEEDS)
-	$(PDTOOL) profile $< $(PROFILE) -o $@
+	$(PDTOOL) profile $< $(PROFILE) --if-stale -o $@
 
 plans/%.yaml: profiles/$$(call pdtool_name,$$*).json | $(PDTOOL_NEEDS)
 	$(PDTOOL) partition $< --topology $(call pdtool_topology,$*) $(PARTITION) -o $@
