@@ -77,11 +77,8 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
 
 def _check_target(path: Path) -> None:
     """Check that no other file than such a page would be overwritten; raises UsageError."""
+    from pdtool.artifacts.envelope import check_replaceable
     from pdtool.report.page import GENERATOR
 
-    if str(path) == "-" or not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        head = file.read(1000)
-    if head and GENERATOR not in head:
-        raise UsageError(f"{path} is another file than a page of pdtool, and would be overwritten", "give another -o")
+    if str(path) != "-":
+        check_replaceable(path, "a page of pdtool", lambda head: GENERATOR.encode() in head)
