@@ -1,8 +1,15 @@
-"""Slips on the command line and in pdtool.toml: what is said of them."""
+"""Slips on the command line and in pdtool.toml: what is said of them; and in Python."""
 
 from __future__ import annotations
 
 import pytest
+
+import pdtool
+from pdtool.api import _assignments
+from pdtool.errors import UsageError
+from pdtool.frontend.model_source import parse_settings
+
+PLAN = "plans/model-2.yaml"
 
 
 @pytest.mark.parametrize(
@@ -34,3 +41,46 @@ def test_a_name_in_capitals_suggests_the_same_name(folder):
 
 def test_what_init_says_can_be_typed(folder):
     assert "next: cd 'my model' && pdtool train model.py" in folder.pdtool("init", "my model").stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: pdtool.partition("profiles/model.json", topology="2", microbatches=2.7), "microbatches=2.7 is not"),
+        (lambda: pdtool.run(PLAN, epochs=True), "epochs=True is not a whole number"),
+        (lambda: pdtool.simulate(PLAN, minibatches=-1), "minibatches=-1: "),
+        (lambda: pdtool.simulate(PLAN, schedule="1f1"), "schedule='1f1': "),
+        (lambda: pdtool.simulate(PLAN, against=["gpip"]), "did you mean gpipe?"),
+        (lambda: pdtool.simulate(PLAN, bandwidths=[float("nan")]), "bandwidth nan is no rate"),
+        (lambda: pdtool.run(PLAN, settings={"width": None}), "setting width=None is no text, number or truth"),
+    ],
+)
+def test_a_wrong_value_in_python_is_named(call, says, road):
+    """Once: 2.7 was read as 2, and an unknown schedule a KeyError."""
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: pdtool.check(None), "a plan or its path is needed, and this is a NoneType"),
+        (lambda: pdtool.run(PLAN, dry_run=True), "has no option 'dry_run'"),
+    ],
+)
+def test_what_is_no_plan_or_no_option_in_python_is_a_type_error(call, says, road):
+    """Once: `dry_run=True` trained."""
+    with pytest.raises(TypeError, match=says):
+        call()
+
+
+@pytest.mark.parametrize("value", ["8", "true", "1e3", "'q'", "x=y", "a\nb", 8, 0.5, True])
+def test_a_setting_in_python_keeps_its_type(value):
+    read = parse_settings(_assignments({"name": value}))["name"]
+    assert (read, type(read)) == (value, type(value))
+
+
+def test_one_rival_in_python_may_be_a_text(road):
+    one, several = (pdtool.simulate(PLAN, against=against).comparison for against in ("gpipe", ["gpipe"]))
+    assert one == several
