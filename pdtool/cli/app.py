@@ -18,6 +18,7 @@ import click
 
 from pdtool import __version__
 from pdtool.cli.command_line.help_sections import CONTEXT_SETTINGS
+from pdtool.cli.command_line.interrupts import keep_interrupts
 from pdtool.cli.command_line.project_defaults import ProjectDefaults
 from pdtool.cli.command_line.verbosity import Verbosity
 from pdtool.cli.command_line.verbosity_options import verbosity_options
@@ -71,6 +72,7 @@ class CommandGroup(click.Group):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run as a program, which ends when the command does, whatever threads the user's model.py has started."""
         open_closed_streams()
+        keep_interrupts()
         try:
             return super().__call__(*args, **kwargs)
         except SystemExit as end:
