@@ -117,6 +117,8 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
         param, is_on = options[key.replace("_", "-")]
         if param.name in _ONLY_TYPED:
             raise ArtifactError(path, "is for the command line only", "leave it out here", field=f"{name}.{key}")
+        if param.name in table:
+            raise ArtifactError(path, "says the same option twice", "remove one of both", field=f"{name}.{key}")
         table[param.name or ""] = _value(path, f"{name}.{key}", value, param, is_on)
     return table
 
