@@ -16,6 +16,7 @@ A script that calls `run` starts workers: put the call under `if __name__ == "__
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,8 +28,10 @@ from pdtool.artifacts.report import Report
 from pdtool.cli.commands import partition as partitioning
 from pdtool.cli.commands import profile as profiling
 from pdtool.cli.commands import run as running
+from pdtool.cli.commands import simulate as simulating
 from pdtool.cli.inputs import Inputs, checked, path_of_profile, profile_of, rescheduled
 from pdtool.cli.options import file_name, option_values
+from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
     from pdtool.cli.command_line.help_sections import SectionedCommand
@@ -154,12 +157,18 @@ def simulate(
 
     Raises:
         ArtifactError: the plan or its profile cannot be read, or do not belong together.
-        UsageError: the schedule goes with other stages.
+        UsageError: the schedule goes with other stages; or an option has no such value.
     """
     from pdtool.partition.comparison import simulated
 
+    names = against if isinstance(against, str) else ",".join(against)
+    given = {"schedule": schedule, "minibatches": minibatches, "against": names}
+    values = option_values(simulating.simulate, given)
+    if wrong := [rate for rate in bandwidths if not 0 < rate < math.inf]:
+        raise UsageError(f"bandwidth {wrong[0]} is no rate in bytes per second", "give positive numbers, as 1.25e9")
     chosen, profiled, _ = _read(plan)
-    return simulated(checked(chosen, profiled), profiled, schedule, minibatches, against, bandwidths)
+    length, rivals = values["minibatches"], values["against"]
+    return simulated(checked(chosen, profiled), profiled, values["schedule"], length, rivals, bandwidths)
 
 
 def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] | Sequence[FreshnessFinding]:
@@ -251,6 +260,8 @@ def run(
     from pdtool.cli.run_settings import with_settings
     from pdtool.run.config import Target
 
+    if of_commands := sorted({"dry_run", "as_json", "model_settings"} & options.keys()):
+        raise TypeError(f"run() has no option {of_commands[0]!r}; settings are given as settings={{'lr': 0.01}}")
     given = {"epochs": epochs, "steps": steps, "target": target, "seed": seed, "device": device}
     given |= {"precision": precision, "compiled": compile, "resume": _text(resume), "output": _text(output)}
     values = option_values(running.run, given | options)
@@ -267,7 +278,11 @@ def _values(command: SectionedCommand, given: Mapping[str, Any]) -> dict[str, An
 
 
 def _assignments(settings: Settings | None) -> tuple[str, ...]:
-    return tuple(f"{name}={value}" for name, value in (settings or {}).items())
+    """Write settings as the command line has them, with texts in quotes: "8" stays a text; raises UsageError."""
+    for name, value in (settings or {}).items():
+        if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
+            raise UsageError(f"setting {name}={value!r:.80} is no text, number or truth", "give one of these")
+    return tuple(f"{name}={value!r}" for name, value in (settings or {}).items())
 
 
 def _text(path: Path | str | None) -> str | None:
@@ -280,7 +295,13 @@ def _file(plan: Plan) -> str:
 
 
 def _plan(plan: Plan | Path | str) -> tuple[Plan, str]:
-    """Return a plan and its path; one that is given as it is stands where `partition` writes it."""
+    """Return a plan and its path; one that is given as it is stands where `partition` writes it.
+
+    Raises:
+        TypeError: it is neither a plan nor a path.
+    """
+    if not isinstance(plan, (Plan, Path, str)):
+        raise TypeError(f"a plan or its path is needed, and this is a {type(plan).__name__}")
     return (plan, _file(plan)) if isinstance(plan, Plan) else (Plan.load(str(plan), may_be_pipe=True), str(plan))
 
 

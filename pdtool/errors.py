@@ -18,9 +18,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean v100? `, the known name that is nearest to one that is not; "" where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"did you mean {near[0]}? " if near else ""
+    """Return `did you mean v100? `, the known name that is nearest to one that is not, `H100` to h100; "" for none."""
+    in_lower_case = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), in_lower_case, n=1, cutoff=0.6)
+    return f"did you mean {in_lower_case[near[0]]}? " if near else ""
 
 
 class PdtoolError(Exception):

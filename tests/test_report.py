@@ -378,7 +378,7 @@ def test_a_page_goes_to_stdout_and_overwrites_nothing_else(road):
     road.pdtool("report", "-o", "page.html")
     road.pdtool("report", "-o", "page.html")
     error = road.pdtool("report", "-o", "model.py", code=2).stderr
-    assert "model.py is another file than a page of pdtool, and would be overwritten; give another -o" in error
+    assert "model.py is another file than a page of pdtool, and would be overwritten; name another file" in error
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from pdtool.units import format_bytes
 
 MAX_FILE_BYTES = 256 * 10**6  # of an artifact, or of a source file that one names; a large artifact has a few MB
 _DECLARED = re.compile(r"""^\W{0,4}format["']?:\s*["']?pdtool/([a-z]+)/""", re.MULTILINE)
+_ENDS = re.compile(r"[\n\r]\.\.\.[ \t\r]*(#.*)?(\n[ \t\r]*(#.*)?)*\Z")  # comments may follow
 _HEAD_BYTES = 4096  # of an artifact, in which its format stands
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space
 _LOG = logging.getLogger(__name__)
@@ -151,16 +152,8 @@ class Artifact(FrozenModel):
 
         A file that cannot be read may be any: its folder alone decides whether it can be replaced.
         """
-        if path.name == "-" or not path.is_file():
-            return
-        try:
-            with path.open("rb") as file:
-                head = file.read(_HEAD_BYTES)
-        except OSError as error:
-            what = f"{path} cannot be read ({error.strerror}), and would be overwritten"
-            raise UsageError(what, "give another -o") from error
-        if head and f"pdtool/{cls.KIND}/".encode() not in head:
-            raise UsageError(f"{path} is another file than a {cls.KIND}, and would be overwritten", "give another -o")
+        if path.name != "-":
+            check_replaceable(path, f"a {cls.KIND}", lambda head: f"pdtool/{cls.KIND}/".encode() in head)
 
     @property
     def content_sha256(self) -> str:
@@ -226,7 +219,7 @@ class YamlArtifact(Artifact):
             raise cls._rewritable(path, f"is not whole YAML ({error})") from error
         except FieldError as fault:
             raise ArtifactError(path, str(fault), field=fault.field) from fault
-        if isinstance(content, dict) and not text.rstrip().endswith("\n..."):  # cut off at a line, YAML is whole again
+        if isinstance(content, dict) and not _ENDS.search(text):  # cut off at a line, YAML is whole again
             raise cls._rewritable(path, "is cut off: its last line is not `...`", or_else=", or add that line")
         return content
 
@@ -262,7 +255,7 @@ def title(text: str) -> str:
 
 
 def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) -> str:
-    """Read a UTF-8 file of at most MAX_FILE_BYTES (`-` is stdin).
+    """Read a UTF-8 file of at most MAX_FILE_BYTES (`-` is stdin), without the mark that some editors put first.
 
     Args:
         may_be_pipe: the user named it, as `<(...)` or /dev/stdin. What an artifact names must be a regular file:
@@ -275,7 +268,7 @@ def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) 
         if str(path) == "-":
             return _checked_size(path, sys.stdin.read(MAX_FILE_BYTES + 1))
         with _opened(Path(path), may_be_pipe, MAX_FILE_BYTES) as file:
-            return _checked_size(path, file.read(MAX_FILE_BYTES + 1)).decode()
+            return _checked_size(path, file.read(MAX_FILE_BYTES + 1)).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ArtifactError(path, f"cannot be read ({reason})", remedy) from error
@@ -308,6 +301,28 @@ def _too_large(path: Path | str, max_bytes: int) -> ArtifactError:
     return ArtifactError(path, f"cannot be read (it is larger than {format_bytes(max_bytes)})")
 
 
+def check_replaceable(path: Path, what: str, is_what: Callable[[bytes], bool]) -> None:
+    """Check that nothing but an earlier file of the same sort would be overwritten.
+
+    Args:
+        what: the sort, as `a plan`.
+        is_what: whether a file that begins with these bytes is of it; an empty file may always be overwritten.
+
+    Raises:
+        UsageError: another file is there, or one that cannot be read.
+    """
+    try:
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        problem = f"{path} cannot be read ({error.strerror}), and would be overwritten"
+        raise UsageError(problem, "name another file") from error
+    if head and not is_what(head):
+        raise UsageError(f"{path} is another file than {what}, and would be overwritten", "name another file")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a text to a file in the way of `replacing`."""
     with replacing(path) as file:
@@ -319,11 +334,20 @@ def write_remedy(error: OSError) -> str:
     return "free some space or name another place" if error.errno in _FULL else "name another place"
 
 
+def _mode(path: Path) -> int:
+    """Return the permissions of a file that is replaced, or those that a new one gets."""
+    if path.is_file():
+        return stat.S_IMODE(path.stat().st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file beside the target that is synced and renamed over it at the end: a full disk keeps the old file.
 
-    A link is followed; a pipe or a device is written to, not replaced.
+    A link is followed; a pipe or a device is written to, not replaced. A file that is replaced keeps its permissions.
 
     Raises:
         PdtoolError: the file could not be written; nothing is left behind.
@@ -341,9 +365,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
+        os.chmod(temporary, _mode(target))
         os.replace(temporary, target)
         temporary = None
     except OSError as error:

@@ -95,7 +95,8 @@ def with_values(text: str, values: Mapping[str, Any]) -> str:
     """Return YAML in which some keys of its mapping have other values.
 
     Everything else stays as it is to the letter: comments, order, blank lines, and keys inside of a changed value that
-    `values` does not name. A key that is not there yet is added at the end of its mapping.
+    `values` does not name. Comments inside of a changed value stand below it. A key that is not there yet is added at
+    the end of its mapping, and lines end as those of the text do.
 
     Raises:
         FormatError: the text is no YAML mapping.
@@ -105,7 +106,7 @@ def with_values(text: str, values: Mapping[str, Any]) -> str:
         raise FormatError("it is no mapping")
     for begin, end, new in sorted(_replacements(text, root, values), reverse=True):
         text = text[:begin] + new + text[end:]
-    return text
+    return text.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in text else text
 
 
 def _replacements(text: str, mapping: yaml.MappingNode, values: Mapping[str, Any]) -> Iterator[tuple[int, int, str]]:
@@ -114,16 +115,19 @@ def _replacements(text: str, mapping: yaml.MappingNode, values: Mapping[str, Any
         new = values.get(key.value)
         if isinstance(old, yaml.MappingNode) and isinstance(new, Mapping):
             yield from _replacements(text, old, new)
-        elif key.value in values and _written_alone(new) != text[old.start_mark.index : _end(old)]:
-            colon = key.end_mark.index + 1  # what stands between it and a value on the next line is a comment
-            yield colon, _end(old), f" {_written_alone(new)}{text[colon : old.start_mark.index].rstrip()}"
+        elif key.value in values and _written_alone(new) != text[old.start_mark.index : _end(text, old)]:
+            colon = text.index(":", key.end_mark.index) + 1
+            end, indent = _end(text, old), "\n" + " " * key.start_mark.column
+            kept = _comments(text, colon, end, indent)
+            yield colon, end, f" {_written_alone(new)}{kept}{indent if kept and mapping.flow_style else ''}"
     added = {key: value for key, value in values.items() if key not in {key.value for key, _ in mapping.value}}
     if added and mapping.flow_style:
         new = "".join(f", {key}: {_written_alone(value)}" for key, value in added.items())
-        yield _end(mapping) - 1, _end(mapping) - 1, new.removeprefix("" if mapping.value else ", ")
+        end = _end(text, mapping) - 1
+        yield end, end, new.removeprefix("" if mapping.value else ", ")
     elif added:
         block = "".join(_written_below(key, value) for key, value in added.items())
-        line_end = text.find("\n", _end(mapping)) + 1
+        line_end = text.find("\n", _end(text, mapping)) + 1
         yield line_end, line_end, textwrap.indent(block, " " * mapping.start_mark.column)
 
 
@@ -134,12 +138,32 @@ def _written_below(key: str, value: Any) -> str:
     return f"{key}:\n" + textwrap.indent("".join(_written_below(*entry) for entry in value.items()), "  ")
 
 
-def _end(node: yaml.Node) -> int:
-    """Where a node's text ends; PyYAML's mark of what is written over several lines stands behind the comments."""
+def _comments(text: str, begin: int, end: int, indent: str) -> str:
+    """Return the comments in a part of YAML that begins behind a key, as they may stand behind its value."""
+    kept = ""
+    for line in _between_tokens(text, begin, end):
+        comment = line[line.find("#") :].rstrip() if "#" in line else ""
+        kept += comment and f"{indent if kept else '  '}{comment}"
+    return kept
+
+
+def _between_tokens(text: str, begin: int, end: int) -> Iterator[str]:
+    """Yield the lines of what stands between the tokens of a part of YAML: spaces and comments."""
+    position = begin
+    for token in yaml.scan(text, Loader=_StrictLoader):
+        if token.start_mark.index >= begin:
+            yield from text[position : min(token.start_mark.index, end)].splitlines()
+            position = max(begin, token.end_mark.index)
+        if position >= end:
+            return
+
+
+def _end(text: str, node: yaml.Node) -> int:
+    """Return where a node's text ends; PyYAML's mark of several lines stands behind what follows them."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
-        return _end(last[1] if isinstance(node, yaml.MappingNode) else last)
-    return int(node.end_mark.index)
+        return _end(text, last[1] if isinstance(node, yaml.MappingNode) else last)
+    return node.start_mark.index + len(text[node.start_mark.index : node.end_mark.index].rstrip())
 
 
 def _written_alone(value: Any) -> str:

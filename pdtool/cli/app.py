@@ -18,6 +18,7 @@ import click
 
 from pdtool import __version__
 from pdtool.cli.command_line.help_sections import CONTEXT_SETTINGS
+from pdtool.cli.command_line.interrupts import keep_interrupts
 from pdtool.cli.command_line.project_defaults import ProjectDefaults
 from pdtool.cli.command_line.verbosity import Verbosity
 from pdtool.cli.command_line.verbosity_options import verbosity_options
@@ -41,7 +42,7 @@ from pdtool.cli.commands.schema import schema
 from pdtool.cli.commands.show import show
 from pdtool.cli.commands.simulate import simulate
 from pdtool.cli.commands.train import train
-from pdtool.cli.console.terminal import note
+from pdtool.cli.console.terminal import note, open_closed_streams
 from pdtool.errors import PdtoolError, UsageError, describe_error, suggestion
 from pdtool.printable import printable
 
@@ -70,6 +71,8 @@ class CommandGroup(click.Group):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run as a program, which ends when the command does, whatever threads the user's model.py has started."""
+        open_closed_streams()
+        keep_interrupts()
         try:
             return super().__call__(*args, **kwargs)
         except SystemExit as end:
@@ -150,6 +153,9 @@ def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
         raise
     except click.UsageError as error:
         note(f"error: {_usage_error(error)}")
+        defaults = ctx.find_object(ProjectDefaults)
+        if defaults and error.ctx and (sentence := defaults.sentence(error.ctx.info_name)):
+            note(sentence)
         ctx.exit(error.exit_code)
     except click.ClickException as error:
         vars(error)["message"] = printable(error.message)  # final to the type checker
@@ -159,6 +165,7 @@ def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
 def _usage_error(error: click.UsageError) -> str:
     """Write `no such option '--epoch'; did you mean '--epochs'? See `pdtool run --help``."""
     message = error.format_message().rstrip(".").replace(". Did you mean", "; did you mean")
+    message = message.replace("is not a valid integer range", "is not a whole number")
     text = message[:1].lower() + message[1:]
     if isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
         typed = error.message[1:].partition("' is not")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,18 @@ def option_values(command: click.Command, given: Mapping[str, Any]) -> dict[str,
             close = difflib.get_close_matches(name, values, n=1)
             hint = f"did you mean {close[0]}?" if close else f"choose of {', '.join(values)}"
             raise TypeError(f"{command.name}() has no option {name!r}; {hint}")
+        if isinstance(params[name].type, click.types.IntParamType) and not _is_whole(value):
+            raise UsageError(f"{name}={value!r} is not a whole number", "give one, as 8")
         try:
             values[name] = values[name] if value is None else params[name].process_value(context, value)
         except click.ClickException as error:
             raise UsageError(f"{name}={value!r}: {error.format_message()}") from error
     return values
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a value can be that of a counting option; click itself reads 2.7 as 2, and True as 1."""
+    return value is None or (isinstance(value, (str, Integral)) and not isinstance(value, bool))
 
 
 def file_name(name: str) -> str:

@@ -110,7 +110,9 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
         f"parallelism ({workers})",
     )
     with suppress(UsageError, NoPlanError):  # what is not searched, or only with what the plan does not say
-        fastest, *_ = fastest_of_strategy(_searched_again(plan, profile))
+        if not (found := fastest_of_strategy(_searched_again(plan, profile))):
+            return
+        fastest = found[0]
         best_s = fastest.time_per_minibatch_s
         more = max(0.0, recomputed.bottleneck_s / best_s - 1) if best_s else 0.0
         yield Finding(

@@ -22,7 +22,8 @@ from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.run.measure.metrics_log import METRICS_FILE, read_metrics
 
 _PLAN_FILE, _REPORT_FILE, _TRACE_FILE, _LOCK_FILE = "plan.yaml", "report.json", "trace.json", ".lock"
-_EMULATION_FILE = "emulation.json"
+_EMULATION_FILE, _RUN_FILE = "emulation.json", "run.json"
+_MAX_NAME = 200  # characters of a worker's name
 _FLOCK = "hhqqixxxx"  # struct flock of Linux: type, whence, start, length, process
 
 
@@ -79,7 +80,7 @@ def read_subject(name: str, planned: Planned) -> Subject:
     path = Path(name)
     if os.path.isdir(name):
         return _read_folder(path, planned)
-    if path.name in (_REPORT_FILE, METRICS_FILE):
+    if path.name in (_REPORT_FILE, METRICS_FILE, _RUN_FILE):
         return _read_folder(path.parent, planned)
     kind = declared_kind(read_text(name, may_be_pipe=True)) if name != "-" else Plan.KIND
     if kind == Emulation.KIND:
@@ -123,6 +124,8 @@ def is_running(folder: Path) -> bool:
     """Whether a process holds the lock of a run's folder; it is asked for the lock, which is not taken."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
+        if not (folder / _LOCK_FILE).is_file():  # a FIFO would be waited for
+            return False
         with (folder / _LOCK_FILE).open("rb") as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
     except OSError:  # no such file, or a file system without locks
@@ -148,7 +151,7 @@ def _read_trace(path: Path) -> dict[str, list[TraceEvent]]:
     """Read a Chrome trace that a run wrote; {} where it is missing or damaged: the page does without."""
     try:
         return _events(json.loads(read_text(path))["traceEvents"])
-    except (PdtoolError, ValueError, KeyError, TypeError, RecursionError):
+    except (PdtoolError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return {}
 
 
@@ -159,7 +162,7 @@ def _events(entries: list[dict[str, Any]]) -> dict[str, list[TraceEvent]]:
     for entry in entries:
         pid = entry["pid"]
         if entry["name"] == "process_name":
-            names[pid] = str(entry["args"]["name"])
+            names[pid] = str(entry["args"]["name"])[:_MAX_NAME]
         elif entry["name"] == "thread_name":
             tracks[pid, entry["tid"]] = str(entry["args"]["name"]).split(" ")[0]
         else:

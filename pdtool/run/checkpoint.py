@@ -26,13 +26,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest, StoredFile
-from pdtool.artifacts.envelope import replacing
+from pdtool.artifacts.envelope import check_replaceable, replacing
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.run.processes.collectives import all_gather
 
 _FOLDER = "checkpoints"
 _MANIFEST = "checkpoint.json"
 _OLD_MANIFEST = "epoch.json"
+_ZIP = b"PK"  # how what torch.save writes begins
 _MAX_RUNS = 5  # that an error lists
 _T = TypeVar("_T")
 
@@ -144,10 +145,12 @@ def export(run_dir: Path, out: Path) -> Path:
         out: the file; `-` is stdout.
 
     Raises:
-        UsageError: the run has no checkpoint.
+        UsageError: the run has no checkpoint; or another file than one of torch would be overwritten.
         ArtifactError: its last one is damaged.
         PdtoolError: the file could not be written; an older one stays.
     """
+    if str(out) != "-":
+        check_replaceable(out, "one of torch.save", lambda head: head.startswith(_ZIP))
     checkpoint = latest(run_dir)
     state = load(checkpoint, lambda key: key.startswith("model."))
     try:

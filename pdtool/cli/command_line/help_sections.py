@@ -25,15 +25,8 @@ _SECTIONS = {
     ),
     "Machines": ("nnodes", "node_rank", "rdzv_endpoint"),
     "Output": (
-        "output",
-        "if_stale",
-        "as_json",
-        "dry_run",
-        "against",
-        "quiet",
-        "verbose",
-        "_click_default_help",
-        "help",
+        *("output", "if_stale", "as_json", "dry_run", "against"),
+        *("quiet", "verbose", "_click_default_help", "help"),
     ),
 }
 _SECTION_OF = {option: section for section, options in _SECTIONS.items() for option in options}

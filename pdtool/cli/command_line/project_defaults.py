@@ -26,6 +26,7 @@ from pdtool.errors import ArtifactError
 from pdtool.printable import printable
 
 _OWN_FILE, _SHARED_FILE = "pdtool.toml", "pyproject.toml"
+_IN_FILE = {"model_settings": "set", "compiled": "compile", "cost_model": "cost", "as_json": "json"}
 _OF_ONE_COMMAND_LINE = ("help", "quiet", "verbose")
 # What is trusted, replaced and written where, and whom to connect to: the file may be a stranger's.
 _ONLY_TYPED = ("trust", "force", "model", "output", "trace", "svg", "rdzv_endpoint", "resume")
@@ -61,7 +62,10 @@ class ProjectDefaults:
 
     def sentence(self, command: str | None) -> str:
         """Say which options of a command the file gives; "" for none."""
-        options = ", ".join(f"{name} = {value!r}" for name, value in self.tables.get(command or "", {}).items())
+        options = ", ".join(
+            f"{_IN_FILE.get(name, name).replace('_', '-')} = {value!r}"
+            for name, value in self.tables.get(command or "", {}).items()
+        )
         return f"{self.path} gives {command} these options: {options}" if options else ""
 
 
@@ -88,7 +92,7 @@ def _toml(path: Path) -> dict[str, Any]:
     text = read_text(path, "name a TOML file with --config", may_be_pipe=True)
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # the first also of a number of thousands of digits
         raise ArtifactError(path, f"is not TOML ({error})", "mend it, as `[partition]` and `topology = 4`") from error
 
 
@@ -113,6 +117,8 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
         param, is_on = options[key.replace("_", "-")]
         if param.name in _ONLY_TYPED:
             raise ArtifactError(path, "is for the command line only", "leave it out here", field=f"{name}.{key}")
+        if param.name in table:
+            raise ArtifactError(path, "says the same option twice", "remove one of both", field=f"{name}.{key}")
         table[param.name or ""] = _value(path, f"{name}.{key}", value, param, is_on)
     return table
 
@@ -133,7 +139,9 @@ def _value(path: Path, key: str, value: Any, param: click.Option, is_on: bool) -
     if isinstance(value, dict) and param.multiple:
         value = [f"{name}={each}" for name, each in value.items()]
     values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values):
+    if not (values or param.multiple) or not all(
+        isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values
+    ):
         raise ArtifactError(path, f"is {value!r:.80}", "write a text or a number", field=key)
     texts = [str(each) for each in values]
     return texts if param.multiple else ",".join(texts)

@@ -91,7 +91,7 @@ def _update(path: str) -> None:
         note(f"{path} has its own figures: there is nothing to update")
         return
     mark = "" if has_comments(text) else _EDITED
-    write_atomically(Path(path), mark + refresh(plan, profile_of(plan, path)).updated_text(text))
+    write_atomically(Path(path), refresh(plan, profile_of(plan, path)).updated_text(mark + text))
     note(f"wrote the figures of {path}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -36,5 +37,5 @@ def init(folder: Path, force: bool) -> None:
             continue
         write_atomically(path, (STARTER / starter).read_text(encoding="utf-8"))
         note(f"wrote {path}")
-    where = "" if folder == Path() else f"cd {folder} && "
+    where = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     note(f"next: {where}pdtool train model.py")

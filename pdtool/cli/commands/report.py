@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import note, status, write_stdout
-from pdtool.errors import UsageError
+from pdtool.errors import PdtoolError, UsageError
 
 if TYPE_CHECKING:
     from pdtool.report.simulated import SimulatedPlan
@@ -39,6 +40,8 @@ def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
     path = Path(output or "report.html")
     if watch and str(path) == "-":
         raise UsageError("--watch -o -: a page that is written again needs a file", "name it with -o")
+    if names.count("-") > (0 if watch else 1):
+        raise UsageError("stdin can be read once only", "name a file in place of -")
     _check_target(path)
     subjects = _write(names, path, {})
     if str(path) != "-":
@@ -65,23 +68,29 @@ def _write(names: tuple[str, ...], path: Path, simulations: dict[str, SimulatedP
 
 
 def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
-    """Write the page again and again while a run goes on; Ctrl-C ends that, not the run."""
+    """Write the page again and again while a run goes on; Ctrl-C ends that, not the run.
+
+    Raises:
+        PdtoolError: what is watched was removed.
+    """
     from pdtool.report.page import is_unfinished
 
     simulations: dict[str, SimulatedPlan] = {}
     while any(map(is_unfinished, subjects)):
         time.sleep(_WATCH_S)
-        subjects = _write(names, path, simulations)
+        try:
+            subjects = _write(names, path, simulations)
+        except (PdtoolError, OSError) as error:
+            if gone := [name for name in names if not os.path.exists(name)]:
+                raise PdtoolError(f"{gone[0]} was removed, and is watched no more; {path} stays as it was") from error
+            raise
     note("no run is going on")
 
 
 def _check_target(path: Path) -> None:
     """Check that no other file than such a page would be overwritten; raises UsageError."""
+    from pdtool.artifacts.envelope import check_replaceable
     from pdtool.report.page import GENERATOR
 
-    if str(path) == "-" or not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        head = file.read(1000)
-    if head and GENERATOR not in head:
-        raise UsageError(f"{path} is another file than a page of pdtool, and would be overwritten", "give another -o")
+    if str(path) != "-":
+        check_replaceable(path, "a page of pdtool", lambda head: GENERATOR.encode() in head)

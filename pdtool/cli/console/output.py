@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from pdtool.cli.console.table import Lines
 
 
+_BEGIN_CHARACTERS = 7  # of drawings, graphs and traces, which tell these from other files
+
+
 def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines = ()) -> None:
     """Write an artifact to `path` (`-` is stdout), then print what it shows and name the file on stderr.
 
@@ -33,12 +36,19 @@ def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines 
 
 
 def write_text(text: str, path: Path, hint: str = "") -> None:
-    """Write a text that is no artifact to `path` (`-` is stdout); `hint` says what to do with the file."""
-    from pdtool.artifacts.envelope import write_atomically
+    """Write a text that is no artifact to `path` (`-` is stdout); `hint` says what to do with the file.
+
+    Raises:
+        UsageError: a file is there that begins otherwise, a plan or a model.py by mistake.
+        PdtoolError: the file could not be written.
+    """
+    from pdtool.artifacts.envelope import check_replaceable, write_atomically
 
     if str(path) == "-":
         write_stdout(text)
         return
+    begin = text[:_BEGIN_CHARACTERS].encode()
+    check_replaceable(path, "an earlier one", lambda head: head.startswith(begin))
     write_atomically(path, text)
     note(f"wrote {path}{hint}")
 

@@ -56,7 +56,10 @@ def resumed_line(folder: Path) -> Iterator[str]:
 
 def last_update(folder: Path) -> dict[str, Any] | None:
     """Return the last line of metrics.jsonl about an update; None when there is none."""
-    with suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
+    path = folder / "metrics.jsonl"
+    if not path.is_file():  # a FIFO would be waited for, a device has no end
+        return None
+    with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
         for line in reversed(file.read().split(b"\n")):
@@ -70,7 +73,10 @@ def last_update(folder: Path) -> dict[str, Any] | None:
 def _is_whole(event: dict[str, Any]) -> bool:
     """Whether a line is one that a run has written, not a stranger."""
     figures = [event.get(name) for name in ("loss", "epoch", "step")] + [event.get("samples_per_s", 0)]
-    return all(isinstance(figure, (int, float)) and abs(figure) < _MAX_FIGURE for figure in figures)
+    return all(
+        isinstance(figure, (int, float)) and not isinstance(figure, bool) and abs(figure) < _MAX_FIGURE
+        for figure in figures
+    )
 
 
 def is_locked(folder: Path) -> bool:

@@ -21,17 +21,31 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[int, int], None]  # called with (done, total)
 _NEVER_QUIET = ("error: ", "warning: ", "interrupted")
+_LAST_STANDARD = 2  # number of stderr
 _COLUMNS = 80  # of a table where no terminal and no COLUMNS says how wide it is
+
+
+def open_closed_streams() -> None:
+    """Open those of stdin, stdout and stderr that were closed, as by `2>&-`: nothing is read, and what is written lost.
+
+    Otherwise the next file that is opened would take their place, and what is meant for stderr be written into it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def note(text: str) -> None:
     """Print a line on stderr, with -q only errors and warnings.
 
-    Where nobody reads it any more, as behind `2>&1 | head`, the work goes on.
+    Where nobody reads it any more, as behind `2>&1 | head`, or the disk with its file is full, the work goes on.
     """
     if Verbosity.is_quiet and not text.startswith(_NEVER_QUIET):
         return
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         click.echo(printable(text), err=True)
 
 
@@ -45,13 +59,20 @@ def console(*, err: bool) -> Console:
     from pdtool.cli.console.table import PlainConsole
 
     stream = sys.stderr if err else sys.stdout
-    return PlainConsole(file=stream, width=None if stream.isatty() else _columns(), highlight=False)
+    width = None if stream.isatty() else _columns()
+    return PlainConsole(file=stream, width=width, highlight=False, _environ=_environment())
 
 
 def _columns() -> int:
     """Return the width of tables that go into a file or a pipe: COLUMNS, where it is set."""
-    asked = os.environ.get("COLUMNS", "")
-    return int(asked) if asked.isdecimal() and int(asked) else _COLUMNS
+    return int(_environment().get("COLUMNS", "0")) or _COLUMNS
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment, without sizes of a terminal that are no numbers: rich reads `³` as one, and fails."""
+    sizes = {name: os.environ.get(name, "") for name in ("COLUMNS", "LINES")}
+    unread = {name for name, size in sizes.items() if not (size.isascii() and size.isdecimal() and len(size) <= 9)}
+    return {name: value for name, value in os.environ.items() if name not in unread}
 
 
 def show(*parts: RenderableType, err: bool = True) -> None:
@@ -65,7 +86,7 @@ def show(*parts: RenderableType, err: bool = True) -> None:
     text = capture.get()
     if not target.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-    with suppress(BrokenPipeError) if err else nullcontext():
+    with suppress(OSError) if err else nullcontext():
         click.echo(text, err=err, nl=False)
 
 

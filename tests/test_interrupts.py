@@ -1,0 +1,48 @@
+"""A Ctrl-C that comes while an object is destroyed is not forgotten."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from pdtool.cli.command_line.interrupts import keep_interrupts
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), SignalException("stopped by SIGINT", signal.SIGINT)],
+    ids=["KeyboardInterrupt", "signal"],
+)
+def test_an_interrupt_during_the_end_of_an_object_comes_again(error, monkeypatch):
+    """Once: "Exception ignored in", and the training went on to its end."""
+
+    class Destroyed:
+        def __del__(self) -> None:
+            raise error
+
+    def work() -> None:
+        Destroyed()
+        time.sleep(5)
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    keep_interrupts()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert time.monotonic() - began_s < 4
+
+
+def test_other_errors_during_the_end_of_an_object_are_printed_as_before(monkeypatch):
+    class Destroyed:
+        def __del__(self) -> None:
+            raise ValueError("mine")
+
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value)))
+    keep_interrupts()
+    Destroyed()
+    assert printed == ["mine"]

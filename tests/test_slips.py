@@ -1,0 +1,87 @@
+"""Slips on the command line and in pdtool.toml: what is said of them; and in Python."""
+
+from __future__ import annotations
+
+import pytest
+
+import pdtool
+from pdtool.api import _assignments
+from pdtool.errors import UsageError
+from pdtool.frontend.model_source import parse_settings
+
+PLAN = "plans/model-2.yaml"
+
+
+@pytest.mark.parametrize(
+    ("toml", "code", "says"),
+    [
+        (b"[run]\nepochs = " + b"9" * 5000, 3, "is not TOML (Exceeds the limit"),
+        (b"[run]\nlog-every = 1\nlog_every = 2\n", 3, "run.log_every: says the same option twice; remove one of both"),
+        (b"\xef\xbb\xbf[devices]\njson = true\n", 0, ""),
+        (b"[profile]\nset = {}\n", 0, ""),
+        (b"[run]\nset = []\n", 0, ""),
+    ],
+)
+def test_a_project_file_is_read_or_its_fault_said(toml, code, says, folder):
+    (folder.path / "pdtool.toml").write_bytes(toml)
+    assert says in folder.pdtool("devices", code=code).stderr
+
+
+def test_a_value_of_a_project_file_that_is_refused_is_said_to_be_of_it(folder):
+    """Nobody has typed --epochs."""
+    folder.write("pdtool.toml", "[run]\nepochs = 2.5\nset = ['width']\n")
+    error = folder.pdtool("run", "plan.yaml", code=2).stderr
+    assert "invalid value for '--epochs': '2.5' is not a whole number" in error
+    assert "pdtool.toml gives run these options: epochs = '2.5', set = ['width']" in error
+
+
+def test_a_name_in_capitals_suggests_the_same_name(folder):
+    """Once: `did you mean v100?`."""
+    assert "did you mean h100?" in folder.pdtool("devices", "H100", code=2).stderr
+
+
+def test_what_init_says_can_be_typed(folder):
+    assert "next: cd 'my model' && pdtool train model.py" in folder.pdtool("init", "my model").stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: pdtool.partition("profiles/model.json", topology="2", microbatches=2.7), "microbatches=2.7 is not"),
+        (lambda: pdtool.run(PLAN, epochs=True), "epochs=True is not a whole number"),
+        (lambda: pdtool.simulate(PLAN, minibatches=-1), "minibatches=-1: "),
+        (lambda: pdtool.simulate(PLAN, schedule="1f1"), "schedule='1f1': "),
+        (lambda: pdtool.simulate(PLAN, against=["gpip"]), "did you mean gpipe?"),
+        (lambda: pdtool.simulate(PLAN, bandwidths=[float("nan")]), "bandwidth nan is no rate"),
+        (lambda: pdtool.run(PLAN, settings={"width": None}), "setting width=None is no text, number or truth"),
+    ],
+)
+def test_a_wrong_value_in_python_is_named(call, says, road):
+    """Once: 2.7 was read as 2, and an unknown schedule a KeyError."""
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: pdtool.check(None), "a plan or its path is needed, and this is a NoneType"),
+        (lambda: pdtool.run(PLAN, dry_run=True), "has no option 'dry_run'"),
+    ],
+)
+def test_what_is_no_plan_or_no_option_in_python_is_a_type_error(call, says, road):
+    """Once: `dry_run=True` trained."""
+    with pytest.raises(TypeError, match=says):
+        call()
+
+
+@pytest.mark.parametrize("value", ["8", "true", "1e3", "'q'", "x=y", "a\nb", 8, 0.5, True])
+def test_a_setting_in_python_keeps_its_type(value):
+    read = parse_settings(_assignments({"name": value}))["name"]
+    assert (read, type(read)) == (value, type(value))
+
+
+def test_one_rival_in_python_may_be_a_text(road):
+    one, several = (pdtool.simulate(PLAN, against=against).comparison for against in ("gpipe", ["gpipe"]))
+    assert one == several

@@ -1,0 +1,51 @@
+"""stdin, stdout and stderr that are closed or full, and terminals of any width."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import samples
+
+from pdtool.cli.console import terminal
+
+
+def shell(text: str) -> subprocess.CompletedProcess[str]:
+    command = text.replace("pdtool", f"{sys.executable} -m pdtool", 1)
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        ("pdtool show - <&-", 3, "no format field"),
+        ("pdtool show plan.yaml >&-", 0, ""),
+        ("pdtool show nofile 2>&-", 3, ""),
+        ("pdtool show nofile 2>/dev/full", 3, ""),
+        ("pdtool init new <&- >&- 2>&-", 0, ""),
+        ("COLUMNS=³ LINES=² pdtool show plan.yaml", 0, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full_change_no_exit_code(command, code, says, folder):
+    """Once: a traceback, and the exit code of a failure."""
+    samples.plan().save("plan.yaml")
+    ended = shell(command)
+    assert "Traceback" not in ended.stderr
+    assert (ended.returncode, says in ended.stderr) == (code, True)
+
+
+def test_a_note_that_cannot_be_written_ends_nothing(monkeypatch):
+    """A training goes on where the file of stderr is on a full disk."""
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("click.echo", full)
+    terminal.note("epoch 1")
+
+
+@pytest.mark.parametrize(("columns", "width"), [("³", 80), ("0", 80), ("-5", 80), ("20", 20), ("9" * 30, 80)])
+def test_only_a_number_is_a_width(columns, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert terminal.console(err=False).width == width
