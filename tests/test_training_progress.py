@@ -83,6 +83,8 @@ def test_on_a_terminal_there_is_a_bar_with_all_of_it(
         monkeypatch.setenv(name, value)
     with training_progress(tmp_path, EPOCHS) as on_event:
         bar = on_event._bar  # type: ignore[attr-defined]
+        terminal.note("warning: above the bar, which comes with the first update " + "x" * 30)
+        assert "first update\nxxx" in capsys.readouterr().err, "lines are broken between words"
         for event in events(2):
             on_event(event)
             if event["step"] == 77:

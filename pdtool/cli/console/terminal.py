@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 OnProgress = Callable[[int, int], None]  # called with (done, total)
 _NEVER_QUIET = ("error: ", "warning: ", "interrupted")
 _LAST_STANDARD = 2  # number of stderr
+_bars: list[Console] = []  # which show a bar now
 _COLUMNS = 80  # of a table where no terminal and no COLUMNS says how wide it is
 
 
@@ -39,14 +42,38 @@ def open_closed_streams() -> None:
 
 
 def note(text: str) -> None:
-    """Print a line on stderr, with -q only errors and warnings.
+    """Print a line on stderr, above a bar if there is one; with -q only errors and warnings.
 
     Where nobody reads it any more, as behind `2>&1 | head`, or the disk with its file is full, the work goes on.
     """
     if Verbosity.is_quiet and not text.startswith(_NEVER_QUIET):
         return
+    text = printable(text)
     with suppress(OSError):
-        click.echo(printable(text), err=True)
+        if _bars:
+            _bars[-1].print(_at_words(text), soft_wrap=True)
+        else:
+            click.echo(_at_words(text) if sys.stderr.isatty() else text, err=True)
+
+
+def _at_words(text: str) -> str:
+    """Break the lines of a text between words where the terminal would break them anywhere."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or _COLUMNS
+    except (OSError, ValueError):
+        columns = _COLUMNS
+    fill = partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= columns else fill(line) for line in text.split("\n"))
+
+
+@contextmanager
+def above(bar: Console) -> Iterator[None]:
+    """Print notes above what a console shows at its bottom."""
+    _bars.append(bar)
+    try:
+        yield
+    finally:
+        _bars.pop()
 
 
 def write_stdout(text: str) -> None:
@@ -82,7 +109,8 @@ def show(*parts: RenderableType, err: bool = True) -> None:
     target = console(err=err)
     with target.capture() as capture:
         for part in parts:
-            target.print(part, soft_wrap=isinstance(part, (str, Text)), crop=False)
+            words = _at_words(part) if isinstance(part, str) and target.is_terminal else part
+            target.print(words, soft_wrap=isinstance(part, (str, Text)), crop=False)
     text = capture.get()
     if not target.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
@@ -103,7 +131,7 @@ def progress(label: str) -> Iterator[OnProgress]:
         return
     from rich.progress import Progress
 
-    with Progress(console=console(err=True), transient=True) as bar:
+    with Progress(console=console(err=True), transient=True) as bar, above(bar.console):
         task = bar.add_task(_description(label), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -116,7 +144,8 @@ def status(label: str) -> Iterator[Callable[[str], None]]:
         return
     from rich.text import Text
 
-    with console(err=True).status(Text(printable(label))) as line:
+    bottom = console(err=True)
+    with bottom.status(Text(printable(label))) as line, above(bottom):
         yield lambda step: line.update(Text(printable(step)))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pdtool.artifacts.report import RunState
-from pdtool.cli.console.terminal import console, is_progress_shown, note
+from pdtool.cli.console.terminal import above, console, is_progress_shown, note
 from pdtool.errors import PdtoolError
 
 OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
@@ -37,10 +37,12 @@ def training_progress(out: Path, epochs: int, log_every: int | None = None) -> I
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(separator="/"))
     figures = TextColumn("{task.fields[figures]}")
-    with Progress(
-        *columns, figures, console=console(err=True), transient=True, expand=True, refresh_per_second=5
-    ) as bar:
-        yield _TrainingBar(training, bar)
+    bar = Progress(*columns, figures, console=console(err=True), transient=True, expand=True, refresh_per_second=5)
+    try:
+        with above(bar.console):
+            yield _TrainingBar(training, bar)
+    finally:
+        bar.stop()
 
 
 @dataclass
@@ -169,8 +171,9 @@ class _TrainingBar:
     def __call__(self, event: dict[str, Any]) -> None:
         training = self._training
         if event["split"] == "valid":
-            self._bar.console.print(training.validation_line(event), soft_wrap=True)
+            note(training.validation_line(event))
             return
+        self._bar.start()  # with the first update: workers that start print their warnings where a bar would be
         training.add(event)
         over = training.is_epoch_over(event)
         if not over and event["time"] - self._moved_s < _BAR_S:
