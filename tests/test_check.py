@@ -380,6 +380,30 @@ def test_a_stale_profile_is_refused(planned):
     assert "profiles/net.json has changed since the plan was made" in planned.pdtool("check", code=3).stderr
 
 
+def test_an_edited_plan_is_kept_with_a_profile_that_was_made_again(edited, net):
+    """Of the same operators, measured anew; of other operators or minibatches it is refused."""
+    nodes = tuple(node.model_copy(update={"forward_s": 2 * node.forward_s}) for node in net.nodes)
+    again = net.model_copy(update={"nodes": nodes}).with_graph("0" * 64)
+    again.save("profiles/net.json")
+    assert "keep this plan with `pdtool check --update`" in edited.pdtool("check", code=3).stderr
+    before, comments = Plan.load("plans/net.yaml"), re.findall("#.*", Path("plans/net.yaml").read_text())
+    edited.pdtool("check", "--update")
+    plan = Plan.load("plans/net.yaml")
+    assert plan.stages == before.stages
+    assert plan.predicted == refresh(plan, again).predicted
+    assert re.findall("#.*", Path("plans/net.yaml").read_text()) == comments
+    edited.pdtool("check")
+    for other in (again.model_copy(update={"batch_size": 2 * net.batch_size}), again.with_graph("1" * 64)):
+        other.save("profiles/net.json")
+        assert "has other operators, or minibatches" in edited.pdtool("check", "--update", code=3).stderr
+
+
+def test_minibatches_of_another_size_than_the_profiles_are_refused(planned):
+    text = Path("plans/net.yaml").read_text()
+    Path("plans/net.yaml").write_text(text.replace("batch_size: ", "batch_size: 1"))
+    assert "profile with --batch-size 1" in planned.pdtool("show", "plans/net.yaml", code=3).stderr
+
+
 def test_partition_overwrites_no_plan_that_someone_edited(planned):
     """Neither fields nor comments; what pdtool wrote itself it writes again."""
     again = ("partition", "profiles/net.json", "--topology", "2", "-o", "plans/net.yaml")

@@ -282,15 +282,17 @@ class Plan(YamlArtifact):
         return self.predicted is None or self.predicted.plan_sha256 != self.plan_sha256
 
     def updated_text(self, text: str) -> str:
-        """Return the YAML of the plan in which its figures are those of `self`; comments and order stay.
+        """Return the YAML of the plan in which its figures, and what they are of, are those of `self`; comments stay.
 
         Args:
-            text: of the same plan, but for its figures.
+            text: of the same plan, but for its figures and digests.
 
         Raises:
             FormatError: the text is no YAML mapping.
         """
-        content = self.model_dump(mode="json", include={"predicted", "why"})
+        is_of_same_profile = Plan.parse(text).digests == self.digests
+        changed = {"predicted", "why"} if is_of_same_profile else {"digests", "predicted", "why"}
+        content = self.model_dump(mode="json", include=changed)
         new = with_values(text, content)
         assert Plan.parse(new) == self
         return new

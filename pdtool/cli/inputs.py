@@ -141,12 +141,32 @@ def profile_of(plan: Plan, path: str) -> Profile:
 
     Raises:
         StaleError: it changed since.
-        ArtifactError: the plan does not say where it is, because it came through a pipe.
+        ArtifactError: it has minibatches of another size; or the plan does not say where it is, because it came through
+            a pipe.
     """
     profile = read_profile(plan, path)
     if not was_made_from(plan, profile):
-        raise StaleError(path, f"{plan.profile} has changed since the plan was made", "run `pdtool partition` again")
+        remedy = "run `pdtool partition` again, or keep this plan with `pdtool check --update`"
+        raise StaleError(path, f"{plan.profile} has changed since the plan was made", remedy)
+    if plan.batch_size != profile.batch_size:
+        what = f"{plan.batch_size}, and {plan.profile} was measured with {profile.batch_size}"
+        remedy = f"profile with --batch-size {plan.batch_size}, and partition again"
+        raise ArtifactError(path, what, remedy, field="batch_size")
     return profile
+
+
+def of_profile_as_it_is(plan: Plan, profile: Profile, path: str) -> Plan:
+    """Return a plan, without its figures, of a profile that was made again since.
+
+    Raises:
+        StaleError: the profile has other operators or minibatches now.
+    """
+    planned_for = (plan.graph_sha256 or profile.graph_sha256, plan.batch_size)
+    if planned_for != (profile.graph_sha256, profile.batch_size):
+        what = f"{plan.profile} has other operators, or minibatches, than those that the plan was made for"
+        raise StaleError(path, what, "run `pdtool partition` again")
+    digests = {**profile.digests, plan.profile: profile.content_sha256}
+    return plan.model_copy(update={"digests": digests, "predicted": None, "why": None})
 
 
 def was_made_from(plan: Plan, profile: Profile) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from pdtool.artifacts.plan import Plan
+    from pdtool.artifacts.profile import Profile
     from pdtool.cli.freshness import FreshnessFinding
     from pdtool.partition.plan_check import Finding
 
@@ -34,7 +35,8 @@ _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 @click.option(
     "--update",
     is_flag=True,
-    help="Write the figures of a plan that was edited by hand into its file; comments and order stay.",
+    help="Write the figures of a plan that was edited by hand, or whose profile was made again, into its file; "
+    "comments and order stay.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON on stdout.")
 def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
@@ -52,17 +54,27 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     if fresh:
         _check_freshness(path, as_json)
     else:
-        _check_claims(path, as_json)
+        _check_claims(path, as_json, update)
     if update:
         _update(path)
 
 
-def _check_claims(path: str, as_json: bool) -> None:
+def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:
+    """Read a plan and its profile, also, where it is to be updated, one that was made again since."""
+    from pdtool.artifacts.plan import Plan
+    from pdtool.cli.inputs import of_profile_as_it_is, profile_of, read_profile, was_made_from
+
+    plan = Plan.load(path, may_be_pipe=True)
+    if is_to_be_updated and not was_made_from(plan, profile := read_profile(plan, path)):
+        return of_profile_as_it_is(plan, profile, path), profile
+    return plan, profile_of(plan, path)
+
+
+def _check_claims(path: str, as_json: bool, is_to_be_updated: bool) -> None:
     """Print whether each claim of the plan is true; raise ArtifactError for the first that is not."""
-    from pdtool.cli.inputs import read
     from pdtool.partition.plan_check import check_plan
 
-    plan, profile = read(path)
+    plan, profile = _read(path, is_to_be_updated)
     false = _print(plan, list(check_plan(plan, profile)), as_json)
     if not false:
         return
@@ -78,20 +90,18 @@ def _update(path: str) -> None:
         UsageError: the plan is no YAML file.
     """
     from pdtool.artifacts.envelope import read_text, write_atomically
-    from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.text_formats import has_comments
-    from pdtool.cli.inputs import profile_of
     from pdtool.partition.planner import refresh
 
     text = "" if path == "-" else read_text(path)
     if not text or text.startswith("{"):
         raise UsageError(f"--update writes into a YAML file, and {path} is none", "name the plan's file")
-    plan = Plan.parse(text, path)
+    plan, profile = _read(path, is_to_be_updated=True)
     if not plan.edited:
         note(f"{path} has its own figures: there is nothing to update")
         return
     mark = "" if has_comments(text) else _EDITED
-    write_atomically(Path(path), refresh(plan, profile_of(plan, path)).updated_text(mark + text))
+    write_atomically(Path(path), refresh(plan, profile).updated_text(mark + text))
     note(f"wrote the figures of {path}")
 
 
