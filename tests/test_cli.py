@@ -466,6 +466,17 @@ def test_an_edited_plan_without_its_profile_shows_no_figures_and_is_no_success(f
     assert "its profile profiles/net.json is not there" in result.stderr
 
 
+@pytest.mark.parametrize("columns", ["80", "60"])
+def test_a_timeline_ends_where_the_terminal_does(folder, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    samples.plan().save("plan.yaml")
+    lines = [
+        line for line in folder.pdtool("show", "plan.yaml").output.splitlines() if line.startswith("stage 0 worker")
+    ]
+    assert lines
+    assert {len(line) for line in lines} <= {int(columns), int(columns) - 1}
+
+
 def test_a_timeline_of_many_workers_is_left_out(folder):
     plan = samples.plan()
     level = plan.cluster.levels[0].model_copy(update={"size": 40})

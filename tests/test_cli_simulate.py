@@ -107,7 +107,7 @@ def test_the_timeline_is_a_picture_of_1200_pixels_with_the_minibatches_in_it(pla
 def test_a_sweep_finds_where_data_parallelism_is_as_fast(planned):
     result = planned.pdtool("simulate", "--sweep", "bandwidth=0.8kbit/s..8Mbit/s", "--svg", "gain.svg")
     assert re.search(r"as fast as data parallelism at [0-9.]+ kbit/s \(interpolated\)", result.stdout)
-    assert len(re.findall(r"bit/s .* ×  [█·|]{40}$", result.stdout, re.MULTILINE)) == 13
+    assert len(re.findall(r"bit/s .* ×  [█·|]{30}$", result.stdout, re.MULTILINE)) == 13
     data = data_of(planned, "--sweep", "bandwidth=0.8kbit/s..8Mbit/s")
     gains = [point["gain"] for point in data["sweep"]]
     assert gains[0] > 1 > gains[-1]

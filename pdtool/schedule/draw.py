@@ -22,6 +22,8 @@ def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: i
     chunked = any(len({a.stage for a in actions}) > 1 for actions in lists)
     names = [[str(a) if chunked else f"{a.kind}{a.minibatch}" for a in actions] for actions in lists]
     size = max((len(name) for row in names for name in row), default=2)
+    labels = [f"stage {a[0].stage if a else 0} worker {worker}" for worker, a in enumerate(lists)]
+    longest = max(map(len, labels), default=0)
     rows = []
     for worker, (actions, times) in enumerate(zip(lists, starts, strict=True)):
         cells: list[str] = []
@@ -29,7 +31,6 @@ def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: i
             if action.kind is not ActionKind.UPDATE:
                 cells += ["."] * (int(start) - len(cells))
                 cells += [name] + ["=" * size] * (slots[action.kind] - 1)
-        stage = actions[0].stage if actions else 0
-        text = f"stage {stage} worker {worker} | " + " ".join(cell.ljust(size) for cell in cells)
+        text = f"{labels[worker].ljust(longest)} | " + " ".join(cell.ljust(size) for cell in cells)
         rows.append((text if len(text) <= width else text[: width - 1] + "…").rstrip())
     return "\n".join(rows)

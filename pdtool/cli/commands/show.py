@@ -79,7 +79,7 @@ def _view(artifact: Artifact, folder: Path | None = None) -> Lines:
         case ClusterFile():
             return cluster_view(artifact)
         case Plan():
-            return [*plan_view(artifact), "", timeline(artifact)]
+            return [*plan_view(artifact), "", timeline(artifact, terminal.console(err=False).width)]
         case Bundle():
             return bundle_view(artifact)
         case Report():

@@ -120,15 +120,15 @@ def _samples_line(plan: Plan, *, is_data_parallel: bool = False) -> Lines:
     yield f"samples per update: {samples}{taken}" + (f"; data parallelism: {other}" if not is_data_parallel else "")
 
 
-def timeline(plan: Plan) -> str:
-    """Draw the plan's schedule in slots: forwards take one, backwards two."""
+def timeline(plan: Plan, width: int) -> str:
+    """Draw the plan's schedule in slots: forwards take one, backwards two; lines end after `width` characters."""
     shape = plan.shape()
     if sum(shape.replicas) > _MAX_DRAWN_WORKERS:
         return f"(the timeline of more than {_MAX_DRAWN_WORKERS} workers is not drawn)"
     minibatches = 2 * max(max(shape.update_every), sum(shape.replicas)) + 8
     if minibatches > _MAX_DRAWN_MINIBATCHES:
         return f"(the timeline of more than {_MAX_DRAWN_MINIBATCHES} minibatches is not drawn)"
-    return schedule.draw(schedule.build(plan.schedule, shape, minibatches))
+    return schedule.draw(schedule.build(plan.schedule, shape, minibatches), width=width)
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from pdtool.partition.simulator.result import SimulationResult
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _MAX_LISTED_WORKERS = 64
-_BAR_CHARACTERS = 40  # the widest bar of a plot
+_BAR_CHARACTERS = 30  # the widest bar of a plot
 
 
 def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Lines:
