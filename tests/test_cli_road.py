@@ -46,6 +46,7 @@ def test_profile_to_export(road):
     assert "error: target accuracy=1.5 was not reached in 2 epoch(s)" in result.stderr
     assert "epoch 2/2: " in result.stderr
     assert "epoch 1/" not in result.stderr
+    assert result.stderr.count("going on after epoch 1 of runs/model-2, with 1 epoch(s) to train\n") == 1
     assert not (road.path / "runs/model-2.2").exists(), "a resumed run goes on in its own folder"
 
 
