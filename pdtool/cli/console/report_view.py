@@ -10,6 +10,7 @@ from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.cli.console.table import Lines, table
 from pdtool.cli.console.training_progress import validated
+from pdtool.report.slow_stages import slowest_stage_sentence
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _DIGITS = 12  # of a digest that are shown
@@ -28,6 +29,8 @@ def report_view(report: Report) -> Lines:
     yield from _loading_limit(report)
     yield _prediction_table(report)
     yield f"per minibatch: {_compared(report)}"
+    if reason := slowest_stage_sentence(report):
+        yield reason
     if not report.measured.is_steady:
         yield _NOT_STEADY.format(minibatches=report.minibatches)
     if report.includes_compilation:
