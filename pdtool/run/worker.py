@@ -194,6 +194,7 @@ class Worker:
                 self._log.epoch_begins()
             self.train(done, minibatches)
             train_s = time.perf_counter() - start_s
+            self._meter.memory.epoch_ended()
             self._timer.epoch_ended(len(minibatches), count, train_s, self._meter.timestamps.seconds_between)
             with self._meter.paused():
                 self.metrics = self.validate(done)
