@@ -33,6 +33,8 @@ class CheckpointManifest(Artifact):
         metrics: of the validation after that epoch; finite.
         validation_losses: of each epoch until then, which learning-rate schedules may depend on; finite. Older
             checkpoints have none.
+        minibatches: of each epoch until then; 0 where an older pdtool trained it, which did not say. Older checkpoints
+            have none.
         files: the safetensors files in the same folder, each with the state of one stage.
     """
 
@@ -46,3 +48,4 @@ class CheckpointManifest(Artifact):
     metrics: dict[Label, Annotated[float, Field(allow_inf_nan=False)]]
     files: dict[StageFile, StoredFile]
     validation_losses: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()
+    minibatches: tuple[Number, ...] = ()

@@ -64,9 +64,10 @@ def _time_table(report: Report) -> Table:
         "update",
         "sending",
     )
+    epochs = ", ".join(f"{n} epoch(s) of {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
     title = (
-        f"{report.plan}: {report.config}, schedule {report.schedule}, {report.epochs} epoch(s) of {report.minibatches} "
-        f"minibatches of {report.batch_size}\nwhere the time went, and how long a minibatch took:"
+        f"{report.plan}: {report.config}, schedule {report.schedule}, {epochs} minibatches of {report.batch_size}\n"
+        "where the time went, and how long a minibatch took:"
     )
     return table(columns, rows, title=title, drop=("sending", "rest", "update", "backward", "forward", "replicas"))
 
