@@ -35,6 +35,8 @@ class CheckpointManifest(Artifact):
             checkpoints have none.
         minibatches: of each epoch until then; 0 where an older pdtool trained it, which did not say. Older checkpoints
             have none.
+        tied: name of a parameter or buffer -> the first name of the same tensor in the model, where that is another.
+            Older checkpoints have none.
         files: the safetensors files in the same folder, each with the state of one stage.
     """
 
@@ -49,3 +51,4 @@ class CheckpointManifest(Artifact):
     files: dict[StageFile, StoredFile]
     validation_losses: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()
     minibatches: tuple[Number, ...] = ()
+    tied: dict[str, str] = Field(default_factory=dict)

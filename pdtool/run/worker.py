@@ -312,6 +312,7 @@ class Worker:
             metrics=self.metrics,
             validation_losses=tuple(self._losses),
             minibatches=tuple(self._minibatches),
+            tied={name: first for name, first in self._context.canonical.items() if name != first},
             files={},
         )
         checkpoint.save(self._config.out, manifest, self._context.states(), self._context.groups.world)
