@@ -29,10 +29,23 @@ def resident_bytes() -> int | None:
     return status["RssAnon"] + status["RssShmem"] if status else None
 
 
-def peak_resident_bytes() -> int | None:
-    """Return the most bytes that were resident since `reset_peak`; None where the system does not say."""
+def file_bytes() -> int:
+    """Return the bytes of files that are resident now, such as code of libraries; 0 where the system does not say."""
+    return _status_bytes().get("RssFile", 0)
+
+
+def peak_resident_bytes(peak_file_bytes: int = 0) -> int | None:
+    """Return the most bytes that were resident since `reset_peak`; None where the system does not say.
+
+    Args:
+        peak_file_bytes: the most of `file_bytes` since then. The system's peak includes them, and when memory is short
+            it takes back pages of files: what is resident of them now would leave the others in the peak.
+    """
     status = _status_bytes()
-    return status["VmHWM"] - status["RssFile"] if status else None
+    if not status:
+        return None
+    peak_bytes = status["VmHWM"] - max(peak_file_bytes, status["RssFile"])
+    return max(peak_bytes, status["RssAnon"] + status["RssShmem"])
 
 
 def reset_peak() -> None:

@@ -166,6 +166,7 @@ def report() -> Report:
         batch_size=8,
         epochs=2,
         minibatches=10,
+        minibatches_by_epoch=(12, 10),
         throughput_samples_per_s=2000.5,
         target="accuracy=0.98",
         target_reached=False,
@@ -200,7 +201,14 @@ def cluster() -> ClusterFile:
 def checkpoint_manifest() -> CheckpointManifest:
     """Of two stages, after three epochs."""
     files = {f"stage-{s}.safetensors": StoredFile(bytes=1000 + s, sha256=f"{s:064x}") for s in range(2)}
-    return CheckpointManifest(epoch=3, seed=7, metrics={"loss": 0.5, "accuracy": 0.75}, files=files)
+    return CheckpointManifest(
+        epoch=3,
+        seed=7,
+        metrics={"loss": 0.5, "accuracy": 0.75},
+        files=files,
+        minibatches=(0, 45, 20),
+        tied={"head.weight": "embedding.weight"},
+    )
 
 
 def run_state() -> RunState:

@@ -46,17 +46,23 @@ def test_profile_to_export(road):
     assert "error: target accuracy=1.5 was not reached in 2 epoch(s)" in result.stderr
     assert "epoch 2/2: " in result.stderr
     assert "epoch 1/" not in result.stderr
+    assert result.stderr.count("going on after epoch 1 of runs/model-2, with 1 epoch(s) to train\n") == 1
     assert not (road.path / "runs/model-2.2").exists(), "a resumed run goes on in its own folder"
 
 
-def test_another_seed_on_resuming_is_told(road):
+def test_another_seed_and_other_steps_on_resuming_are_told(road):
+    """And reports count the minibatches of all epochs."""
     road.pdtool("run", "--steps", "2", "--seed", "3", "-o", "runs/x")
     resumed = ["run", "--steps", "2", "--resume", "-o", "runs/x"]
     assert "goes on with --seed" not in road.pdtool(*resumed, "--seed", "3", "--epochs", "2").stderr
-    assert "was trained with --seed 3, and goes on with --seed 0" in road.pdtool(*resumed, "--epochs", "3").stderr
+    result = road.pdtool(*resumed, "--epochs", "3", "--steps", "3")
+    assert "was trained with --seed 3, and goes on with --seed 0" in result.stderr
+    assert "2 epoch(s) of 2, 1 epoch(s) of 3 minibatches of 8" in result.stderr
     assert "resumed after epoch 2: what was measured is of the epochs since" in road.pdtool("show", "runs/x").stdout
     assert "epoch 3, seed 0: validation loss" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
     assert "stage-1.safetensors" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
+    road.pdtool("report", "runs/x")
+    assert "2 × 2, 1 × 3" in (road.path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):

@@ -318,7 +318,7 @@ def test_the_page_of_a_plan(road):
 def test_the_page_of_a_run(ran):
     ran.pdtool("report", "runs/net", "-o", "run.html")
     page, text = read("run.html"), Path("run.html").read_text(encoding="utf-8")
-    assert sentence("run.html").startswith("1-1: accuracy 0.5 after 2 epochs, 4 ms per minibatch, ")
+    assert re.match(r"1-1: accuracy 0.5 after 2 epochs, 4 ms per minibatch, [^,;]* simulated;", sentence("run.html"))
     assert {"Training", "learning rate", "samples per second", "accuracy, validation"} <= set(page.texts)
     assert {"Why measured differs from predicted", "computing", "averaging gradients"} <= set(page.texts)
     assert "measured, as the last epoch began" in text
@@ -425,6 +425,16 @@ def test_crowded_workers_are_the_reason():
     report = samples.report().model_copy(update={"cores": 2, "local_workers": 3})
     shares = StageShares(computing=0.6, communicating=0.1, idle=0.3, memory_bytes=1)
     assert "3 workers share 2 cores" in differences(report, [shares, shares], 2e-3)[0].cause
+
+
+def test_a_stage_that_computes_longer_than_was_profiled_is_named():
+    """On the page as in the terminal, with both figures."""
+    report = samples.report().model_copy(update={"cores": 4, "local_workers": 3})
+    shares = StageShares(computing=0.3, communicating=0.1, idle=0.6, memory_bytes=1)
+    cause = differences(report, [shares, shares], 3e-3)[0].cause
+    assert cause.startswith("stage 0 computes 3 ms for 900 µs profiled: were the cores busy with something else, or ")
+    quick = differences(report, [shares, shares], 9e-3)[0].cause
+    assert "profiled" not in quick
 
 
 def test_gains_in_words():

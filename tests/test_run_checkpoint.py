@@ -84,6 +84,24 @@ def test_export_is_the_models_own_state_dict(tmp_path: Path, capfdbinary: pytest
     assert_same(torch.load(io.BytesIO(capfdbinary.readouterr().out)), torch.load(tmp_path / "model.pt"))
 
 
+def test_tied_names_share_a_tensor_in_an_export(tmp_path: Path) -> None:
+    """Stored once, as torch.save stores the model's own; names whose values differ, and older checkpoints, do not."""
+    spec = harness.job(tmp_path, TIED3, epochs=1, steps=2)
+    harness.run(spec)
+
+    def storages() -> tuple[int, int]:
+        checkpoint.export(spec.out, tmp_path / "model.pt")
+        state = torch.load(tmp_path / "model.pt", weights_only=True)
+        return state["embed.weight"].data_ptr(), state["out.weight"].data_ptr()
+
+    assert len(set(storages())) == 1
+    manifest = checkpoint.read_manifest(checkpoint.latest(spec.out))
+    assert manifest.tied == {"out.weight": "embed.weight"}
+    for tied in ({}, {"out.weight": "gone"}, {"out.weight": "out.bias"}):
+        manifest.model_copy(update={"tied": tied}).save(checkpoint.latest(spec.out) / "checkpoint.json")
+        assert len(set(storages())) == 2
+
+
 def test_an_export_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV1, epochs=1)
     harness.run(spec)

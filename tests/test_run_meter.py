@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import time
 from itertools import pairwise
@@ -255,6 +256,30 @@ def test_the_peak_of_memory_is_that_since_the_last_restart() -> None:
     torch.ones(20_000_000)
     assert found.peak_bytes == pytest.approx(160e6, rel=0.05)  # the kernel counts in batches of pages
     assert held.sum() > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize("mapped_later", [False, True])
+def test_pages_of_files_that_the_system_takes_back_do_not_count(tmp_path: Path, mapped_later: bool) -> None:
+    """It does so when memory is short: a run then seemed to need as much more as libraries had been resident."""
+
+    def touched() -> mmap.mmap:
+        with path.open("rb") as opened:
+            file = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        assert sum(file[i] for i in range(0, len(file), mmap.PAGESIZE)) == 0
+        return file
+
+    path = tmp_path / "library"
+    path.write_bytes(bytes(80_000_000))
+    file = None if mapped_later else touched()
+    found = PeakMemory(CPU)
+    found.start([])
+    file = file or touched()
+    torch.ones(30_000_000)
+    found.epoch_ended()
+    file.close()
+    assert found.peak_bytes == pytest.approx(120e6, rel=0.1)
+    process_memory.trim_heap()
 
 
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,24 @@ def test_of_workers_that_shared_cores_no_error_of_the_prediction_is_given() -> N
         assert not any("shared" in str(line) for line in report_view(report.model_copy(update=others)))
 
 
+def test_a_report_says_which_stage_computes_longer_than_was_profiled() -> None:
+    """Stage 0 was predicted to compute 1.5 ms a minibatch, stage 1 3 ms; not where the reason is known."""
+
+    def said(busy_s: tuple[float, float], **update: object) -> list[str]:
+        report = samples.report()
+        stages = [s.model_copy(update={"busy_s": b}) for s, b in zip(report.stages, busy_s, strict=True)]
+        report = report.model_copy(update={"cores": 4, "local_workers": 3, "stages": tuple(stages), **update})
+        return [str(line) for line in report_view(report) if "profiled" in str(line)]
+
+    [line] = said((4.6e-3, 3.1e-3))
+    assert line.startswith("stage 0 computes 4.6 ms for 1.5 ms profiled: were the cores busy with something else, or ")
+    assert line.endswith("?")
+    assert said((4.6e-3, 3.1e-3), epochs=1) == [f"{line} One epoch alone includes warming up"]
+    assert said((4.6e-3, 9e-3))[0].startswith("stage 1 computes 9 ms for 3 ms profiled: ")
+    assert "was the GPU busy" in said((4.6e-3, 9e-3), cores=None)[0]
+    assert said((1.6e-3, 3.1e-3)) == said((9e-3, 9e-3), cores=2) == said((9e-3, 9e-3), includes_compilation=True) == []
+
+
 def test_a_report_counts_the_cores_that_its_workers_may_use(tmp_path: Path) -> None:
     """Not those of the machine: workers that are confined to one core share it."""
     confined = f"import os; os.sched_setaffinity(0, {{{min(usable_cores())}}})\n"

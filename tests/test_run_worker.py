@@ -73,6 +73,19 @@ def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch
     assert (worker._timer.epochs, worker._timer.minibatches, worker._timer.samples) == (3, 9, 18)
 
 
+def warnings_of_length(
+    capsys: pytest.CaptureFixture[str], *, takes_total: bool = True, scheduler_step: str = "update", **before: Any
+) -> str:
+    """What a worker says that goes on after the first epoch, as a run of 4 epochs of 20 minibatches."""
+    file = SimpleNamespace(scheduler_takes_total=takes_total, training=SimpleNamespace(scheduler_step=scheduler_step))
+    config = SimpleNamespace(epochs=4, resume=None, plan=SimpleNamespace(batch_size=8))
+    context: Any = SimpleNamespace(
+        config=config, assignment=None, stages={}, meter=None, status=None, file=file, epoch_samples=159
+    )
+    Worker(context)._warn_of_length(CheckpointManifest(epoch=1, seed=0, metrics={}, files={}, **before))
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("before", "takes_total", "is_told"), [(2, True, True), (4, True, False), (0, True, False), (2, False, False)]
 )
@@ -80,13 +93,23 @@ def test_a_schedule_that_is_resumed_as_one_of_another_length_is_told(
     before: int, takes_total: bool, is_told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not where it takes no length; 0: an older checkpoint does not know how long its run was to be."""
-    worker: Any = SimpleNamespace(
-        _config=SimpleNamespace(epochs=4),
-        _context=SimpleNamespace(file=SimpleNamespace(scheduler_takes_total=takes_total)),
-    )
-    manifest = CheckpointManifest(epoch=1, epochs=before, seed=0, metrics={}, files={})
-    Worker._warn_of_schedule(worker, manifest)
-    assert ("one of 2 epochs, and goes on as one of 4, 1 of them over" in capsys.readouterr().err) == is_told
+    said = warnings_of_length(capsys, takes_total=takes_total, epochs=before)
+    assert ("one of 2 epochs, and goes on as one of 4, 1 of them over" in said) == is_told
+    assert "minibatches" not in said
+
+
+def test_epochs_that_go_on_with_another_number_of_minibatches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once more for a schedule that is stepped by updates; an older checkpoint does not say how many there were."""
+    told = "warning: epochs had 45 minibatches, and go on with 20: other --steps, "
+    said = warnings_of_length(capsys, epochs=4, minibatches=(45,))
+    assert said.startswith(told)
+    assert "schedule was one of 4 epochs, of 45 minibatches each, and goes on as one of 4, 1 of them over" in said
+    for others in ({"takes_total": False}, {"scheduler_step": "epoch"}):
+        said = warnings_of_length(capsys, epochs=4, minibatches=(45,), **others)
+        assert said.startswith(told)
+        assert "schedule" not in said
+    for unchanged in ((20,), (0,), ()):
+        assert warnings_of_length(capsys, epochs=4, minibatches=unchanged) == ""
 
 
 def two_stages() -> list[StageIO]:

@@ -33,6 +33,10 @@ class CheckpointManifest(Artifact):
         metrics: of the validation after that epoch; finite.
         validation_losses: of each epoch until then, which learning-rate schedules may depend on; finite. Older
             checkpoints have none.
+        minibatches: of each epoch until then; 0 where an older pdtool trained it, which did not say. Older checkpoints
+            have none.
+        tied: name of a parameter or buffer -> the first name of the same tensor in the model, where that is another.
+            Older checkpoints have none.
         files: the safetensors files in the same folder, each with the state of one stage.
     """
 
@@ -46,3 +50,5 @@ class CheckpointManifest(Artifact):
     metrics: dict[Label, Annotated[float, Field(allow_inf_nan=False)]]
     files: dict[StageFile, StoredFile]
     validation_losses: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()
+    minibatches: tuple[Number, ...] = ()
+    tied: dict[str, str] = Field(default_factory=dict)

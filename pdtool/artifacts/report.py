@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
@@ -75,6 +76,9 @@ class Report(Artifact):
     """`runs/.../report.json`.
 
     Attributes:
+        minibatches: of the last epoch.
+        minibatches_by_epoch: of each epoch, those before a resume included; 0 where an older pdtool trained it. Older
+            reports have none.
         settings: that the functions of model.py were given.
         cores: of the first machine that its workers may use; None where GPUs computed.
         local_workers: that shared them.
@@ -91,6 +95,7 @@ class Report(Artifact):
     batch_size: Count
     epochs: Number
     minibatches: Number
+    minibatches_by_epoch: tuple[Number, ...] = ()
     throughput_samples_per_s: Figure
     target: Label | None = None
     target_reached: bool | None = None
@@ -102,6 +107,13 @@ class Report(Artifact):
     cores: Count | None = None
     local_workers: Count | None = None
     includes_compilation: bool = False
+
+    @property
+    def epochs_by_length(self) -> list[tuple[int, int]]:
+        """Epochs in a row that had the same number of minibatches, and that number; 0: unknown."""
+        if not self.minibatches_by_epoch:
+            return [(self.epochs, self.minibatches)]
+        return [(len(list(alike)), minibatches) for minibatches, alike in groupby(self.minibatches_by_epoch)]
 
     @property
     def is_crowded(self) -> bool:

@@ -10,10 +10,11 @@ from statistics import fmean
 from typing import Any
 
 from pdtool.artifacts.chrome_trace import TraceEvent
-from pdtool.artifacts.report import Report, StageReport
+from pdtool.artifacts.report import Report
 from pdtool.report.drawings.chart import Curve
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, WorkerRow
 from pdtool.report.simulated import StageShares, filled_s
+from pdtool.report.slow_stages import is_much_slower, slow_stage_sentence
 from pdtool.schedule import is_asynchronous
 from pdtool.units import format_seconds
 
@@ -143,8 +144,9 @@ def differences(report: Report, predicted: Sequence[StageShares], predicted_s: f
     number = max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s + report.stages[s].data_s)
     stage, share = report.stages[number], predicted[number]
     waiting_s = stage.wait_s - (share.communicating + share.idle) * predicted_s
+    profiled_s = share.computing * predicted_s
     parts = [
-        ExtraTime("computing", stage.busy_s - share.computing * predicted_s, _computing_cause(report, stage)),
+        ExtraTime("computing", stage.busy_s - profiled_s, _computing_cause(report, number, profiled_s)),
         ExtraTime("waiting for other stages", waiting_s, "messages on their way, or not made yet by a slower stage"),
         ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
         ExtraTime("loading", stage.data_s, "prediction leaves loading out; --loader-workers load in the background"),
@@ -154,9 +156,12 @@ def differences(report: Report, predicted: Sequence[StageShares], predicted_s: f
     return sorted(notable, key=lambda part: -abs(part.more_s))
 
 
-def _computing_cause(report: Report, stage: StageReport) -> str:
+def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
+    stage = report.stages[number]
     if report.is_crowded:
         return f"{report.local_workers} workers share {report.cores} cores, of which the profile had one to itself"
+    if is_much_slower(stage, profiled_s):
+        return slow_stage_sentence(report, number, profiled_s)
     sending = f"; handing over messages is {format_seconds(stage.send_s)} of it" if stage.send_s else ""
     return f"operators are slower than in the profile: other threads, memory bandwidth, temperature{sending}"
 

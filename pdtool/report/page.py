@@ -276,7 +276,7 @@ class SubjectView:
         if report:
             yield "per minibatch", format_seconds(report.measured.bottleneck_s)
             yield "samples/s", f"{report.throughput_samples_per_s:,.0f}"
-            yield "epochs", f"{report.epochs} × {report.minibatches}"
+            yield "epochs", ", ".join(f"{n} × {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
         last: dict[str, Any] = next((line for line in reversed(self.run.metrics) if line.get("split") == "valid"), {})
         for name, value in last.items():
             if isinstance(value, float) and name not in ("time", "lr", "samples_per_s"):

@@ -66,7 +66,8 @@ def _finished_sentence(report: Report) -> str:
     times = f"{format_seconds(report.measured.bottleneck_s)} per minibatch"
     predicted = report.predicted
     if predicted and (predicted_s := predicted.simulated_s or predicted.bottleneck_s):
-        times += f", {format_seconds(predicted_s)} predicted"
+        source = "simulated" if predicted.simulated_s else "predicted"
+        times += f", {format_seconds(predicted_s)} {source}"
     why = f"{report.local_workers} workers shared {report.cores} cores" if report.is_crowded else ""
     why = why or (f"stage {busiest_stage(report)} is busiest" if report.stages else "")
     return "; ".join(filter(None, [f"{head}, {times}", why]))

@@ -141,6 +141,8 @@ def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
 def export(run_dir: Path, out: Path) -> Path:
     """Write the model of a run's last checkpoint as one ordinary state_dict, for `torch.load`; returns the checkpoint.
 
+    Tied names share one tensor in it, as in the state_dict of the model.
+
     Args:
         out: the file; `-` is stdout.
 
@@ -152,13 +154,31 @@ def export(run_dir: Path, out: Path) -> Path:
     if str(out) != "-":
         check_replaceable(out, "one of torch.save", lambda head: head.startswith(_ZIP))
     checkpoint = latest(run_dir)
-    state = load(checkpoint, lambda key: key.startswith("model."))
+    saved = load(checkpoint, lambda key: key.startswith("model."))
+    state = _tied({key.removeprefix("model."): value for key, value in saved.items()}, read_manifest(checkpoint).tied)
     try:
         with nullcontext(sys.stdout.buffer) if str(out) == "-" else replacing(out) as file:
-            torch.save({key.removeprefix("model."): value for key, value in state.items()}, file)
+            torch.save(state, file)
     except RuntimeError as error:  # of torch, when the disk is full
         raise PdtoolError(f"{out} could not be written ({error})", "free some space or name another place") from error
     return checkpoint
+
+
+def _tied(state: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the same state, in which names of one tensor share it, so that torch.save stores it once.
+
+    Args:
+        tied: name -> another name of the same tensor. One whose values differ keeps its own.
+    """
+    shared = dict(state)
+    for name, first in tied.items():
+        if name in state and first in state and _is_same(state[name], state[first]):
+            shared[name] = state[first]
+    return shared
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)
 
 
 def _on_all_workers(group: Any, step: Callable[[], _T]) -> list[_T]:

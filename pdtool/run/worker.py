@@ -26,6 +26,7 @@ sent before those of the parameters are computed. The first stage loads in (1), 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Worker:
         self._stages, self._meter, self._status = context.stages, context.meter, context.status
         self.metrics: dict[str, float] = {}
         self._losses: list[float] = []  # of the validation after each epoch
+        self._minibatches: list[int] = []  # of each epoch
         self._log: MetricsLog | None = None
         self._timer = EpochTimer()
         self._action_lists: dict[int, ActionList] = {}
@@ -194,7 +196,9 @@ class Worker:
                 self._log.epoch_begins()
             self.train(done, minibatches)
             train_s = time.perf_counter() - start_s
+            self._meter.memory.epoch_ended()
             self._timer.epoch_ended(len(minibatches), count, train_s, self._meter.timestamps.seconds_between)
+            self._minibatches.append(len(minibatches))
             with self._meter.paused():
                 self.metrics = self.validate(done)
             self._epoch_done()
@@ -257,18 +261,37 @@ class Worker:
         manifest = checkpoint.read_manifest(folder)
         self.metrics = dict(manifest.metrics)
         self._losses = [*manifest.validation_losses] or [self.metrics.get("loss", 0.0)] * manifest.epoch
+        self._minibatches = [*manifest.minibatches] or [0] * manifest.epoch
         self._context.load(folder, self._losses)
         if self._assignment.rank == 0:
-            self._warn_of_schedule(manifest)
+            self._warn_of_length(manifest)
         return manifest.epoch
 
-    def _warn_of_schedule(self, manifest: CheckpointManifest) -> None:
-        """Say that a learning-rate schedule goes on as one of another length; one that knows no length does not."""
-        before, now = manifest.epochs, self._config.epochs
-        if self._context.file.scheduler_takes_total and before not in (0, now):
+    def _warn_of_length(self, manifest: CheckpointManifest) -> None:
+        """Say that epochs, or a learning-rate schedule that knows its length, go on as ones of another length."""
+        now = math.ceil(self._context.epoch_samples / self._config.plan.batch_size)
+        before = next(reversed(manifest.minibatches), 0) or now
+        if before != now:
             sys.stderr.write(
-                f"warning: the learning-rate schedule was one of {before} epochs, and goes on as one of {now}, "
-                f"{manifest.epoch} of them over: train with the same --epochs for the same learning rates\n"
+                f"warning: epochs had {before} minibatches, and go on with {now}: other --steps, another training set, "
+                "or minibatches of another size\n"
+            )
+        if self._context.file.scheduler_takes_total:
+            by_epoch = self._context.file.training.scheduler_step == "epoch"
+            self._warn_of_schedule(manifest, "" if by_epoch or before == now else f", of {before} minibatches each")
+
+    def _warn_of_schedule(self, manifest: CheckpointManifest, other_length: str) -> None:
+        """Say that a schedule goes on as one of another length.
+
+        Args:
+            other_length: of the epochs until now, where the schedule is stepped by updates and their number changes.
+        """
+        before, now = manifest.epochs or self._config.epochs, self._config.epochs
+        if before != now or other_length:
+            sys.stderr.write(
+                f"warning: the learning-rate schedule was one of {before} epochs{other_length}, and goes on as one of "
+                f"{now}, {manifest.epoch} of them over: train with the same --epochs and --steps for the same learning "
+                "rates\n"
             )
 
     def _epoch_done(self) -> None:
@@ -288,6 +311,8 @@ class Worker:
             seed=self._config.seed,
             metrics=self.metrics,
             validation_losses=tuple(self._losses),
+            minibatches=tuple(self._minibatches),
+            tied={name: first for name, first in self._context.canonical.items() if name != first},
             files={},
         )
         checkpoint.save(self._config.out, manifest, self._context.states(), self._context.groups.world)
@@ -305,6 +330,7 @@ class Worker:
             self.metrics,
             epochs=epochs,
             samples=samples,
+            minibatches_by_epoch=self._minibatches,
             cores=None if is_on_gpu else len(cores),
             local_workers=self._context.local_workers,
             includes_compilation=includes_compilation,

@@ -261,9 +261,19 @@ def _note_start(config: RunConfig, profile: Profile) -> None:
     if config.target and config.target.interpretation:
         note(config.target.interpretation)
     note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
+    _note_resumption(config)
     _note_crowding(config)
     _note_another_seed(config)
     _warn_about_predictions(config, profile)
+
+
+def _note_resumption(config: RunConfig) -> None:
+    """Say after which epoch a resumed run goes on, and how many are left."""
+    from pdtool.run.checkpoint import latest, read_manifest
+
+    if config.resume:
+        done = read_manifest(latest(config.resume)).epoch
+        note(f"going on after epoch {done} of {config.resume}, with {config.epochs - done} epoch(s) to train")
 
 
 def _note_crowding(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.cli.console.table import Lines, table
 from pdtool.cli.console.training_progress import validated
+from pdtool.report.slow_stages import slowest_stage_sentence
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _DIGITS = 12  # of a digest that are shown
@@ -22,12 +23,14 @@ def report_view(report: Report) -> Lines:
     """Show where each stage's time went, and predicted beside measured."""
     yield _time_table(report)
     yield (
-        "waits: for what other stages send, whether they still compute it or it is on its way; averaging: waits for "
+        "waits: until what other stages send has arrived; averaging: waits for "
         "gradients of other workers; data: loading, or waits for loader workers; rest: between actions"
     )
     yield from _loading_limit(report)
     yield _prediction_table(report)
     yield f"per minibatch: {_compared(report)}"
+    if reason := slowest_stage_sentence(report):
+        yield reason
     if not report.measured.is_steady:
         yield _NOT_STEADY.format(minibatches=report.minibatches)
     if report.includes_compilation:
@@ -61,9 +64,10 @@ def _time_table(report: Report) -> Table:
         "update",
         "sending",
     )
+    epochs = ", ".join(f"{n} epoch(s) of {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
     title = (
-        f"{report.plan}: {report.config}, schedule {report.schedule}, {report.epochs} epoch(s) of {report.minibatches} "
-        f"minibatches of {report.batch_size}\nwhere the time went, and how long a minibatch took:"
+        f"{report.plan}: {report.config}, schedule {report.schedule}, {epochs} minibatches of {report.batch_size}\n"
+        "where the time went, and how long a minibatch took:"
     )
     return table(columns, rows, title=title, drop=("sending", "rest", "update", "backward", "forward", "replicas"))
 
@@ -94,7 +98,9 @@ def _prediction_table(report: Report) -> Table:
         busy, sent = format_seconds(stage.busy_s), format_bytes(stage.sent_bytes)
         rows.append([s, compute, busy, memory, peak, stage.peak_versions, stage.peak_stashed, sent])
     columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
-    return table(columns, rows, title="per minibatch, and at most:", drop=("sent", "stashed", "versions"))
+    return table(
+        columns, rows, title="busy for one minibatch, and memory at its peak:", drop=("sent", "stashed", "versions")
+    )
 
 
 def _compared(report: Report) -> str:

@@ -39,6 +39,7 @@ def assemble_report(
     *,
     epochs: int,
     samples: int,
+    minibatches_by_epoch: Sequence[int] = (),
     cores: int | None,
     local_workers: int,
     includes_compilation: bool = False,
@@ -49,6 +50,7 @@ def assemble_report(
         metrics: of the last validation.
         epochs: epochs trained in all, those before a resume included.
         samples: of an epoch.
+        minibatches_by_epoch: of each epoch, those before a resume included; 0 where that is unknown.
         cores: of this machine that its workers may use; None where GPUs compute.
         local_workers: on this machine.
         includes_compilation: whether the only epoch is the one that compiles.
@@ -66,6 +68,7 @@ def assemble_report(
         batch_size=plan.batch_size,
         epochs=epochs,
         minibatches=minibatches,
+        minibatches_by_epoch=tuple(minibatches_by_epoch),
         throughput_samples_per_s=timed.samples / train_s if train_s else 0.0,
         target=str(config.target) if config.target else None,
         target_reached=config.target.is_reached(metrics) if config.target else None,

@@ -21,6 +21,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
         self._before_bytes: int | None = None
+        self._file_bytes = 0  # the most that was seen since the last `restart`
 
     def start(self, stages: Iterable[nn.Module], received_bytes: int = 0) -> None:
         """Begin to measure; of what is held by now, parameters and buffers of `stages` count and libraries do not.
@@ -41,11 +42,21 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             process_memory.reset_peak()
+            self._file_bytes = process_memory.file_bytes()
+
+    def epoch_ended(self) -> None:
+        """See how many pages of files are resident, before the system may take them back."""
+        if not self._is_cuda:
+            self._file_bytes = max(self._file_bytes, process_memory.file_bytes())
 
     @property
     def peak_bytes(self) -> int | None:
         """The peak since the last `restart`; None before `start`, and where the system does not say."""
         if self._before_bytes is None:
             return None
-        peak = torch.cuda.max_memory_allocated(self._device) if self._is_cuda else process_memory.peak_resident_bytes()
+        peak = (
+            torch.cuda.max_memory_allocated(self._device)
+            if self._is_cuda
+            else process_memory.peak_resident_bytes(self._file_bytes)
+        )
         return None if peak is None else max(0, peak - self._before_bytes)
