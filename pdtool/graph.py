@@ -10,10 +10,12 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from pdtool.errors import FieldError
+
+if TYPE_CHECKING:
+    import networkx as nx  # workers need none of it: 12 MB and a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Graph:
     @cached_property
     def digraph(self) -> nx.DiGraph[str]:
         """The same graph as a networkx graph."""
+        import networkx as nx
+
         graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(self.inputs)
         graph.add_edges_from((source, name) for name, sources in self.inputs.items() for source in sources)
@@ -72,6 +76,8 @@ class Graph:
         Each group becomes one block, together with all nodes on paths between its members (a block must be convex,
         so the strongly connected components of the contracted graph are merged); overlapping groups are joined.
         """
+        import networkx as nx
+
         union: nx.Graph[str] = nx.Graph()
         union.add_nodes_from(self.inputs)
         for group in groups:
