@@ -32,6 +32,7 @@ $(STAMP): setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@
+	@echo "the command is $(BIN)/pdtool"
 
 test: $(STAMP) ## run all tests (about a quarter of an hour on two cores)
 	$(PYTEST)

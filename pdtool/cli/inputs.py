@@ -92,8 +92,8 @@ class Inputs:
         if not self.plan.graph_sha256:
             raise StaleError(self.path, changed, "profile and partition it again")
         note(
-            f"{changed}: the plan holds as long as the operators are the same, which is checked; "
-            "the loss and the optimizer may cost something else, and the plan keeps the HINTS that it was made with"
+            f"{changed}: its operators are checked, and the plan holds where they are the same; "
+            "what loss and optimizer cost, and HINTS, are those of the profile"
         )
 
 

@@ -147,7 +147,7 @@ def differences(report: Report, predicted: Sequence[StageShares], predicted_s: f
     profiled_s = share.computing * predicted_s
     parts = [
         ExtraTime("computing", stage.busy_s - profiled_s, _computing_cause(report, number, profiled_s)),
-        ExtraTime("waiting for other stages", waiting_s, "messages on their way, or not made yet by a slower stage"),
+        ExtraTime("waiting for other stages", waiting_s, "another stage, or the link to it, is slower"),
         ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
         ExtraTime("loading", stage.data_s, "prediction leaves loading out; --loader-workers load in the background"),
         ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),

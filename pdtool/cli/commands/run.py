@@ -82,7 +82,7 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
     help="How tensors go between workers; auto shares memory, of GPUs too, within a machine.",
 )
 @options.choice(
-    "--wire-dtype", choices=("fp32", "fp16", "bf16"), help="What fp32 tensors are on their way between workers."
+    "--wire-dtype", choices=("fp32", "fp16", "bf16"), help="What fp32 tensors are sent as to other workers."
 )
 @options.count(
     "--loader-workers",
@@ -260,7 +260,9 @@ def _note_start(config: RunConfig, profile: Profile) -> None:
     plan = config.plan
     if config.target and config.target.interpretation:
         note(config.target.interpretation)
-    note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/")
+    count, node_rank = config.machines.count, config.machines.node_rank
+    here = f"; this is machine {node_rank} of {count}, from 0" if count > 1 else ""
+    note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/{here}")
     _note_resumption(config)
     _note_crowding(config)
     _note_another_seed(config)

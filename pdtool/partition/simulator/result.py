@@ -16,7 +16,7 @@ class WorkerUsage:
     Attributes:
         busy_s: computing.
         communication_s: waiting for something that was on its way to it, an all-reduce included.
-        idle_s: waiting for something that was not made yet, or for nothing.
+        idle_s: waiting for what another worker still computes, or for nothing.
         span_s: from its first action to its last.
         peak_stashed: minibatches; `delay`: updates between forward and backward of one; `versions`: of the weights.
     """
