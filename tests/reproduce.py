@@ -6,9 +6,11 @@ What was measured is kept in the folder of --keep; a reproduction that was stopp
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +25,9 @@ from reproduction import (
     table1,
     time_to_accuracy,
 )
-from reproduction.results import ROOT, Results
+from reproduction.results import ROOT, Results, real_time_priority
+
+LAST = 19  # of nice
 
 SECTIONS = {
     "time-to-accuracy": time_to_accuracy,
@@ -36,6 +40,9 @@ SECTIONS = {
     "prediction": prediction,
     "real-computing": real_computing,
 }
+COMPUTING = ("time-to-accuracy", "real-computing")  # they are timed, and need the cores for themselves
+EMULATED = ("slow-links", "prediction", "rivals", "table1", "bandwidth")  # they are timed, and sleep most of the time
+UNTIMED = {"bandwidth": bandwidth.plan, "learning": learning.measure, "depth": depth.measure}
 KEPT = ROOT / "runs" / "reproduction"
 
 
@@ -56,22 +63,58 @@ def main() -> None:
             parser.error("a part of the sections, or of their cases: name its page with -o")
         arguments.output = ROOT / "docs" / "reproduction.md"
     os.environ["PYTHONPATH"] = str(ROOT)
-    results = Results(arguments.keep.resolve() / ("quick" if arguments.quick else "full"))
+    folder = arguments.keep.resolve() / ("quick" if arguments.quick else "full")
+    measure(folder, arguments.only, quick=arguments.quick)
     lines = list(head())
     for name in arguments.only:
-        section = SECTIONS[name]
-        results.commits.clear()
-        results.seconds.clear()
-        figures = section.measure(results, quick=arguments.quick)
-        lines += section.page(figures)
-        if hasattr(section, "PICTURE"):
-            file, words = section.PICTURE
-            section.plot(figures, str(arguments.output.with_name(file)))
-            lines.append(f"![{words}]({file})\n")
-        minutes = sum(results.seconds) / 60
-        lines.append(f"Measured at {', '.join(sorted(results.commits))}, in {minutes:.0f} min.\n")
+        lines += section_lines(name, Results(folder), arguments.output, quick=arguments.quick)
     arguments.output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     sys.stderr.write(f"wrote {arguments.output}\n")
+
+
+def measure(folder: Path, names: Sequence[str], *, quick: bool) -> None:
+    """Measure what is missing of some sections.
+
+    Emulated workers sleep most of the time. Where they may have real-time priority, they get a core whenever they wake,
+    and what is not timed is measured beside them.
+    """
+    results = Results(folder)
+    for name in [name for name in COMPUTING if name in names]:
+        SECTIONS[name].measure(results, quick=quick)
+    untimed = multiprocessing.get_context("spawn").Process(target=measure_untimed, args=(folder, names, quick))
+    untimed.start()
+    try:
+        if not real_time_priority():
+            untimed.join()
+        for name in [name for name in EMULATED if name in names]:
+            SECTIONS[name].measure(results, quick=quick)
+        untimed.join()
+    except BaseException:
+        untimed.terminate()
+        raise
+    if untimed.exitcode:
+        sys.exit("stopped: what is not timed could not be measured, see above")
+
+
+def measure_untimed(folder: Path, names: Sequence[str], quick: bool) -> None:
+    """Measure what is missing, and not timed, of some sections; in a process that lets all others go first."""
+    os.nice(LAST)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what it has started is ended with it
+    for name in [name for name in UNTIMED if name in names]:
+        UNTIMED[name](Results(folder), quick=quick)
+
+
+def section_lines(name: str, results: Results, output: Path, *, quick: bool) -> Iterator[str]:
+    """Yield the lines of a section, whose figures are there, and draw its picture beside the page."""
+    section = SECTIONS[name]
+    figures = section.measure(results, quick=quick)
+    yield from section.page(figures)
+    if hasattr(section, "PICTURE"):
+        file, words = section.PICTURE
+        section.plot(figures, str(output.with_name(file)))
+        yield f"![{words}]({file})\n"
+    minutes = sum(results.seconds) / 60
+    yield f"Measured at {', '.join(sorted(results.commits))}, in {minutes:.0f} min.\n"
 
 
 def head() -> Iterator[str]:

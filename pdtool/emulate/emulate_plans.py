@@ -153,9 +153,9 @@ class EmulationSettings:
     """How plans are emulated.
 
     Attributes:
-        minibatches: in an epoch, the first of which is to warm up; None: as many as steady state takes, or with a
+        minibatches: in an epoch, of which those in steady state are timed; None: as many as that takes, or with a
             target the whole training set.
-        epochs: at most.
+        epochs: at most; the first of several is to warm up.
         target: at which a model that computes is trained enough.
         seed: fixes initial weights and the order of samples of a model that computes.
         timeout_s: how long a worker waits for another.
@@ -163,7 +163,7 @@ class EmulationSettings:
 
     scaling: Scaling
     minibatches: int | None = None
-    epochs: int = 2
+    epochs: int = 1
     target: Target | None = None
     seed: int = 0
     timeout_s: float = 300.0

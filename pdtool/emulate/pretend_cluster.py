@@ -14,6 +14,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_network
 from itertools import product
 
 from pdtool.cluster import Cluster
@@ -21,6 +22,9 @@ from pdtool.emulate.namespaces import configure
 from pdtool.errors import PdtoolError
 
 INTERFACE = "eth0"  # of each worker
+# Addresses for benchmarks (RFC 2544), of which no name server has one. torch asks the name server for the names of
+# workers, and gives up at once where it cannot be reached; packets that are on their way to nobody it waits for.
+_ADDRESSES = ip_network("198.18.0.0/15")
 _MTU = 4500
 BURST_BYTES = 2 * _MTU  # that a link which was idle sends at once, however slow it is: little beside a message
 _BURST_S = 3e-4  # and what a fast link sends in this time, by which the kernel may be late
@@ -41,7 +45,7 @@ class PretendCluster:
 
     def address(self, worker: int) -> str:
         """Return the IPv4 address of a worker."""
-        return f"10.{1 + (worker >> 16)}.{worker >> 8 & 255}.{worker & 255}"
+        return str(_ADDRESSES[1 + worker])
 
     def make_bridges(self) -> None:
         """Make all bridges and the links between them, in the namespace of this process; raises PdtoolError."""
@@ -86,9 +90,9 @@ class PretendCluster:
             [
                 "link set dev lo up",
                 f"link set dev {INTERFACE} gso_max_size {_MTU}",
-                f"addr add {self.address(worker)}/8 dev {INTERFACE}",
+                f"addr add {self.address(worker)}/{_ADDRESSES.prefixlen} dev {INTERFACE}",
                 f"link set dev {INTERFACE} up",
-                f"route replace 10.0.0.0/8 dev {INTERFACE} src {self.address(worker)} congctl cubic quickack 1 "
+                f"route replace {_ADDRESSES} dev {INTERFACE} src {self.address(worker)} congctl cubic quickack 1 "
                 f"cwnd lock {_WINDOW_PACKETS}",
             ],
         )

@@ -2,51 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import yaml
 
 from reproduction.paper import CLUSTERS, MODELS, profile
-from reproduction.results import Results
+from reproduction.results import SIDE_BY_SIDE, Results
 
 PICTURE = ("gain-against-bandwidth.svg", "The gain of each model, on both clusters, falls to 1 as links get faster")
-RATES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # Gbit/s
+RATES = (0.1, 0.3, 1, 3, 10, 30, 100)  # Gbit/s
 TOPOLOGIES = {"4x4": "A", "2x8": "B"}
-EMULATED = {("VGG-16", "4x4"): (2, 10), ("ResNet-50", "4x4"): (1,), ("GNMT-8", "2x8"): (2, 20)}
+EMULATED = {("VGG-16", "4x4"): (3, 10), ("ResNet-50", "4x4"): (1,), ("GNMT-8", "2x8"): (3, 10)}
 QUICK = {("VGG-16", "4x4"): (1, 10, 100)}
 
 
 def measure(results: Results, *, quick: bool) -> list[dict[str, Any]]:
-    """Plan every model at every bandwidth, and emulate some; one result for each model and cluster."""
+    """Plan every model at every bandwidth, and emulate some."""
+    curves = plan(results, quick=quick)
+    for curve in [] if quick else curves:
+        for point in curve["points"]:
+            if point["rate"] in EMULATED.get((curve["model"], curve["topology"]), ()):
+                point["emulated_gain"] = _emulated_gain(results, curve["model"], curve["topology"], point["rate"])
+    return curves
+
+
+def plan(results: Results, *, quick: bool) -> list[dict[str, Any]]:
+    """Plan every model at every bandwidth, one result for each model and cluster; models side by side."""
     cases = QUICK if quick else {(model, topology): RATES for model in MODELS for topology in TOPOLOGIES}
-    return [
-        results.get(
-            f"bandwidth-{model}-{topology}".replace(" ", "-").lower(),
-            lambda model=model, topology=topology, rates=rates: {
-                "model": model,
-                "topology": topology,
-                "points": [_point(results, model, topology, rate, emulated=not quick) for rate in rates],
-            },
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
+        of_models = threads.map(
+            lambda model: [_curve(results, *case, rates) for case, rates in cases.items() if case[0] == model],
+            dict.fromkeys(model for model, _ in cases),
         )
-        for (model, topology), rates in cases.items()
-    ]
+        return [curve for curves in of_models for curve in curves]
 
 
-def _point(results: Results, model: str, topology: str, rate: float, *, emulated: bool) -> dict[str, Any]:
-    cluster = CLUSTERS[TOPOLOGIES[topology]]
-    name = f"bandwidth-{model}-{topology}-{rate:g}Gbit".replace(" ", "-").lower()
-    path = results.plan(profile(results, model, "v100"), topology, f"{rate:g}Gbit/s,{cluster.within}", name=name)
-    plan = yaml.safe_load((results.work / path).read_text(encoding="utf-8"))
-    point = {
+def _curve(results: Results, model: str, topology: str, rates: Sequence[float]) -> dict[str, Any]:
+    points: list[dict[str, Any]] = results.get(
+        f"bandwidth-{model}-{topology}".replace(" ", "-").lower(),
+        lambda: [_point(results, model, topology, rate) for rate in rates],
+    )
+    return {"model": model, "topology": topology, "points": points}
+
+
+def _point(results: Results, model: str, topology: str, rate: float) -> dict[str, Any]:
+    planned = yaml.safe_load((results.work / _plan(results, model, topology, rate)).read_text(encoding="utf-8"))
+    return {
         "rate": rate,
-        "config": "-".join(str(stage["replicas"]) for stage in plan["stages"]),
-        "gain": plan["predicted"]["gain_over_data_parallel"],
+        "config": "-".join(str(stage["replicas"]) for stage in planned["stages"]),
+        "gain": planned["predicted"]["gain_over_data_parallel"],
     }
-    if emulated and rate in EMULATED.get((model, topology), ()):
-        plans = results.emulation(path, against="data-parallel")["plans"]
-        point["emulated_gain"] = plans[-1]["bottleneck_s"] / plans[0]["bottleneck_s"]
-    return point
+
+
+def _plan(results: Results, model: str, topology: str, rate: float) -> str:
+    """Return the path of the plan for a bandwidth between servers."""
+    cluster = CLUSTERS[TOPOLOGIES[topology]]
+    made = profile(results, model, cluster.device)
+    return results.plan(made, topology, f"{rate:g}Gbit/s,{cluster.within}", name=_name(model, topology, rate))
+
+
+def _name(model: str, topology: str, rate: float) -> str:
+    return f"bandwidth-{model}-{topology}-{rate:g}Gbit".replace(" ", "-").lower()
+
+
+def _emulated_gain(results: Results, model: str, topology: str, rate: float) -> float:
+    def measure() -> float:
+        plans = results.emulation(_plan(results, model, topology, rate), against="data-parallel")["plans"]
+        gain: float = plans[-1]["bottleneck_s"] / plans[0]["bottleneck_s"]
+        return gain
+
+    gain: float = results.get(f"{_name(model, topology, rate)}-emulated", measure)
+    return gain
 
 
 def page(figures: list[dict[str, Any]]) -> Iterator[str]:

@@ -27,14 +27,13 @@ from reproduction.learning_tasks import (
     replayed_as,
     stage_of_modules,
 )
-from reproduction.results import Results
+from reproduction.results import SIDE_BY_SIDE, Results
 
 PICTURE = ("learning-curves.svg", "The target metric of each task after each epoch, for all methods")
 SEEDS = (0, 1, 2)
 RATE_FACTORS = (0.5, 2.0)  # of a task's learning rate, for one process
 COMPARED_TASK = "digits"  # that is also trained by pdtool run
 QUICK_METHODS = ("one-process", "stash", "no-stashing")
-_PROCESSES = 2
 _GROUPS = (
     ("one-process", "data-parallel", "stash", "vertical-sync", "no-stashing", "async-data-parallel"),
     ("one-process", "stash", *CORRECTIONS, "2bw", "flush"),
@@ -103,8 +102,8 @@ def one_thread() -> Iterator[None]:
 def train_all(results: Results, measurements: list[Measurement]) -> list[Figures]:
     """Return the figures of each training, in order; those that others are copied from are trained first."""
     ordered = sorted(dict.fromkeys(measurements), key=lambda each: each.original != each)
-    spawned = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"))  # they keep what they have read
-    with spawned as processes, ThreadPoolExecutor(_PROCESSES) as threads:
+    spawned = ProcessPoolExecutor(SIDE_BY_SIDE, mp_context=get_context("spawn"))  # they keep what they have read
+    with spawned as processes, ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         trained = dict(zip(ordered, threads.map(partial(_trained, results, processes), ordered), strict=True))
     return [trained[each] for each in measurements]
 

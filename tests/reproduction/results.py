@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+SIDE_BY_SIDE = 2  # processes, where nothing is timed
 
 
-def _first_in_line() -> list[str]:
-    """Return what runs an emulation with real-time priority, where that is allowed: it waits for no other program.
+def real_time_priority() -> list[str]:
+    """Return the words before a command that give it real-time priority; none where that is not allowed.
 
-    Its workers sleep for the most part, and are late when they do not get a core at once.
+    Emulated workers sleep for the most part, and are late when they do not get a core at once.
     """
     command = ["chrt", "--rr", "50"]
     is_allowed = (
@@ -39,8 +40,8 @@ class Results:
 
     Attributes:
         folder: of the files, and in `work/`, by commit, of profiles, plans and runs.
-        commits: of the figures that were asked for, until it is cleared.
-        seconds: that measuring each of them took, until it is cleared.
+        commits: of the figures that were asked for.
+        seconds: that measuring each of them took.
     """
 
     folder: Path
@@ -109,6 +110,6 @@ class Results:
         """Return the emulation of a plan and its rivals."""
         out = self.work / "runs" / Path(plan).stem
         if not (out / "emulation.json").exists():
-            self.pdtool("emulate", plan, "--against", against, "-o", str(out), before=_first_in_line())
+            self.pdtool("emulate", plan, "--against", against, "-o", str(out), before=real_time_priority())
         content: dict[str, Any] = json.loads((out / "emulation.json").read_text(encoding="utf-8"))
         return content

@@ -55,8 +55,10 @@ _BUSY_PART_OF_CORES = 0.5
     "--compute", choices=("sleep", "real"), help="Sleep the times of the profile, or train the model on this CPU."
 )
 @options.model
-@options.count("--minibatches", help="In an epoch, of which the second is measured.", unset="enough for steady state")
-@options.count("--epochs", help="Epochs at most; the first is to warm up.", unset="2", within=click.IntRange(2, 10_000))
+@options.count("--minibatches", help="In an epoch; timed are those in steady state.", unset="enough for steady state")
+@options.count(
+    "--epochs", help="Epochs at most; the first of several is to warm up.", unset="1, or 2 with --compute real"
+)
 @options.target
 @options.seed
 @options.timeout("300s")
@@ -174,7 +176,7 @@ def _settings(
     return EmulationSettings(
         scaling=scaling,
         minibatches=asked["minibatches"],
-        epochs=asked["epochs"] or 2,
+        epochs=asked["epochs"] or {"sleep": 1, "real": 2}[compute],
         target=asked["target"],
         seed=asked["seed"],
         timeout_s=parse_seconds(asked["timeout"]),
