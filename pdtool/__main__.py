@@ -1,6 +1,17 @@
-"""Run the command `pdtool`, as `python -m pdtool`."""
+"""Run the command `pdtool`, also as `python -m pdtool`."""
 
-from pdtool.cli.app import main
+import sys
+
+
+def main() -> None:
+    """Run a command; what it needs is imported here, where Ctrl-C ends it without a traceback."""
+    try:
+        from pdtool.cli.app import main as command
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+    command(prog_name="pdtool")
+
 
 if __name__ == "__main__":
-    main(prog_name="pdtool")
+    main()

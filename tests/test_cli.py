@@ -538,3 +538,22 @@ def test_the_file_is_there_before_it_is_shown(planned, monkeypatch):
     monkeypatch.setattr("pdtool.cli.console.output.show", interrupted)
     planned.pdtool("partition", "profiles/net.json", "--topology", "2", "-o", "written", code=130)
     assert (planned.path / "written").stat().st_size > 100
+
+
+def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback():
+    """It falls into the import where that asks for the module, as a finder here does."""
+    interrupted = """
+import sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, *rest):
+        if name == "pdtool.cli.app":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder)
+from pdtool.__main__ import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")

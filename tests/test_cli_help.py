@@ -123,6 +123,8 @@ def test_a_pyproject_of_others_gives_no_defaults(profiled):
     for text in ("[tool.ruff]\nline-length = 100\n", "tool = 3  # not tool.pdtool", "[project]\nname = 'tool.pdtool'"):
         profiled.write("pyproject.toml", text)
         assert "no cluster is given" in profiled.pdtool("partition", code=2).stderr
+    refused = profiled.pdtool("--config", "pyproject.toml", "partition", code=3).stderr
+    assert "pyproject.toml: has no [tool.pdtool]; add it, or name another file with --config" in refused
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,10 @@ class ProjectDefaults:
             return cls()
         content = _toml(path)
         if path.name == _SHARED_FILE:
-            content = _own_table(content) or {}
+            own = _own_table(content)
+            if own is None:
+                raise ArtifactError(path, "has no [tool.pdtool]", "add it, or name another file with --config")
+            content = own
         tables = {name: _table(path, name, values, commands) for name, values in content.items()}
         return cls(path, tables)
 
