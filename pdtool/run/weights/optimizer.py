@@ -55,7 +55,8 @@ class NamedOptimizer:
         delay: int = 0,
         seed: int = 0,
     ) -> None:
-        self._file, self.parameters, self._seed = file, dict(parameters), seed
+        self._file, self.parameters = file, dict(parameters)
+        self._seed = derive_seed(seed, "update", *parameters)
         self.updates, self._has_warned = 0, False
         self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
         stepped = list(self.parameters.values()) if self.optimizer else []
@@ -84,7 +85,7 @@ class NamedOptimizer:
         """
         if self._may_draw and self.parameters:
             device = next(iter(self.parameters.values())).device
-            seed_generators(derive_seed(self._seed, "update", self.updates, *self.parameters), device)
+            seed_generators(derive_seed(self._seed, self.updates), device)
         if self.optimizer:
             try:
                 self.steps.step(self.optimizer, self.updates)
