@@ -21,7 +21,7 @@ from graphs import chain, plan_of
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
 from pdtool.cluster import make_cluster
-from pdtool.emulate.emulate_plans import EmulationSettings, choose_scaling, scaled_cluster, sleeping_config
+from pdtool.emulate.emulate_plans import choose_scaling, scaled_cluster
 from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import PretendCluster
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
@@ -128,15 +128,6 @@ def test_chunks_of_an_all_reduce_stay_long_beside_their_headers_where_slowing_do
     scaling = choose_scaling([busy], net)
     assert scaling.slowdown * busy.predicted.simulated_s > 0.2, "slower than the shortest minibatch"
     assert 25e6 / 4 / scaling.scale >= 0.9 * 6_000, "two digits of the scale are rounded up"
-
-
-@pytest.mark.parametrize(("parameters", "bucket_bytes"), [(10**7, 25_000_000), (5 * 10**8, 10**9 / 8)])
-def test_an_all_reduce_has_few_steps(tmp_path, parameters, bucket_bytes):
-    """In each of them all replicas take a core's time: a gigabyte in buckets of 25 MB was emulated 24 % too slow."""
-    net = chain([0.06, 0.06], parameters=parameters)
-    plan = refresh(plan_of(net, [["x", "a0", "a1"]], [[0, 1]], make_cluster((2,), (1e10,))), net)
-    settings = EmulationSettings(scaling=Scaling(scale=100))
-    assert sleeping_config(plan, net, tmp_path, settings).bucket_bytes == pytest.approx(bucket_bytes / 100, abs=1)
 
 
 def test_a_rival_that_is_the_plan_is_not_emulated_again(capsys):

@@ -34,7 +34,6 @@ _SMALLEST_MESSAGE_BYTES = 2_000  # a message of less than that goes in one packe
 _LONG_MESSAGE_BYTES = 20 * BURST_BYTES  # of which a link that was idle sends a twentieth at once
 _LONG_CHUNK_BYTES = 6_000  # of an all-reduce, beside which its headers, and the next worker's start, are little
 _LONGEST_MINIBATCH_S = 0.5  # not to be exceeded for the sake of longer messages
-_MOST_BUCKETS = 8  # of a stage's gradients: each takes all replicas a core's time in every step of its all-reduce
 
 
 def choose_scaling(
@@ -109,17 +108,7 @@ def _chunks_bytes(plan: Plan, profile: Profile) -> Iterator[float]:
     """
     for nodes, stage in zip(plan.stage_nodes(profile), plan.stages, strict=True):
         if stage.replicas > 1:
-            yield min(profile.parameter_bytes(nodes), _bucket_bytes(plan, profile)) / (2 * stage.replicas)
-
-
-def _bucket_bytes(plan: Plan, profile: Profile) -> float:
-    """Bytes of a bucket of gradients before they are scaled: more than a run's where a stage would have many."""
-    sizes = [
-        profile.parameter_bytes(nodes)
-        for nodes, stage in zip(plan.stage_nodes(profile), plan.stages, strict=True)
-        if stage.replicas > 1
-    ]
-    return max(RunConfig.bucket_bytes, min(sizes, default=0) / _MOST_BUCKETS)
+            yield min(profile.parameter_bytes(nodes), RunConfig.bucket_bytes) / (2 * stage.replicas)
 
 
 def _largest_message_bytes(plan: Plan, profile: Profile, scaling: Scaling) -> int:
@@ -235,7 +224,7 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: Emulat
         transport="gloo",
         threads=1,
         timeout_s=settings.timeout_s,
-        bucket_bytes=max(1, round(_bucket_bytes(plan, profile) / scaling.scale)),
+        bucket_bytes=max(1, round(RunConfig.bucket_bytes / scaling.scale)),
     )
 
 
