@@ -16,10 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import samples
 from graphs import chain, plan_of
 
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
+from pdtool.cli.console.report_view import emulation_view
 from pdtool.cluster import make_cluster
 from pdtool.emulate.emulate_plans import choose_scaling, scaled_cluster
 from pdtool.emulate.namespaces import check_tools, enter_own_network
@@ -111,13 +113,22 @@ def test_bandwidths_are_divided_by_what_bytes_and_times_are_scaled_with():
 
 def test_a_minibatch_is_slow_enough_to_be_emulated_and_the_cores_can_carry_the_bytes():
     net, plan = net_and_plan()
-    scaling = choose_scaling([plan], net)
+    scaling = choose_scaling(plan, net)
     assert scaling.slowdown * plan.predicted.simulated_s >= 0.15
-    assert choose_scaling([plan], net, scale=7, slowdown=3) == Scaling(scale=7, slowdown=3)
+    assert choose_scaling(plan, net, scale=7, slowdown=3) == Scaling(scale=7, slowdown=3)
     heavy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 10**12})})
-    assert choose_scaling([heavy], net).scale > 1000
+    assert choose_scaling(heavy, net).scale > 1000
     large = chain([0.006] * 4, parameters=10**10)
-    assert choose_scaling([plan], large).scale > 300, "its updates would keep the cores busy"
+    assert choose_scaling(plan, large).scale > 300, "its updates would keep the cores busy"
+
+
+def test_each_plan_has_the_scale_that_it_needs():
+    net, plan = net_and_plan()
+    heavy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 10**12})})
+    asked = {"minibatches": None, "scale": None, "slowdown": None}
+    scalings = emulate_command._scalings({"this plan": plan, "heavy": heavy}, net, "sleep", asked)
+    assert scalings == {"this plan": choose_scaling(plan, net), "heavy": choose_scaling(heavy, net)}
+    assert scalings["heavy"].scale > scalings["this plan"].scale
 
 
 def test_chunks_of_an_all_reduce_stay_long_beside_their_headers_where_slowing_down_allows_it():
@@ -125,9 +136,19 @@ def test_chunks_of_an_all_reduce_stay_long_beside_their_headers_where_slowing_do
     net = chain([0.06, 0.06], parameters=10**8)  # two workers send each other half of a bucket of 25 MB in two chunks
     plan = refresh(plan_of(net, [["x", "a0", "a1"]], [[0, 1]], make_cluster((2,), (1e10,))), net)
     busy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 2 * 10**9})})
-    scaling = choose_scaling([busy], net)
+    scaling = choose_scaling(busy, net)
     assert scaling.slowdown * busy.predicted.simulated_s > 0.2, "slower than the shortest minibatch"
     assert 25e6 / 4 / scaling.scale >= 0.9 * 6_000, "two digits of the scale are rounded up"
+
+
+def test_the_scaling_of_each_plan_is_told_where_they_differ():
+    emulation = samples.emulation()
+    assert "bytes and bandwidths / 12, times x 1.5" in emulation_view(emulation)
+    own, rival = emulation.plans
+    differing = emulation.model_copy(update={"plans": (own, rival.model_copy(update={"scale": 3, "slowdown": 20}))})
+    lines = list(emulation_view(differing))
+    assert "this plan: bytes and bandwidths / 12, times x 1.5" in lines
+    assert "data-parallel: bytes and bandwidths / 3, times x 20" in lines
 
 
 def test_a_rival_that_is_the_plan_is_not_emulated_again(capsys):
@@ -163,6 +184,7 @@ class TestCommand:
         assert json.loads(result.stdout)["plans"] == json.loads(emulation.dump())["plans"]
         assert [(plan.name, plan.config) for plan in emulation.plans] == [("this plan", "3-1"), ("data-parallel", "4")]
         own, rival = emulation.plans
+        assert [(plan.scale, plan.slowdown) for plan in emulation.plans] == [(1, 2), (1, 2)]
         # two of three minibatches go through the link between the servers, three times as slow as computing
         assert own.bottleneck_s >= 0.9 * 2 / 3 * 40_000 / 2e6
         # an activation and its gradient for each minibatch, and the gradients of stage 0 for every third

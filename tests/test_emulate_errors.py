@@ -60,7 +60,7 @@ def test_a_plan_that_takes_no_time_is_refused():
     net = chain([0.0, 0.0])
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], [[0], [1]], make_cluster((2,), (1e6,))), net)
     with pytest.raises(ArtifactError, match="1-1 takes 0 per minibatch, too little to be emulated; take a "):
-        choose_scaling([plan], net)
+        choose_scaling(plan, net)
 
 
 def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_stages_update_together(tmp_path):
@@ -70,7 +70,7 @@ def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_sta
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], workers, make_cluster((7,), (1e6,))), net)
     with pytest.raises(UsageError, match="--minibatches 30: 3-4 is not in steady state with so few; give 36 or more"):
         check_minibatches(plan, net, 30)
-    config = sleeping_config(plan, net, tmp_path, EmulationSettings(scaling=Scaling()))
+    config = sleeping_config(plan, net, tmp_path, Scaling(), EmulationSettings())
     assert config.shape.update_every == (12, 12)
     assert steady_minibatches(minibatches_to_steady_state(plan, net), config.shape)
 

@@ -161,6 +161,7 @@ class EmulatedPlan(FrozenModel):
         epochs: trained in all, or until the target was reached.
         training_s: seconds that these took, without validation.
         target_reached: None where there is no target.
+        scale, slowdown: of this plan's workers; None: those of the emulation.
     """
 
     name: Label
@@ -176,6 +177,8 @@ class EmulatedPlan(FrozenModel):
     epochs: Count
     training_s: Figure
     target_reached: bool | None = None
+    scale: Factor | None = None
+    slowdown: Factor | None = None
 
     @property
     def error(self) -> float:
@@ -189,8 +192,8 @@ class Emulation(Artifact):
     Attributes:
         plan: name of the plan.
         compute: `sleep`: workers slept the times of the profile; `real`: they trained the model.
-        scale: bytes and bandwidths were divided by it.
-        slowdown: times were multiplied by it, and bandwidths divided once more.
+        scale: bytes and bandwidths were divided by it, for the first of the plans.
+        slowdown: times were multiplied by it, and bandwidths divided once more, for the first of the plans.
         cores: of the machine.
         target: metric and value at which the training of each plan ended; None: there was none.
         plans: the plan, then its rivals.

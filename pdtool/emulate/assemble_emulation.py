@@ -15,6 +15,7 @@ from pdtool.emulate.sleeping_model import Scaling
 def assemble_emulation(
     plans: Mapping[str, Plan],
     reports: Mapping[str, Report],
+    scalings: Mapping[str, Scaling],
     settings: EmulationSettings,
     compute: Literal["sleep", "real"],
 ) -> Emulation:
@@ -22,19 +23,19 @@ def assemble_emulation(
 
     Args:
         plans: the plan, then its rivals, by their names.
-        reports: of each plan, with the times and bytes of the emulation.
+        reports, scalings: of each plan; the reports have the times and bytes of the emulation.
     """
-    chosen, scaling = next(iter(plans.values())), settings.scaling
+    name, chosen = next(iter(plans.items()))
     return Emulation(
         plan=chosen.name,
         batch_size=chosen.batch_size,
         cluster=chosen.cluster,
         compute=compute,
-        scale=scaling.scale,
-        slowdown=scaling.slowdown,
+        scale=scalings[name].scale,
+        slowdown=scalings[name].slowdown,
         cores=os.cpu_count() or 1,
         target=str(settings.target) if settings.target else None,
-        plans=tuple(_emulated(name, plan, reports[name], scaling) for name, plan in plans.items()),
+        plans=tuple(_emulated(name, plan, reports[name], scalings[name]) for name, plan in plans.items()),
         digests=dict(chosen.digests),
     )
 
@@ -57,4 +58,6 @@ def _emulated(name: str, plan: Plan, report: Report, scaling: Scaling) -> Emulat
         epochs=report.epochs,
         training_s=trained_s / scaling.slowdown,
         target_reached=report.target_reached,
+        scale=scaling.scale,
+        slowdown=scaling.slowdown,
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from pdtool.artifacts.plan import Plan
@@ -36,34 +37,26 @@ _LONG_CHUNK_BYTES = 6_000  # of an all-reduce, beside which its headers, and the
 _LONGEST_MINIBATCH_S = 0.5  # not to be exceeded for the sake of longer messages
 
 
-def choose_scaling(
-    plans: Sequence[Plan], profile: Profile, scale: float | None = None, slowdown: float | None = None
-) -> Scaling:
+def choose_scaling(plan: Plan, profile: Profile, scale: float | None = None, slowdown: float | None = None) -> Scaling:
     """Return a scaling that leaves the cores of this machine idle for most of the time.
 
     Args:
-        plans: with predictions.
+        plan: with predictions.
         scale, slowdown: what the user asks for; None: what is needed.
 
     Raises:
-        ArtifactError: a plan takes no time by its profile, or so little that no slowdown makes it long enough.
+        ArtifactError: the plan takes no time by its profile, or so little that no slowdown makes it long enough.
     """
-    for plan in plans:
-        _check_time(plan)
-    times_s = [_time_per_minibatch_s(plan) for plan in plans]
-    loads = [
-        _core_s(plan, profile) / time_s / (os.cpu_count() or 1) for plan, time_s in zip(plans, times_s, strict=True)
-    ]
+    _check_time(plan)
+    time_s = _time_per_minibatch_s(plan)
+    load = _core_s(plan, profile) / time_s / (os.cpu_count() or 1)
     if slowdown is None:
-        slowdown = max(1.0, _SHORTEST_MINIBATCH_S / min(times_s))
+        slowdown = max(1.0, _SHORTEST_MINIBATCH_S / time_s)
         if scale is None:
-            longer = min(
-                max(loads) / slowdown / _scale_of_long_messages(plans, profile),
-                _LONGEST_MINIBATCH_S / slowdown / max(times_s),
-            )
-            slowdown *= max(1.0, longer)
+            longer = load / _scale_of_long_messages(plan, profile), _LONGEST_MINIBATCH_S / time_s
+            slowdown = max(slowdown, min(longer))
     if scale is None:
-        scale = max(1.0, max(loads) / slowdown)
+        scale = max(1.0, load / slowdown)
     return Scaling(scale=_rounded_up(scale), slowdown=_rounded_up(slowdown))
 
 
@@ -94,10 +87,10 @@ def _core_s(plan: Plan, profile: Profile) -> float:
     return sent / _SENT_BYTES_PER_CORE_S + updated / _UPDATED_BYTES_PER_CORE_S
 
 
-def _scale_of_long_messages(plans: Sequence[Plan], profile: Profile) -> float:
+def _scale_of_long_messages(plan: Plan, profile: Profile) -> float:
     """Return the scale up to which messages between stages, and the chunks of all-reduces, are long for their links."""
-    sizes = [_largest_message_bytes(plan, profile, Scaling()) / _LONG_MESSAGE_BYTES for plan in plans]
-    sizes += [chunk / _LONG_CHUNK_BYTES for plan in plans for chunk in _chunks_bytes(plan, profile)]
+    sizes = [_largest_message_bytes(plan, profile, Scaling()) / _LONG_MESSAGE_BYTES]
+    sizes += [chunk / _LONG_CHUNK_BYTES for chunk in _chunks_bytes(plan, profile)]
     return max(1.0, min(filter(None, sizes), default=math.inf))
 
 
@@ -161,7 +154,6 @@ class EmulationSettings:
         timeout_s: how long a worker waits for another.
     """
 
-    scaling: Scaling
     minibatches: int | None = None
     epochs: int = 1
     target: Target | None = None
@@ -170,11 +162,12 @@ class EmulationSettings:
 
 
 def emulate(
-    configs: Mapping[str, RunConfig], cluster: Cluster, scaling: Scaling, notify: Callable[[str], None]
+    configs: Mapping[str, RunConfig], cluster: Cluster, scalings: Mapping[str, Scaling], notify: Callable[[str], None]
 ) -> dict[str, Report]:
     """Run each configuration on a pretend copy of the cluster.
 
     Args:
+        scalings: of each configuration.
         notify: called with the name of each as it begins.
 
     Returns:
@@ -187,15 +180,18 @@ def emulate(
     for config in configs.values():
         _check_memory(config.plan)
     reports = {}
-    with Emulator(scaled_cluster(cluster, scaling)) as emulator:
-        for name, config in configs.items():
-            notify(name)
-            emulator.run(config)
-            reports[name] = Report.load(config.out / "report.json")
+    for scaling, names in groupby(configs, key=lambda name: scalings[name]):
+        with Emulator(scaled_cluster(cluster, scaling)) as emulator:
+            for name in names:
+                notify(name)
+                emulator.run(configs[name])
+                reports[name] = Report.load(configs[name].out / "report.json")
     return reports
 
 
-def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: EmulationSettings) -> RunConfig:
+def sleeping_config(
+    plan: Plan, profile: Profile, folder: Path, scaling: Scaling, settings: EmulationSettings
+) -> RunConfig:
     """Write a model that sleeps in place of computing, and return the configuration of its run in `folder`.
 
     Raises:
@@ -204,7 +200,6 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, settings: Emulat
     if plan.schedule == "zb-h1":
         what = "schedule zb-h1 divides the backward of each operator, which one that sleeps cannot"
         raise UsageError(what, "emulate it with --compute real, or take another schedule")
-    scaling = settings.scaling
     largest = _largest_message_bytes(plan, profile, scaling)
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"

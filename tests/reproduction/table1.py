@@ -13,7 +13,7 @@ import yaml
 from reproduction.paper import CLUSTERS, TABLE_1, Row, profile
 from reproduction.results import Results
 
-QUICK = [row for row in TABLE_1 if (row.model, row.workers) == ("AWD LM", 4)]
+QUICK = [row for row in TABLE_1 if (row.model, row.topology) == ("ResNet-50", "4x4")]
 _SWEEP = "bandwidth=0.01..100Gbit/s"
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdtool.artifacts.report import Emulation
     from pdtool.cli.inputs import Inputs
     from pdtool.emulate.emulate_plans import EmulationSettings
+    from pdtool.emulate.sleeping_model import Scaling
     from pdtool.run.config import RunConfig, Target
 
 _FACTORS = click.FloatRange(1, 1e6)
@@ -92,14 +93,14 @@ def emulate(
     chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(path)
     cluster, folder = chosen.cluster.cluster(), _folder(output, Path("runs") / f"{chosen.name}-emulated")
     plans = {"this plan": chosen} | _others(chosen, rival_plans(profile, cluster, chosen, against))
-    settings = _settings(plans, profile, compute, asked)
+    settings, scalings = _settings(plans, profile, compute, asked), _scalings(plans, profile, compute, asked)
     _warn_of_busy_cores()
     with locked(folder):
-        configs = _configs(plans, inputs or profile, folder, settings)
+        configs = _configs(plans, inputs or profile, folder, scalings, settings)
         reports = on_pretend_cluster(
-            configs, cluster, settings.scaling, lambda name: note(f"emulating {name} ({plans[name].config})")
+            configs, cluster, scalings, lambda name: note(f"emulating {name} ({plans[name].config})")
         )
-    emulation = assemble_emulation(plans, reports, settings, compute)
+    emulation = assemble_emulation(plans, reports, scalings, settings, compute)
     emulation.save(folder / "emulation.json")
     _print_emulation(emulation, folder, as_json)
 
@@ -164,17 +165,12 @@ def _settings(
     plans: Mapping[str, Plan], profile: Profile, compute: Literal["sleep", "real"], asked: Mapping[str, Any]
 ) -> EmulationSettings:
     """Return how the plans are emulated; raises UsageError where that would show nothing of one of them."""
-    from pdtool.emulate.emulate_plans import EmulationSettings, check_minibatches, choose_scaling
-    from pdtool.emulate.sleeping_model import Scaling
+    from pdtool.emulate.emulate_plans import EmulationSettings, check_minibatches
     from pdtool.units import parse_seconds
 
     for plan in plans.values():
         check_minibatches(plan, profile, asked["minibatches"])
-    scaling = Scaling()
-    if compute == "sleep":
-        scaling = choose_scaling(list(plans.values()), profile, asked["scale"], asked["slowdown"])
     return EmulationSettings(
-        scaling=scaling,
         minibatches=asked["minibatches"],
         epochs=asked["epochs"] or {"sleep": 1, "real": 2}[compute],
         target=asked["target"],
@@ -183,8 +179,24 @@ def _settings(
     )
 
 
+def _scalings(
+    plans: Mapping[str, Plan], profile: Profile, compute: Literal["sleep", "real"], asked: Mapping[str, Any]
+) -> dict[str, Scaling]:
+    """Return the scaling of each plan: what it needs, for others may need more."""
+    from pdtool.emulate.emulate_plans import choose_scaling
+    from pdtool.emulate.sleeping_model import Scaling
+
+    if compute == "real":
+        return dict.fromkeys(plans, Scaling())
+    return {name: choose_scaling(plan, profile, asked["scale"], asked["slowdown"]) for name, plan in plans.items()}
+
+
 def _configs(
-    plans: Mapping[str, Plan], source: Inputs | Profile, folder: Path, settings: EmulationSettings
+    plans: Mapping[str, Plan],
+    source: Inputs | Profile,
+    folder: Path,
+    scalings: Mapping[str, Scaling],
+    settings: EmulationSettings,
 ) -> dict[str, RunConfig]:
     """Write what each plan's workers execute into `folder`, and return the configuration of their run.
 
@@ -196,7 +208,9 @@ def _configs(
 
     folders = {name: folder / name.replace(" ", "-") for name in plans}
     if isinstance(source, Profile):
-        return {name: sleeping_config(plan, source, folders[name], settings) for name, plan in plans.items()}
+        return {
+            name: sleeping_config(plan, source, folders[name], scalings[name], settings) for name, plan in plans.items()
+        }
     _check_length(source, settings)
     return {name: _training_config(replace(source, plan=plan), folders[name], settings) for name, plan in plans.items()}
 

@@ -143,9 +143,9 @@ def emulation_view(emulation: Emulation) -> Lines:
     speeds = ", ".join(format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels)
     title, drop = f"{emulation.plan}: {cluster.topology} at {speeds}", ("sent", "samples/s", "simulated")
     yield table(columns, rows, names=2, title=title, drop=drop)
-    scaled = f"; bytes and bandwidths / {emulation.scale:g}, times x {emulation.slowdown:g}"
     if emulation.compute == "sleep":
-        yield f"workers slept the times of the profile{scaled}"
+        yield "workers slept the times of the profile"
+        yield from _scalings(emulation)
     else:
         yield "workers trained the model on this machine"
     if any(level.latency_s for level in cluster.levels):
@@ -157,6 +157,16 @@ def emulation_view(emulation: Emulation) -> Lines:
     if any(_is_crowded(emulation, plan) for plan in emulation.plans):
         workers = max(plan.workers for plan in emulation.plans)
         yield _crowded(workers, emulation.cores)
+
+
+def _scalings(emulation: Emulation) -> Lines:
+    """What bytes and times were scaled with, and for which plans where that differs."""
+    names: dict[str, list[str]] = {}
+    for plan in emulation.plans:
+        scale, slowdown = plan.scale or emulation.scale, plan.slowdown or emulation.slowdown
+        names.setdefault(f"bytes and bandwidths / {scale:g}, times x {slowdown:g}", []).append(plan.name)
+    for scaling, of_plans in names.items():
+        yield scaling if len(names) == 1 else f"{', '.join(of_plans)}: {scaling}"
 
 
 def _target_lines(emulation: Emulation) -> Lines:
