@@ -75,11 +75,11 @@ bench-planner: $(STAMP) ## measure the planner's time and its plans on large mod
 bench-runtime: $(STAMP) ## compare training speed with the machine's limit and with PyTorch's own ways (about twenty minutes)
 	$(BIN)/python tests/bench_runtime.py
 
-reproduce: $(STAMP) ## answer claims of PipeDream by commands, and write docs/reproduction.md (goes on where it was stopped)
+reproduce: $(STAMP) ## answer claims of PipeDream by commands, and write docs/reproduction.md (an hour; goes on where it was stopped)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[reproduce]'
 	$(BIN)/python tests/reproduce.py
 
-reproduce-quick: $(STAMP) ## a few cases of each claim, in minutes, into runs/reproduction/quick.md
+reproduce-quick: $(STAMP) ## a few cases of each claim, in five minutes, into runs/reproduction/quick.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[reproduce]'
 	mkdir -p runs/reproduction
 	$(BIN)/python tests/reproduce.py --quick -o runs/reproduction/quick.md

@@ -241,6 +241,7 @@ class TestCommand:
             return folder.pdtool("emulate", "net.yaml", "-o", "out", *arguments, code=code).stderr
 
         assert "the largest message between stages has 1" in error("--scale", "400")
+        assert "nan is not in the range 1<=x<=1000000" in error("--slowdown", "nan").lower()
         assert "neither its bytes nor its times can be scaled" in error("--compute", "real", "--scale", "2")
         assert "learn nothing; add --compute real" in error("--target", "loss<1")
         assert "--against 'gpype' is no strategy" in error("--against", "gpype")

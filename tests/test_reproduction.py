@@ -107,6 +107,14 @@ def test_rivals_are_compared_with_the_plan():
     assert "| up to 1.9 × that of hybrid parallelism | not measured |" in page
 
 
+def test_each_section_is_measured_where_it_is_not_disturbed():
+    """Alone, beside what is not timed, or beside what sleeps; bandwidths are planned, and some of them emulated."""
+    timed = [*reproduce.COMPUTING, *reproduce.EMULATED]
+    assert sorted({*timed, *reproduce.UNTIMED}) == sorted(reproduce.SECTIONS)
+    assert len(timed) == len(set(timed))
+    assert set(timed) & reproduce.UNTIMED.keys() == {"bandwidth"}
+
+
 def test_slow_links_show_the_gain_beside_the_one_wanted():
     plans = {"own": {"config": "3-1", "bottleneck_s": 0.05}, "rival": {"config": "4", "bottleneck_s": 0.28}}
     figures = [{"topology": "4", "bandwidth": "1Gbit/s", "wanted": 5.0, **plans}]

@@ -204,7 +204,10 @@ def sleeping_config(
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
         unscaled = _largest_message_bytes(plan, profile, Scaling())
-        raise UsageError(what, f"give --scale {max(1, unscaled // _SMALLEST_MESSAGE_BYTES)} or less")
+        remedy = (
+            f"give --scale {max(1, unscaled // _SMALLEST_MESSAGE_BYTES)} or less, or leave --scale and --slowdown out"
+        )
+        raise UsageError(what, remedy)
     minibatches = settings.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
     written = write_sleeping_model(folder / "stages", plan, profile, scaling, minibatches)
     return RunConfig(

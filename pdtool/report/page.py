@@ -408,11 +408,12 @@ def _emulation_section(subject: Subject, emulation: Emulation) -> SubjectSection
             section.emulated.append(Bar(label, parts, format_seconds(seconds), is_own=number == 0))
     cluster = emulation.cluster.cluster()
     rates = [format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels]
-    scales = dict.fromkeys(plan.scale or emulation.scale for plan in emulation.plans)
     section.facts = [
         ("workers", "slept the times of the profile" if emulation.compute == "sleep" else "trained the model"),
         (f"links of {cluster.topology}", ", ".join(rates)),
         ("minibatch", str(emulation.batch_size)),
-        ("bytes and bandwidths divided by", ", ".join(f"{scale:g}" for scale in scales)),
     ]
+    for plan in emulation.plans if emulation.compute == "sleep" else ():
+        scale, slowdown = plan.scale or emulation.scale, plan.slowdown or emulation.slowdown
+        section.facts.append((f"scale of {plan.name}", f"bytes and bandwidths / {scale:g}, times x {slowdown:g}"))
     return section

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +28,21 @@ if TYPE_CHECKING:
     from pdtool.emulate.sleeping_model import Scaling
     from pdtool.run.config import RunConfig, Target
 
-_FACTORS = click.FloatRange(1, 1e6)
+
+class _Factor(click.FloatRange):
+    """A number from 1 to a million; what is no number is not in the range."""
+
+    min: float
+    max: float
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        factor: float = super().convert(value, param, ctx)
+        if math.isnan(factor):
+            self.fail(f"{value} is not in the range {self.min}<=x<={self.max}.", param, ctx)
+        return factor
+
+
+_FACTORS = _Factor(1, 1e6)
 _BUSY_PART_OF_CORES = 0.5
 
 
