@@ -19,11 +19,12 @@ import pytest
 import samples
 from graphs import chain, plan_of
 
+from pdtool.artifacts.cluster_file import ClusterSpec
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
 from pdtool.cli.console.report_view import emulation_view
 from pdtool.cluster import make_cluster
-from pdtool.emulate.emulate_plans import choose_scaling, scaled_cluster
+from pdtool.emulate.emulate_plans import choose_scaling, scaled_cluster, without_latency
 from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import PretendCluster
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
@@ -129,6 +130,30 @@ def test_each_plan_has_the_scale_that_it_needs():
     scalings = emulate_command._scalings({"this plan": plan, "heavy": heavy}, net, "sleep", asked)
     assert scalings == {"this plan": choose_scaling(plan, net), "heavy": choose_scaling(heavy, net)}
     assert scalings["heavy"].scale > scalings["this plan"].scale
+
+
+def test_predictions_are_those_of_the_plan_as_it_stands_over_links_without_latency():
+    """Pretended links have none; and somebody may have edited the figures."""
+    net, plan = net_and_plan()
+    slow = make_cluster((2, 2), (2e6, 2e7), latencies=(0.1, 0.1))
+    edited = plan.predicted.model_copy(update={"simulated_s": 1e-6})
+    emulated = without_latency(plan.model_copy(update={"cluster": ClusterSpec.of(slow), "predicted": edited}), net)
+    assert emulated.predicted.simulated_s == plan.predicted.simulated_s
+    assert emulated.cluster.cluster() == slow, "it is told that the links had none"
+
+
+def test_scalings_of_ones_own_that_are_too_small_are_told(capsys):
+    net, plan = net_and_plan()
+    heavy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 10**12})})
+
+    def warnings(plan, **asked):
+        emulate_command._scalings({"it": plan}, net, "sleep", {"scale": None, "slowdown": None, **asked})
+        return capsys.readouterr().err
+
+    assert warnings(heavy) == ""
+    assert warnings(plan, slowdown=100.0) == ""
+    assert "beside which the workers' own 2 to 4 ms count" in warnings(plan, slowdown=1.0)
+    assert "what is sent and updated keeps the cores busy" in warnings(heavy, scale=2.0, slowdown=100.0)
 
 
 def test_chunks_of_an_all_reduce_stay_long_beside_their_headers_where_slowing_down_allows_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from conftest import NET
 from graphs import chain, plan_of
 from test_emulate import namespaces, net_and_plan
 
-from pdtool.artifacts.profile import Profile, SharedParameter
+from pdtool.artifacts.profile import Device, Profile, SharedParameter
 from pdtool.cli.console.report_view import emulation_view
 from pdtool.cluster import make_cluster
 from pdtool.emulate import namespaces as linux
@@ -31,6 +32,7 @@ from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.partition.planner import refresh
 from pdtool.schedule import steady_minibatches
 
+emulate_command = importlib.import_module("pdtool.cli.commands.emulate")
 STREAM = """
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
@@ -127,6 +129,13 @@ def test_workers_that_shared_cores_have_no_error_of_prediction():
     assert not any("shared" in str(line) for line in emulation_view(samples.emulation())), "sleeping takes no core"
 
 
+@pytest.mark.parametrize(("compute", "warned"), [("real", True), ("sleep", False)])
+def test_simulated_times_of_another_device_than_this_are_told(compute, warned, capsys):
+    profile = samples.profile().model_copy(update={"device": Device(name="V100", kind="estimated")})
+    emulate_command._warn_of_another_device(profile, compute)
+    assert ("and the model computes here" in capsys.readouterr().err) is warned
+
+
 class TestCommand:
     """`pdtool emulate` in a folder with a plan."""
 
@@ -175,3 +184,4 @@ def test_a_model_is_trained_until_its_target_and_one_that_misses_it_ends_with_6(
     [plan] = json.loads(missed.stdout)["plans"]
     assert (plan["config"], plan["epochs"], plan["minibatches"], plan["target_reached"]) == ("1-1", 3, 3, False)
     assert plan["training_s"] > 0
+    assert "and the model computes here" not in missed.stderr, "its profile was measured here"

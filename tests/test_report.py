@@ -371,6 +371,7 @@ def test_the_page_of_an_emulation(folder):
         folder.pdtool("report", name)
         assert sentence() == "3-1: 4 ms per minibatch emulated, 3.9 ms simulated; 2.25 times as fast as data-parallel"
         assert "this plan (3-1), emulated" in read().texts
+        assert Path("report.html").read_text().count("bytes and bandwidths / 12, times x 1.5") == 2, "of each plan"
 
 
 def test_a_page_goes_to_stdout_and_overwrites_nothing_else(road):

@@ -212,3 +212,7 @@ class Emulation(Artifact):
     cores: Count
     target: Label | None = None
     plans: Annotated[tuple[EmulatedPlan, ...], Field(min_length=1)]
+
+    def factors(self, plan: EmulatedPlan) -> tuple[float, float]:
+        """Return the scale and the slowdown that one of the plans was emulated with."""
+        return plan.scale or self.scale, plan.slowdown or self.slowdown

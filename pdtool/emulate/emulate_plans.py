@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from pdtool.artifacts.cluster_file import ClusterSpec
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
@@ -17,6 +18,7 @@ from pdtool.emulate.pretend_cluster import BURST_BYTES
 from pdtool.emulate.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
 from pdtool.emulate.workers import Emulator
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.partition.planner import refresh
 from pdtool.partition.stage_loads import tied_bytes
 from pdtool.process_memory import memory_limits
 from pdtool.run.config import RunConfig, Target
@@ -58,6 +60,24 @@ def choose_scaling(plan: Plan, profile: Profile, scale: float | None = None, slo
     if scale is None:
         scale = max(1.0, load / slowdown)
     return Scaling(scale=_rounded_up(scale), slowdown=_rounded_up(slowdown))
+
+
+def without_latency(plan: Plan, profile: Profile) -> Plan:
+    """Return the plan with the predictions of what it says now, over links that have no latency, as pretended ones."""
+    cluster = plan.cluster.cluster()
+    levels = tuple(replace(level, latency_s=0.0) for level in cluster.levels)
+    pretended = plan.model_copy(update={"cluster": ClusterSpec.of(replace(cluster, levels=levels))})
+    return plan.model_copy(update={"predicted": refresh(pretended, profile).predicted})
+
+
+def doubts(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator[str]:
+    """Yield why emulated times would be too long with this scaling, which a user may have asked for."""
+    time_s = scaling.slowdown * _time_per_minibatch_s(plan)
+    if time_s < _SHORTEST_MINIBATCH_S:
+        yield f"a minibatch takes {format_seconds(time_s)}, beside which the workers' own 2 to 4 ms count"
+    load = _core_s(plan, profile) / scaling.scale / time_s
+    if load > (os.cpu_count() or 1):
+        yield "what is sent and updated keeps the cores busy"
 
 
 def _check_time(plan: Plan) -> None:

@@ -22,7 +22,7 @@ from pdtool.report.drawings.graph_drawing import graph_drawing
 from pdtool.report.drawings.picture import Picture, stage_class, stylesheet
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, timeline_drawing
 from pdtool.report.measured import ExtraTime, differences, measured_group, metric_charts
-from pdtool.report.sentences import device_name, emulation_sentence, plan_sentence, run_sentence
+from pdtool.report.sentences import device_name, emulation_sentence, plan_sentence, run_sentence, scaling_phrase
 from pdtool.report.simulated import SimulatedPlan, StageShares, simulated_group
 from pdtool.report.subjects import RunPhase, Subject
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
@@ -414,6 +414,5 @@ def _emulation_section(subject: Subject, emulation: Emulation) -> SubjectSection
         ("minibatch", str(emulation.batch_size)),
     ]
     for plan in emulation.plans if emulation.compute == "sleep" else ():
-        scale, slowdown = plan.scale or emulation.scale, plan.slowdown or emulation.slowdown
-        section.facts.append((f"scale of {plan.name}", f"bytes and bandwidths / {scale:g}, times x {slowdown:g}"))
+        section.facts.append((f"scale of {plan.name}", scaling_phrase(emulation, plan)))
     return section

@@ -6,7 +6,7 @@ import re
 
 from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Profile
-from pdtool.artifacts.report import Emulation, Report
+from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.report.measured import busiest_stage
 from pdtool.report.subjects import RunPhase, RunRecord
 from pdtool.units import format_bits_rate, format_seconds
@@ -81,6 +81,12 @@ def emulation_sentence(emulation: Emulation) -> str:
         f"{o.bottleneck_s / own.bottleneck_s:.3g} times as fast as {o.name}" for o in others[:1] if own.bottleneck_s
     ]
     return "; ".join([f"{own.config}: {times}", *gains])
+
+
+def scaling_phrase(emulation: Emulation, plan: EmulatedPlan) -> str:
+    """Return `bytes and bandwidths / 30, times x 4.8`, of one of the emulation's plans."""
+    scale, slowdown = emulation.factors(plan)
+    return f"bytes and bandwidths / {scale:g}, times x {slowdown:g}"
 
 
 def device_name(profile: Profile) -> str:

@@ -96,6 +96,7 @@ def emulate(
     from pdtool.cli.inputs import Inputs, planned
     from pdtool.emulate.assemble_emulation import assemble_emulation
     from pdtool.emulate.emulate_plans import emulate as on_pretend_cluster
+    from pdtool.emulate.emulate_plans import without_latency
     from pdtool.emulate.namespaces import check_tools
     from pdtool.partition.strategies.rival_plans import rival_plans
     from pdtool.run.run_folder import locked
@@ -107,9 +108,11 @@ def emulate(
     inputs = Inputs.load(path, model) if compute == "real" else None
     chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(path)
     cluster, folder = chosen.cluster.cluster(), _folder(output, Path("runs") / f"{chosen.name}-emulated")
-    plans = {"this plan": chosen} | _others(chosen, rival_plans(profile, cluster, chosen, against))
+    others = _others(chosen, rival_plans(profile, cluster, chosen, against))
+    plans = {name: without_latency(plan, profile) for name, plan in {"this plan": chosen, **others}.items()}
     settings, scalings = _settings(plans, profile, compute, asked), _scalings(plans, profile, compute, asked)
     _warn_of_busy_cores()
+    _warn_of_another_device(profile, compute)
     with locked(folder):
         configs = _configs(plans, inputs or profile, folder, scalings, settings)
         reports = on_pretend_cluster(
@@ -134,6 +137,13 @@ def _warn_of_busy_cores() -> None:
     if busy > _BUSY_PART_OF_CORES * cores:
         what = f"other programs keep {busy:.1f} of {cores} core(s) busy"
         note(f"warning: {what}: what is emulated takes longer than it should")
+
+
+def _warn_of_another_device(profile: Profile, compute: Literal["sleep", "real"]) -> None:
+    """Warn where a model computes here, and its simulated times are those of a device that is not here."""
+    if compute == "real" and not profile.is_measured_on_cpu:
+        name = profile.device.name
+        note(f"warning: the simulated times are those of {name} ({profile.device.kind}), and the model computes here")
 
 
 def _run_by(plan: Plan) -> tuple[object, ...]:
@@ -197,13 +207,18 @@ def _settings(
 def _scalings(
     plans: Mapping[str, Plan], profile: Profile, compute: Literal["sleep", "real"], asked: Mapping[str, Any]
 ) -> dict[str, Scaling]:
-    """Return the scaling of each plan: what it needs, for others may need more."""
-    from pdtool.emulate.emulate_plans import choose_scaling
+    """Return the scaling of each plan: what it needs, for others may need more; warn where the user's is too small."""
+    from pdtool.emulate.emulate_plans import choose_scaling, doubts
     from pdtool.emulate.sleeping_model import Scaling
 
     if compute == "real":
         return dict.fromkeys(plans, Scaling())
-    return {name: choose_scaling(plan, profile, asked["scale"], asked["slowdown"]) for name, plan in plans.items()}
+    factors = asked["scale"], asked["slowdown"]
+    scalings = {name: choose_scaling(plan, profile, *factors) for name, plan in plans.items()}
+    for name, scaling in scalings.items() if any(factors) else ():
+        for doubt in doubts(plans[name], profile, scaling):
+            note(f"warning: {name}, bytes / {scaling.scale:g}, times x {scaling.slowdown:g}: {doubt}")
+    return scalings
 
 
 def _configs(

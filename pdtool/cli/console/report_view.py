@@ -10,6 +10,7 @@ from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.cli.console.table import Lines, table
 from pdtool.cli.console.training_progress import validated
+from pdtool.report.sentences import scaling_phrase
 from pdtool.report.slow_stages import slowest_stage_sentence
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
@@ -149,7 +150,7 @@ def emulation_view(emulation: Emulation) -> Lines:
     else:
         yield "workers trained the model on this machine"
     if any(level.latency_s for level in cluster.levels):
-        yield "the links had no latency: the simulated times have that of the plan"
+        yield "the links had no latency: the simulated times are those without it"
     for minibatches in {plan.minibatches for plan in emulation.plans if not plan.is_steady}:
         yield _NOT_STEADY.format(minibatches=minibatches)
     if emulation.target:
@@ -163,8 +164,7 @@ def _scalings(emulation: Emulation) -> Lines:
     """What bytes and times were scaled with, and for which plans where that differs."""
     names: dict[str, list[str]] = {}
     for plan in emulation.plans:
-        scale, slowdown = plan.scale or emulation.scale, plan.slowdown or emulation.slowdown
-        names.setdefault(f"bytes and bandwidths / {scale:g}, times x {slowdown:g}", []).append(plan.name)
+        names.setdefault(scaling_phrase(emulation, plan), []).append(plan.name)
     for scaling, of_plans in names.items():
         yield scaling if len(names) == 1 else f"{', '.join(of_plans)}: {scaling}"
 
