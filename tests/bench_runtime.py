@@ -34,10 +34,17 @@ PARTS = {
 }
 
 
+def parts(text: str) -> str:
+    """Return the letters of parts; raises ValueError where one is none."""
+    if not text or set(text) - PARTS.keys():
+        raise ValueError(text)
+    return text
+
+
 def main() -> None:
     """Run the parts asked for in a temporary folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="abcde", metavar="PARTS", help="Some of a, b, c, d, e.")
+    parser.add_argument("--only", type=parts, default="abcde", metavar="PARTS", help="Some of a, b, c, d, e: abd.")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Of each measurement.")
     parser.add_argument("--quick", action="store_true", help="Tiny sizes, to see that it works: figures mean nothing.")
     parser.add_argument(

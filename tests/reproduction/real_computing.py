@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -54,30 +54,30 @@ QUICK = CASES[:1]
 
 def measure(results: Results, *, quick: bool) -> list[dict[str, Any]]:
     """Profile, plan and run each model, one result each."""
-    cases, repeats = (QUICK, 1) if quick else (CASES, REPEATS)
-    return [results.get(case.name, lambda case=case: _figures(results, case, repeats)) for case in cases]
+    cases, strategies, repeats = (QUICK, STRATEGIES[:1], 1) if quick else (CASES, STRATEGIES, REPEATS)
+    return [results.get(case.name, lambda case=case: _figures(results, case, strategies, repeats)) for case in cases]
 
 
-def _figures(results: Results, case: Case, repeats: int) -> dict[str, Any]:
+def _figures(results: Results, case: Case, strategies: Sequence[str], repeats: int) -> dict[str, Any]:
     profile = f"profiles/{case.name}.json"
     settings = [option for setting in case.settings for option in ("--set", setting)]
     measured = ("--batch-size", str(case.batch_size), "--threads", "1", *settings, "-o", profile)
     results.pdtool("profile", case.source, *measured)
     cluster = _cluster(results)
     plans = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         path = f"plans/{case.name}-{strategy}.yaml"
         results.pdtool("partition", profile, "--cluster", cluster, "--strategy", strategy, "-o", path)
         plans[strategy] = path
-    reports: dict[str, list[dict[str, Any]]] = {strategy: [] for strategy in STRATEGIES}
-    for repeat, strategy in product(range(repeats), STRATEGIES):  # interleaved, so that a slow moment meets all
+    reports: dict[str, list[dict[str, Any]]] = {strategy: [] for strategy in strategies}
+    for repeat, strategy in product(range(repeats), strategies):  # interleaved, so that a slow moment meets all
         reports[strategy].append(_run(results, case, plans[strategy], f"{case.name}-{strategy}-{repeat}"))
     return {
         "model": case.model,
         "settings": case.settings,
         "batch_size": case.batch_size,
         "cores": os.cpu_count(),
-        "plans": [_compared(strategy, _plan(results, plans[strategy]), reports[strategy]) for strategy in STRATEGIES],
+        "plans": [_compared(strategy, _plan(results, plans[strategy]), reports[strategy]) for strategy in strategies],
     }
 
 
