@@ -79,7 +79,7 @@ reproduce: $(STAMP) ## answer claims of PipeDream by commands, and write docs/re
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[reproduce]'
 	$(BIN)/python tests/reproduce.py
 
-reproduce-quick: $(STAMP) ## a few cases of each claim, in five to six minutes, into runs/reproduction/quick.md
+reproduce-quick: $(STAMP) ## a few cases of each claim, in five minutes, into runs/reproduction/quick.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[reproduce]'
 	mkdir -p runs/reproduction
 	$(BIN)/python tests/reproduce.py --quick -o runs/reproduction/quick.md
