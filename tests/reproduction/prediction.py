@@ -78,7 +78,7 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     sizes = sorted(map(abs, errors))
     yield "## Prediction: simulated beside emulated time\n"
     yield (
-        f"{len(figures)} plan(s), each the best of its strategy. Emulated time over simulated time: median error "
+        f"{len(figures)} plan{'s' * (len(figures) > 1)}, each the best of its strategy. Emulated time over simulated time: median error "
         f"{median(sizes):.1%} (wanted at most {WANTED_MEDIAN:.0%}), worst {sizes[-1]:.1%} "
         f"(wanted at most {WANTED_WORST:.0%}).\n"
     )
