@@ -77,8 +77,9 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     errors = [each["emulated_s"] / each["simulated_s"] - 1 for each in figures]
     sizes = sorted(map(abs, errors))
     yield "## Prediction: simulated beside emulated time\n"
+    plans = "1 plan" if len(figures) == 1 else f"{len(figures)} plans"
     yield (
-        f"{len(figures)} plan{'s' * (len(figures) > 1)}, each the best of its strategy. Emulated time over simulated time: median error "
+        f"{plans}, each the best of its strategy. Emulated time over simulated time: median error "
         f"{median(sizes):.1%} (wanted at most {WANTED_MEDIAN:.0%}), worst {sizes[-1]:.1%} "
         f"(wanted at most {WANTED_WORST:.0%}).\n"
     )
