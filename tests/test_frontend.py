@@ -1,5 +1,6 @@
 """Loading model.py and tracing it: what is found, and what is said when it cannot be."""
 
+import gc
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pdtool.errors import ModelError, StaleError, TraceError, UsageError
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.model_source import parse_ref
 from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.tracing.leaf_calls import LeafCall
 from pdtool.frontend.tracing.trace import trace, trace_file
 from pdtool.profile.measure import measure
 
@@ -98,6 +100,14 @@ def test_tracing_leaves_the_model_usable():
     assert model.training
     assert "forward" not in vars(model.conv)
     model(torch.randn(2, 3, 8, 8))["logits"].sum().backward()
+
+
+def test_nothing_of_a_traced_model_is_kept():
+    """A worker that checks its stage files would hold the graph of the whole model for as long as it trains."""
+
+    assert trace(load("branchy").build(), lambda n: (torch.randn(n, 3, 8, 8),), 4, MODELS).operators
+    gc.collect()
+    assert [o for o in gc.get_objects() if type(o) in (torch.fx.Node, LeafCall)] == []
 
 
 def test_references_and_settings_are_read():

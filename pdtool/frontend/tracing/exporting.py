@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.export import ShapesCollection
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
@@ -48,6 +49,12 @@ def exported(
                 call.is_recorded = True
             program = program.run_decompositions({})
     return program
+
+
+def forget_last_export() -> None:
+    """Release the graph of the last export, which `calls` and a table of torch would keep until the next one."""
+    calls.clear()
+    getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing.by_mode import merge_modes
-from pdtool.frontend.tracing.exporting import exported
+from pdtool.frontend.tracing.exporting import exported, forget_last_export
 from pdtool.frontend.tracing.graph_reader import GraphReader
 from pdtool.frontend.tracing.leaf_calls import calls, record_calls, single_operators, unchanged
 from pdtool.frontend.tracing.opaque_modules import (
@@ -75,6 +75,7 @@ def trace(
                 reasons = without_inner(reasons | dict.fromkeys(found, error.what))
     finally:
         model.train(was_training)
+        forget_last_export()
 
 
 def _check_paths(model: nn.Module, opaque: Sequence[str]) -> None:
