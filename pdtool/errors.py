@@ -17,6 +17,11 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def with_article(noun: str) -> str:
+    """Return `a plan` or `an emulation`."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return `did you mean v100? `, the known name that is nearest to one that is not, `H100` to h100; "" for none."""
     in_lower_case = {each.lower(): each for each in known}

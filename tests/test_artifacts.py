@@ -212,6 +212,7 @@ def test_a_node_that_is_named_twice_in_a_stage_is_refused():
         ),
         ("profile.json", samples.profile().dump()[:-9], "is a profile, not a plan; name a plan"),
         ("model.py", "import torch\n", "is a Python file, not a profile; name a profile"),
+        ("emulation.json", samples.emulation().dump(), "is an emulation, not a plan; name a plan"),
         ("model.py", '"""Text."""\nx = 1\n', "is a Python file, not a plan; name a plan"),
         ("", "", "is a folder, not a plan; name a file that `pdtool partition` writes"),
     ],

@@ -27,6 +27,7 @@ from pdtool.emulate.emulate_plans import (
     minibatches_to_steady_state,
     sleeping_config,
 )
+from pdtool.emulate.pretend_cluster import PretendCluster
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.partition.planner import refresh
@@ -112,6 +113,14 @@ def test_links_that_the_kernel_cannot_make_are_told_with_what_is_missing(tmp_pat
     fake_tool(tmp_path, monkeypatch, tool, "echo 'Error: Specified qdisc kind is unknown.' >&2; exit 2")
     with pytest.raises(PdtoolError, match=rf"`{tool}` could not .* kind is unknown.*{module}; .*pdtool simulate"):
         linux.configure(tool, ["anything"])
+
+
+@pytest.mark.parametrize(("bandwidth", "said"), [(1e15, "a link of 1 PB/s cannot"), (1.0, "a link of 1 B/s cannot")])
+def test_links_that_no_tool_can_make_are_refused_with_the_bounds(bandwidth, said):
+    pretend = PretendCluster(make_cluster((2, 2), (bandwidth, 1e6)))
+    with pytest.raises(PdtoolError, match=rf"{said} be pretended; .* between 1 kB/s and 1 TB/s, or simulate the plan"):
+        pretend._shape("anything", 0)
+    assert "rate 8160000bit" in pretend._shape("anything", 1)
 
 
 def test_a_tool_that_hangs_is_not_waited_for(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from pdtool import __version__
 from pdtool.artifacts.fields import Digest, Label, Title, first_fault
 from pdtool.artifacts.text_formats import FormatError, read_json, read_yaml, write_json, write_yaml
-from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError
+from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError, with_article
 from pdtool.units import format_bytes
 
 MAX_FILE_BYTES = 256 * 10**6  # of an artifact, or of a source file that one names; a large artifact has a few MB
@@ -98,7 +98,9 @@ class Artifact(FrozenModel):
             ArtifactError: missing, truncated, altered, of another format, or with fields out of range.
         """
         if os.path.isdir(path):
-            raise ArtifactError(path, f"is a folder, not a {cls.KIND}", f"name a file that `{cls.MAKER}` writes")
+            raise ArtifactError(
+                path, f"is a folder, not {with_article(cls.KIND)}", f"name a file that `{cls.MAKER}` writes"
+            )
         text = read_text(path, f"write it with `{cls.MAKER}`", may_be_pipe=may_be_pipe)
         return cls.parse(text, "stdin" if str(path) == "-" else path)
 
@@ -114,7 +116,9 @@ class Artifact(FrozenModel):
         if tag != expected and (other := cls._of_another_kind(text, path)):
             raise other
         if not tag:
-            raise ArtifactError(path, f"is not a {cls.KIND} (no format field)", f"write it with `{cls.MAKER}`")
+            raise ArtifactError(
+                path, f"is not {with_article(cls.KIND)} (no format field)", f"write it with `{cls.MAKER}`"
+            )
         if tag != expected:
             raise cls._rewritable(path, f"has format {tag!r:.80}, this pdtool reads {expected!r}", field="format")
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
@@ -153,7 +157,7 @@ class Artifact(FrozenModel):
         A file that cannot be read may be any: its folder alone decides whether it can be replaced.
         """
         if path.name != "-":
-            check_replaceable(path, f"a {cls.KIND}", lambda head: f"pdtool/{cls.KIND}/".encode() in head)
+            check_replaceable(path, with_article(cls.KIND), lambda head: f"pdtool/{cls.KIND}/".encode() in head)
 
     @property
     def content_sha256(self) -> str:
@@ -193,8 +197,9 @@ class Artifact(FrozenModel):
         kind = declared_kind(text)
         if kind in ("", cls.KIND) and not str(path).endswith(".py"):
             return None
-        is_a = "Python file" if kind in ("", cls.KIND) else kind
-        return ArtifactError(path, f"is a {is_a}, not a {cls.KIND}", f"name a {cls.KIND}, which `{cls.MAKER}` writes")
+        found = "Python file" if kind in ("", cls.KIND) else kind
+        own = with_article(cls.KIND)
+        return ArtifactError(path, f"is {with_article(found)}, not {own}", f"name {own}, which `{cls.MAKER}` writes")
 
     @classmethod
     def _rewritable(cls, path: Path | str, what: str, *, or_else: str = "", field: str = "") -> ArtifactError:

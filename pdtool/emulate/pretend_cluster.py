@@ -20,6 +20,7 @@ from itertools import product
 from pdtool.cluster import Cluster
 from pdtool.emulate.namespaces import configure
 from pdtool.errors import PdtoolError
+from pdtool.units import format_rate
 
 INTERFACE = "eth0"  # of each worker
 # Addresses for benchmarks (RFC 2544), of which no name server has one. torch asks the name server for the names of
@@ -30,6 +31,7 @@ BURST_BYTES = 2 * _MTU  # that a link which was idle sends at once, however slow
 _BURST_S = 3e-4  # and what a fast link sends in this time, by which the kernel may be late
 _WINDOW_PACKETS = 8  # that a connection may have under way, so that all have their share of a queue
 _HEADERS = 1.02  # what Ethernet, IP and TCP add to a full packet, and acknowledgements to the other way
+_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S = 1e3, 1e12  # that tc can give a link
 _QUEUE_BYTES = 1 << 30  # nothing is dropped: TCP would wait for 0.2 s before it sends it again
 
 
@@ -124,7 +126,12 @@ class PretendCluster:
         ]
 
     def _shape(self, device: str, level: int) -> str:
-        bytes_per_s = _HEADERS * self.cluster.levels[level].bandwidth_bytes_per_s
+        bandwidth = self.cluster.levels[level].bandwidth_bytes_per_s
+        if not _SLOWEST_BYTES_PER_S <= bandwidth <= _FASTEST_BYTES_PER_S:
+            speeds = " and ".join(map(format_rate, (_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S)))
+            what = f"a link of {format_rate(bandwidth)} cannot be pretended"
+            raise PdtoolError(what, f"let bandwidth / (scale x slowdown) be between {speeds}, or simulate the plan")
+        bytes_per_s = _HEADERS * bandwidth
         burst = max(BURST_BYTES, round(_BURST_S * bytes_per_s))
         return f"qdisc add dev {device} root tbf rate {round(8 * bytes_per_s)}bit burst {burst} limit {_QUEUE_BYTES}"
 

@@ -10,7 +10,7 @@ import click
 
 from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import show, write_stdout
-from pdtool.errors import ArtifactError, UsageError
+from pdtool.errors import ArtifactError, UsageError, with_article
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import Artifact
@@ -44,7 +44,9 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
 
     a, b = _loaded(first), _loaded_beside(second, first)
     if a.KIND != b.KIND:
-        raise UsageError(f"{first} is a {a.KIND} and {second} a {b.KIND}", "name two artifacts of one kind")
+        raise UsageError(
+            f"{first} is {with_article(a.KIND)} and {second} {with_article(b.KIND)}", "name two artifacts of one kind"
+        )
     found, moved = differences(a, b), _moved(a, b, first, second)
     is_same = not found and not moved
     if as_json:

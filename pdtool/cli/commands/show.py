@@ -11,7 +11,7 @@ from pdtool.cli import options
 from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console import terminal
 from pdtool.cli.console.output import print_json
-from pdtool.errors import UsageError
+from pdtool.errors import UsageError, with_article
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import Artifact
@@ -103,7 +103,7 @@ def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
     from pdtool.report.drawings.graphviz import dot
 
     if not isinstance(artifact, Plan):
-        raise UsageError(f"{file} is a {artifact.KIND}, and --graph draws plans", "name a plan")
+        raise UsageError(f"{file} is {with_article(artifact.KIND)}, and --graph draws plans", "name a plan")
     profile = profile_of(artifact, file)
     path = Path(output or "-")
     if path.suffix == ".svg":
