@@ -10,8 +10,8 @@ PARTITION ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Three files of tests at a time, for a third of their time is waiting; in the order of tests/conftest.py, each in one process.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Two files of tests at a time, in the order of tests/conftest.py, each in one process.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PDTOOL := $(BIN)/pdtool
 DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo
 DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16

@@ -159,7 +159,7 @@ def test_digits_changed_one_by_one_are_noticed(artifact):
 @pytest.mark.parametrize("found", ["pdtool/KIND/2", "pdtool/other/1", "", None, 7, ["x"]])
 def test_unknown_formats_are_refused(artifact, found):
     found = found.replace("KIND", artifact.KIND) if isinstance(found, str) else found
-    with pytest.raises(ArtifactError, match=r"this pdtool reads|no format field|is a other, not a") as caught:
+    with pytest.raises(ArtifactError, match=r"this pdtool reads|no format field|is an other, not a") as caught:
         type(artifact).parse(altered(artifact, format=found))
     assert caught.value.exit_code == 3
 
@@ -721,7 +721,7 @@ def test_a_file_that_is_no_older_one_of_the_kind_is_not_overwritten(artifact, tm
     for text in ("import torch\n", others[0].dump()):
         path = tmp_path / "model.py"
         path.write_text(text)
-        with pytest.raises(UsageError, match=f"is another file than a {artifact.KIND}, and would be overwritten"):
+        with pytest.raises(UsageError, match=f"is another file than an? {artifact.KIND}, and would be overwritten"):
             artifact.save(path)
         assert path.read_text() == text
 
