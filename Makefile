@@ -10,7 +10,7 @@ PARTITION ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Two files of tests at a time, in the order of tests/conftest.py, each in one process.
+# Two files of tests at a time, in the order of tests/conftest.py; what a file makes once is made in one process.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PDTOOL := $(BIN)/pdtool
 DEMO := profiles/demo.json plans/demo-3.yaml plans/demo-3 runs/demo

@@ -29,7 +29,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.text_formats import FormatError, has_comments, read_yaml, with_values
 from pdtool.cluster import make_cluster
-from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError
+from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError, with_article
 from pdtool.schedule import POLICIES, is_asynchronous
 
 each = pytest.mark.parametrize("artifact", samples.ALL, ids=lambda a: a.KIND)
@@ -718,10 +718,11 @@ def test_a_file_that_is_no_older_one_of_the_kind_is_not_overwritten(artifact, tm
     artifact.save(own)
     artifact.save(own)
     others = [other for other in samples.ALL if other.KIND != artifact.KIND]
+    kind = with_article(artifact.KIND)
     for text in ("import torch\n", others[0].dump()):
         path = tmp_path / "model.py"
         path.write_text(text)
-        with pytest.raises(UsageError, match=f"is another file than an? {artifact.KIND}, and would be overwritten"):
+        with pytest.raises(UsageError, match=f"is another file than {kind}, and would be overwritten"):
             artifact.save(path)
         assert path.read_text() == text
 

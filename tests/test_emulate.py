@@ -197,10 +197,11 @@ class TestCommand:
     @pytest.fixture(autouse=True)
     def _files(self, folder, monkeypatch):
         monkeypatch.chdir(folder.path)
-        self.net, plan = net_and_plan()
+        self.net, self.plan = net_and_plan()
         self.net.save("net.json")
-        plan = plan.model_copy(update={"digests": {"net.json": self.net.content_sha256}})
-        plan.save("net.yaml")
+        slow = make_cluster((2, 2), (2e6, 2e7), latencies=(0.1, 0.1))
+        of_file = {"cluster": ClusterSpec.of(slow), "digests": {"net.json": self.net.content_sha256}}
+        refresh(self.plan.model_copy(update=of_file), self.net).save("net.yaml")
 
     @namespaces
     def test_a_plan_and_its_rival_are_emulated_and_can_be_shown(self, folder):
@@ -210,6 +211,7 @@ class TestCommand:
         assert [(plan.name, plan.config) for plan in emulation.plans] == [("this plan", "3-1"), ("data-parallel", "4")]
         own, rival = emulation.plans
         assert [(plan.scale, plan.slowdown) for plan in emulation.plans] == [(1, 2), (1, 2)]
+        assert own.simulated_s == self.plan.predicted.simulated_s, "over links without latency, as pretended ones are"
         # two of three minibatches go through the link between the servers, three times as slow as computing
         assert own.bottleneck_s >= 0.9 * 2 / 3 * 40_000 / 2e6
         # an activation and its gradient for each minibatch, and the gradients of stage 0 for every third

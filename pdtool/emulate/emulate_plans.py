@@ -63,14 +63,17 @@ def choose_scaling(plan: Plan, profile: Profile, scale: float | None = None, slo
 
 
 def without_latency(plan: Plan, profile: Profile) -> Plan:
-    """Return the plan with the predictions of what it says now, over links that have no latency, as pretended ones."""
+    """Return the plan with its predictions made anew, for links without latency.
+
+    Pretended links have none. And the file may hold predictions of another plan, where somebody has edited it.
+    """
     cluster = plan.cluster.cluster()
     levels = tuple(replace(level, latency_s=0.0) for level in cluster.levels)
     pretended = plan.model_copy(update={"cluster": ClusterSpec.of(replace(cluster, levels=levels))})
     return plan.model_copy(update={"predicted": refresh(pretended, profile).predicted})
 
 
-def doubts(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator[str]:
+def scaling_warnings(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator[str]:
     """Yield why emulated times would be too long with this scaling, which a user may have asked for."""
     time_s = scaling.slowdown * _time_per_minibatch_s(plan)
     if time_s < _SHORTEST_MINIBATCH_S:

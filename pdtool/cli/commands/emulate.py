@@ -208,7 +208,7 @@ def _scalings(
     plans: Mapping[str, Plan], profile: Profile, compute: Literal["sleep", "real"], asked: Mapping[str, Any]
 ) -> dict[str, Scaling]:
     """Return the scaling of each plan: what it needs, for others may need more; warn where the user's is too small."""
-    from pdtool.emulate.emulate_plans import choose_scaling, doubts
+    from pdtool.emulate.emulate_plans import choose_scaling, scaling_warnings
     from pdtool.emulate.sleeping_model import Scaling
 
     if compute == "real":
@@ -216,8 +216,8 @@ def _scalings(
     factors = asked["scale"], asked["slowdown"]
     scalings = {name: choose_scaling(plan, profile, *factors) for name, plan in plans.items()}
     for name, scaling in scalings.items() if any(factors) else ():
-        for doubt in doubts(plans[name], profile, scaling):
-            note(f"warning: {name}, bytes / {scaling.scale:g}, times x {scaling.slowdown:g}: {doubt}")
+        for warning in scaling_warnings(plans[name], profile, scaling):
+            note(f"warning: {name}, bytes / {scaling.scale:g}, times x {scaling.slowdown:g}: {warning}")
     return scalings
 
 
