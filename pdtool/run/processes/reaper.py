@@ -39,7 +39,9 @@ class Reaper:
         try:
             self.pid: int = self._pipe.recv()
         except EOFError as error:
-            raise WorkerDiedError("the process that ends the workers died as it started", "start it again") from error
+            what = "the process that ends the workers died as it started"
+            remedy = 'start it again; a script of your own has to call pdtool.run under `if __name__ == "__main__":`'
+            raise WorkerDiedError(what, remedy) from error
 
     def kill(self) -> None:
         """End the group at once."""
