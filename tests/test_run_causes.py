@@ -395,7 +395,7 @@ def test_a_fork_server_that_has_ended_is_named_whatever_the_error(monkeypatch: p
 
 def test_a_reaper_that_dies_as_it_starts_is_named(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(reaper, "_lead_group", max)  # of a pipe and a text: it fails at once
-    with pytest.raises(WorkerDiedError, match="the process that ends the workers died as it started; .*__main__"):
+    with pytest.raises(WorkerDiedError, match=r"the process that ends the workers died as it started; .*__main__"):
         reaper.Reaper()
 
 
