@@ -39,7 +39,7 @@ def parse_bytes(text: str) -> int:
     """Read `16GB`, `16G`, `16GiB` or `1.5TB` as a number of bytes; raises UsageError."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise UsageError(f"size {_short(text)} is not a positive number of bytes", "write 16GB, 16G or 16GiB")
+        raise UsageError(f"size {_short(text)} is not a positive number with a unit", "write 16GB, 16G or 16GiB")
     return round(_within("size", text, _scaled_number(match, text), _SIZES))
 
 

@@ -183,13 +183,15 @@ def test_unknown_fields_are_refused(artifact):
 
 def test_a_misspelt_field_is_named():
     text = samples.plan().dump().replace("in_flight: 1", "inflight: 1")
-    with pytest.raises(ArtifactError, match=r"stages\.1\.inflight: is no field here; did you mean in_flight\?"):
+    with pytest.raises(ArtifactError, match=r"stages\[1\]\.inflight: is no field here; did you mean in_flight\?"):
         Plan.parse(text)
-    with pytest.raises(ArtifactError, match=r"stages\.1\.in_flight: is missing$"):
+    with pytest.raises(ArtifactError, match=r"stages\[1\]\.in_flight: is missing$"):
         Plan.parse(text.replace("inflight: 1", "").replace("{,", "{"))
-    with pytest.raises(ArtifactError, match=r"stages\.1\.recompute_: is no field here; did you mean recompute\?"):
+    with pytest.raises(ArtifactError, match=r"stages\[1\]\.recompute_: is no field here; did you mean recompute\?"):
         Plan.parse(samples.plan().dump().replace("in_flight: 1", "in_flight: 1\n  recompute_: true"))
-    with pytest.raises(ArtifactError, match=r"cluster\.levels\.0\.speed: is no field here; known are size, bandwidth"):
+    with pytest.raises(
+        ArtifactError, match=r"cluster\.levels\[0\]\.speed: is no field here; known are size, bandwidth"
+    ):
         Plan.parse(samples.plan().dump().replace("{size: ", "{speed: 1, size: "))
 
 
@@ -246,20 +248,16 @@ def test_repeated_keys_of_json_are_refused():
 @pytest.mark.parametrize(
     ("artifact", "changes", "match"),
     [
-        (samples.profile(), {"nodes": node(1, forward_s=1e308)}, r"nodes\.1\.forward_s: .*1000000000.*got 1e\+308"),
-        (samples.profile(), {"nodes": node(1, forward_s=5e-324)}, r"nodes\.1\.forward_s: .*1e-30.*got 5e-324"),
-        (samples.profile(), {"nodes": node(1, output_bytes=10**30)}, r"nodes\.1\.output_bytes: .*got 10{30}\)"),
-        (samples.profile(), {"nodes": node(1, output_bytes=1e308)}, r"nodes\.1\.output_bytes"),
+        (samples.profile(), {"nodes": node(1, forward_s=1e308)}, r"nodes\[1\]\.forward_s: .*1000000000.*got 1e\+308"),
+        (samples.profile(), {"nodes": node(1, forward_s=5e-324)}, r"nodes\[1\]\.forward_s: .*1e-30.*got 5e-324"),
+        (samples.profile(), {"nodes": node(1, output_bytes=10**30)}, r"nodes\[1\]\.output_bytes: .*got 10{30}\)"),
+        (samples.profile(), {"nodes": node(1, output_bytes=1e308)}, r"nodes\[1\]\.output_bytes"),
         (samples.profile(), {"nodes": node(1, output_bytes=10**400)}, r"output_bytes: 1000.* has 401 digits"),
-        (samples.profile(), {"batch_size": 10**15}, r"batch_size: .*less than or equal to 1000000000 \(got 10{15}\)"),
+        (samples.profile(), {"batch_size": 10**15}, r"batch_size: it must be 1000000000 or less \(got 10{15}\)"),
         (samples.profile(), {"pin": {"loss": -(10**15)}}, r"pin\.loss"),
         (samples.profile(), {"model": {"source": "m.py", "settings": {"a": 10**31}}}, r"model\.settings\.a: .*digits"),
-        (samples.cluster(), {"levels": [{"size": 10**15, "bandwidth_bytes_per_s": 1.0}]}, r"levels\.0\.size"),
-        (
-            samples.cluster(),
-            {"levels": [{"size": 2, "bandwidth_bytes_per_s": 1e308}]},
-            r"s: .*10{18}|s: .*10000000000000000",
-        ),
+        (samples.cluster(), {"levels": [{"size": 10**15, "bandwidth_bytes_per_s": 1.0}]}, r"levels\[0\]\.size"),
+        (samples.cluster(), {"levels": [{"size": 2, "bandwidth_bytes_per_s": 1e308}]}, r"s: .*1e\+18"),
         (
             samples.cluster(),
             {"levels": [{"size": 2, "bandwidth_bytes_per_s": 5e-324}]},
@@ -293,9 +291,9 @@ def test_numbers_that_nobody_means_are_refused(artifact, changes, match):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"nodes": node(1, forward_s=-1.0)}, r"nodes\.1\.forward_s"),
-        ({"nodes": node(1, forward_s="1")}, r"nodes\.1\.forward_s"),
-        ({"nodes": node(1, parameter_bytes=-1)}, r"nodes\.1\.parameter_bytes"),
+        ({"nodes": node(1, forward_s=-1.0)}, r"nodes\[1\]\.forward_s"),
+        ({"nodes": node(1, forward_s="1")}, r"nodes\[1\]\.forward_s"),
+        ({"nodes": node(1, parameter_bytes=-1)}, r"nodes\[1\]\.parameter_bytes"),
         ({"nodes": node(1, inputs=["loss"])}, r"nodes\[1\]\.inputs: node 'a' takes 'loss', which comes after it"),
         ({"nodes": node(1, inputs=["a"])}, r"nodes\[1\]\.inputs: node 'a' takes 'a', which comes after it"),
         ({"nodes": node(1, inputs=["nowhere"])}, r"nodes\[1\]\.inputs: .*which is no node"),
@@ -337,13 +335,13 @@ CODE = ["x; import os", "a.b\nimport os", "__import__('os')", 'a"""', "a b", "a 
 
 @pytest.mark.parametrize("name", CODE)
 def test_node_names_that_hold_code_are_refused(name):
-    with pytest.raises(ArtifactError, match=r"nodes\.1\.name"):
+    with pytest.raises(ArtifactError, match=r"nodes\[1\]\.name"):
         Profile.parse(altered(samples.profile(), nodes=node(1, name=name)))
 
 
 @pytest.mark.parametrize("name", [n for n in CODE if n])
 def test_module_paths_that_hold_code_are_refused(name):
-    with pytest.raises(ArtifactError, match=r"nodes\.1\.module"):
+    with pytest.raises(ArtifactError, match=r"nodes\[1\]\.module"):
         Profile.parse(altered(samples.profile(), nodes=node(1, module=name)))
 
 
@@ -364,9 +362,9 @@ def test_a_model_function_that_is_no_name_is_refused(function):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"file": "../stage_0.py"}, r"stages\.0\.file"),
-        ({"file": "/etc/passwd"}, r"stages\.0\.file"),
-        ({"class_name": "os.system"}, r"stages\.0\.class_name"),
+        ({"file": "../stage_0.py"}, r"stages\[0\]\.file"),
+        ({"file": "/etc/passwd"}, r"stages\[0\]\.file"),
+        ({"class_name": "os.system"}, r"stages\[0\]\.class_name"),
         ({"inputs": ["y"]}, r"stages\[0\]: tensor 'y' is not described"),
     ],
 )
@@ -440,10 +438,10 @@ def test_sizes_follow_the_minibatch():
         ({"stages": stages(1, workers=[4])}, r"stages\[1\]\.workers: worker 4: the cluster has 0\.\.3"),
         ({"stages": stages(1, workers=[1])}, r"stages\[1\]\.workers: worker 1 is already used by stage 0"),
         ({"stages": stages(0, workers=[1, 1])}, r"worker 1 is already used by stage 0"),
-        ({"stages": stages(0, workers=[-1, 1])}, r"stages\.0\.workers\.0"),
-        ({"stages": stages(0, in_flight=0)}, r"stages\.0\.in_flight"),
-        ({"stages": stages(0, in_flight=10**9)}, r"stages\.0\.in_flight"),
-        ({"stages": stages(0, nodes=[])}, r"stages\.0\.nodes"),
+        ({"stages": stages(0, workers=[-1, 1])}, r"stages\[0\]\.workers\[0\]"),
+        ({"stages": stages(0, in_flight=0)}, r"stages\[0\]\.in_flight"),
+        ({"stages": stages(0, in_flight=10**9)}, r"stages\[0\]\.in_flight"),
+        ({"stages": stages(0, nodes=[])}, r"stages\[0\]\.nodes"),
         ({"stages": []}, "stages"),
         ({"schedule": "zigzag"}, "schedule"),
         ({"schedule": "gpipe"}, "weights: 'stash': schedule gpipe goes with flush"),
@@ -467,20 +465,20 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("a: &x [1]\nb: *x\nformat: pdtool/plan/1\n...\n", "aliases are not used"),
-        ("format: pdtool/plan/1\nname: a\nname: b\n...\n", "key 'name' stands twice"),
-        ("format: pdtool/plan/1\nname: !!python/object/apply:os.system [ls]\n...\n", "is not whole YAML"),
+        ("a: &x [1]\nb: *x\nformat: pdtool/plan/1\n...\n", r"an alias, .* \(line 2\)\); write it .*, or mend it"),
+        ("format: pdtool/plan/1\nname: a\nname: b\n...\n", r"key 'name' stands twice \(lines 2 and 3\)"),
+        ("format: pdtool/plan/1\nname: !!python/object/apply:os.system [ls]\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\nname: 2020-01-01\n...\n", r"name: .*is neither text nor a number"),
         ("format: pdtool/plan/1\nbatch_size: .nan\n...\n", "batch_size: nan is no finite number"),
-        ("? [a]\n: b\n...\n", "is not whole YAML"),
+        ("? [a]\n: b\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\n<<: {name: a}\nname: b\n...\n", "keys are not merged"),
         ("#" * 5_000_001, "it has 5000001 characters, more than 5000000"),
         ("format: pdtool/plan/1\n1: b\n...\n", "1 is a key, but no text"),
-        ("format: pdtool/plan/1\nname: 2020-13-01\n...\n", "is not whole YAML"),
+        ("format: pdtool/plan/1\nname: 2020-13-01\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\nbatch_size: 0x" + "f" * 2000 + "\n...\n", "a number of 2002 characters"),
-        ("format: pdtool/plan/1\nname: [\n...\n", r"is not whole YAML \((?!.*<unicode string>)"),
-        ("format: pdtool/plan/1\nname: \x1b\n...\n", r"is not whole YAML \((?!.*<unicode string>)"),
-        ("[" * 3000, "is not whole YAML"),
+        ("format: pdtool/plan/1\nname: [\n...\n", r"is not valid YAML \((?!.*<unicode string>)"),
+        ("format: pdtool/plan/1\nname: \x1b\n...\n", r"is not valid YAML \((?!.*<unicode string>)"),
+        ("[" * 3000, "is not valid YAML"),
         ("format: pdtool/plan/1\nname: net\n", "is cut off"),
         ("- 1\n- 2\n...\n", "no format field"),
     ],
@@ -488,6 +486,21 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
 def test_yaml_that_no_artifact_needs_is_refused(text, match):
     with pytest.raises(ArtifactError, match=match):
         Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("replicas: 1", "replicas: 0", r"stages\[\d\]\.replicas: it must be 1 or more \(got 0\)"),
+        ("[x, a]", "[x, 2]", r"stages\[\d\]\.nodes\[\d\]: a text is needed: write it in quotes, '2' \(got 2\)"),
+        ("name: net-2x2", "name: ../net", r"name: it holds a character that cannot stand here"),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_in_the_words_of_a_plan(old, new, match):
+    text = samples.plan().dump()
+    assert old in text
+    with pytest.raises(ArtifactError, match=match):
+        Plan.parse(text.replace(old, new, 1))
 
 
 @pytest.mark.parametrize(
@@ -618,9 +631,9 @@ def measured(**changes):
     ("changes", "match"),
     [
         ({"levels": []}, "levels"),
-        ({"levels": [{"size": 0, "bandwidth_bytes_per_s": 1.0}]}, r"levels\.0\.size"),
-        ({"levels": [{"size": 2, "bandwidth_bytes_per_s": 0.0}]}, r"levels\.0\.bandwidth_bytes_per_s"),
-        ({"levels": [{"size": 2, "bandwidth_bytes_per_s": 1.0, "latency_s": -1.0}]}, r"levels\.0\.latency_s"),
+        ({"levels": [{"size": 0, "bandwidth_bytes_per_s": 1.0}]}, r"levels\[0\]\.size"),
+        ({"levels": [{"size": 2, "bandwidth_bytes_per_s": 0.0}]}, r"levels\[0\]\.bandwidth_bytes_per_s"),
+        ({"levels": [{"size": 2, "bandwidth_bytes_per_s": 1.0, "latency_s": -1.0}]}, r"levels\[0\]\.latency_s"),
         ({"levels": [{"size": 10**6, "bandwidth_bytes_per_s": 1.0}]}, "levels: 1000000 workers: at most 100000"),
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"measured": measured(workers=3)}, r"measured\.workers: 3, but the levels have 4"),

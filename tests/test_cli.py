@@ -242,7 +242,7 @@ def test_timeouts_have_limits(folder, command, timeout):
         (["--topology", "0"], "topology '0' has 0 workers"),
         (["--topology", "2x2", "--bandwidth", "10Gbit/s"], "1 bandwidth(s) for the 2 level(s) of topology 2x2"),
         (["--topology", "2", "--bandwidth", "10G"], "bandwidth '10G' is not a positive rate"),
-        (["--topology", "2", "--memory", "16"], "size '16' is not a positive number of bytes"),
+        (["--topology", "2", "--memory", "16"], "size '16' is not a positive number with a unit"),
         (["--topology", "2", "--latency", "5"], "time '5' is not a number with a unit"),
         (["--topology", "2x2", "--latency", "5us"], "1 latencies for the 2 level(s)"),
         (["--topology", f"{10**15}"], "has 1000000000000000 workers; give between 1 and 100000"),
@@ -449,7 +449,7 @@ def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(f
         ("hello", "is no artifact of pdtool"),
         ("format: pdtool/pizza/1\n", "unknown kind 'pizza'"),
         ("format: pdtool/plan/9\n...\n", "has format 'pdtool/plan/9'"),
-        ('{"format": "pdtool/report/1"', "not whole JSON"),
+        ('{"format": "pdtool/report/1"', "not valid JSON"),
     ],
 )
 def test_show_refuses_what_is_no_artifact(folder, text, match):

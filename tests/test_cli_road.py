@@ -108,6 +108,10 @@ def test_a_model_outside_of_the_folder_is_told_when_it_is_profiled(folder, tmp_p
     path.write_text(NET)
     errors = folder.pdtool("profile", str(path), "--batch-size", "4", "-o", "net.json").stderr
     assert f"is outside of this folder: name it to codegen and run, too, with --model {path}" in errors
+    folder.pdtool("partition", "net.json", "--topology", "2", "-o", "net.yaml")
+    for command in (("codegen", "net.yaml"), ("run", "net.yaml", "--dry-run")):
+        assert "outside the current folder; check that file" in folder.pdtool(*command, code=2).stderr
+        folder.pdtool(*command, "--model", str(path))
     folder.write("model.py", NET)
     assert "outside" not in folder.pdtool("profile", "model.py", "--batch-size", "4", "-o", "net.json").stderr
 

@@ -310,6 +310,10 @@ def test_a_model_that_changes_its_input_in_place_is_proved(tmp_path):
 def test_files_that_codegen_has_not_written_stay(tmp_path):
     model_file = small("branchy")
     profile = skeleton(model_file)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    with pytest.raises(UsageError, match="run is the folder of a run; give another -o"):
+        generate(plan_of(profile, 2), profile, model_file, tmp_path / "run")
     own = tmp_path / "mine" / "stage_7.py"
     own.parent.mkdir()
     own.write_text("my own work\n")

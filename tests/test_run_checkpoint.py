@@ -8,8 +8,9 @@ import os
 import pickle
 import shutil
 import subprocess
+import sys
 import zipfile
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,18 @@ def test_an_export_goes_through_a_link_and_into_a_pipe(tmp_path: Path) -> None:
         piped = reader.communicate(timeout=20)[0]
     assert (tmp_path / "pipe").is_fifo()
     assert_same(*(torch.load(f, weights_only=True) for f in (io.BytesIO(piped), tmp_path / "model.pt")), rtol=0, atol=0)
+
+
+def test_an_export_that_nobody_reads_ends_as_any_output_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `pdtool export RUN -o - | head -1` torch said that the disk was full."""
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patched, suppress(BrokenPipeError), open(writer, "w") as stdout:
+        patched.setattr(sys, "stdout", stdout)
+        with pytest.raises(BrokenPipeError):
+            checkpoint.export(spec.out, Path("-"))
 
 
 def test_only_a_complete_checkpoint_is_found(tmp_path: Path) -> None:

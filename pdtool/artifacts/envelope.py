@@ -187,7 +187,7 @@ class Artifact(FrozenModel):
         try:
             return read_json(text)
         except FormatError as error:
-            raise cls._rewritable(path, f"is not whole JSON ({error})") from error
+            raise cls._rewritable(path, f"is not valid JSON ({error})") from error
         except FieldError as fault:
             raise ArtifactError(path, str(fault), field=fault.field) from fault
 
@@ -221,7 +221,7 @@ class YamlArtifact(Artifact):
         try:
             content = read_yaml(text)
         except FormatError as error:
-            raise cls._rewritable(path, f"is not whole YAML ({error})") from error
+            raise cls._rewritable(path, f"is not valid YAML ({error})", or_else=", or mend it there") from error
         except FieldError as fault:
             raise ArtifactError(path, str(fault), field=fault.field) from fault
         if isinstance(content, dict) and not _ENDS.search(text):  # cut off at a line, YAML is whole again

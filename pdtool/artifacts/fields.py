@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StringConstraints, ValidationError
@@ -78,8 +78,34 @@ def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None)
         what = "is missing"
     else:
         allowed = re.findall(r"'([^']*)'", str(first.get("ctx", {}).get("expected", "")))
-        what = f"{first['msg']} (got {repr(first.get('input'))[:80]}){_nearest(str(first.get('input')), allowed)}"
-    return ".".join(str(part)[:80] for part in (*parents, name)), what
+        value = first.get("input")
+        what = f"{_in_words(dict(first))} (got {repr(value)[:80]}){_nearest(str(value), allowed)}"
+    return _path((*parents, name)), what
+
+
+def _path(parts: Iterable[int | str]) -> str:
+    """Write where a field stands as `stages[0].replicas`."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:80]}" for part in parts)
+    return path.removeprefix(".")
+
+
+def _in_words(fault: Mapping[str, Any]) -> str:
+    """Say what is wrong with a value, and what would be right, in the words of a plan rather than of its classes."""
+    value, limits = fault.get("input"), fault.get("ctx", {})
+    match fault["type"]:
+        case "string_type" if isinstance(value, int | float):
+            return f"a text is needed: write it in quotes, '{value}'"
+        case "string_pattern_mismatch":
+            return "it holds a character that cannot stand here, or none"
+        case "too_short":
+            return f"at least {limits['min_length']} is needed"
+        case "greater_than_equal":
+            return f"it must be {limits['ge']} or more"
+        case "less_than_equal":
+            return f"it must be {limits['le']} or less"
+        case "greater_than":
+            return f"it must be more than {limits['gt']}"
+    return str(fault["msg"])
 
 
 def _suggestion(name: str, missing: Sequence[str], known: Sequence[str]) -> str:

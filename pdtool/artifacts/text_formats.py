@@ -25,7 +25,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class FormatError(ValueError):
-    """A text is not whole JSON or YAML; the message says where."""
+    """A text is not valid JSON or YAML; the message says where."""
 
 
 def read_json(text: str) -> Any:
@@ -240,7 +240,8 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not used in artifacts")
+            line = self.get_event().start_mark.line + 1  # type: ignore[no-untyped-call]
+            raise yaml.YAMLError(f"an alias, in the place of which its value has to stand (line {line})")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -249,9 +250,12 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"a key is no text (line {line})")
         if any(key.tag == _MERGE_TAG for key, _ in node.value):
             raise yaml.YAMLError(f"keys are not merged in artifacts (line {line})")
-        keys = [key.value for key, _ in node.value]
-        if len(set(keys)) < len(keys):
-            raise yaml.YAMLError(f"key {_repeated(keys)!r} stands twice (line {line})")
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            here = key.start_mark.line + 1
+            if key.value in lines:
+                raise yaml.YAMLError(f"key {key.value[:80]!r} stands twice (lines {lines[key.value]} and {here})")
+            lines[key.value] = here
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: Any) -> Any:

@@ -81,11 +81,16 @@ class Inputs:
 
         Raises:
             StaleError: it changed, and the plan does not record the operator graph that it was made for.
+            UsageError: the plan names a file outside the current folder, and the user does not.
         """
-        from pdtool.frontend.model_source import find_source
+        from pdtool.frontend.model_source import check_local, find_source
 
         expected = self.plan.digests.get(recorded.source)
-        source = find_source(self.model.source) if self.trusted else find_model(self.path, self.model.source)
+        if self.trusted:
+            source = find_source(self.model.source)
+        else:
+            source = find_model(self.path, self.model.source)
+            check_local(source)
         if not expected or file_sha256(source) == expected:
             return
         changed = f"{self.model.source} has changed since it was profiled"
@@ -104,7 +109,9 @@ def find_model(path: str, source: str) -> Path:
     try:
         return find_source(source)
     except UsageError as error:
-        what = f"it was made from {source}, which is not there (it is sought from {Path.cwd()})"
+        is_there = Path(source).is_file()
+        reason = "is not a Python file" if is_there else f"is not there (it is sought from {Path.cwd()})"
+        what = f"it was made from {source}, which {reason}"
         remedy = "go to the folder that it was made in, put the file back, or name it with --model to codegen and run"
         raise StaleError(path, what, remedy) from error
 

@@ -163,6 +163,8 @@ def _fits_in_memory(traced: Traced) -> bool:
 
 def _check_target(folder: Path) -> None:
     """Check that no files but those of an older bundle would be replaced, or removed; raises UsageError."""
+    if (folder / "run.json").exists():
+        raise UsageError(f"{folder} is the folder of a run", "give another -o")
     Bundle.check_target(folder / "bundle.yaml")
     found = next(folder.glob("stage_*.py"), None)
     if found and not (folder / "bundle.yaml").exists():

@@ -69,6 +69,13 @@ def is_local(path: Path, folder: Path | None = None) -> bool:
     return in_zoo(path) or path.resolve().is_relative_to((folder or Path.cwd()).resolve())
 
 
+def check_local(path: Path) -> None:
+    """Check a model file that an artifact names, not the user; raises UsageError for one that is not local."""
+    if not is_local(path):
+        what = f"the artifact names the model {str(path)!r}, outside the current folder"
+        raise UsageError(what, "check that file, then name it yourself with --model")
+
+
 def import_source(source: str, path: Path) -> ModuleType:
     """Import the file that `find_source` found; raises ModelError."""
     is_module = not source.endswith(".py") and "/" not in source

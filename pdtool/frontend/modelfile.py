@@ -11,9 +11,9 @@ from functools import cached_property
 from torch import nn
 
 from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
-from pdtool.errors import FieldError, StaleError, UsageError, suggestion
+from pdtool.errors import FieldError, StaleError, suggestion
 from pdtool.frontend.hints import Hints
-from pdtool.frontend.model_source import find_source, import_source, is_local, model_name
+from pdtool.frontend.model_source import check_local, find_source, import_source, model_name
 from pdtool.frontend.user_functions.data_functions import DataFunctions
 from pdtool.frontend.user_functions.prepare_model import (
     keep_evaluation,
@@ -49,11 +49,8 @@ class ModelFile(DataFunctions, TrainingFunctions):
             ModelError: it cannot be imported, or lacks the function.
         """
         path = find_source(ref.source)
-        if not trusted and not is_local(path):
-            raise UsageError(
-                f"the artifact names the model {ref.source!r}, outside the current folder",
-                "check that file, then name it yourself with --model",
-            )
+        if not trusted:
+            check_local(path)
         digests = digests or {}
         expected = digests.get(ref.source)
         if expected and OPERATOR_GRAPH not in digests and file_sha256(path) != expected:

@@ -10,12 +10,12 @@ executed, and one that is not as it was written is refused.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,12 +156,23 @@ def export(run_dir: Path, out: Path) -> Path:
     checkpoint = latest(run_dir)
     saved = load(checkpoint, lambda key: key.startswith("model."))
     state = _tied({key.removeprefix("model."): value for key, value in saved.items()}, read_manifest(checkpoint).tied)
+    if str(out) == "-":
+        _save_to_stdout(state)
+        return checkpoint
     try:
-        with nullcontext(sys.stdout.buffer) if str(out) == "-" else replacing(out) as file:
+        with replacing(out) as file:
             torch.save(state, file)
     except RuntimeError as error:  # of torch, when the disk is full
         raise PdtoolError(f"{out} could not be written ({error})", "free some space or name another place") from error
     return checkpoint
+
+
+def _save_to_stdout(state: Mapping[str, Tensor]) -> None:
+    """Write what torch.save does, by way of memory: of a pipe that nobody reads torch says that the disk is full."""
+    written = io.BytesIO()
+    torch.save(state, written)
+    sys.stdout.buffer.write(written.getbuffer())
+    sys.stdout.buffer.flush()
 
 
 def _tied(state: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from pdtool.cli import options
 from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, status
+from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
     from pdtool.artifacts.bundle import Bundle
@@ -29,6 +30,8 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
     """Write one PyTorch file per stage of PLAN, and prove them right."""
     from pdtool.cli.inputs import Inputs
 
+    if output == "-":
+        raise UsageError("-o -: codegen writes a folder, which is not for stdout", "name a folder")
     inputs = Inputs.load(options.candidate("plan", plan), model)
     bundle = generated(inputs, Path(output) if output else inputs.folder)
     if as_json:

@@ -61,7 +61,7 @@ class DataFunctions(UserFile):
             samples = self.read(data, indices[: self.samples(data, name)], name)
         if len(samples) < batch_size:
             what = f"the training set has {len(samples)} samples, fewer than one minibatch of {batch_size}"
-            raise self.error(what, "choose a smaller --batch-size")
+            raise self.error(what, "profile with a smaller --batch-size")
         return self.collate(samples, indices, name)
 
     def dataset(self, split: str) -> Dataset[Any]:
