@@ -59,15 +59,24 @@ def test_the_pipeline_updates_more_often_than_distributed_data_parallel_over_slo
     assert ddp["epochs"] == pipeline["epochs"] == 2
 
 
-def test_time_to_accuracy_says_whether_the_goal_is_held():
-    way = {"epochs": 4, "time_per_update_s": 0.05, "curve": []}
-    figures = {"target": 0.96, "config": "1-1", "simulated_s": 0.05, "ddp_simulated_s": 0.6, "one_worker_s": 0.1}
+def test_time_to_accuracy_says_whether_the_goal_is_held_and_how_it_went_on_the_way():
+    figures = {"target": 0.975, "config": "1-1", "simulated_s": 0.05, "ddp_simulated_s": 0.6, "one_worker_s": 0.1}
+
+    def way(seconds: float, first_accuracy: float) -> dict:
+        curve = [(seconds / 2, first_accuracy), (seconds, 0.98)]
+        return {"epochs": 2, "time_per_update_s": 0.05, "seconds": seconds, "curve": curve}
+
     for ratio, said in ((3.5, "3.5): the goal of 3 is held"), (2.5, "2.5): the goal of 3 is not held")):
         runs = [
-            figures | {"seed": seed, "pipeline": way | {"seconds": 10.0}, "ddp": way | {"seconds": seconds}}
+            figures | {"seed": seed, "pipeline": way(10.0, 0.94), "ddp": way(seconds, 0.96)}
             for seed, seconds in ((0, 50.0), (1, 10 * ratio))
         ]
-        assert said in "\n".join(time_to_accuracy.page(runs))
+        page = "\n".join(time_to_accuracy.page(runs))
+        assert said in page
+        assert "digits to 97.5% of those" in page
+        assert f"| 90% | 5.0 | {ratio:.1f} |" in page  # both after their first epoch
+        assert f"| 95% | 2.5 | {ratio / 2:.1f} |" in page  # the pipeline after its second
+    assert "Lower accuracies" not in "\n".join(time_to_accuracy.page([run | {"target": 0.5} for run in runs]))
 
 
 def test_what_distributed_data_parallel_and_a_pipeline_take_is_counted_within_epochs():

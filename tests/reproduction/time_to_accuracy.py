@@ -22,7 +22,8 @@ HERE = Path(__file__).parent
 MODEL = str(HERE / "models" / "mnist_vgg.py")
 WORKERS, BANDWIDTH = 2, "100Mbit/s"
 BATCH_SIZE = 128  # samples in an update, of both
-TARGET, SEEDS = 0.96, (0, 1, 2)
+TARGET, SEEDS = 0.975, (0, 1, 2)
+ON_THE_WAY = (0.9, 0.95, 0.96, 0.97)  # accuracies below the target
 EPOCHS = 30
 QUICK_TARGET, QUICK_SEEDS, QUICK_EPOCH = 0.5, (0,), ("--minibatches", "12")
 WANTED = 3.0
@@ -107,17 +108,17 @@ def time_per_update_s(lines: list[tuple[float, dict[str, Any]]]) -> float:
 def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     """The section of the page."""
     first = figures[0]
-    sooner = [each["ddp"]["seconds"] / each["pipeline"]["seconds"] for each in figures]
+    sooner = _times_as_long(figures, first["target"])
     kept = "held" if min(sooner) >= WANTED else "not held"
     yield "## Time to accuracy\n"
     yield (
         f"A small VGG with a large classifier (`tests/reproduction/models/mnist_vgg.py`) learns MNIST's digits to "
-        f"{first['target']:.0%} of those that it was not trained on, on {WORKERS} workers of one thread with links of "
-        f"{BANDWIDTH}. Pipeline: what `pdtool partition` plans ({first['config']}), trained by `pdtool emulate "
-        "--compute real`. DDP: an ordinary loop with torch's DistributedDataParallel (`tests/reproduction/ddp.py`) on "
-        f"the same pretend cluster. Both take {BATCH_SIZE} samples an update in the same order, from the same initial "
-        "weights. Seconds count from the first update, validations included; pdtool saves a checkpoint after each "
-        "epoch besides.\n"
+        f"{first['target'] * 100:g}% of those that it was not trained on, on {WORKERS} workers of one thread with "
+        f"links of {BANDWIDTH}. Pipeline: what `pdtool partition` plans ({first['config']}), trained by "
+        "`pdtool emulate --compute real`. DDP: an ordinary loop with torch's DistributedDataParallel "
+        f"(`tests/reproduction/ddp.py`) on the same pretend cluster. Both take {BATCH_SIZE} samples an update in the "
+        "same order, from the same initial weights. Seconds count from the first update, validations included; pdtool "
+        "saves a checkpoint after each epoch besides.\n"
     )
     yield "| seed | pipeline: epochs | seconds | ms/update | DDP: epochs | seconds | ms/update | times as long |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -134,6 +135,28 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
         f"{first['simulated_s'] * 1e3:.4g} ms in the pipeline and {first['ddp_simulated_s'] * 1e3:.4g} ms with data "
         f"parallelism; one worker alone takes {first['one_worker_s'] * 1e3:.4g} ms.\n"
     )
+    if on_the_way := [accuracy for accuracy in ON_THE_WAY if accuracy < first["target"]]:
+        yield (
+            "Lower accuracies on the way there; the pipeline's gradients are stale, which costs it most in the first "
+            "epochs, where weights change most:\n"
+        )
+        yield f"| accuracy | {' | '.join('times as long, seed ' + str(each['seed']) for each in figures)} |"
+        yield "|---" * (1 + len(figures)) + "|"
+        for accuracy in on_the_way:
+            yield f"| {accuracy:.0%} | {' | '.join(f'{ratio:.1f}' for ratio in _times_as_long(figures, accuracy))} |"
+        yield ""
+
+
+def _times_as_long(figures: list[dict[str, Any]], accuracy: float) -> list[float]:
+    """Seconds of DistributedDataParallel over those of the pipeline until a validation reaches an accuracy, by seed."""
+    return [
+        _seconds_to(each["ddp"]["curve"], accuracy) / _seconds_to(each["pipeline"]["curve"], accuracy)
+        for each in figures
+    ]
+
+
+def _seconds_to(curve: list[tuple[float, float]], accuracy: float) -> float:
+    return next(at_s for at_s, reached in curve if reached >= accuracy)
 
 
 def plot(figures: list[dict[str, Any]], path: str) -> None:
