@@ -66,6 +66,11 @@ class Subject:
     emulation: Emulation | None = None
     missing: str = ""
 
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """What the predictions depend on; empty where there is no plan or profile."""
+        return (self.plan.plan_sha256, self.profile.content_sha256) if self.plan and self.profile else ()
+
 
 def read_subject(name: str, planned: Planned) -> Subject:
     """Read a plan, the folder of a run or of an emulation, or the artifact in it (`-` is stdin, a plan).

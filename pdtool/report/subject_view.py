@@ -1,0 +1,217 @@
+"""Makes the section of one subject, of what is planned, simulated and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.report import Emulation, Report
+from pdtool.errors import PdtoolError
+from pdtool.report.bars import emulation_bars, measured_bar, memory_bars, predicted_bar, rival_bars
+from pdtool.report.drawings.chart import gain_chart
+from pdtool.report.drawings.graph_drawing import graph_drawing
+from pdtool.report.drawings.picture import stage_class
+from pdtool.report.drawings.timeline_drawing import TimelineGroup
+from pdtool.report.measured import differences, measured_group
+from pdtool.report.sections import HALF, NARROW, WIDE, StageSection, SubjectSection, pictures_of
+from pdtool.report.sentences import device_name, emulation_sentence, plan_sentence, run_sentence, scaling_phrase
+from pdtool.report.simulated import SimulatedPlan, simulated_group
+from pdtool.report.subjects import Subject
+from pdtool.units import format_bits_rate, format_seconds
+
+_MAX_LISTED = 8  # names of what a stage holds
+
+
+class SubjectView:
+    """Computes the section of one subject.
+
+    Args:
+        simulations: of plans that were simulated already.
+        is_repeated: whether the plan was drawn for another subject already.
+    """
+
+    def __init__(self, subject: Subject, simulations: dict[str, SimulatedPlan], *, is_repeated: bool) -> None:
+        self.subject, self.plan, self.profile, self.run = subject, subject.plan, subject.profile, subject.run
+        self.notes = [subject.missing] if subject.missing else []
+        self.simulations, self.is_repeated = simulations, is_repeated
+
+    @cached_property
+    def simulated(self) -> SimulatedPlan | None:
+        """What simulations say; None where there is no plan, or the plan of a run cannot be simulated."""
+        if not self.plan or not self.profile:
+            return None
+        key = " ".join(self.subject.digests)
+        try:
+            if key not in self.simulations:
+                self.simulations[key] = SimulatedPlan.of(self.plan, self.profile)
+            return self.simulations[key]
+        except PdtoolError as error:
+            if not self.run:
+                raise
+            self.notes.append(f"the plan cannot be simulated: {error}")
+            return None
+
+    @property
+    def time_s(self) -> float:
+        """The longest time per minibatch of all stages, predicted or measured."""
+        report = self.run.report if self.run else None
+        measured_s = [stage.time_s for stage in report.stages] if report else []
+        return max([self.simulated.result.time_per_minibatch_s if self.simulated else 0.0, *measured_s])
+
+    def section(self, longest_s: float) -> SubjectSection:
+        """Return all that the page shows of the subject but what all subjects share.
+
+        Args:
+            longest_s: time per minibatch that is as long as a bar can be.
+        """
+        if self.subject.emulation:
+            return _emulation_section(self.subject, self.subject.emulation)
+        name = self.plan.name if self.plan else self.subject.name
+        section = SubjectSection(self.subject, self.subject.name if self.run else name, self._sentence())
+        if self.plan and self.profile and not self.is_repeated:
+            section.graph = pictures_of(graph_drawing(self.plan, self.profile, w) for w in (WIDE, NARROW))
+        if self.plan and self.simulated and not self.is_repeated:
+            self._add_predictions(section, self.plan, self.simulated)
+        report = self.run.report if self.run else None
+        section.stages, section.is_measured = self._stages(report, longest_s), report is not None
+        if report and self.simulated:
+            simulated_s = self.simulated.result.time_per_minibatch_s
+            section.differences = differences(report, self.simulated.stages, simulated_s)
+        section.facts = [*self._run_facts(), *self._plan_facts()]
+        section.notes = self.notes + list(_report_notes(report))
+        return section
+
+    def timelines(self, *, named: bool) -> Iterator[TimelineGroup]:
+        """Return what was simulated and what was measured, over the same length of time."""
+        of = f"{self.subject.name}: " if named else ""
+        predicted = None
+        if self.simulated and self.plan:
+            predicted = simulated_group(
+                self.simulated.result, self.simulated.shape, self.plan.schedule, f"{of}simulated, {self.plan.schedule}"
+            )
+            if not self.is_repeated:
+                yield predicted
+        report = self.run.report if self.run else None
+        if self.run and report:
+            length_s = self._measured_length_s(report, predicted)
+            title = f"{of}measured, as the last epoch began"
+            group = measured_group(self.run.events, report.schedule, length_s, title)
+            if group:
+                yield group
+
+    def _measured_length_s(self, report: Report, predicted: TimelineGroup | None) -> float:
+        """Return how much of a run is drawn: what was simulated, or up to three times that where the run is slower."""
+        measured_s = report.measured.bottleneck_s
+        if not predicted or not self.simulated:
+            return 12 * measured_s
+        slower = measured_s / (self.simulated.result.time_per_minibatch_s or measured_s or 1.0)
+        return predicted.end_s * max(1.0, min(3.0, slower))
+
+    def _sentence(self) -> str:
+        if self.run:
+            return run_sentence(self.run, self.plan)
+        return plan_sentence(self.plan, self.profile) if self.plan and self.profile else ""
+
+    def _plan_facts(self) -> Iterator[tuple[str, str]]:
+        plan, predicted = self.plan, self.plan.predicted if self.plan else None
+        if plan and self.simulated and predicted:
+            result = self.simulated.result
+            if not self.run:
+                yield "per minibatch", format_seconds(result.time_per_minibatch_s)
+                yield "samples/s", f"{result.throughput_samples_per_s:,.0f}"
+                yield "× data parallelism", f"{predicted.gain_over_data_parallel:.3g}"
+            yield "schedule", plan.schedule
+            yield "minibatch", f"{plan.batch_size}"
+            yield "samples per update", f"{self.simulated.comparison.plans[0].samples_per_update:,}"
+            rates = [format_bits_rate(level.bandwidth_bytes_per_s) for level in plan.cluster.levels]
+            yield f"links of {plan.cluster.cluster().topology}", ", ".join(rates)
+        if self.profile:
+            yield "device", device_name(self.profile)
+
+    def _run_facts(self) -> Iterator[tuple[str, str]]:
+        if not self.run:
+            return
+        report = self.run.report
+        yield "run", str(self.run.state)
+        if report:
+            yield "per minibatch", format_seconds(report.measured.bottleneck_s)
+            yield "samples/s", f"{report.throughput_samples_per_s:,.0f}"
+            yield "epochs", ", ".join(f"{n} × {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
+        last: dict[str, Any] = next((line for line in reversed(self.run.metrics) if line.get("split") == "valid"), {})
+        for name, value in last.items():
+            if isinstance(value, float) and name not in ("time", "lr", "samples_per_s"):
+                yield f"{name}, validation", f"{value:.4g}"
+
+    def _add_predictions(self, section: SubjectSection, plan: Plan, simulated: SimulatedPlan) -> None:
+        section.rivals = rival_bars(simulated)
+        section.left_out = simulated.comparison.left_out
+        if simulated.points and len(plan.stages) > 1:
+            own = plan.cluster.levels[0].bandwidth_bytes_per_s
+            section.gain = pictures_of(gain_chart(simulated.points, width, own) for width in (HALF, NARROW))
+        if plan.why:
+            section.bottleneck = plan.why.bottleneck
+            section.rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in plan.why.rivals]
+            if plan.why.lower_bound_s is not None:
+                section.certificate = (
+                    f"by the formulas no plan takes less than {format_seconds(plan.why.lower_bound_s)} per minibatch; "
+                    f"this one is within {plan.why.gap or 0:.1%} of that ({plan.why.proof})"
+                )
+
+    def _stages(self, report: Report | None, longest_s: float) -> list[StageSection]:
+        """Predicted and measured bars of each stage, as long as their time per minibatch."""
+        simulated = self.simulated
+        predicted_s = simulated.result.time_per_minibatch_s if simulated else 0.0
+        limit = self.plan.cluster.memory_bytes if self.plan else None
+        depth = self.plan.pipeline_depth if self.plan else len(report.stages) if report else 0
+        sections = []
+        for s in range(depth):
+            bars = []
+            if simulated:
+                name = "predicted" if report else "time"
+                bars.append(predicted_bar(name, simulated.stages[s], predicted_s, longest_s))
+            if report and s < len(report.stages):
+                bars.append(measured_bar(report.stages[s], longest_s))
+            measured = report.stages[s] if report and s < len(report.stages) else None
+            bars += memory_bars(limit, simulated.stages[s] if simulated else None, measured)
+            sections.append(StageSection(s, stage_class(s), *self._stage_texts(s, report), bars=bars))
+        return sections
+
+    def _stage_texts(self, s: int, report: Report | None) -> tuple[str, str]:
+        if not self.plan:
+            replicas = report.stages[s].replicas if report else 1
+            return "", f"{replicas} worker{'s' * (replicas != 1)}"
+        stage = self.plan.stages[s]
+        names = [name for other in self.plan.stages[s :: self.plan.pipeline_depth] for name in other.nodes]
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        workers = f"{stage.replicas} worker{'s' * (stage.replicas != 1)}, {stage.in_flight} in flight"
+        return ", ".join(names[:_MAX_LISTED]) + more, workers
+
+
+def _report_notes(report: Report | None) -> Iterator[str]:
+    if report and not report.measured.is_steady:
+        yield (
+            f"epochs of {report.minibatches} minibatches have no steady state: filling and draining the pipeline are "
+            "measured, too"
+        )
+    if report and report.is_crowded:
+        yield (
+            f"{report.local_workers} workers shared {report.cores} cores; the prediction is for devices of their own, "
+            "on which they would be faster"
+        )
+
+
+def _emulation_section(subject: Subject, emulation: Emulation) -> SubjectSection:
+    section = SubjectSection(subject, emulation.plan, emulation_sentence(emulation))
+    section.emulated = emulation_bars(emulation)
+    cluster = emulation.cluster.cluster()
+    rates = [format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels]
+    section.facts = [
+        ("workers", "slept the times of the profile" if emulation.compute == "sleep" else "trained the model"),
+        (f"links of {cluster.topology}", ", ".join(rates)),
+        ("minibatch", str(emulation.batch_size)),
+    ]
+    for plan in emulation.plans if emulation.compute == "sleep" else ():
+        section.facts.append((f"scale of {plan.name}", scaling_phrase(emulation, plan)))
+    return section
