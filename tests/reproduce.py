@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reproduction import (
@@ -26,6 +27,9 @@ from reproduction import (
     time_to_accuracy,
 )
 from reproduction.results import ROOT, Results, real_time_priority
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LAST = 19  # of nice
 
@@ -111,10 +115,18 @@ def section_lines(name: str, results: Results, output: Path, *, quick: bool) -> 
     yield from section.page(figures)
     if hasattr(section, "PICTURE"):
         file, words = section.PICTURE
-        section.plot(figures, str(output.with_name(file)))
+        save(section.plot(figures), output.with_name(file))
         yield f"![{words}]({file})\n"
     minutes = sum(results.seconds) / 60
     yield f"Measured at {', '.join(sorted(results.commits))}, in {minutes:.0f} min.\n"
+
+
+def save(picture: Figure, path: Path) -> None:
+    """Write a picture as SVG; the same picture is the same file."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": path.name}):
+        picture.savefig(path, metadata={"Date": None})
 
 
 def head() -> Iterator[str]:

@@ -79,6 +79,17 @@ def test_time_to_accuracy_says_whether_the_goal_is_held_and_how_it_went_on_the_w
     assert "Lower accuracies" not in "\n".join(time_to_accuracy.page([run | {"target": 0.5} for run in runs]))
 
 
+def test_a_picture_drawn_again_is_the_same_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    curve = [(1.0, 0.9), (2.0, 0.98)]
+    figures = [{"target": 0.97, "pipeline": {"curve": curve}, "ddp": {"curve": curve}}]
+    path, texts = tmp_path / "picture.svg", set()
+    for _ in range(2):
+        reproduce.save(time_to_accuracy.plot(figures), path)
+        texts.add(path.read_text(encoding="utf-8"))
+    assert len(texts) == 1
+
+
 def test_what_distributed_data_parallel_and_a_pipeline_take_is_counted_within_epochs():
     """The time between epochs, of validations, is not part of it."""
     lines = [(at_s, {"split": "train", "epoch": epoch}) for at_s, epoch in ((0, 1), (1, 1), (2, 1), (9, 2), (12, 2))]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from reproduction.paper import CLUSTERS, MODELS, profile
 from reproduction.results import SIDE_BY_SIDE, Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURE = ("gain-against-bandwidth.svg", "The gain of each model, on both clusters, falls to 1 as links get faster")
 RATES = (0.1, 0.3, 1, 3, 10, 30, 100)  # Gbit/s
@@ -99,7 +102,7 @@ def _cell(point: dict[str, Any]) -> str:
     return f"{point['gain']:.2f}{emulated} {config}"
 
 
-def plot(figures: list[dict[str, Any]], path: str) -> None:
+def plot(figures: list[dict[str, Any]]) -> Figure:
     """Draw the curves, an axis for each cluster, and the emulated points."""
     from matplotlib.figure import Figure
 
@@ -116,4 +119,4 @@ def plot(figures: list[dict[str, Any]], path: str) -> None:
         axes.set(xscale="log", yscale="log", title=topology, xlabel="Gbit/s between servers", ylabel="gain over DP")
         axes.grid(visible=True, alpha=0.3)
         axes.legend()
-    picture.savefig(path, metadata={"Date": None})
+    return picture

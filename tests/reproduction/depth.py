@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -17,6 +17,9 @@ from reproduction.learning import SEEDS, Figures, Measurement, one_thread, train
 from reproduction.learning_tasks import TASKS, WORKERS, in_flight_of_stages
 from reproduction.paper import profile
 from reproduction.results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURE = ("depth.svg", "Throughput, memory and epochs against the number of stages, and of minibatches in flight")
 MODELS = ("VGG-16", "GNMT-8")
@@ -128,7 +131,7 @@ def _median(epochs: list[int | None]) -> str:
     return f"not in {TASKS[TASK].max_epochs}" if middle == math.inf else f"{middle:g}"
 
 
-def plot(figures: Figures, path: str) -> None:
+def plot(figures: Figures) -> Figure:
     """Draw throughput and memory of each model, and epochs, for both tables."""
     from matplotlib.figure import Figure
 
@@ -148,4 +151,4 @@ def plot(figures: Figures, path: str) -> None:
         for axes in row:
             axes.set_xlabel("stages" if kind == "stages" else f"minibatches in flight, {WORKERS} stages")
             axes.grid(visible=True, alpha=0.3)
-    picture.savefig(path, metadata={"Date": None})
+    return picture

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from statistics import median, median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reproduction.learning_runs import compare, comparison_lines
 from reproduction.learning_tasks import (
@@ -28,6 +28,9 @@ from reproduction.learning_tasks import (
     stage_of_modules,
 )
 from reproduction.results import SIDE_BY_SIDE, Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURE = ("learning-curves.svg", "The target metric of each task after each epoch, for all methods")
 SEEDS = (0, 1, 2)
@@ -215,7 +218,7 @@ def _verdict(task: str, trained: list[Figures]) -> str:
     return f"{gap}; no correction closes the gap, {best} comes nearest with {corrected[best]:g} epochs"
 
 
-def plot(figures: Figures, path: str) -> None:
+def plot(figures: Figures) -> Figure:
     """Draw the curves, a column for each task: the median over the seeds, and the spread."""
     from matplotlib.figure import Figure
 
@@ -233,7 +236,7 @@ def plot(figures: Figures, path: str) -> None:
             axes.set_yscale("log" if TASKS[task].metric == "perplexity" else "linear")
             axes.grid(visible=True, alpha=0.3)
         row[0].legend(fontsize="small")
-    picture.savefig(path, metadata={"Date": None})
+    return picture
 
 
 def _draw(axes: Any, curves: list[list[float]], method: str) -> None:

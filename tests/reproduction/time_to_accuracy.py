@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from pdtool.run.measure.metrics_log import following_metrics
 from reproduction.results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 MODEL = str(HERE / "models" / "mnist_vgg.py")
@@ -159,7 +162,7 @@ def _seconds_to(curve: list[tuple[float, float]], accuracy: float) -> float:
     return next(at_s for at_s, reached in curve if reached >= accuracy)
 
 
-def plot(figures: list[dict[str, Any]], path: str) -> None:
+def plot(figures: list[dict[str, Any]]) -> Figure:
     """Draw the accuracy over seconds, a line for each seed, and the target."""
     from matplotlib.figure import Figure
 
@@ -173,4 +176,4 @@ def plot(figures: list[dict[str, Any]], path: str) -> None:
     axes.set(xlabel="seconds of training", ylabel="accuracy", title=f"{WORKERS} workers, links of {BANDWIDTH}")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
-    picture.savefig(path, metadata={"Date": None})
+    return picture
