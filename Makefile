@@ -75,7 +75,7 @@ bench-planner: $(STAMP) ## measure the planner's time and its plans on large mod
 bench-runtime: $(STAMP) ## compare training speed with the machine's limit and with PyTorch's own ways (about twenty minutes)
 	$(BIN)/python tests/bench_runtime.py
 
-reproduce: $(STAMP) ## answer claims of PipeDream by commands, and write docs/reproduction.md (an hour; goes on where it was stopped)
+reproduce: $(STAMP) ## answer claims of PipeDream by commands, and write docs/reproduction.md (over an hour; goes on where it was stopped)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[reproduce]'
 	$(BIN)/python tests/reproduce.py
 

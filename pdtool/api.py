@@ -49,7 +49,7 @@ def profile(
     *,
     settings: Settings | None = None,
     batch_size: int = 32,
-    device: str = "cpu",
+    device: str = "auto",
     threads: int | None = None,
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None,
     compile: bool = False,
@@ -62,7 +62,8 @@ def profile(
         model: `model.py`, `model.py:FUNCTION`, `package.module` or `package.module:FUNCTION`.
         settings: keyword arguments of the model's function.
         batch_size: samples in one minibatch, the size that will run.
-        device: `cpu` or `cuda` measures here; a name of `pdtool devices`, or a YAML file, estimates.
+        device: `cpu` or `cuda` measures here, `auto` on cuda where there is one; a name of `pdtool devices`, or a YAML
+            file, estimates.
         threads: CPU threads to measure with, as many as each worker will have; None: all cores.
         precision: what is measured or estimated; None: what the model has.
         compile: measure what `run(compile=True)` runs.

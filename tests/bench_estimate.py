@@ -1,6 +1,7 @@
-"""Print how far estimates for a V100 are from what PipeDream measured on one: `python tests/bench_estimate.py`.
+"""Print how far estimates for a V100 are from what PipeDream measured on one.
 
-Figures, no pass or fail, and nothing is fitted to them: the device table holds the data sheet's peaks alone.
+`python tests/bench_estimate.py FOLDER`, with the graph.txt files that PipeDream published in FOLDER. Figures, no pass
+or fail, and nothing is fitted to them: the device table holds the data sheet's peaks alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
 from pdtool.profile.pipedream_import import read_pipedream_profile
 
-DATA = Path("/work/shared/data/pipedream")
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
 MODELS = ("vgg16", "alexnet", "resnet50")
 STAGES = 4
 Layers = list[tuple[int, float]]  # (bytes of parameters, seconds)
@@ -51,9 +52,9 @@ class Comparison:
         ]
 
 
-def compare(name: str) -> Comparison:
+def compare(name: str, folder: Path) -> Comparison:
     """The zoo's model of that name, at the published minibatch, beside the published profile."""
-    published = read_pipedream_profile((DATA / f"{name}.graph.txt").read_text(), name, name=name).profile
+    published = read_pipedream_profile((folder / f"{name}.graph.txt").read_text(), name, name=name).profile
     start = time.perf_counter()
     file = ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}"), trusted=True)
     profile = estimate(file, batch_size=published.batch_size, device=find_device("v100"))
@@ -101,12 +102,14 @@ def _cuts(seconds: list[float]) -> list[int]:
 
 def main() -> None:
     """A line for each model."""
-    if not DATA.is_dir():
-        raise SystemExit(f"{DATA} is not here")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DATA
+    if not folder.is_dir():
+        files = ", ".join(f"{name}.graph.txt" for name in MODELS)
+        raise SystemExit(f"{folder} is not there: name a folder with {files}")
     columns = ("model", "batch", "measured", "estimated", "error", "without first layer", "stages' shares, %")
     sys.stdout.write("{:10}{:>6}{:>11}{:>11}{:>8}{:>21}   {}\n".format(*columns))
     for name in MODELS:
-        c = compare(name)
+        c = compare(name, folder)
         rest = sum(c.estimated[1:]) / sum(c.measured[1:]) - 1
         shares = "  ".join(f"{100 * measured:.0f}/{100 * estimated:.0f}" for measured, estimated in c.shares)
         sys.stdout.write(

@@ -13,6 +13,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
+from pdtool.errors import UsageError
 
 PLAN = "plans/model-2.yaml"
 
@@ -78,7 +79,28 @@ def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
     assert warning.format("bf16", "fp32") in road.pdtool(*run).stderr
     road.pdtool("profile", "model.py", "--device", "a100-80gb", "--precision", "bf16")
     road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
-    assert "it needs more memory" in road.pdtool(*run, "--precision", "bf16").stderr
+    told = road.pdtool(*run, "--precision", "bf16").stderr
+    assert "it needs more memory" in told
+    assert "A100" in told
+    assert "the run computes on cpu: its predictions do not hold; profile with --device cpu" in told
+
+
+def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
+    def measure(file, *, device, **options):
+        raise UsageError(f"would be measured on {device}")
+
+    monkeypatch.setattr("pdtool.profile.measure.measure", measure)
+    assert "reusing" in road.pdtool("profile", "model.py", "--if-stale", "--device", "auto").stderr
+    assert "on cpu" in road.pdtool("profile", "model.py", code=2).stderr
+    monkeypatch.setattr("pdtool.profile.devices.default_device", lambda: "cuda")
+    for arguments in ([], ["--device", "auto"], ["--device", "auto", "--if-stale"]):
+        assert "on cuda" in road.pdtool("profile", "model.py", *arguments, code=2).stderr
+
+
+def test_a_plan_for_cpus_that_is_run_on_gpus_is_told(road, monkeypatch):
+    monkeypatch.setattr("pdtool.profile.devices.default_device", lambda: "cuda")
+    told = road.pdtool("run", "--steps", "1").stderr  # the workers see that there is none
+    assert "the run computes on cuda: its predictions do not hold; profile with --device cuda" in told
 
 
 def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):

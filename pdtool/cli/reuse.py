@@ -72,10 +72,14 @@ def why_profile_is_stale(profile: Profile, path: str, ref: ModelRef, given: Give
     Raises:
         ModelError: the model cannot be traced.
     """
+    from pdtool.profile.devices import default_device
+
     if profile.model is None or (profile.model.source, profile.model.function) != (ref.source, ref.function):
         return f"it is of {profile.model or 'no model'}"
     if "model_settings" in given and profile.model.settings != ref.settings:
         return f"it is of {profile.model}"
+    if given.get("device") == "auto":
+        given = {**given, "device": default_device()}
     for option, recorded in _recorded_in_profile(profile).items():
         if option in given and given[option] != recorded:
             return f"it has {_spelled(option)} {recorded}, not {given[option]}"

@@ -58,8 +58,9 @@ class StageWriter:
         body, output = [*self._forward.lines()], self._forward.output
         count = len(self.wiring.stages)
         uses_functional = any("F." in line for line in body)
+        others = f"whose stages are 0 to {count - 1}" if count > 1 else "the only one"
         lines = [
-            f'"""Stage {self.stage + 1} of {count} of {self.title}; written by pdtool codegen."""',
+            f'"""Stage {self.stage} of {self.title}, {others}; written by pdtool codegen."""',
             "",
             *output.imports(),
             "import torch",

@@ -1,4 +1,4 @@
-"""Stage 2 of 3 of digits-3; written by pdtool codegen."""
+"""Stage 1 of digits-3, whose stages are 0 to 2; written by pdtool codegen."""
 
 import torch
 from torch import nn

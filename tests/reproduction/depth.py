@@ -103,7 +103,8 @@ def page(figures: Figures) -> Iterator[str]:
         f"Straight pipelines of {' and '.join(models)} on V100 with {_BANDWIDTH} between them, no limit of memory: "
         "simulated throughput with the minibatches in flight that the planner takes, and the memory of the fullest "
         f"worker. Epochs: the median over the seeds until {TASK} ({TASKS[TASK].target}) is learned with weight "
-        "stashing, as many stages, and as many minibatches in flight as stages.\n"
+        "stashing, as many stages, and as many minibatches in flight as stages: fewer than those of the throughput, so "
+        "that the two do not make a time to accuracy together.\n"
     )
     yield from _table("stages", figures["stages"])
     planned = " and ".join(f"{points[0]['in_flight']} for {model}" for model, points in models.items())

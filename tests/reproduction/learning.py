@@ -166,9 +166,10 @@ def page(figures: Figures) -> Iterator[str]:
         "the last rows show how others do there. All other hyper-parameters are the same for all methods, too.\n"
     )
     yield (
-        "Not trained again was what comes to the same weights but for rounding: asynchronous data parallelism, which "
-        f"applies each gradient {WORKERS - 1} updates late as vertical sync does; and, without batch norm, data "
-        "parallelism and flush, which are one process, and 2BW in whole minibatches, one update late.\n"
+        "Methods that compute the same weights, but for rounding, share one training. Asynchronous data parallelism is "
+        f"vertical sync: both apply each gradient {WORKERS - 1} updates late. In the tasks without batch norm, data "
+        "parallelism and 1F1B with a flush are one process, and 2BW was trained in undivided minibatches, one update "
+        "late.\n"
     )
     yield from (_verdict(task, usual) for task in tasks if "stash" in methods)
     yield ""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pdtool.artifacts.profile import Profile
     from pdtool.frontend.modelfile import ModelFile
 
-_MEASURED_DEVICES = ("cpu", "cuda")
+_MEASURED_DEVICES = ("auto", "cpu", "cuda")
 _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
 
 
@@ -38,10 +38,10 @@ _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no oper
 @options.count("--batch-size", help="Samples in one minibatch, the size that will run.", default=32)
 @click.option(
     "--device",
-    default="cpu",
+    default="auto",
     metavar="NAME",
-    help="On cpu or cuda, measure on this machine. For any other (v100, a100, ...; an unknown one lists them) or a "
-    "YAML file of your own, estimate without running the model.",
+    help="On cpu or cuda, measure on this machine; auto is cuda where there is one, as of `run`. For any other (v100, "
+    "a100, ...; an unknown one lists them) or a YAML file of your own, estimate without running the model.",
 )
 @options.count("--threads", help="CPU threads to measure with, as many as each worker will have.", unset="all cores")
 @options.choice(
@@ -115,7 +115,7 @@ def profiled(
         UsageError: the options make no sense together; or the file to write is another than a profile.
         ModelError: the model cannot be imported, traced or executed.
     """
-    from pdtool.profile.devices import find_device
+    from pdtool.profile.devices import default_device, find_device
 
     _check_options(device, threads, precision, compiled, calibrate)
     spec = None if device in _MEASURED_DEVICES else find_device(device)
@@ -137,7 +137,7 @@ def profiled(
             result = measure(
                 file,
                 batch_size=batch_size,
-                device=device,
+                device=default_device() if device == "auto" else device,
                 threads=threads,
                 precision="bf16" if precision == "bf16" else "fp32",
                 compiled=compiled,

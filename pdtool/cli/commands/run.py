@@ -314,6 +314,12 @@ def _note_another_seed(config: RunConfig) -> None:
 
 def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
     """Say it when the run computes in another way than the profile says that it was measured or estimated."""
+    from pdtool.profile.devices import default_device
+
+    device = default_device() if config.device == "auto" else config.device
+    if (device == "cpu") != profile.is_measured_on_cpu:
+        what = f"the plan is for {profile.device.name}, the run computes on {device}"
+        note(f"warning: {what}: its predictions do not hold; profile with --device {device}")
     profiled = "fp32" if profile.precision in (None, "tf32") else profile.precision
     if config.precision != profiled:
         remedy = f"profile with --precision {config.precision}"
