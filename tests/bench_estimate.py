@@ -52,7 +52,7 @@ class Comparison:
         ]
 
 
-def compare(name: str, folder: Path) -> Comparison:
+def compare(name: str, folder: Path = DATA) -> Comparison:
     """The zoo's model of that name, at the published minibatch, beside the published profile."""
     published = read_pipedream_profile((folder / f"{name}.graph.txt").read_text(), name, name=name).profile
     start = time.perf_counter()

@@ -356,8 +356,8 @@ def test_the_command_never_mixes_measuring_and_estimating(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     write(tmp_path, NET)
     for arguments, what in (
-        (["--precision", "fp16"], "--device cpu measures what `run` computes in, not fp16; give fp32 or bf16"),
-        (["--calibrate", "x.json"], "--device cpu measures; --calibrate is for estimates"),
+        (["--precision", "fp16"], "--device auto measures what `run` computes in, not fp16; give fp32 or bf16"),
+        (["--calibrate", "x.json"], "--device auto measures; --calibrate is for estimates"),
         (["--device", "v100", "--threads", "2"], "--device v100 estimates; --threads is for measuring"),
         (["--device", "v100", "--compile"], "--device v100 estimates operator by operator; what torch.compile makes"),
         (["--device", "gtx1"], "device 'gtx1' is not known"),

@@ -261,5 +261,6 @@ def test_run_warns_when_profile_and_run_differ(profiled, asked, warning, monkeyp
     notes: list[str] = []
     monkeypatch.setattr(run, "note", notes.append)
     profile = samples.profile().model_copy(update={"compiled": profiled})
-    run._warn_about_predictions(SimpleNamespace(precision="fp32", compiled=asked), profile)
+    device = "cpu" if profile.is_measured_on_cpu else "cuda"
+    run._warn_about_predictions(SimpleNamespace(device=device, precision="fp32", compiled=asked), profile)
     assert [note.endswith(warning) for note in notes] == ([True] if warning else [])
