@@ -259,7 +259,7 @@ def run(
         KeyboardInterrupt: Ctrl-C; all workers are gone.
     """
     from pdtool.cli.run_settings import with_settings
-    from pdtool.run.config import Target
+    from pdtool.options import Target
 
     if of_commands := sorted({"dry_run", "as_json", "model_settings"} & options.keys()):
         raise TypeError(f"run() has no option {of_commands[0]!r}; settings are given as settings={{'lr': 0.01}}")

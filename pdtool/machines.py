@@ -6,20 +6,14 @@ Inside torchrun or srun nothing is launched: the process is one of the workers a
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
-import signal
 import zlib
 from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdtool.errors import UsageError, WorkerDiedError
+from pdtool.errors import UsageError
 
-_PROCESS_AT_START = (os.getpid(), os.getppid())
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 _SLURM_PORTS = range(10_000, 30_000)  # below those that systems give to outgoing connections
 _ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
 _MAX_PORT = 2**16 - 1
@@ -116,31 +110,9 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
     return _SLURM_PORTS[zlib.crc32(step.encode()) % len(_SLURM_PORTS)]
 
 
-def usable_cores() -> frozenset[int]:
-    """Return the numbers of the CPU cores that this process may use: those that `taskset` or SLURM has left it."""
-    try:
-        return frozenset(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not Linux
-        return frozenset(range(os.cpu_count() or 1))
-
-
 def is_started_by_torchrun(environment: Mapping[str, str]) -> bool:
     """Whether torchrun, the parent of this process, started it as one of several workers."""
     return "RANK" in environment and "TORCHELASTIC_RUN_ID" in environment
-
-
-def end_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent ends; where it cannot (not Linux), nothing happens.
-
-    Args:
-        parent: its process id, for one that may have ended already; None: the parent that pdtool was imported under.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if parent is None and os.getpid() == _PROCESS_AT_START[0]:
-        parent = _PROCESS_AT_START[1]
-    if parent not in (None, os.getppid()):  # it ended before that
-        os._exit(WorkerDiedError.exit_code)
 
 
 def is_worker(environment: Mapping[str, str]) -> bool:

@@ -2,7 +2,8 @@
 
 import random
 
-from pdtool.artifacts.plan import ClusterSpec, Plan, Stage
+from pdtool.artifacts.cluster_file import ClusterSpec
+from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
 from pdtool.cluster import make_cluster
 from pdtool.schedule import default_in_flight

@@ -19,8 +19,9 @@ from reference.replay import Batch
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
 from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec
-from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan, Stage
+from pdtool.files import file_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order

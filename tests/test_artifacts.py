@@ -20,16 +20,16 @@ from graphs import chain, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdtool.artifacts import envelope
+from pdtool import files
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.cluster_file import ClusterFile
-from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.text_formats import FormatError, has_comments, read_yaml, with_values
 from pdtool.cluster import make_cluster
 from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError, with_article
+from pdtool.files import write_atomically
 from pdtool.schedule import POLICIES, is_asynchronous
 
 each = pytest.mark.parametrize("artifact", samples.ALL, ids=lambda a: a.KIND)
@@ -706,7 +706,7 @@ def test_a_dash_is_the_standard_stream(capsys, monkeypatch):
 
 def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path):
     (tmp_path / "f").write_bytes(b"abc")
-    assert envelope.file_sha256(tmp_path / "f").startswith("ba7816bf")
+    assert files.file_sha256(tmp_path / "f").startswith("ba7816bf")
 
 
 def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):

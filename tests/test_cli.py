@@ -29,7 +29,7 @@ from pdtool.errors import (
     UsageError,
     WorkerDiedError,
 )
-from pdtool.run.config import Target
+from pdtool.options import Target
 from pdtool.units import format_bytes, format_seconds
 
 COMMANDS = (

@@ -29,9 +29,8 @@ from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import PretendCluster
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
-from pdtool.machines import usable_cores
+from pdtool.host import resident_bytes, usable_cores
 from pdtool.partition.planner import refresh
-from pdtool.process_memory import resident_bytes
 from pdtool.run.processes.status import process_state
 
 emulate_command = importlib.import_module("pdtool.cli.commands.emulate")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtool.machine_facts import MachineFacts
+from pdtool.rendezvous import MachineFacts
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """

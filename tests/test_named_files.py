@@ -11,10 +11,10 @@ import pytest
 import samples
 
 from pdtool.artifacts import envelope
-from pdtool.artifacts.envelope import file_sha256, read_text
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError
+from pdtool.files import file_sha256, read_text
 
 
 @pytest.mark.parametrize("profile", ["/dev/zero", "fifo", "/dev/tty", "huge"])

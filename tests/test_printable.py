@@ -11,7 +11,7 @@ import pytest
 import samples
 
 from pdtool.cli.console import terminal
-from pdtool.printable import printable
+from pdtool.errors import printable
 from pdtool.report.drawings.graphviz import dot
 from pdtool.report.drawings.picture import Picture
 

@@ -20,10 +20,10 @@ import pytest
 import torch
 from harness import CONV1, CONV2, CONV3, Toy, faulty
 
-from pdtool import process_memory
+from pdtool import host as process_memory
 from pdtool.artifacts.plan import Predicted
 from pdtool.errors import PdtoolError, WorkerDiedError
-from pdtool.process_memory import MemoryLimit, memory_limits, oom_kills
+from pdtool.host import MemoryLimit, memory_limits, oom_kills
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes import diagnosis, launcher, reaper, worker_main
 from pdtool.run.processes.collectives import PeerError, PeerErrorContext

@@ -20,8 +20,9 @@ from harness import CONV2, CONV3, faulty
 
 from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
+from pdtool.options import Target
 from pdtool.run import checkpoint
-from pdtool.run.config import RankAssignment, RunConfig, Target, assign_ranks
+from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.processes import worker_main
 from pdtool.run.processes.diagnosis import diagnose

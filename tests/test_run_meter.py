@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdtool import process_memory
+from pdtool import host as process_memory
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, TraceEvent, chrome_trace
 from pdtool.run.measure import meter, timings
 from pdtool.run.measure.epoch_timer import EpochTimer

@@ -17,8 +17,8 @@ import torch
 from harness import CONV1, CONV2, CONV3
 from launches import Launch, end, free_port, machines
 
-from pdtool.machine_rendezvous import gather_machines
 from pdtool.machines import Machines
+from pdtool.rendezvous import gather_machines
 from pdtool.run import checkpoint
 from pdtool.run.config import RunConfig
 

@@ -17,7 +17,7 @@ from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.cli.inputs import Inputs
 from pdtool.errors import UsageError
-from pdtool.machines import usable_cores
+from pdtool.host import usable_cores
 from pdtool.run.processes import launcher
 from pdtool.run.processes.worker_main import choose_threads
 

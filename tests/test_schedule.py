@@ -25,12 +25,12 @@ from pdtool.schedule import (
     check_executable,
     default_in_flight,
     default_shape,
-    draw,
     forward_versions,
     grid,
-    timeline,
-    validate,
 )
+from pdtool.schedule.draw import draw
+from pdtool.schedule.timeline import timeline
+from pdtool.schedule.validate import validate
 
 
 def more_in_flight(shape: PipelineShape, more: int) -> PipelineShape:

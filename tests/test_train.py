@@ -16,7 +16,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.cli.app import main
-from pdtool.machines import usable_cores
+from pdtool.host import usable_cores
 
 TRAIN = ("train", "model.py", "--topology", "2")
 PLAN, PROFILE = Path("plans/model-2.yaml"), Path("profiles/model.json")

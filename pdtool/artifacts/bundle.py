@@ -8,9 +8,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import FrozenModel, YamlArtifact, file_sha256
+from pdtool.artifacts.envelope import FrozenModel, YamlArtifact
 from pdtool.artifacts.fields import Count, Digest, Identifier, Label, ModulePath, Name, Number, Title
 from pdtool.errors import FieldError, StaleError
+from pdtool.files import file_sha256
 
 # A dimension: a number, or one that grows with the minibatch: `batch`, `49*batch`, `batch+1`.
 Dim = (

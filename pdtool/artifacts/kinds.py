@@ -9,11 +9,12 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.cluster_file import ClusterFile
 from pdtool.artifacts.device import Devices
-from pdtool.artifacts.envelope import Artifact, declared_kind, read_text
+from pdtool.artifacts.envelope import Artifact, declared_kind
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report, RunState
 from pdtool.errors import ArtifactError
+from pdtool.files import read_text
 
 _CLASSES: dict[str, type[Artifact]] = {
     c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report, RunState, CheckpointManifest, Emulation)

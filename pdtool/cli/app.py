@@ -43,8 +43,7 @@ from pdtool.cli.commands.show import show
 from pdtool.cli.commands.simulate import simulate
 from pdtool.cli.commands.train import train
 from pdtool.cli.console.terminal import note, open_closed_streams
-from pdtool.errors import PdtoolError, UsageError, describe_error, suggestion
-from pdtool.printable import printable
+from pdtool.errors import PdtoolError, UsageError, describe_error, printable, suggestion
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Commands: the four steps, and all of them at once": (profile, partition, codegen, run, train),

@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef, file_sha256
+from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.inputs import bundle_folder, find_model, was_made_from
 from pdtool.errors import ArtifactError, StaleError
+from pdtool.files import file_sha256
 from pdtool.frontend.graph_check import first_difference
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_source import find_source

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef, fields_checked, file_sha256
+from pdtool.artifacts.envelope import ModelRef, fields_checked
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.console.terminal import note
 from pdtool.cli.options import file_name
 from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.files import file_sha256
 from pdtool.schedule import POLICIES, is_asynchronous
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from pdtool.artifacts.bundle import Bundle, StageModule
-from pdtool.artifacts.envelope import write_atomically, write_remedy
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.verify import verify_shapes, verify_values
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import PdtoolError, StaleError, TraceError, UsageError
+from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_io import ModelInputs

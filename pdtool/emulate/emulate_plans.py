@@ -18,11 +18,13 @@ from pdtool.emulate.pretend_cluster import BURST_BYTES
 from pdtool.emulate.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
 from pdtool.emulate.workers import Emulator
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.host import memory_limits
+from pdtool.options import Target
 from pdtool.partition.planner import refresh
 from pdtool.partition.stage_loads import tied_bytes
-from pdtool.process_memory import memory_limits
-from pdtool.run.config import RunConfig, Target
-from pdtool.schedule import PipelineShape, steady_minibatches, steady_run
+from pdtool.run.config import RunConfig
+from pdtool.schedule import PipelineShape, steady_run
+from pdtool.schedule.steady_minibatches import steady_minibatches
 from pdtool.units import format_bytes, format_seconds
 
 MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down

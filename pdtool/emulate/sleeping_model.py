@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.envelope import ModelRef, file_sha256, write_atomically
+from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.emulate.sleeping_layers import Segment
+from pdtool.files import file_sha256, write_atomically
 
 _SEGMENTS = 16  # of a stage: so finely do gradients become ready during its backward
 _FLOAT_BYTES = 4

@@ -23,8 +23,8 @@ from pdtool.cluster import Cluster
 from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import INTERFACE, PretendCluster
 from pdtool.errors import PdtoolError, WorkerDiedError
-from pdtool.machines import end_with_parent
-from pdtool.network_interfaces import GLOO_VARIABLE
+from pdtool.host import end_with_parent
+from pdtool.rendezvous import GLOO_VARIABLE
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.processes.diagnosis import diagnose
 from pdtool.run.processes.status import prepare_folder, read_failure

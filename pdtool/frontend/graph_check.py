@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import file_sha256
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import StaleError
+from pdtool.files import file_sha256
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_source import find_source
 from pdtool.frontend.modelfile import ModelFile

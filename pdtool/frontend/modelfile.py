@@ -10,8 +10,9 @@ from functools import cached_property
 
 from torch import nn
 
-from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef, file_sha256
+from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef
 from pdtool.errors import FieldError, StaleError, suggestion
+from pdtool.files import file_sha256
 from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_source import check_local, find_source, import_source, model_name
 from pdtool.frontend.user_functions.data_functions import DataFunctions

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pdtool import process_memory
+from pdtool import host as process_memory
 from pdtool.artifacts.device import RESERVED_BYTES
 from pdtool.artifacts.profile import Device, Profile
 from pdtool.errors import UsageError

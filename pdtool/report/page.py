@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pdtool import __version__
-from pdtool.printable import printable
+from pdtool.errors import printable
 from pdtool.report.drawings.chart import curve_chart
 from pdtool.report.drawings.picture import stylesheet
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, timeline_drawing

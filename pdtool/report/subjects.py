@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pdtool.artifacts.chrome_trace import TraceEvent
-from pdtool.artifacts.envelope import declared_kind, read_text
+from pdtool.artifacts.envelope import declared_kind
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.files import read_text
 from pdtool.run.measure.metrics_log import METRICS_FILE, read_metrics
 
 _PLAN_FILE, _REPORT_FILE, _TRACE_FILE, _LOCK_FILE = "plan.yaml", "report.json", "trace.json", ".lock"

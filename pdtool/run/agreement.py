@@ -7,8 +7,8 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from pdtool import __version__
-from pdtool.artifacts.envelope import file_sha256
 from pdtool.errors import UsageError
+from pdtool.files import file_sha256
 from pdtool.frontend.model_source import find_source
 from pdtool.run import checkpoint
 from pdtool.run.config import RunConfig

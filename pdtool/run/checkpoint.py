@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest, StoredFile
-from pdtool.artifacts.envelope import check_replaceable, replacing
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.files import check_replaceable, replacing
 from pdtool.run.processes.collectives import all_gather
 
 _FOLDER = "checkpoints"

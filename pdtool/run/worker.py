@@ -36,9 +36,9 @@ import torch
 from pdtool import schedule
 from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
-from pdtool.artifacts.envelope import write_atomically
 from pdtool.artifacts.report import Report
-from pdtool.machines import usable_cores
+from pdtool.files import write_atomically
+from pdtool.host import usable_cores
 from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches
 from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report

@@ -19,7 +19,8 @@ from torch.utils.data import default_collate
 
 from pdtool.artifacts.envelope import ModelRef
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.config import Target, derive_seed
+from pdtool.options import Target
+from pdtool.run.config import derive_seed
 from pdtool.run.data import sample_order
 from reproduction.learning_tasks import Method, Task
 

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from pdtool.cluster import make_cluster
 from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import INTERFACE, PretendCluster
-from pdtool.machines import end_with_parent
-from pdtool.network_interfaces import GLOO_VARIABLE
+from pdtool.host import end_with_parent
+from pdtool.rendezvous import GLOO_VARIABLE
 from pdtool.units import parse_bandwidth
 
 _POLL_S = 0.1

@@ -22,8 +22,7 @@ from typing import Any
 
 import click
 
-from pdtool.errors import ArtifactError
-from pdtool.printable import printable
+from pdtool.errors import ArtifactError, printable
 
 _OWN_FILE, _SHARED_FILE = "pdtool.toml", "pyproject.toml"
 _IN_FILE = {"model_settings": "set", "compiled": "compile", "cost_model": "cost", "as_json": "json"}
@@ -90,7 +89,7 @@ def _own_table(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    from pdtool.artifacts.envelope import read_text
+    from pdtool.files import read_text
 
     text = read_text(path, "name a TOML file with --config", may_be_pipe=True)
     try:

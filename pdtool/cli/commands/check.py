@@ -13,8 +13,7 @@ import click
 from pdtool.cli import options
 from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.terminal import note, show, write_stdout
-from pdtool.errors import ArtifactError, StaleError, UsageError
-from pdtool.printable import printable
+from pdtool.errors import ArtifactError, StaleError, UsageError, printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -89,8 +88,8 @@ def _update(path: str) -> None:
     Raises:
         UsageError: the plan is no YAML file.
     """
-    from pdtool.artifacts.envelope import read_text, write_atomically
     from pdtool.artifacts.text_formats import has_comments
+    from pdtool.files import read_text, write_atomically
     from pdtool.partition.planner import refresh
 
     text = "" if path == "-" else read_text(path)

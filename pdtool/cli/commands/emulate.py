@@ -17,7 +17,7 @@ from pdtool.cli.command_line.help_sections import command
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show
 from pdtool.errors import TargetMissedError, UsageError
-from pdtool.machines import usable_cores
+from pdtool.host import usable_cores
 
 if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pdtool.cli.inputs import Inputs
     from pdtool.emulate.emulate_plans import EmulationSettings
     from pdtool.emulate.sleeping_model import Scaling
-    from pdtool.run.config import RunConfig, Target
+    from pdtool.options import Target
+    from pdtool.run.config import RunConfig
 
 
 class _Factor(click.FloatRange):
@@ -163,7 +164,7 @@ def _refuse_options_of_training(compute: Literal["sleep", "real"]) -> None:
 
 def _target(compute: Literal["sleep", "real"], asked: Mapping[str, Any]) -> Target | None:
     """Return the target; raises UsageError for what workers that sleep, or that compute, cannot do."""
-    from pdtool.run.config import Target
+    from pdtool.options import Target
 
     text, factors = asked["target"], (asked["scale"], asked["slowdown"])
     if compute == "sleep" and text is not None:

@@ -30,8 +30,8 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
 
     GRAPH is a graph.txt; - is stdin. There is no model behind it: it can be planned for, but not run.
     """
-    from pdtool.artifacts.envelope import read_text
     from pdtool.cli.console.profile_view import profile_table
+    from pdtool.files import read_text
     from pdtool.profile.pipedream_import import read_pipedream_profile
 
     text = read_text(graph, "name a graph.txt of PipeDream's profiler", may_be_pipe=True)

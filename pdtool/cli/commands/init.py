@@ -28,7 +28,7 @@ def init(folder: Path, force: bool) -> None:
     Into FOLDER, by default the current one: model.py with every function explained, pdtool.toml with defaults of the
     commands, a Makefile, and a job for GitHub Actions. Files that are there are kept.
     """
-    from pdtool.artifacts.envelope import write_atomically
+    from pdtool.files import write_atomically
 
     for name, starter in _FILES.items():
         path = folder / name

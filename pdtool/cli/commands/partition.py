@@ -131,9 +131,9 @@ def plan_for(
 
 def keep_edits(path: str) -> None:
     """Raise UsageError where a plan that someone has edited, or written comments into, would be overwritten."""
-    from pdtool.artifacts.envelope import read_text
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.text_formats import has_comments
+    from pdtool.files import read_text
 
     if path == "-" or not Path(path).is_file():
         return

@@ -196,7 +196,7 @@ def _with_loading(result: Profile, file: ModelFile) -> Profile:
 
 def _with_digests(result: Profile, *paths: str | None) -> Profile:
     """Record the files that an estimate was made from besides the model's."""
-    from pdtool.artifacts.envelope import file_sha256
+    from pdtool.files import file_sha256
 
     files = [path for path in paths if path and path != "-" and Path(path).is_file()]
     return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in files}}})

@@ -52,8 +52,8 @@ def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
 
 def _write(names: tuple[str, ...], path: Path, simulations: dict[str, SimulatedPlan]) -> list[Subject]:
     """Write the page; simulations are taken from `simulations`, and new ones put there."""
-    from pdtool.artifacts.envelope import write_atomically
     from pdtool.cli.inputs import planned
+    from pdtool.files import write_atomically
     from pdtool.report.page import page
     from pdtool.report.subjects import read_subject
 
@@ -89,7 +89,7 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
 
 def _check_target(path: Path) -> None:
     """Check that no other file than such a page would be overwritten; raises UsageError."""
-    from pdtool.artifacts.envelope import check_replaceable
+    from pdtool.files import check_replaceable
     from pdtool.report.page import GENERATOR
 
     if str(path) != "-":

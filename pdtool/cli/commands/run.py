@@ -16,7 +16,8 @@ from pdtool.cli.commands.codegen import generated
 from pdtool.cli.console.output import print_json
 from pdtool.cli.console.terminal import note, show
 from pdtool.errors import ArtifactError, StaleError, TargetMissedError, UsageError
-from pdtool.machines import Machines, is_first_worker, is_worker, usable_cores
+from pdtool.host import usable_cores
+from pdtool.machines import Machines, is_first_worker, is_worker
 from pdtool.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def run(
     from pdtool.cli.console.plan_view import worker_table
     from pdtool.cli.inputs import Inputs, rescheduled
     from pdtool.cli.run_settings import with_settings
-    from pdtool.run.config import Target
+    from pdtool.options import Target
 
     inputs = with_settings(Inputs.load(options.candidate("plan", plan), model), model_settings)
     changes = {name: settings.pop(name) for name in ("schedule", "microbatches", "weights", "update_every")}

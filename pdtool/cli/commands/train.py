@@ -18,7 +18,7 @@ from pdtool.cli.commands.run import run
 from pdtool.cli.console.terminal import note
 from pdtool.cli.reuse import ASKED_FOR, asked_for, reusable_profile, why_plan_is_stale
 from pdtool.errors import StaleError, UsageError
-from pdtool.machines import usable_cores
+from pdtool.host import usable_cores
 
 if TYPE_CHECKING:
     from pdtool.artifacts.envelope import ModelRef

@@ -42,7 +42,7 @@ def write_text(text: str, path: Path, hint: str = "") -> None:
         UsageError: a file is there that begins otherwise, a plan or a model.py by mistake.
         PdtoolError: the file could not be written.
     """
-    from pdtool.artifacts.envelope import check_replaceable, write_atomically
+    from pdtool.files import check_replaceable, write_atomically
 
     if str(path) == "-":
         write_stdout(text)

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from pdtool.printable import printable
+from pdtool.errors import printable
 
 Lines = Iterable[Table | str]  # what a view of an artifact yields: tables, and lines of text between them
 _GAP = 2  # spaces between columns

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli.command_line.verbosity import Verbosity
-from pdtool.printable import printable
+from pdtool.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

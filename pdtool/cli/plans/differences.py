@@ -12,7 +12,9 @@ from pdtool.artifacts.envelope import Artifact
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.console.plan_view import ranges
-from pdtool.units import format_bytes, format_rate, format_seconds
+from pdtool.units import format_bytes
+from pdtool.units import format_rate
+from pdtool.units import format_seconds
 
 _NOT_COMPARED = {"format", "tool_version", "digests", "sha256", "name", "why", "nodes", "plan_sha256", "proof"}
 # How people call the figures whose names say too little.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pdtool.artifacts.envelope import Artifact
 from pdtool.artifacts.plan import Plan
-from pdtool.cli.inputs import checked, profile_of
+from pdtool.cli.inputs import checked
+from pdtool.cli.inputs import profile_of
 from pdtool.errors import ArtifactError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.printable import printable
+from pdtool.errors import printable
 from pdtool.units import format_bytes, format_seconds
 
 

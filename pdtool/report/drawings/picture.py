@@ -7,7 +7,7 @@ import math
 from functools import cache
 from importlib.resources import files
 
-from pdtool.printable import printable
+from pdtool.errors import printable
 
 FONT_SIZE, SMALL = 12.0, 10.5  # pixels; classes of drawings.css
 STAGE_COLOURS = 8  # drawings.css has as many

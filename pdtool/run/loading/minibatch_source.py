@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pdtool.errors import WorkerDiedError
-from pdtool.machines import end_with_parent
+from pdtool.host import end_with_parent
 from pdtool.run.data import DataPass
 from pdtool.run.loading.load_tasks import LoadedMinibatch, LoadTask, LoadTasks, TaskDataset
 from pdtool.run.loading.minibatch_loader import MinibatchLoader

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pdtool.artifacts.plan import Plan
-from pdtool.machines import usable_cores
+from pdtool.host import usable_cores
 from pdtool.run.config import RunConfig
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.units import format_seconds

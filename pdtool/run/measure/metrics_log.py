@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pdtool.artifacts.envelope import replacing
 from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.files import replacing
 
 METRICS_FILE = "metrics.jsonl"
 _POLL_S = 0.1

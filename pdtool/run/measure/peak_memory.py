@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from pdtool import process_memory
+from pdtool import host as process_memory
 
 
 class PeakMemory:

@@ -27,10 +27,10 @@ from multiprocessing import forkserver
 
 import torch
 
-from pdtool import process_memory
-from pdtool.artifacts.envelope import write_atomically
+from pdtool import host as process_memory
 from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
-from pdtool.process_memory import ULIMIT
+from pdtool.files import write_atomically
+from pdtool.host import ULIMIT
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.processes.out_of_memory import killed_for_memory_error

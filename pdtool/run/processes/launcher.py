@@ -27,12 +27,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from pdtool.artifacts.envelope import write_remedy
 from pdtool.artifacts.report import Report
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError
+from pdtool.files import write_remedy
 from pdtool.frontend.precision import check_autocast
-from pdtool.machine_rendezvous import gather_machines
-from pdtool.machines import end_with_parent, is_started_by_torchrun, usable_cores, worker_environment
+from pdtool.host import end_with_parent, usable_cores
+from pdtool.machines import is_started_by_torchrun, worker_environment
+from pdtool.rendezvous import gather_machines
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.measure.metrics_log import following_metrics
@@ -49,7 +50,8 @@ from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_fai
 from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, stop_message, stop_name
 from pdtool.run.processes.worker_main import run_worker, worker_main
 from pdtool.run.run_folder import PLAN_FILE, locked
-from pdtool.schedule import build, is_asynchronous, validate
+from pdtool.schedule import build, is_asynchronous
+from pdtool.schedule.validate import validate
 
 _GRACE_S = 2.0  # for workers to end after one has failed
 _POLL_S = 0.2

@@ -9,7 +9,7 @@ import torch
 
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import WorkerDiedError
-from pdtool.process_memory import MemoryLimit, memory_limits
+from pdtool.host import MemoryLimit, memory_limits
 from pdtool.run.config import RankAssignment
 from pdtool.units import format_bytes
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from pdtool import process_memory
+from pdtool import host as process_memory
 from pdtool.errors import PdtoolError
 from pdtool.run.config import RankAssignment
 from pdtool.run.measure.metrics_log import METRICS_FILE

@@ -12,11 +12,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pdtool import process_memory
+from pdtool import host as process_memory
 from pdtool.artifacts.report import Report
 from pdtool.errors import UsageError
-from pdtool.machines import usable_cores, use_loopback
-from pdtool.network_interfaces import loopback_hint
+from pdtool.host import usable_cores
+from pdtool.machines import use_loopback
+from pdtool.rendezvous import loopback_hint
 from pdtool.run.agreement import check_agreement
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes.collectives import PeerErrorContext

@@ -1,35 +1,153 @@
-"""The machines of a launch meet before their workers start, so that whoever is missing is named.
-
-Machine 0 listens at the endpoint until every other machine has said what it is; then it tells all of them what each has
-said, and frees the port for what is started next. Messages are lines of JSON:
-
-    machine 1 ──▶ machine 0   {"node_rank": 1, "count": 3, "host": "b", ...}      what I am
-    machine 0 ──▶ machine 1   {"missing": [2]}                                    as often as it changes
-    machine 0 ──▶ machine 1   {"machines": [{...}, {...}, {...}]}                 all are there, or
-                              {"what": "two machines were ...", "remedy": "..."}  they do not belong together
-"""
+"""What the machines of a launch say of themselves to each other, and whether their workers can reach one another."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import json
+import os
 import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from pdtool.errors import PdtoolError
-from pdtool.machine_facts import MachineFacts, check_reachable
 from pdtool.machines import Machines
-from pdtool.network_interfaces import interface_with, is_own_name
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
+_IFREQ_BYTES = 40
+
+
+def gloo_address() -> str:
+    """Return the address at which gloo expects the other workers; "" when it cannot be told.
+
+    That is the address of the interface in GLOO_SOCKET_IFNAME; where that is not set, the first of the host name's
+    addresses that belongs to this machine, as `ProcessGroupGloo::createDefaultDevice` of torch chooses it.
+    """
+    if name := os.environ.get(GLOO_VARIABLE, "").partition(",")[0]:
+        return interface_addresses().get(name, "")
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            if _can_bind(family, str(address[0])):
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def loopback_hint() -> str:
+    """Return what to do where gloo listens at an address that no other machine reaches; "" where it does not."""
+    address = gloo_address()
+    if not is_loopback(address):
+        return ""
+    return f"gloo listens at {address}: set {GLOO_VARIABLE} to this machine's interface towards the others"
+
+
+def interface_with(address: str) -> str:
+    """Return the name of the interface that has an IPv4 address; "" when none is known to have it."""
+    return next((name for name, its in interface_addresses().items() if its == address), "")
+
+
+def interface_addresses() -> dict[str, str]:
+    """Return the IPv4 address of each interface that has one; empty where the system does not say (not Linux)."""
+    addresses = {}
+    with suppress(ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        from fcntl import ioctl
+
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                reply = ioctl(query, _SIOCGIFADDR, struct.pack(f"{_IFREQ_BYTES}s", name.encode()))
+                addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of the same machine can reach an address."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a host name or address means this machine; raises OSError when it cannot be resolved."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return any(_can_bind(family, str(address[0])) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What a machine of a launch says of itself; prints as `machine 1 (hostname)`.
+
+    Attributes:
+        node_rank, count: what it was started with (--node-rank, --nnodes).
+        pid: of the process that starts its workers.
+        gloo_address: where gloo expects the workers of other machines; "" when unknown.
+        interface: network interface towards machine 0 (machine 0's towards another); "" when unknown.
+        is_remote: whether it is another host than machine 0.
+    """
+
+    node_rank: int
+    count: int
+    host: str
+    pid: int
+    gloo_address: str
+    interface: str = ""
+    is_remote: bool = False
+
+    def __str__(self) -> str:
+        return f"machine {self.node_rank} ({self.host})"
+
+    @classmethod
+    def of_this_machine(cls, machines: Machines) -> MachineFacts:
+        """Return what the machine of this process says."""
+        return cls(
+            node_rank=machines.node_rank,
+            count=machines.count,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            gloo_address=gloo_address() if machines.count > 1 else "",  # it may ask a name server
+        )
+
+    @classmethod
+    def parse(cls, line: bytes) -> MachineFacts:
+        """Read a line of JSON; raises ValueError or TypeError when no machine has written it."""
+        machine = cls(**json.loads(line))
+        if not all(type(number) is int for number in (machine.node_rank, machine.count, machine.pid)):
+            raise ValueError("a rank, count or pid is no number")
+        return machine
+
+
+def check_reachable(machines: Sequence[MachineFacts]) -> None:
+    """Check that the workers of each machine listen where those of other hosts can reach them; raises PdtoolError.
+
+    Where the host name stands for 127.0.0.1 in /etc/hosts, as Debian has it, gloo would listen there.
+    """
+    affected = [machine for machine in machines if is_loopback(machine.gloo_address)]
+    if affected and any(machine.is_remote for machine in machines):
+        where = ", ".join(f"{machine.gloo_address} on {machine}" for machine in affected)
+        settings = ", ".join(f"{GLOO_VARIABLE}={machine.interface or 'INTERFACE'} on {machine}" for machine in affected)
+        raise PdtoolError(
+            f"gloo would listen at the address of the host name, {where}: no other machine reaches that",
+            f"set {settings}",
+        )
+
 
 _NOTICE_S = 3.0  # of waiting, before a line says for whom
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
 _MAX_LINE_BYTES = 2**20
 _NO_MACHINE = (ValueError, TypeError, KeyError, RecursionError)  # what reading raises when something else is connected
-
 Notify = Callable[[str], None]  # called with a line for the user
 
 

@@ -8,10 +8,39 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from pdtool.errors import WorkerDiedError
+
+_PROCESS_AT_START = (os.getpid(), os.getppid())
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the numbers of the CPU cores that this process may use: those that `taskset` or SLURM has left it."""
+    try:
+        return frozenset(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not Linux
+        return frozenset(range(os.cpu_count() or 1))
+
+
+def end_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends; where it cannot (not Linux), nothing happens.
+
+    Args:
+        parent: its process id, for one that may have ended already; None: the parent that pdtool was imported under.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if parent is None and os.getpid() == _PROCESS_AT_START[0]:
+        parent = _PROCESS_AT_START[1]
+    if parent not in (None, os.getppid()):  # it ended before that
+        os._exit(WorkerDiedError.exit_code)
+
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _STATUS_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")

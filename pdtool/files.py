@@ -1,0 +1,143 @@
+"""To be written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import AnyStr, BinaryIO
+
+from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.units import format_bytes
+
+MAX_FILE_BYTES = 256 * 10**6  # of an artifact, or of a source file that one names; a large artifact has a few MB
+_HEAD_BYTES = 4096  # of an artifact, in which its format stands
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space
+
+
+def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) -> str:
+    """Read a UTF-8 file of at most MAX_FILE_BYTES (`-` is stdin), without the mark that some editors put first.
+
+    Args:
+        may_be_pipe: the user named it, as `<(...)` or /dev/stdin. What an artifact names must be a regular file:
+            reading another could last for ever.
+
+    Raises:
+        ArtifactError: it cannot be read; with the remedy.
+    """
+    try:
+        if str(path) == "-":
+            return _checked_size(path, sys.stdin.read(MAX_FILE_BYTES + 1))
+        with _opened(Path(path), may_be_pipe, MAX_FILE_BYTES) as file:
+            return _checked_size(path, file.read(MAX_FILE_BYTES + 1)).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ArtifactError(path, f"cannot be read ({reason})", remedy) from error
+
+
+def file_sha256(path: Path | str) -> str:
+    """Return the SHA-256 of a regular file's bytes, in hex; raises ArtifactError for another or larger one."""
+    with _opened(Path(path), False, MAX_FILE_BYTES) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _opened(path: Path, may_be_pipe: bool, max_bytes: int | None) -> BufferedReader:
+    """Open a file to read; raises ArtifactError for what has no end, or is larger than `max_bytes`."""
+    status = path.stat()
+    is_file = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)  # open() says that it is a folder
+    if not is_file and not (may_be_pipe and stat.S_ISFIFO(status.st_mode)):
+        raise ArtifactError(path, "cannot be read (it is not a regular file)")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise _too_large(path, max_bytes)
+    return path.open("rb")
+
+
+def _checked_size(path: Path | str, content: AnyStr) -> AnyStr:
+    if len(content) > MAX_FILE_BYTES:
+        raise _too_large(path, MAX_FILE_BYTES)
+    return content
+
+
+def _too_large(path: Path | str, max_bytes: int) -> ArtifactError:
+    return ArtifactError(path, f"cannot be read (it is larger than {format_bytes(max_bytes)})")
+
+
+def check_replaceable(path: Path, what: str, is_what: Callable[[bytes], bool]) -> None:
+    """Check that nothing but an earlier file of the same sort would be overwritten.
+
+    Args:
+        what: the sort, as `a plan`.
+        is_what: whether a file that begins with these bytes is of it; an empty file may always be overwritten.
+
+    Raises:
+        UsageError: another file is there, or one that cannot be read.
+    """
+    try:
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        problem = f"{path} cannot be read ({error.strerror}), and would be overwritten"
+        raise UsageError(problem, "name another file") from error
+    if head and not is_what(head):
+        raise UsageError(f"{path} is another file than {what}, and would be overwritten", "name another file")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text to a file in the way of `replacing`."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def write_remedy(error: OSError) -> str:
+    """Say what helps when a file could not be written."""
+    return "free some space or name another place" if error.errno in _FULL else "name another place"
+
+
+def _mode(path: Path) -> int:
+    """Return the permissions of a file that is replaced, or those that a new one gets."""
+    if path.is_file():
+        return stat.S_IMODE(path.stat().st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file beside the target that is synced and renamed over it at the end: a full disk keeps the old file.
+
+    A link is followed; a pipe or a device is written to, not replaced. A file that is replaced keeps its permissions.
+
+    Raises:
+        PdtoolError: the file could not be written; nothing is left behind.
+    """
+    temporary = None
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            with path.open("wb") as file:
+                yield file
+            return
+        target = path.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, _mode(target))
+        os.replace(temporary, target)
+        temporary = None
+    except OSError as error:
+        raise PdtoolError(f"{path} could not be written ({error.strerror})", write_remedy(error)) from error
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
