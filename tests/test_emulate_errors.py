@@ -31,7 +31,7 @@ from pdtool.emulate.pretend_cluster import PretendCluster
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.partition.planner import refresh
-from pdtool.schedule.steady_minibatches import steady_minibatches
+from pdtool.schedule.shape import steady_minibatches
 
 emulate_command = importlib.import_module("pdtool.cli.commands.emulate")
 STREAM = """

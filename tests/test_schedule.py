@@ -28,9 +28,7 @@ from pdtool.schedule import (
     forward_versions,
     grid,
 )
-from pdtool.schedule.draw import draw
-from pdtool.schedule.timeline import timeline
-from pdtool.schedule.validate import validate
+from pdtool.schedule.execution import draw, timeline, validate
 
 
 def more_in_flight(shape: PipelineShape, more: int) -> PipelineShape:

@@ -18,7 +18,7 @@ from pdtool.partition.simulator.network import EventQueue, Flow, Network
 from pdtool.partition.simulator.result import SimulationResult
 from pdtool.partition.stage_loads import StageEdge
 from pdtool.schedule import SCHEDULES, Action, ActionKind, PipelineShape, build, default_shape
-from pdtool.schedule.timeline import timeline
+from pdtool.schedule.execution import timeline
 
 
 def seconds(forward=1.0, inputs=1.0, weights=1.0, update=0.0, chunks=1):

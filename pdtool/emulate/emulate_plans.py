@@ -24,7 +24,7 @@ from pdtool.partition.planner import refresh
 from pdtool.partition.stage_loads import tied_bytes
 from pdtool.run.config import RunConfig
 from pdtool.schedule import PipelineShape, steady_run
-from pdtool.schedule.steady_minibatches import steady_minibatches
+from pdtool.schedule.shape import steady_minibatches
 from pdtool.units import format_bytes, format_seconds
 
 MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down

@@ -13,23 +13,20 @@ Minibatch i is computed at stage s by replica i mod r[s] (round-robin; PipeDream
 from __future__ import annotations
 
 from pdtool.schedule.action import Action, ActionKind, Actions, grid
-from pdtool.schedule.builders import SCHEDULES, SEARCHED_SCHEDULES, build
-from pdtool.schedule.delays import gradient_delays
-from pdtool.schedule.draw import draw
-from pdtool.schedule.shape import (
-    PipelineShape,
+from pdtool.schedule.execution import check_executable, draw, gradient_delays, timeline, validate
+from pdtool.schedule.kinds import (
+    POLICIES,
+    SCHEDULES,
+    SEARCHED_SCHEDULES,
+    build,
     default_in_flight,
     default_shape,
+    is_asynchronous,
     pipeline_shape,
-    tied_update_lag,
-    total_in_flight,
 )
-from pdtool.schedule.stash_tracker import StashTracker
-from pdtool.schedule.steady_minibatches import steady_minibatches, steady_run
+from pdtool.schedule.policies import ForwardVersions, StashTracker, forward_versions
+from pdtool.schedule.shape import PipelineShape, steady_minibatches, steady_run, tied_update_lag, total_in_flight
 from pdtool.schedule.strategies import RIVALS, STRATEGIES, Strategy
-from pdtool.schedule.timeline import timeline
-from pdtool.schedule.validate import check_executable, validate
-from pdtool.schedule.versions import POLICIES, ForwardVersions, forward_versions, is_asynchronous
 
 __all__ = [
     "POLICIES",

@@ -1,12 +1,10 @@
-"""The shape of a pipeline that a schedule is built for: stages, replicas, and the bounds that it keeps."""
+"""Which minibatches of an epoch are in steady state: after the pipeline has filled, and before it drains."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from pdtool.schedule.versions import is_asynchronous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,69 +61,9 @@ class PipelineShape:
                 return min(w, 1 + math.ceil((w - 1) / max(1, k // r)))
 
 
-def default_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Return w[s] = ceil(sum of r[j] for j >= s, over r[s]), just enough to keep every later worker busy.
-
-    PipeDream, SOSP'19, section 3.2 (NOAM is this number at the input stage).
-    """
-    return tuple(math.ceil(sum(replicas[s:]) / r) for s, r in enumerate(replicas))
-
-
-def default_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> PipelineShape:
-    """Return the shape that schedule `name` is defined for.
-
-    Args:
-        replicas: r[s]; for `interleaved` and `zb-h1` all the same, r pipelines side by side.
-        microbatches: in one update of a flushing schedule; the minimum for `2bw`.
-        chunks: v, for `interleaved`.
-    """
-    p, usual = len(replicas), default_in_flight(replicas)
-    if name == "1f1b":
-        return PipelineShape(replicas=tuple(replicas), in_flight=usual, update_every=tuple(replicas))
-    per_replica = [math.ceil(microbatches / r) for r in replicas]  # microbatches of one update
-    weights = "flush"
-    match name:
-        case "2bw":  # k >= all in flight, so that a third version is never begun (Narayanan et al., 2021, section 3.1)
-            microbatches, weights = max(microbatches, total_in_flight(replicas, usual)), "2bw"
-            in_flight = usual
-        case "1f1b-flush":
-            in_flight = tuple(map(min, usual, per_replica))
-        case "interleaved":  # after the warm-up, one more; the last round may be short, and its groups larger
-            rounds = range(1, per_replica[0] + 1)
-            in_flight = tuple(
-                max(min(interleaved_warm_up(p, r, n, chunks) + 1, n * chunks) for n in rounds) for r in range(p)
-            )
-        case "zb-h1":  # the memory of 1F1B's first stage, everywhere (ICLR'24, section 2.1)
-            in_flight = (min(p, per_replica[0]),) * p
-        case _:
-            in_flight = tuple(per_replica)
-    stages = p * chunks
-    return PipelineShape(
-        replicas=tuple(replicas) * chunks,
-        in_flight=in_flight,
-        update_every=(microbatches,) * stages,
-        chunks=chunks,
-        weights=weights,
-    )
-
-
 def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
     """Return the minibatches in flight at all replicas of the stage that has the most."""
     return max(w * r for w, r in zip(in_flight, replicas, strict=True))
-
-
-def interleaved_groups(p: int, microbatches: int) -> list[int]:
-    """Return the sizes of the groups that pass one chunk before the next: p, as in Megatron-LM (SC'21, section 2.2).
-
-    Where p does not divide them the groups are even and larger than p: one smaller than p would deadlock.
-    """
-    count = max(1, microbatches // p)
-    return [microbatches // count + (i < microbatches % count) for i in range(count)]
-
-
-def interleaved_warm_up(p: int, worker: int, microbatches: int, chunks: int) -> int:
-    """Count the forwards before the first 1F1B pair: the first minibatch must pass all chunks of the last worker."""
-    return 2 * (p - worker - 1) + (chunks - 1) * interleaved_groups(p, microbatches)[0]
 
 
 def tied_update_lag(shape: PipelineShape, holders: Sequence[int], stage: int) -> int:
@@ -137,45 +75,34 @@ def tied_update_lag(shape: PipelineShape, holders: Sequence[int], stage: int) ->
     return max(0, math.ceil((first - this) / shape.update_every[stage]))
 
 
-def pipeline_shape(
-    schedule: str,
-    *,
-    replicas: Sequence[int],
-    in_flight: Sequence[int],
-    weights: str,
-    microbatches: int = 1,
-    update_every: int | None = None,
-    chunks: int = 1,
-    tied_stages: Sequence[Sequence[int]] = (),
-) -> PipelineShape:
-    """Return the shape of a plan, with the number of minibatches after which each stage updates.
+_MIN_STEADY = 32  # minibatches
+_LONGEST_PERIOD = 512  # minibatches
+
+
+def _filling(shape: PipelineShape) -> int:
+    """Return the minibatches that are begun before the pipeline is in steady state."""
+    in_flight = (w * r for w, r in zip(shape.in_flight, shape.replicas, strict=False))
+    return max(*in_flight, *shape.update_every)
+
+
+def _period(shape: PipelineShape) -> int:
+    """Return the minibatches after which a schedule repeats itself."""
+    common = math.lcm(*shape.update_every)
+    return common if common <= _LONGEST_PERIOD else max(shape.update_every)
+
+
+def steady_run(shape: PipelineShape, steady: int = _MIN_STEADY) -> int:
+    """Return the minibatches to fill the pipeline, see it in steady state for whole periods, and drain it.
 
     Args:
-        replicas: of each stage.
-        in_flight: of each stage; with chunks of the first stage on each worker.
-        weights: the policy, one of versions.POLICIES.
-        microbatches: in one update of a flushing schedule.
-        update_every: minibatches in one update of every stage, without a flush; None: as many as the stage has
-            replicas (PipeDream), and with vertical sync or 2BW the fewest that suit all stages.
-        tied_stages: groups of stages that share a parameter, and so must update after the same number of minibatches.
+        steady: minibatches to see in steady state, at least.
     """
-    if not is_asynchronous(schedule):
-        intervals = [microbatches] * len(replicas)
-    elif update_every:
-        intervals = [update_every] * len(replicas)
-    elif weights == "vertical-sync":
-        intervals = [math.lcm(*replicas)] * len(replicas)
-    elif weights == "2bw":
-        intervals = [total_in_flight(replicas[: len(in_flight)], in_flight)] * len(replicas)
-    else:
-        intervals = list(replicas)
-        for stages in tied_stages:
-            for s in stages:
-                intervals[s] = math.lcm(*(replicas[t] for t in stages))
-    return PipelineShape(
-        replicas=tuple(replicas),
-        in_flight=tuple(in_flight),
-        update_every=tuple(intervals),
-        chunks=chunks,
-        weights=weights,
-    )
+    periods = math.ceil(max(steady, _period(shape)) / _period(shape))
+    return 2 * _filling(shape) + periods * _period(shape)
+
+
+def steady_minibatches(minibatches: int, shape: PipelineShape) -> range:
+    """Return as many minibatches, in the order in which they end, as there are in whole periods between filling and
+    draining; there may be none."""
+    first = _filling(shape)
+    return range(first, first + (minibatches - 2 * first) // _period(shape) * _period(shape))

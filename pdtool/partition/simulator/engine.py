@@ -21,7 +21,7 @@ from pdtool.partition.simulator.network import EventQueue, Network
 from pdtool.partition.simulator.recorder import NullRecorder, Recorder, WorkerMemory
 from pdtool.partition.simulator.result import SimulationResult, WorkerUsage, time_per_minibatch_s
 from pdtool.schedule import Action, ActionKind, grid
-from pdtool.schedule.steady_minibatches import steady_minibatches
+from pdtool.schedule.shape import steady_minibatches
 
 
 def simulate(job: SimulationJob) -> SimulationResult:

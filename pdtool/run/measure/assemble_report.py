@@ -10,7 +10,7 @@ from pdtool.artifacts.report import Measured, Report, StageReport
 from pdtool.run.config import RunConfig
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.timings import TimeTotals
-from pdtool.schedule.steady_minibatches import steady_minibatches
+from pdtool.schedule.shape import steady_minibatches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, s
 from pdtool.run.processes.worker_main import run_worker, worker_main
 from pdtool.run.run_folder import PLAN_FILE, locked
 from pdtool.schedule import build, is_asynchronous
-from pdtool.schedule.validate import validate
+from pdtool.schedule.execution import validate
 
 _GRACE_S = 2.0  # for workers to end after one has failed
 _POLL_S = 0.2
