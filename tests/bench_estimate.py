@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.device import find_device
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
 from pdtool.profile.pipedream_import import read_pipedream_profile
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdtool.artifacts.cluster_file import ClusterFile
+from pdtool.artifacts.cluster import ClusterFile
 
 ROOT = Path(__file__).parent.parent
 SPACES = ("pd-a", "pd-b")

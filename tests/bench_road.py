@@ -10,7 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from pdtool.artifacts.profile import Device, Node, Profile
+from pdtool.artifacts.device import Device
+from pdtool.artifacts.profile import Node, Profile
 
 ROOT = Path(__file__).parent.parent
 PDTOOL = [sys.executable, "-m", "pdtool"]

@@ -7,7 +7,8 @@ between a tenth of a second and a few seconds, as the published profiles do.
 import random
 from collections.abc import Sequence
 
-from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
+from pdtool.artifacts.device import Device
+from pdtool.artifacts.profile import Node, Profile, SharedParameter
 
 FLOPS_PER_S = 8e12  # float32 on a V100: half of its peak, which convolutions and matrix products commonly reach
 HALF_FLOPS_PER_S = 6e13  # of 125e12 with tensor cores

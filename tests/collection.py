@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from reference import plain_loop
 from torch import Tensor, nn
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.cli.app import main
 from pdtool.codegen.verify import compose
 from pdtool.frontend.modelfile import ModelFile

@@ -2,10 +2,10 @@
 
 import random
 
-from pdtool.artifacts.cluster_file import ClusterSpec
+from pdtool.artifacts.cluster import ClusterSpec, make_cluster
+from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan, Stage
-from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
-from pdtool.cluster import make_cluster
+from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.schedule import default_in_flight
 
 

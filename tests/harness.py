@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from reference.replay import Batch
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
+from pdtool.artifacts.metrics import METRICS_FILE, read_metrics
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.files import file_sha256
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order
-from pdtool.run.measure.metrics_log import METRICS_FILE, read_metrics
 from pdtool.schedule import POLICIES, default_shape
 
 DEVICE = "cpu"  # where workers compute; test_run_gpu.py sets it to cuda

@@ -16,14 +16,13 @@ import yaml
 from graphs import chain
 from hypothesis import strategies as st
 
-from pdtool.artifacts.device import Devices
-from pdtool.artifacts.envelope import Artifact
+from pdtool.artifacts.artifact import Artifact
+from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.device import TABLE, Devices
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import make_cluster
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
-from pdtool.profile.devices import TABLE
 
 ROOT = Path(__file__).parent.parent
 PROFILE = chain([1e-3, 2e-3, 3e-3, 1e-3, 2e-3, 1e-3], parameters=1000, crossing=500, stash=700)

@@ -10,13 +10,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from pdtool.artifacts.artifact import Artifact, ModelRef
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.checkpoint_manifest import CheckpointManifest, StoredFile
-from pdtool.artifacts.cluster_file import ClusterFile, ClusterSpec, LevelMeasured, LevelSpec, NetworkMeasured
-from pdtool.artifacts.envelope import Artifact, ModelRef
+from pdtool.artifacts.cluster import ClusterFile, ClusterSpec, LevelMeasured, LevelSpec, NetworkMeasured
+from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan, Predicted, Rival, Stage, Why
-from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
-from pdtool.artifacts.report import EmulatedPlan, Emulation, Measured, Report, RunState, StageReport
+from pdtool.artifacts.profile import Node, Profile, SharedParameter
+from pdtool.artifacts.report import EmulatedPlan, Emulation, Measured, Report, StageReport
+from pdtool.artifacts.run_dir import CheckpointManifest, RunState, StoredFile
 
 MODEL = ModelRef(source="model.py", settings={"layers": 3, "wide": True, "rate": 0.5, "kind": "a b"})
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from pdtool.artifacts.cluster import Cluster, make_cluster
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster, make_cluster
 from pdtool.partition.cost.plan_cost import Candidate, CostModelName, Evaluator
 from pdtool.partition.in_flight import with_fewest_in_flight
 from pdtool.partition.placement import ExecutionConfig, Placement

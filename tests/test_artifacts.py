@@ -22,12 +22,11 @@ from hypothesis import strategies as st
 
 from pdtool import files
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.cluster_file import ClusterFile
+from pdtool.artifacts.cluster import ClusterFile, make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.text_formats import FormatError, has_comments, read_yaml, with_values
-from pdtool.cluster import make_cluster
 from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError, with_article
 from pdtool.files import write_atomically
 from pdtool.schedule import POLICIES, is_asynchronous

@@ -14,9 +14,9 @@ from graphs import chain, plan_of, random_cluster, random_profile, with_nodes
 from reference.local_search import LocalSearch
 from reference.reference_cost import Division, ReferenceCost
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan, Why
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError
 from pdtool.partition.plan_check import check_plan
 from pdtool.partition.planner import make_plan, refresh

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import NET
 
+from pdtool.artifacts.artifact import OPERATOR_GRAPH
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import OPERATOR_GRAPH
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 

@@ -12,9 +12,9 @@ import pytest
 import samples
 from graphs import chain, plan_of
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import make_cluster
 from pdtool.partition import comparison
 from pdtool.partition.comparison import SweepPoint, bandwidth_grid, crossings
 from pdtool.partition.placement import Placement

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdtool.cluster import make_cluster, parse_topology
+from pdtool.artifacts.cluster import make_cluster, parse_topology
 from pdtool.errors import UsageError
 
 SERVERS = make_cluster((2, 2, 2), (1e9, 5e9, 50e9))

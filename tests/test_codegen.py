@@ -9,11 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
+from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan, Stage
-from pdtool.artifacts.profile import Device, Node, Profile
+from pdtool.artifacts.profile import Node, Profile
 from pdtool.codegen import generate as generate_module
 from pdtool.codegen.emit import StageWriter
 from pdtool.codegen.generate import generate

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import samples
 
-from pdtool.artifacts.report import RunState
+from pdtool.artifacts.run_dir import RunPhase, RunState, last_update, read_run
 from pdtool.cli.commands import report as reporting
-from pdtool.cli.console.run_standing import last_update
-from pdtool.report.subjects import RunPhase, read_run
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import samples
 from graphs import chain
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
-from pdtool.cluster import make_cluster
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
 

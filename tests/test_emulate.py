@@ -19,11 +19,10 @@ import pytest
 import samples
 from graphs import chain, plan_of
 
-from pdtool.artifacts.cluster_file import ClusterSpec
+from pdtool.artifacts.cluster import ClusterSpec, make_cluster
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
 from pdtool.cli.console.report_view import emulation_view
-from pdtool.cluster import make_cluster
 from pdtool.emulate.emulate_plans import choose_scaling, scaled_cluster, without_latency
 from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import PretendCluster

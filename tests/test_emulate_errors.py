@@ -16,9 +16,10 @@ from conftest import NET
 from graphs import chain, plan_of
 from test_emulate import namespaces, net_and_plan
 
-from pdtool.artifacts.profile import Device, Profile, SharedParameter
+from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.device import Device
+from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.cli.console.report_view import emulation_view
-from pdtool.cluster import make_cluster
 from pdtool.emulate import namespaces as linux
 from pdtool.emulate.emulate_plans import (
     EmulationSettings,

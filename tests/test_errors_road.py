@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import NET
 
-from pdtool.artifacts.report import RunState
+from pdtool.artifacts.run_dir import RunState
 
 
 def changed(old: str, new: str) -> str:

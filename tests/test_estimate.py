@@ -13,13 +13,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pdtool.artifacts.device import Devices, DeviceSpec
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.device import TABLE, Devices, DeviceSpec, find_device
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.app import main
 from pdtool.errors import ArtifactError, ModelError, StaleError, UsageError
 from pdtool.frontend.modelfile import ModelFile
-from pdtool.profile.devices import TABLE, find_device
 from pdtool.profile.estimate import calibrate_device, estimate
 from pdtool.profile.kernels import FLOP_FORMULAS
 from pdtool.profile.measure import measure

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.errors import ModelError, StaleError, TraceError, UsageError
 from pdtool.frontend.graph_check import check_profile
 from pdtool.frontend.model_source import parse_ref

@@ -23,12 +23,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from mutations import PROFILE, PROFILE_PATH, VALID, Forged
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.app import main
 from pdtool.cli.commands.show import _view
 from pdtool.cli.console.terminal import show
-from pdtool.cluster import make_cluster
 from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.partition.comparison import compare
 from pdtool.partition.placement import Placement

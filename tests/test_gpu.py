@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pdtool.artifacts.envelope import ModelRef
-from pdtool.cluster import make_cluster
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.codegen.generate import generate
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.partition.planner import make_plan

@@ -17,10 +17,10 @@ from harness import CONV1, CONV2, CONV3, CONV4, TIED3, TIED4, Toy, assert_same, 
 from reference import replay
 from test_laws_training import BW2, pipeline
 
+from pdtool.artifacts.metrics import read_metrics
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.config import RunConfig
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
-from pdtool.run.measure.metrics_log import read_metrics
 
 MAX_NORM = 0.3  # of gradients that have a norm of one or two
 CLIPPED = f"\nMAX_GRAD_NORM = {MAX_NORM}\n"

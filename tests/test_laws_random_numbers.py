@@ -16,13 +16,13 @@ from reference import replay
 from test_codegen import plan_of, skeleton, traced_once
 from torch import nn
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.metrics import read_metrics
 from pdtool.codegen import generate as generate_module
 from pdtool.codegen.generate import generate
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.random_operators import module_draws, module_draws_by_layout
 from pdtool.run.config import RunConfig, derive_seed
-from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.operator_seeds import OperatorSeeds
 from pdtool.run.stage import PipelineStage
 from pdtool.schedule import POLICIES, default_shape

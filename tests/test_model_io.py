@@ -8,8 +8,8 @@ import torch
 from harness import assert_same, run, weights
 from test_codegen import plan_of, skeleton, texts_in
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.report import Report
 from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import compose, copy_state, load_stages

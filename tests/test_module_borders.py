@@ -7,7 +7,7 @@ import random
 import pytest
 from graphs import chain, random_profile, with_nodes
 
-from pdtool.cluster import make_cluster
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.partition import module_borders
 from pdtool.partition.module_borders import modules_divided, move_to_module_borders
 from pdtool.partition.planner import make_plan

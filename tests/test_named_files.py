@@ -10,7 +10,7 @@ import threading
 import pytest
 import samples
 
-from pdtool.artifacts import envelope
+from pdtool.artifacts import artifact as envelope
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError

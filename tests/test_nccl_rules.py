@@ -20,7 +20,7 @@ from harness import CONV1, CONV2, CONV3, CONV4, SKIP3, TIED3, perceptron
 from reference import nccl_stand_in
 from reference.nccl_rules import DeadlockError, Job
 
-from pdtool.artifacts.cluster_file import ClusterSpec, LevelSpec
+from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.run.messages.open_channels import can_use_nccl
 from pdtool.run.messages.routes import Route

@@ -7,7 +7,8 @@ import pytest
 import torch
 from test_codegen import plan_of, skeleton, texts_in
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.device import find_device
 from pdtool.codegen import generate as generate_module
 from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError
@@ -17,7 +18,6 @@ from pdtool.frontend.hints import Hints
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.tracing.trace import trace_file
-from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
 from pdtool.profile.measure import measure
 from pdtool.run.stage_module import load_stage_module

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_codegen import plan_of, skeleton, texts_in
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.codegen.generate import generate
 from pdtool.frontend.modelfile import ModelFile
 

@@ -6,8 +6,8 @@ import pytest
 from graphs import chain, profile_of, random_profile
 from reference.brute_force import divisions
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node, SharedParameter
-from pdtool.cluster import make_cluster
 from pdtool.partition.cost.plan_cost import Evaluator
 from pdtool.partition.placement import ExecutionConfig
 from pdtool.partition.search.device_blocks import layouts

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.brute_force import divisions, fastest
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Node
-from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.cost.plan_cost import COST_MODELS, Evaluator
 from pdtool.partition.placement import ExecutionConfig

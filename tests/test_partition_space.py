@@ -6,8 +6,8 @@ from itertools import combinations
 import pytest
 from graphs import chain, profile_of, random_profile
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node
-from pdtool.cluster import make_cluster
 from pdtool.partition.cost.plan_cost import COST_MODELS
 from pdtool.partition.search.cuts import find_cuts
 from pdtool.partition.search.search import PlanSearch, SearchOptions

@@ -12,7 +12,7 @@ from graphs import random_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdtool.cluster import make_cluster
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.errors import NoPlanError
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions

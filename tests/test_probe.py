@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import samples
 
-from pdtool.artifacts.cluster_file import ClusterFile
+from pdtool.artifacts.cluster import ClusterFile
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.partition.planner import make_plan

@@ -17,7 +17,7 @@ from conftest import NET, Folder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.commands import run
 from pdtool.errors import ArtifactError, ModelError

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdtool.cluster import make_cluster
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.partition.placement import ExecutionConfig
 from pdtool.partition.search.device_blocks import Layout
 from pdtool.partition.search.search import PlanSearch, SearchOptions

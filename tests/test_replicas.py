@@ -6,8 +6,8 @@ import pytest
 from graphs import chain, profile_of, random_cluster, random_profile
 from reference.brute_force import divisions, placed
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node
-from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.cost.plan_cost import COST_MODELS, Evaluator
 from pdtool.partition.placement import ExecutionConfig

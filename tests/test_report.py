@@ -23,10 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdtool.artifacts.chrome_trace import TraceEvent, chrome_trace
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.cluster import make_cluster
 from pdtool.partition.placement import Placement
 from pdtool.partition.planner import make_plan
 from pdtool.partition.simulated_schedules import under_schedule

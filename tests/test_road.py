@@ -7,10 +7,10 @@ import torch
 from harness import run
 from pydantic import JsonValue
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.cluster import make_cluster
 from pdtool.codegen.generate import generate
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.partition.planner import make_plan

@@ -19,7 +19,7 @@ import harness
 import pytest
 from harness import faulty
 
-from pdtool.run import checkpoint
+from pdtool.artifacts import run_dir
 from pdtool.run.config import RunConfig
 from pdtool.run.processes import shared_memory_files
 from pdtool.run.processes.shared_memory_files import remove_stale_semaphores
@@ -99,7 +99,7 @@ class Launcher:
 
     def tells_how_to_go_on(self, name: str) -> None:
         """State what a signal of this name has let it say."""
-        epoch = max(checkpoint.complete_checkpoints(self.spec.out), default=0)
+        epoch = max(run_dir.complete_checkpoints(self.spec.out), default=0)
         how = f"; go on from the last checkpoint (epoch {epoch}) with --resume {self.spec.out}"
         assert f"stopped by {name}{how if epoch else ' before the first checkpoint'}" in self.errors.read_text()
 

@@ -18,12 +18,13 @@ import pytest
 import torch
 from harness import CONV2, CONV3, faulty
 
+from pdtool.artifacts import run_dir
+from pdtool.artifacts.metrics import read_metrics
 from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.options import Target
 from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
-from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.processes import worker_main
 from pdtool.run.processes.diagnosis import diagnose
 from pdtool.run.processes.launcher import launch, local_assignments
@@ -182,14 +183,14 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     """A file stands where the folder of epoch 2 is to be written."""
     spec = harness.job(tmp_path, CONV3)
     launch(spec)
-    old = {path.name: path.read_bytes() for path in checkpoint.latest(spec.out).iterdir()}
+    old = {path.name: path.read_bytes() for path in run_dir.latest(spec.out).iterdir()}
     (spec.out / "checkpoints" / ".epoch-2.partial").write_text("in the way")
     message = (
         r"at the checkpoint of epoch 2: the checkpoint could not be written .*; see that the folder can be written"
     )
     with pytest.raises(PdtoolError, match=message):
         launch(replace(spec, epochs=2, resume=spec.out))
-    kept = checkpoint.latest(spec.out)
+    kept = run_dir.latest(spec.out)
     assert kept.name == "epoch-1"
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == old
 
@@ -221,7 +222,7 @@ def test_a_target_that_no_metric_has_is_refused_before_the_first_epoch(tmp_path:
     spec = harness.job(tmp_path, CONV2, target=Target.parse("foo=1"))
     with pytest.raises(UsageError, match="the model reports no metric 'foo'; it reports: "):
         launch(spec)
-    assert not checkpoint.complete_checkpoints(spec.out)
+    assert not run_dir.complete_checkpoints(spec.out)
     assert read_metrics(spec.out / "metrics.jsonl") == []
 
 

@@ -17,12 +17,12 @@ from harness import CONV2, faulty
 from launches import end, machines
 from test_run_nodes import ended, start
 
+from pdtool.artifacts import run_dir
+from pdtool.artifacts.run_dir import locked
 from pdtool.errors import PdtoolError, UsageError
-from pdtool.run import checkpoint
 from pdtool.run.agreement import describe_differences
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.launcher import launch
-from pdtool.run.run_folder import locked
 
 HOLDER = """
 import os, sys, time
@@ -62,7 +62,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         process.kill()
         process.wait(timeout=20)
         launch(spec)
-    assert checkpoint.complete_checkpoints(spec.out)
+    assert run_dir.complete_checkpoints(spec.out)
 
 
 def test_a_lock_ends_with_its_context(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_machines_that_run_different_things_are_refused(tmp_path: Path, what: st
         assert code == 2, errors
         assert re.search(message, errors), errors
         assert "start all with the same command, on the same files" in errors
-    assert not checkpoint.complete_checkpoints(spec.out)
+    assert not run_dir.complete_checkpoints(spec.out)
 
 
 @pytest.mark.parametrize("timeout_s", [5.0, 60.0])

@@ -21,12 +21,12 @@ from harness import CONV2, CONV3, LSTM3, TIED3, Toy, assert_same, batches, weigh
 from reference import replay
 from test_laws_precision import COMPILED, NEAR_FP32, trained
 
+from pdtool.artifacts.metrics import read_metrics
 from pdtool.errors import WorkerDiedError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches
 from pdtool.run.loading.device_upload import DeviceUpload
-from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.messages import open_channels
 from pdtool.run.processes.launcher import launch
 from pdtool.run.worker import Worker

@@ -11,7 +11,7 @@ import torch
 from conftest import Folder
 from harness import CONV2, TIED3, weights
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.frontend.modelfile import ModelFile
 
 UNSEEDED = """

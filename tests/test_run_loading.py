@@ -24,8 +24,8 @@ from test_run_endings import wait_until
 from test_run_failures import processes, workers_left
 from torch.utils.data import DataLoader
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.modelfile import ModelFile

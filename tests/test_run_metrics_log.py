@@ -13,9 +13,9 @@ from typing import Any
 import harness
 import pytest
 
+from pdtool.artifacts import metrics as metrics_log
+from pdtool.artifacts.metrics import GrowingFile, MetricsLog, following_metrics, read_metrics
 from pdtool.errors import ArtifactError, PdtoolError
-from pdtool.run.measure import metrics_log
-from pdtool.run.measure.metrics_log import GrowingFile, MetricsLog, following_metrics, read_metrics
 from pdtool.run.processes.launcher import launch
 
 

@@ -16,6 +16,7 @@ import samples
 from harness import CONV2, CONV3, CONV4, TIED3
 
 from pdtool.artifacts.chrome_trace import TRACKS, chrome_trace
+from pdtool.artifacts.metrics import read_metrics
 from pdtool.artifacts.report import Report
 from pdtool.cli.console.report_view import report_view
 from pdtool.host import usable_cores
@@ -24,7 +25,6 @@ from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.partition.stage_loads import StageEdge
 from pdtool.run.config import assign_ranks, derive_seed
-from pdtool.run.measure.metrics_log import read_metrics
 from pdtool.run.processes.launcher import launch
 from pdtool.schedule import ActionKind, build
 

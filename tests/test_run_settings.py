@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import NET
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 

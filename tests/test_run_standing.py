@@ -12,8 +12,7 @@ import pytest
 import samples
 from conftest import Folder
 
-from pdtool.artifacts.report import RunState
-from pdtool.run.run_folder import locked
+from pdtool.artifacts.run_dir import RunState, locked
 
 STATE = RunState(plan="net", config="1-1", schedule="1f1b", epochs=4, updates=10, samples=80)
 

@@ -14,8 +14,8 @@ from conftest import NET, Folder
 from harness import CONV2, Toy, assert_same, weights
 from torch.utils.data import DataLoader
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.modelfile import ModelFile

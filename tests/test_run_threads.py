@@ -13,8 +13,9 @@ import harness
 import pytest
 import samples
 
-from pdtool.artifacts.envelope import ModelRef
-from pdtool.artifacts.profile import Device, Profile
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.device import Device
+from pdtool.artifacts.profile import Profile
 from pdtool.cli.inputs import Inputs
 from pdtool.errors import UsageError
 from pdtool.host import usable_cores

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.training_contract import looks_at_all_parameters

@@ -12,7 +12,7 @@ from torch import nn
 
 from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
-from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
+from pdtool.artifacts.run_dir import CheckpointManifest
 from pdtool.errors import PdtoolError
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches
 from pdtool.run.measure.meter import WorkerMeter

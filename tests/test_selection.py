@@ -9,7 +9,7 @@ from functools import cache
 
 from graphs import chain, random_profile, with_nodes
 
-from pdtool.cluster import make_cluster
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.errors import NoPlanError
 from pdtool.partition import selection
 from pdtool.partition.baselines import baselines

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdtool.cluster import Cluster, make_cluster
+from pdtool.artifacts.cluster import Cluster, make_cluster
 from pdtool.errors import ScheduleError
 from pdtool.partition.cost.memory import StageMemory
 from pdtool.partition.simulator.engine import simulate

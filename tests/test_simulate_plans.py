@@ -9,8 +9,8 @@ from graphs import chain, plan_of, profile_of, random_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node, SharedParameter
-from pdtool.cluster import make_cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.cost.plan_cost import Evaluator
 from pdtool.partition.placement import ExecutionConfig, Placement

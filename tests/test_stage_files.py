@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_codegen import plan_of, skeleton, texts_in
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.codegen.generate import generate
 from pdtool.frontend.modelfile import ModelFile
 

@@ -14,9 +14,9 @@ from harness import CONV1, assert_same, batches, stage_of, weights
 from reference import replay
 from reference.brute_force import divisions, every_plan
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
-from pdtool.cluster import make_cluster
 from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.partition.cost.plan_cost import Evaluator

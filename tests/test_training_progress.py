@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pdtool.artifacts.report import RunState
+from pdtool.artifacts.run_dir import RunState
 from pdtool.cli.command_line.verbosity import Verbosity
 from pdtool.cli.console import terminal
 from pdtool.cli.console.training_progress import clock, training_progress, validated

@@ -7,8 +7,8 @@ import re
 import pytest
 import samples
 
+from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan
-from pdtool.artifacts.profile import Device
 
 GB = 10**9
 RESERVED = 2**30

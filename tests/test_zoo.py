@@ -6,13 +6,13 @@ from importlib.metadata import distribution
 import pytest
 import torch
 
-from pdtool.artifacts.envelope import ModelRef
-from pdtool.cluster import make_cluster
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.device import find_device
 from pdtool.errors import ModelError
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
-from pdtool.profile.devices import find_device
 from pdtool.profile.estimate import estimate
 
 PAPER = {

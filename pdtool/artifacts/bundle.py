@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import FrozenModel, YamlArtifact
+from pdtool.artifacts.artifact import FrozenModel, YamlArtifact
 from pdtool.artifacts.fields import Count, Digest, Identifier, Label, ModulePath, Name, Number, Title
 from pdtool.errors import FieldError, StaleError
 from pdtool.files import file_sha256

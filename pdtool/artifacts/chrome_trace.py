@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from pdtool.errors import PdtoolError
+from pdtool.files import read_text
 
 MESSAGE_TRACKS = ("all-reduce", "send", "receive")
 TRACKS = ("compute", *MESSAGE_TRACKS)
@@ -67,3 +72,31 @@ def _rows(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
         else:
             free.append(event)
     return rows
+
+
+_MAX_NAME = 200  # characters of a worker's name
+
+
+def _read_trace(path: Path) -> dict[str, list[TraceEvent]]:
+    """Read a Chrome trace that a run wrote; {} where it is missing or damaged: the page does without."""
+    try:
+        return _events(json.loads(read_text(path))["traceEvents"])
+    except (PdtoolError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return {}
+
+
+def _events(entries: list[dict[str, Any]]) -> dict[str, list[TraceEvent]]:
+    names: dict[int, str] = {}
+    tracks: dict[tuple[int, int], str] = {}
+    events: dict[str, list[TraceEvent]] = {}
+    for entry in entries:
+        pid = entry["pid"]
+        if entry["name"] == "process_name":
+            names[pid] = str(entry["args"]["name"])[:_MAX_NAME]
+        elif entry["name"] == "thread_name":
+            tracks[pid, entry["tid"]] = str(entry["args"]["name"]).split(" ")[0]
+        else:
+            start_s, length_s = float(entry["ts"]) / 1e6, float(entry["dur"]) / 1e6
+            event = TraceEvent(tracks[pid, entry["tid"]], str(entry["name"]), str(entry["cat"]), start_s, length_s)
+            events.setdefault(names[pid], []).append(event)
+    return events

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from pdtool.artifacts.envelope import FrozenModel, YamlArtifact
+from pdtool.artifacts.artifact import FrozenModel, YamlArtifact
 from pdtool.artifacts.fields import Bytes, Label, PositiveBytes, Rate, Seconds
-from pdtool.errors import FieldError
+from pdtool.errors import FieldError, UsageError, suggestion
 
 Factor = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
@@ -57,3 +59,41 @@ class Devices(YamlArtifact):
         for name, device in self.devices.items():
             if "fp32" not in device.peak_flops_per_s:
                 raise FieldError(f"devices.{name}.peak_flops_per_s", "needs at least fp32")
+
+
+_THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of a CPU: `AMD EPYC, 2 threads`
+
+
+class Device(FrozenModel):
+    """The device that the times are for, and whether they were measured on it or estimated.
+
+    Attributes:
+        memory_bytes: all that it has; of a CPU that of its machine, which workers share. None: not recorded.
+    """
+
+    name: Label
+    kind: Literal["measured", "estimated"]
+    memory_bytes: PositiveBytes | None = None
+
+
+TABLE = Path(__file__).with_name("devices.yaml")
+
+
+def find_device(name: str) -> DeviceSpec:
+    """Return the device of that name in the table, or the one in the file `name`, a path that ends in .yaml or .yml.
+
+    Raises:
+        UsageError: not in the table, which is listed, or the file holds several.
+        ArtifactError: the file cannot be read, or a field of it is wrong.
+    """
+    if not name.endswith((".yaml", ".yml")):
+        known = Devices.load(TABLE).devices
+        if name not in known:
+            near = suggestion(name, [*known, "cpu", "cuda"])
+            remedy = f"{near}measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own"
+            raise UsageError(f"device {name!r} is not known", remedy)
+        return known[name]
+    devices = Devices.load(name, may_be_pipe=True).devices
+    if len(devices) > 1:
+        raise UsageError(f"{name} holds {len(devices)} devices ({', '.join(devices)})", "keep one device in a file")
+    return next(iter(devices.values()))

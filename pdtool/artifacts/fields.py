@@ -13,8 +13,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StringConstraints, ValidationError
 
-from pdtool.cluster import MAX_WORKERS
-
+MAX_WORKERS = 100_000
 _MAX_SECONDS, _MIN_SECONDS = 1e9, 1e-30
 _MAX_BYTES = 10**18
 _MAX_COUNT = 10**9
@@ -49,7 +48,6 @@ StageIndex = Annotated[int, Field(ge=-MAX_WORKERS, lt=MAX_WORKERS)]  # a negativ
 Figure = Annotated[float, Field(ge=0, le=_MAX_FIGURE, allow_inf_nan=False), _zero_or_from(_MIN_FIGURE)]
 FigureBytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=0, le=10**100)]
 FigureCount = Annotated[int, BeforeValidator(_as_integer), Field(ge=1, le=10**100)]
-
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 # Node, module and parameter names: dotted words, so that none can carry code into a generated file.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(@[0-9]+)?$", max_length=500)]

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.cluster_file import ClusterSpec, check_levels
-from pdtool.artifacts.envelope import FrozenModel, ModelRef, YamlArtifact
+from pdtool.artifacts.artifact import FrozenModel, ModelRef, YamlArtifact
+from pdtool.artifacts.cluster import ClusterSpec, check_levels
 from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCount, Label, Number, Title
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import with_values

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection
 from functools import cached_property
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.device import Precision
-from pdtool.artifacts.envelope import Artifact, FrozenModel, ModelRef
-from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, PositiveBytes, Seconds, StageIndex, Title
+from pdtool.artifacts.artifact import Artifact, FrozenModel, ModelRef
+from pdtool.artifacts.device import _THREADS, Device, Precision
+from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, Seconds, StageIndex, Title
 from pdtool.errors import FieldError
 from pdtool.graph import Graph
-
-_THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of a CPU: `AMD EPYC, 2 threads`
-
-
-class Device(FrozenModel):
-    """The device that the times are for, and whether they were measured on it or estimated.
-
-    Attributes:
-        memory_bytes: all that it has; of a CPU that of its machine, which workers share. None: not recorded.
-    """
-
-    name: Label
-    kind: Literal["measured", "estimated"]
-    memory_bytes: PositiveBytes | None = None
 
 
 class Node(FrozenModel):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
-from pdtool.artifacts.cluster_file import ClusterSpec
-from pdtool.artifacts.envelope import Artifact, FrozenModel
+from pdtool.artifacts.artifact import Artifact, FrozenModel
+from pdtool.artifacts.cluster import ClusterSpec
 from pdtool.artifacts.fields import Bytes, Count, Figure, FigureBytes, Label, Number, Seconds, Title
 from pdtool.artifacts.plan import Predicted
 
@@ -119,33 +119,6 @@ class Report(Artifact):
     def is_crowded(self) -> bool:
         """Whether workers computed on fewer cores than they are."""
         return self.cores is not None and self.local_workers is not None and self.local_workers > self.cores
-
-
-class RunState(Artifact):
-    """`runs/.../run.json`: what a run was asked for, and how it ended.
-
-    Attributes:
-        plan: name of the plan.
-        epochs: that the run is to have in all.
-        epochs_done: that it had when it began, of the run that it resumes.
-        updates, samples: of an epoch; None until the workers have opened the training set.
-        end: how it ended; None while it goes on, and where nobody could say (a power cut).
-        reason: why it stopped or failed.
-    """
-
-    KIND: ClassVar[str] = "run"
-    MAKER: ClassVar[str] = "pdtool run"
-
-    format: Literal["pdtool/run/1"] = "pdtool/run/1"
-    plan: Label
-    config: Label
-    schedule: Label
-    epochs: Number
-    epochs_done: Number = 0
-    updates: Count | None = None
-    samples: Count | None = None
-    end: Literal["done", "stopped", "failed"] | None = None
-    reason: Annotated[str, StringConstraints(max_length=10_000)] = ""
 
 
 class EmulatedPlan(FrozenModel):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.inputs import bundle_folder, find_model, was_made_from

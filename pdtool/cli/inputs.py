@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdtool.artifacts.artifact import ModelRef, fields_checked
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef, fields_checked
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.console.terminal import note

@@ -19,7 +19,7 @@ from pdtool.errors import ArtifactError
 from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from pdtool.artifacts.envelope import ModelRef
+    from pdtool.artifacts.artifact import ModelRef
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
 
@@ -137,7 +137,7 @@ def _text(value: Any) -> str:
 
 
 def _has_levels(plan: Plan, profile: Profile, file: str) -> bool:
-    from pdtool.artifacts.cluster_file import ClusterFile
+    from pdtool.artifacts.cluster import ClusterFile
 
     cluster, asked = plan.cluster.cluster(), ClusterFile.load(file).cluster()
     return cluster.levels == asked.levels

@@ -10,8 +10,8 @@ from pdtool.errors import UsageError
 from pdtool.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from pdtool.artifacts.cluster import Cluster
     from pdtool.artifacts.profile import Profile
-    from pdtool.cluster import Cluster
 
 NO_LIMIT = "none"  # what --memory takes besides a size
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from pdtool.artifacts.cluster_file import ClusterSpec
+from pdtool.artifacts.cluster import Cluster, ClusterSpec
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.cluster import Cluster
 from pdtool.emulate.pretend_cluster import BURST_BYTES
 from pdtool.emulate.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
 from pdtool.emulate.workers import Emulator

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 from itertools import product
 
-from pdtool.cluster import Cluster
+from pdtool.artifacts.cluster import Cluster
 from pdtool.emulate.namespaces import configure
 from pdtool.errors import PdtoolError
 from pdtool.units import format_rate

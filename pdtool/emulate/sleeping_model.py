@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.emulate.sleeping_layers import Segment

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, cast
 
-from pdtool.cluster import Cluster
+from pdtool.artifacts.cluster import Cluster
 from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import INTERFACE, PretendCluster
 from pdtool.errors import PdtoolError, WorkerDiedError

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdtool.cluster import MAX_WORKERS
+from pdtool.artifacts.fields import MAX_WORKERS
 from pdtool.errors import FieldError
 
 

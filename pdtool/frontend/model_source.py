@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from pdtool.artifacts.envelope import ModelRef, fields_checked
+from pdtool.artifacts.artifact import ModelRef, fields_checked
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, UsageError
 from pdtool.frontend.user_code import error_at, in_zoo, module_name

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import nn
 
-from pdtool.artifacts.envelope import OPERATOR_GRAPH, ModelRef
+from pdtool.artifacts.artifact import OPERATOR_GRAPH, ModelRef
 from pdtool.errors import FieldError, StaleError, suggestion
 from pdtool.files import file_sha256
 from pdtool.frontend.hints import Hints

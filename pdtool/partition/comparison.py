@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.placement import Placement
 from pdtool.partition.predictions import samples_per_update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdtool.cluster import Cluster
+from pdtool.artifacts.cluster import Cluster
 from pdtool.errors import NoPlanError
 from pdtool.partition.cost.plan_cost import Candidate
 from pdtool.partition.search.search import PlanSearch

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pdtool.artifacts.cluster_file import ClusterSpec
-from pdtool.artifacts.envelope import fields_checked
+from pdtool.artifacts.artifact import fields_checked
+from pdtool.artifacts.cluster import Cluster, ClusterSpec
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, STRATEGIES, PipelineShape, check_executable, pipeline_shape
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan, Why
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
 from pdtool.partition.baselines import baselines, rivals
 from pdtool.partition.cost.plan_cost import Candidate, Evaluator

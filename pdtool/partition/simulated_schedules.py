@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.search.cuts import unbroken_groups

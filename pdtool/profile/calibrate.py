@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import OperatorKind
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import ArtifactError
 

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from pdtool.artifacts.device import DeviceSpec, OperatorKind, Precision
-from pdtool.artifacts.envelope import ModelRef
-from pdtool.artifacts.profile import Device, Profile
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.device import Device, DeviceSpec, OperatorKind, Precision
+from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, StaleError, UsageError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_io import ModelInputs

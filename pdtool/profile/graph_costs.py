@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from pdtool.artifacts.envelope import fields_checked
-from pdtool.artifacts.profile import Device, Node, Profile, SharedParameter
+from pdtool.artifacts.artifact import fields_checked
+from pdtool.artifacts.device import Device
+from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
 from pdtool.frontend.hints import unknown_module_remedy
 from pdtool.frontend.modelfile import ModelFile

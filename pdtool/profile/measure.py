@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from pdtool import host as process_memory
-from pdtool.artifacts.device import RESERVED_BYTES
-from pdtool.artifacts.profile import Device, Profile
+from pdtool.artifacts.device import RESERVED_BYTES, Device
+from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.modelfile import ModelFile

@@ -20,10 +20,10 @@ from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from pdtool.artifacts.envelope import title
-from pdtool.artifacts.profile import Device, Node, Profile
+from pdtool.artifacts.artifact import title
+from pdtool.artifacts.device import Device, find_device
+from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import ArtifactError
-from pdtool.profile.devices import find_device
 
 DEVICE, _DEVICE_IN_TABLE = "V100 (published by PipeDream)", "v100"  # the paper's V100 have 16 GB (section 5.1)
 _MAX_SAMPLES = 10**9

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pdtool.artifacts.cluster_file import ClusterFile, LevelMeasured, LevelSpec, NetworkMeasured
+from pdtool.artifacts.cluster import ClusterFile, LevelMeasured, LevelSpec, NetworkMeasured
 from pdtool.errors import UsageError
 from pdtool.machines import use_loopback
 from pdtool.profile.rendezvous import Rendezvous

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from pdtool.artifacts.cluster_file import ClusterFile
+from pdtool.artifacts.cluster import ClusterFile
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import Machines, worker_environment
 from pdtool.profile.probe import OnStep, ProbeRequest, ProbeWorker, run_probe_worker

@@ -9,6 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pdtool import __version__
+from pdtool.artifacts.run_dir import RunPhase
 from pdtool.errors import printable
 from pdtool.report.drawings.chart import curve_chart
 from pdtool.report.drawings.picture import stylesheet
@@ -17,7 +18,7 @@ from pdtool.report.measured import metric_charts
 from pdtool.report.sections import HALF, NARROW, WIDE, Pictures, pictures_of
 from pdtool.report.simulated import SimulatedPlan
 from pdtool.report.subject_view import SubjectView
-from pdtool.report.subjects import RunPhase, Subject
+from pdtool.report.subjects import Subject
 from pdtool.units import format_seconds
 
 GENERATOR = '<meta name="generator" content="pdtool report">'  # by which a page is known

@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-from pdtool.artifacts.chrome_trace import TraceEvent
-from pdtool.artifacts.envelope import declared_kind
+from pdtool.artifacts.artifact import declared_kind
+from pdtool.artifacts.metrics import METRICS_FILE
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.artifacts.report import Emulation, Report
+from pdtool.artifacts.report import Emulation
+from pdtool.artifacts.run_dir import _EMULATION_FILE, _PLAN_FILE, _REPORT_FILE, _RUN_FILE, RunRecord, read_run
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.files import read_text
-from pdtool.run.measure.metrics_log import METRICS_FILE, read_metrics
-
-_PLAN_FILE, _REPORT_FILE, _TRACE_FILE, _LOCK_FILE = "plan.yaml", "report.json", "trace.json", ".lock"
-_EMULATION_FILE, _RUN_FILE = "emulation.json", "run.json"
-_MAX_NAME = 200  # characters of a worker's name
-_FLOCK = "hhqqixxxx"  # struct flock of Linux: type, whence, start, length, process
-
 
 Planned = Callable[[str], tuple[Plan, Profile]]
-
-
-class RunPhase(StrEnum):
-    """Where a run stands."""
-
-    RUNNING = "running"
-    STOPPED = "stopped before its end"
-    FINISHED = "finished"
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What a run has left in its folder so far; `events` are those of its trace, by the name of the worker."""
-
-    folder: Path
-    state: RunPhase
-    report: Report | None
-    metrics: list[dict[str, Any]]
-    events: dict[str, list[TraceEvent]]
 
 
 @dataclass(frozen=True)
@@ -115,30 +85,6 @@ def _read_folder(folder: Path, planned: Planned) -> Subject:
     return Subject(str(folder), plan=plan, profile=profile, run=run)
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read what a run has written so far; a report of fewer epochs than there are metrics of is an earlier one."""
-    metrics = read_metrics(folder / METRICS_FILE)
-    report = Report.load(folder / _REPORT_FILE) if (folder / _REPORT_FILE).is_file() else None
-    if is_running(folder):
-        return RunRecord(folder, RunPhase.RUNNING, None, metrics, {})
-    if not report or max((line["epoch"] for line in metrics), default=0) > report.epochs:
-        return RunRecord(folder, RunPhase.STOPPED, None, metrics, {})
-    return RunRecord(folder, RunPhase.FINISHED, report, metrics, _read_trace(folder / _TRACE_FILE))
-
-
-def is_running(folder: Path) -> bool:
-    """Whether a process holds the lock of a run's folder; it is asked for the lock, which is not taken."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        if not (folder / _LOCK_FILE).is_file():  # a FIFO would be waited for
-            return False
-        with (folder / _LOCK_FILE).open("rb") as file:
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
-    except OSError:  # no such file, or a file system without locks
-        return False
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
-
-
 def _plan_path(run: RunRecord) -> Path | None:
     """Return the file of the plan that a run keeps, or of that of its report where it still is in plans/."""
     if (run.folder / _PLAN_FILE).is_file():
@@ -151,28 +97,3 @@ def _plans_here() -> Iterator[tuple[Path, Plan]]:
     for path in sorted(Path("plans").glob("*.yaml")):
         with suppress(ArtifactError):
             yield path, Plan.load(path)
-
-
-def _read_trace(path: Path) -> dict[str, list[TraceEvent]]:
-    """Read a Chrome trace that a run wrote; {} where it is missing or damaged: the page does without."""
-    try:
-        return _events(json.loads(read_text(path))["traceEvents"])
-    except (PdtoolError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        return {}
-
-
-def _events(entries: list[dict[str, Any]]) -> dict[str, list[TraceEvent]]:
-    names: dict[int, str] = {}
-    tracks: dict[tuple[int, int], str] = {}
-    events: dict[str, list[TraceEvent]] = {}
-    for entry in entries:
-        pid = entry["pid"]
-        if entry["name"] == "process_name":
-            names[pid] = str(entry["args"]["name"])[:_MAX_NAME]
-        elif entry["name"] == "thread_name":
-            tracks[pid, entry["tid"]] = str(entry["args"]["name"]).split(" ")[0]
-        else:
-            start_s, length_s = float(entry["ts"]) / 1e6, float(entry["dur"]) / 1e6
-            event = TraceEvent(tracks[pid, entry["tid"]], str(entry["name"]), str(entry["cat"]), start_s, length_s)
-            events.setdefault(names[pid], []).append(event)
-    return events

@@ -7,10 +7,10 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from pdtool import __version__
+from pdtool.artifacts import run_dir
 from pdtool.errors import UsageError
 from pdtool.files import file_sha256
 from pdtool.frontend.model_source import find_source
-from pdtool.run import checkpoint
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.collectives import all_gather
 
@@ -42,7 +42,7 @@ def run_settings(config: RunConfig) -> dict[str, str]:
         "the model's file": file_sha256(find_source(config.model.source)),
     }
     if config.resume:
-        digests["--resume"] = checkpoint.read_manifest(checkpoint.latest(config.resume)).content_sha256
+        digests["--resume"] = run_dir.read_manifest(run_dir.latest(config.resume)).content_sha256
     return settings | {name: digest[:_DIGITS] for name, digest in digests.items()} | {"pdtool's version": __version__}
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -25,16 +24,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pdtool.artifacts.checkpoint_manifest import CheckpointManifest, StoredFile
-from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.artifacts.run_dir import _FOLDER, _MANIFEST, CheckpointManifest, StoredFile, _remedy, latest, read_manifest
+from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.files import check_replaceable, replacing
 from pdtool.run.processes.collectives import all_gather
 
-_FOLDER = "checkpoints"
-_MANIFEST = "checkpoint.json"
-_OLD_MANIFEST = "epoch.json"
 _ZIP = b"PK"  # how what torch.save writes begins
-_MAX_RUNS = 5  # that an error lists
 _T = TypeVar("_T")
 
 
@@ -65,58 +60,6 @@ def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[s
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
-
-
-def complete_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the complete checkpoints of a run's folder, by their epoch."""
-    return {
-        epoch: path
-        for path in folder.glob(f"{_FOLDER}/epoch-*")
-        if (epoch := _epoch(path)) is not None and (path / _MANIFEST).is_file()
-    }
-
-
-def latest(folder: Path) -> Path:
-    """Return the last complete checkpoint of a run's folder, or the folder itself if it is one; raises UsageError."""
-    if (folder / _MANIFEST).is_file():
-        return folder
-    checkpoints = complete_checkpoints(folder)
-    if not checkpoints:
-        if (folder / _OLD_MANIFEST).is_file() or any(folder.glob(f"{_FOLDER}/epoch-*/{_OLD_MANIFEST}")):
-            raise UsageError(
-                f"the checkpoints in {folder} are of an older pdtool, whose files could hold code",
-                "export them with the pdtool that wrote them",
-            )
-        if not folder.is_dir():
-            raise UsageError(f"{folder} is not there", f"name the folder of a run{_runs_beside(folder)}")
-        what = f"{folder} holds no complete checkpoint"
-        raise UsageError(what, "name the folder of a run that has one: the first is written after the first epoch")
-    return checkpoints[max(checkpoints)]
-
-
-def _runs_beside(folder: Path) -> str:
-    """Return `: runs/a, runs/b`, the newest runs beside a folder that is not there; "" when there are none."""
-    runs = {path.parent for path in folder.parent.glob(f"*/{_FOLDER}") if complete_checkpoints(path.parent)}
-    newest = sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True)[:_MAX_RUNS]
-    return f": {', '.join(map(str, newest))}" if newest else ""
-
-
-def read_manifest(checkpoint: Path) -> CheckpointManifest:
-    """Return what checkpoint.json says.
-
-    Raises:
-        ArtifactError: it is missing, damaged, or of another epoch than its folder; the checkpoint before it is named.
-    """
-    path = checkpoint / _MANIFEST
-    try:
-        manifest = CheckpointManifest.load(path)
-    except ArtifactError as error:
-        reason = error.what.removeprefix(f"{path}: ")
-        raise ArtifactError(path, f"is damaged ({reason})", _remedy(checkpoint)) from error
-    if _epoch(checkpoint) not in (None, manifest.epoch):
-        what = f"is of epoch {manifest.epoch}, and stands in a folder of another epoch"
-        raise ArtifactError(path, what, f"name the folder epoch-{manifest.epoch}, or remove it")
-    return manifest
 
 
 def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -272,18 +215,3 @@ def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict
         if keys and _describe(path) != stored:
             raise ValueError("its content is not what was written")
         return {key: file.get_tensor(key) for key in keys}
-
-
-def _epoch(checkpoint: Path) -> int | None:
-    """The epoch that the folder's name tells; None for another name."""
-    match = re.fullmatch(r"epoch-([0-9]+)", checkpoint.name)
-    return int(match[1]) if match else None
-
-
-def _remedy(checkpoint: Path) -> str:
-    """What to do when a checkpoint is damaged."""
-    last, complete = _epoch(checkpoint), complete_checkpoints(checkpoint.parent.parent)
-    earlier = [epoch for epoch in complete if last and epoch < last]
-    if earlier:
-        return f"go on from the one before it, in another folder: with --resume {complete[max(earlier)]} and without -o"
-    return "there is none before it in this run: train again, in another folder"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.artifacts.plan import Plan
 from pdtool.machines import Machines
 from pdtool.options import Target

@@ -2,62 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from pdtool.errors import PdtoolError, UsageError
+from pdtool.errors import UsageError
 from pdtool.run.processes.collectives import all_gather, broadcast
 
-PLAN_FILE = "plan.yaml"  # what is trained, for whoever looks at the run
-_LOCK_FILE = ".lock"
 _TOKEN_FILE = ".token"
 _VISIBLE_WITHIN_S = 10.0  # until a file that one machine wrote is seen by another; NFS caches folders for seconds
 _POLL_S = 0.1
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks is used without one
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Make the folder `out` and hold it for one run; the system takes the lock back when this process ends.
-
-    Raises:
-        UsageError: another run holds it.
-        PdtoolError: the folder cannot be written.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise PdtoolError(f"{out} cannot be written ({error.strerror})", "name another folder with -o") from error
-    try:
-        _lock(descriptor, out)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, out: Path) -> None:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not kept by a forked process
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            remedy = "wait for it, or name another folder with -o"
-            raise UsageError(f"{out} is in use by a run ({holder})", remedy) from None
-        if error.errno not in _NO_LOCKS:
-            raise PdtoolError(f"{out} cannot be locked ({error.strerror})", "name another folder with -o") from error
 
 
 def check_shared(out: Path, group: Any, timeout_s: float) -> None:

@@ -34,9 +34,11 @@ from dataclasses import dataclass
 import torch
 
 from pdtool import schedule
-from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
+from pdtool.artifacts import run_dir
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
+from pdtool.artifacts.metrics import MetricsLog
 from pdtool.artifacts.report import Report
+from pdtool.artifacts.run_dir import CheckpointManifest, update_record
 from pdtool.files import write_atomically
 from pdtool.host import usable_cores
 from pdtool.run import checkpoint
@@ -44,10 +46,8 @@ from pdtool.run.data import Minibatches
 from pdtool.run.measure.assemble_report import WorkerMeasurements, assemble_report
 from pdtool.run.measure.epoch_timer import EpochTimer
 from pdtool.run.measure.metric_totals import MetricTotals
-from pdtool.run.measure.metrics_log import MetricsLog
 from pdtool.run.measure.round_losses import RoundLoss
 from pdtool.run.processes.collectives import all_gather
-from pdtool.run.processes.run_record import update_record
 from pdtool.run.stage_replica import StageReplica
 from pdtool.run.worker_context import WorkerContext
 from pdtool.schedule import Action, ActionKind
@@ -257,8 +257,8 @@ class Worker:
         """Take over the checkpoint to resume from; returns the number of epochs that it was trained for."""
         if self._config.resume is None:
             return 0
-        folder = checkpoint.latest(self._config.resume)
-        manifest = checkpoint.read_manifest(folder)
+        folder = run_dir.latest(self._config.resume)
+        manifest = run_dir.read_manifest(folder)
         self.metrics = dict(manifest.metrics)
         self._losses = [*manifest.validation_losses] or [self.metrics.get("loss", 0.0)] * manifest.epoch
         self._minibatches = [*manifest.minibatches] or [0] * manifest.epoch

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from reference.reference_cost import Division, ReferenceCost
 
 _SAME = 1 - 1e-9

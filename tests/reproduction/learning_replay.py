@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.options import Target
 from pdtool.run.config import derive_seed

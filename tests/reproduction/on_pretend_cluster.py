@@ -13,7 +13,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from pdtool.cluster import make_cluster
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.emulate.namespaces import check_tools, enter_own_network
 from pdtool.emulate.pretend_cluster import INTERFACE, PretendCluster
 from pdtool.host import end_with_parent

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pdtool.run.measure.metrics_log import following_metrics
+from pdtool.artifacts.metrics import following_metrics
 from reproduction.results import Results
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import harness
 
+from pdtool.artifacts.cluster import Cluster, Level
 from pdtool.artifacts.report import Report
-from pdtool.cluster import Cluster, Level
 from pdtool.partition.simulator.engine import simulate
 from pdtool.partition.simulator.job import SimulationJob, StageWork
 from pdtool.partition.stage_loads import StageEdge

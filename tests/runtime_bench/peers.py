@@ -16,8 +16,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.envelope import ModelRef
 from pdtool.frontend.modelfile import ModelFile
 from pdtool.run.stage_module import load_stage_module
 

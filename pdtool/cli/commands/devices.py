@@ -19,9 +19,8 @@ def devices(names: tuple[str, ...], as_json: bool) -> None:
     Each with its memory, its rates and the data sheet that they come from. NAME is one of the table, or a YAML file of
     your own.
     """
-    from pdtool.artifacts.device import Devices
+    from pdtool.artifacts.device import TABLE, Devices, find_device
     from pdtool.cli.console.profile_view import devices_view
-    from pdtool.profile.devices import TABLE, find_device
 
     table = Devices.load(TABLE)
     if names:

@@ -13,7 +13,7 @@ from pdtool.cli.console.terminal import show, write_stdout
 from pdtool.errors import ArtifactError, UsageError, with_article
 
 if TYPE_CHECKING:
-    from pdtool.artifacts.envelope import Artifact
+    from pdtool.artifacts.artifact import Artifact
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.console.table import Lines
@@ -61,7 +61,7 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
 
 def _loaded(file: str) -> Artifact:
     """Read an artifact, a plan edited by hand as it is now; raises ArtifactError where it cannot be."""
-    from pdtool.artifacts.kinds import load_any
+    from pdtool.artifacts import load_any
     from pdtool.cli.plans.edited_plan import as_it_is
 
     artifact, fault = as_it_is(load_any(file), file)

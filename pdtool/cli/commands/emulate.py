@@ -94,13 +94,13 @@ def emulate(
     Each worker is a process in a network namespace, behind links of the plan's bandwidths. It sleeps in place of
     computing, and sends real tensors. This needs Linux, iproute2, and root or user namespaces.
     """
+    from pdtool.artifacts.run_dir import locked
     from pdtool.cli.inputs import Inputs, planned
     from pdtool.emulate.assemble_emulation import assemble_emulation
     from pdtool.emulate.emulate_plans import emulate as on_pretend_cluster
     from pdtool.emulate.emulate_plans import without_latency
     from pdtool.emulate.namespaces import check_tools
     from pdtool.partition.strategies.rival_plans import rival_plans
-    from pdtool.run.run_folder import locked
 
     _refuse_options_of_training(compute)
     check_tools()

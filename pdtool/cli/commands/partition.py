@@ -17,8 +17,8 @@ from pdtool.errors import ArtifactError, UsageError
 from pdtool.schedule import SCHEDULES, STRATEGIES
 
 if TYPE_CHECKING:
+    from pdtool.artifacts.cluster import Cluster
     from pdtool.artifacts.plan import Plan
-    from pdtool.cluster import Cluster
 
 _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 
@@ -148,8 +148,7 @@ def keep_edits(path: str) -> None:
 
 def _cluster(file: str | None, topology: str | None, bandwidth: str | None, latency: str | None) -> Cluster:
     """Read the cluster from `file`, or make it of the figures given; raises UsageError for both and for neither."""
-    from pdtool.artifacts.cluster_file import ClusterFile
-    from pdtool.cluster import make_cluster, parse_topology
+    from pdtool.artifacts.cluster import ClusterFile, make_cluster, parse_topology
     from pdtool.units import parse_bandwidth, parse_seconds
 
     if file:

@@ -37,9 +37,9 @@ def probe(
     Starts one process per worker of this machine; on several machines, start it on each. Per level: what a member's
     link carries with all its workers sending and receiving at once, one pair alone, a small message, an all-reduce.
     """
-    from pdtool.artifacts.envelope import title
+    from pdtool.artifacts.artifact import title
+    from pdtool.artifacts.cluster import parse_topology
     from pdtool.cli.console.cluster_view import cluster_view
-    from pdtool.cluster import parse_topology
     from pdtool.units import parse_seconds
 
     sizes, timeout_s = parse_topology(topology), parse_seconds(timeout)

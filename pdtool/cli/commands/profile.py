@@ -115,7 +115,8 @@ def profiled(
         UsageError: the options make no sense together; or the file to write is another than a profile.
         ModelError: the model cannot be imported, traced or executed.
     """
-    from pdtool.profile.devices import default_device, find_device
+    from pdtool.artifacts.device import find_device
+    from pdtool.profile.devices import default_device
 
     _check_options(device, threads, precision, compiled, calibrate)
     spec = None if device in _MEASURED_DEVICES else find_device(device)

@@ -221,7 +221,7 @@ def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int 
 
 def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:
     """Return the run's folder and the one to resume from; with one of them given, the other is the same."""
-    from pdtool.run.checkpoint import complete_checkpoints
+    from pdtool.artifacts.run_dir import complete_checkpoints
 
     if resume == _SAME_FOLDER:
         if output is None:
@@ -272,7 +272,7 @@ def _note_start(config: RunConfig, profile: Profile) -> None:
 
 def _note_resumption(config: RunConfig) -> None:
     """Say after which epoch a resumed run goes on, and how many are left."""
-    from pdtool.run.checkpoint import latest, read_manifest
+    from pdtool.artifacts.run_dir import latest, read_manifest
 
     if config.resume:
         done = read_manifest(latest(config.resume)).epoch
@@ -302,7 +302,7 @@ def _note_crowding(config: RunConfig) -> None:
 
 def _note_another_seed(config: RunConfig) -> None:
     """Say it when a resumed run draws other random numbers than the one that it goes on from."""
-    from pdtool.run.checkpoint import latest, read_manifest
+    from pdtool.artifacts.run_dir import latest, read_manifest
 
     if config.resume:
         seed = read_manifest(latest(config.resume)).seed

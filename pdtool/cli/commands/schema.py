@@ -16,7 +16,7 @@ KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "run", "emu
 @click.argument("kind", type=click.Choice(KINDS))
 def schema(kind: str) -> None:
     """Print the JSON Schema of an artifact."""
-    from pdtool.artifacts.kinds import artifact_class
+    from pdtool.artifacts import artifact_class
 
     content = {"$schema": "https://json-schema.org/draft/2020-12/schema", **artifact_class(kind).model_json_schema()}
     write_stdout(json.dumps(content, indent=2) + "\n")

@@ -14,7 +14,7 @@ from pdtool.cli.console.output import print_json
 from pdtool.errors import UsageError, with_article
 
 if TYPE_CHECKING:
-    from pdtool.artifacts.envelope import Artifact
+    from pdtool.artifacts.artifact import Artifact
     from pdtool.cli.console.table import Lines
 
 _GRAPH_WIDTH = 1200  # pixels
@@ -33,7 +33,7 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     The figures of a plan that was edited by hand are computed for what it says now. One that cannot be executed is not
     shown, and the exit code is 3.
     """
-    from pdtool.artifacts.kinds import load_any
+    from pdtool.artifacts import load_any
     from pdtool.cli.plans.edited_plan import as_it_is
 
     if output and not graph:
@@ -58,12 +58,12 @@ def _folder_of(file: str) -> Path | None:
 
 def _view(artifact: Artifact, folder: Path | None = None) -> Lines:
     from pdtool.artifacts.bundle import Bundle
-    from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
-    from pdtool.artifacts.cluster_file import ClusterFile
+    from pdtool.artifacts.cluster import ClusterFile
     from pdtool.artifacts.device import Devices
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
-    from pdtool.artifacts.report import Emulation, Report, RunState
+    from pdtool.artifacts.report import Emulation, Report
+    from pdtool.artifacts.run_dir import CheckpointManifest, RunState
     from pdtool.cli.console.bundle_view import bundle_view
     from pdtool.cli.console.cluster_view import cluster_view
     from pdtool.cli.console.plan_view import plan_view, timeline

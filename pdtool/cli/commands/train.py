@@ -21,7 +21,7 @@ from pdtool.errors import StaleError, UsageError
 from pdtool.host import usable_cores
 
 if TYPE_CHECKING:
-    from pdtool.artifacts.envelope import ModelRef
+    from pdtool.artifacts.artifact import ModelRef
 
 # The options that `train` hands on, and to which command; each is defined by the first of them that has it.
 _HANDED_ON: dict[click.Command, tuple[str, ...]] = {
@@ -98,8 +98,7 @@ def _invoke(context: click.Context) -> None:
 
 def _topology(*, topology: str | None, cluster: str | None, **_: Any) -> str:
     """Return `4x4`, of the option or of the cluster's file; raises UsageError where there is neither."""
-    from pdtool.artifacts.cluster_file import ClusterFile
-    from pdtool.cluster import parse_topology
+    from pdtool.artifacts.cluster import ClusterFile, parse_topology
 
     if topology is not None:
         return "x".join(map(str, parse_topology(topology)))

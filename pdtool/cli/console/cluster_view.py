@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdtool.artifacts.cluster_file import ClusterFile
+from pdtool.artifacts.cluster import ClusterFile
 from pdtool.cli.console.table import Lines, table
 from pdtool.units import format_bytes, format_rate, format_seconds
 

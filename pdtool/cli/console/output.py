@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pdtool.cli.console.terminal import note, show, write_stdout
 
 if TYPE_CHECKING:
-    from pdtool.artifacts.envelope import Artifact
+    from pdtool.artifacts.artifact import Artifact
     from pdtool.cli.console.table import Lines
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
+from pdtool.artifacts.run_dir import CheckpointManifest
 from pdtool.cli.console.table import Lines, table
 from pdtool.cli.console.training_progress import validated
 from pdtool.report.sentences import scaling_phrase

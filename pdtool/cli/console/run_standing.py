@@ -5,24 +5,15 @@ All of it is read from the run's folder, while it runs or later; neither torch n
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import re
-import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pdtool.artifacts.checkpoint_manifest import CheckpointManifest
-from pdtool.artifacts.report import RunState
+from pdtool.artifacts.run_dir import CheckpointManifest, RunState, _checkpoints, is_locked, last_update
 from pdtool.cli.console.training_progress import validated
 from pdtool.errors import ArtifactError
-
-_TAIL_BYTES = 65_536  # of metrics.jsonl, which hold its last lines
-_MAX_FIGURE = 1e18
-_FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
 
 
 def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
@@ -54,39 +45,6 @@ def resumed_line(folder: Path) -> Iterator[str]:
             yield f"resumed after epoch {state.epochs_done}: what was measured is of the epochs since"
 
 
-def last_update(folder: Path) -> dict[str, Any] | None:
-    """Return the last line of metrics.jsonl about an update; None when there is none."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():  # a FIFO would be waited for, a device has no end
-        return None
-    with suppress(OSError), path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        for line in reversed(file.read().split(b"\n")):
-            with suppress(ValueError, RecursionError):
-                event = json.loads(line)
-                if isinstance(event, dict) and event.get("split") == "train" and _is_whole(event):
-                    return event
-    return None
-
-
-def _is_whole(event: dict[str, Any]) -> bool:
-    """Whether a line is one that a run has written, not a stranger."""
-    figures = [event.get(name) for name in ("loss", "epoch", "step")] + [event.get("samples_per_s", 0)]
-    return all(
-        isinstance(figure, (int, float)) and not isinstance(figure, bool) and abs(figure) < _MAX_FIGURE
-        for figure in figures
-    )
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a run holds the folder; the lock is asked for, never taken."""
-    with suppress(OSError, struct.error, ValueError), (folder / ".lock").open("rb+") as file:
-        answer = fcntl.fcntl(file, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-    return False
-
-
 def _end(state: RunState, *, is_running: bool) -> str:
     if is_running:
         return "it is running"
@@ -105,13 +63,6 @@ def _place(state: RunState, update: dict[str, Any]) -> str:
     rate = update.get("samples_per_s")
     figures = [f"training loss {update['loss']:.4f}"] + ([f"{rate:.4g} samples/s"] if rate else [])
     return f"last update: {update['step']}{total}, in epoch {update['epoch']}/{state.epochs}: {', '.join(figures)}"
-
-
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run, by epoch."""
-    manifests = folder.glob("checkpoints/epoch-*/checkpoint.json")
-    named = ((re.fullmatch(r"epoch-([0-9]+)", path.parent.name), path.parent) for path in manifests)
-    return {int(match[1]): path for match, path in named if match}
 
 
 def _last_checkpoint(checkpoints: dict[int, Path]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdtool.artifacts.report import RunState
+from pdtool.artifacts.run_dir import RunState
 from pdtool.cli.console.terminal import above, console, is_progress_shown, note
 from pdtool.errors import PdtoolError
 

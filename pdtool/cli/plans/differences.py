@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdtool.artifacts.envelope import Artifact
+from pdtool.artifacts.artifact import Artifact
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.console.plan_view import ranges

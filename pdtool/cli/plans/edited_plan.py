@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdtool.artifacts.envelope import Artifact
+from pdtool.artifacts.artifact import Artifact
 from pdtool.artifacts.plan import Plan
 from pdtool.cli.inputs import checked
 from pdtool.cli.inputs import profile_of

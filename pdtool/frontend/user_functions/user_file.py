@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pdtool.artifacts.envelope import ModelRef
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.errors import ModelError
 from pdtool.frontend.training_contract import takes_total
 from pdtool.frontend.user_code import definition_line, error_at

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtool.cluster import Cluster
+from pdtool.artifacts.cluster import Cluster
 from pdtool.partition.cost.memory import StageMemory
 from pdtool.partition.placement import ExecutionConfig
 from pdtool.partition.stage_loads import Number, StageLoad

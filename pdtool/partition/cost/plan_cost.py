@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from pdtool.partition.cost.formulas import CostModel, fractions_by_class, members_of
 from pdtool.partition.cost.pipedream import PipeDreamCostModel
 from pdtool.partition.placement import ExecutionConfig, Placement

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pdtool.cluster import Cluster
+from pdtool.artifacts.cluster import Cluster
 from pdtool.partition.cost.formulas import members_of
 
 MAX_WORKERS_PER_COPY = 256  # the search looks at every worker as the first one of every stage

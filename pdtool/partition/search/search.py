@@ -9,8 +9,8 @@ from itertools import islice
 
 import numpy as np
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
 from pdtool.partition.cost.formulas import TOLERANCE
 from pdtool.partition.cost.plan_cost import COST_MODELS, Candidate, CostModelName, Evaluator

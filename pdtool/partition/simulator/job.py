@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Node, Profile
-from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
 from pdtool.partition.cost.memory import StageMemory
 from pdtool.partition.placement import Placement

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from pdtool.cluster import Cluster
+from pdtool.artifacts.cluster import Cluster
 
 _ROUNDING = 1 + 1e-12  # sums that come and go leave a rest
 _MAX_REMEMBERED = 5_000

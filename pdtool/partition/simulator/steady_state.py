@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from pdtool.errors import ScheduleError
 from pdtool.partition.placement import Placement
 from pdtool.partition.simulator.engine import simulated_time_s

@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pdtool.artifacts.cluster_file import ClusterSpec
+from pdtool.artifacts.cluster import Cluster, ClusterSpec
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cluster import Cluster
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.partition.planner import make_plan, refresh
 from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import MAX_IN_FLIGHT
-from pdtool.cluster import Cluster
 from pdtool.errors import UsageError
 from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY
 from pdtool.partition.search.search import SearchOptions

@@ -28,10 +28,10 @@ from multiprocessing import forkserver
 import torch
 
 from pdtool import host as process_memory
+from pdtool.artifacts import run_dir
 from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
 from pdtool.files import write_atomically
 from pdtool.host import ULIMIT
-from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.run.processes.out_of_memory import killed_for_memory_error
 from pdtool.run.processes.status import (
@@ -222,7 +222,7 @@ class WorkersLeft:
 
 def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
     """The remedy of a run whose worker has died; [] where it would only say to start again and `is_needed` is not."""
-    if checkpoint.complete_checkpoints(config.out):
+    if run_dir.complete_checkpoints(config.out):
         return ["go on from the last checkpoint with --resume"]
     return ["start it again"] if is_needed else []
 

@@ -27,20 +27,21 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from pdtool.artifacts import run_dir
+from pdtool.artifacts.metrics import following_metrics
 from pdtool.artifacts.report import Report
+from pdtool.artifacts.run_dir import PLAN_FILE, locked, update_record
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError
 from pdtool.files import write_remedy
 from pdtool.frontend.precision import check_autocast
 from pdtool.host import end_with_parent, usable_cores
 from pdtool.machines import is_started_by_torchrun, worker_environment
 from pdtool.rendezvous import gather_machines
-from pdtool.run import checkpoint
 from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
-from pdtool.run.measure.metrics_log import following_metrics
 from pdtool.run.processes.collectives import short_reason
 from pdtool.run.processes.diagnosis import diagnose, fork_server_end
 from pdtool.run.processes.reaper import Reaper
-from pdtool.run.processes.run_record import recorded, update_record
+from pdtool.run.processes.run_record import recorded
 from pdtool.run.processes.shared_memory_files import (
     name_semaphores_after_this_process,
     remove_counters,
@@ -49,7 +50,6 @@ from pdtool.run.processes.shared_memory_files import (
 from pdtool.run.processes.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
 from pdtool.run.processes.stop_signals import end_by_signal, handling_signals, stop_message, stop_name
 from pdtool.run.processes.worker_main import run_worker, worker_main
-from pdtool.run.run_folder import PLAN_FILE, locked
 from pdtool.schedule import build, is_asynchronous
 from pdtool.schedule.execution import validate
 
@@ -80,7 +80,7 @@ def launch(
         KeyboardInterrupt: Ctrl-C; all workers are gone.
     """
     check_config(config)
-    epochs_done = checkpoint.read_manifest(checkpoint.latest(config.resume)).epoch if config.resume else 0
+    epochs_done = run_dir.read_manifest(run_dir.latest(config.resume)).epoch if config.resume else 0
     if config.resume and epochs_done >= config.epochs:
         raise UsageError(f"{config.resume} has its {epochs_done} epoch(s) already", "give more --epochs than that")
     environment = worker_environment(os.environ, config.machines.endpoint)

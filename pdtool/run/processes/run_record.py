@@ -5,20 +5,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
-from pdtool.artifacts.report import RunState
+from pdtool.artifacts.run_dir import _UNWRITABLE, RUN_FILE, RunState, _put_report_aside, update_record
 from pdtool.errors import PdtoolError, describe_error
 from pdtool.run.config import RunConfig
 
-RUN_FILE = "run.json"
-REPORT_FILE = "report.json"
 _MAX_REASON = 2000  # characters
-_UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: the record is no reason to end a run
 
 
 @contextmanager
@@ -45,16 +39,3 @@ def recorded(config: RunConfig, epochs_done: int) -> Iterator[None]:
         update_record(config.out, end="failed", reason=reason)
         raise
     update_record(config.out, end="done")
-
-
-def update_record(out: Path, **changes: Any) -> None:
-    """Change fields of the record in a run's folder, as far as it is there and can be written."""
-    path = out / RUN_FILE
-    with suppress(*_UNWRITABLE):
-        RunState.load(path).model_copy(update=changes).save(path)
-
-
-def _put_report_aside(out: Path, epochs_done: int) -> None:
-    """Keep the report of the run that is resumed in this folder under another name: it is not that of this run."""
-    with suppress(OSError):
-        os.replace(out / REPORT_FILE, out / f"report.epoch-{epochs_done}.json")

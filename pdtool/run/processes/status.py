@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from pdtool import host as process_memory
+from pdtool.artifacts.metrics import METRICS_FILE
 from pdtool.errors import PdtoolError
 from pdtool.run.config import RankAssignment
-from pdtool.run.measure.metrics_log import METRICS_FILE
 
 WORKERS_FOLDER = ".workers"
 FAILURE_FILE = "failure.txt"

@@ -12,7 +12,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from pdtool.run import checkpoint
+from pdtool.artifacts import run_dir
 from pdtool.run.processes.reaper import Reaper
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -70,7 +70,7 @@ def stop_name(number: signal.Signals) -> str:
 def stop_message(number: signal.Signals, out: Path) -> str:
     """Return a line that says what has stopped the run of a folder, and how to go on."""
     what = stop_name(number)
-    epochs = checkpoint.complete_checkpoints(out)
+    epochs = run_dir.complete_checkpoints(out)
     if not epochs:
         return f"stopped by {what} before the first checkpoint; start it again"
     return f"stopped by {what}; go on from the last checkpoint (epoch {max(epochs)}) with --resume {out}"

@@ -3,15 +3,97 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.envelope import FrozenModel, YamlArtifact
-from pdtool.artifacts.fields import Count, Label, PositiveBytes, Rate, Seconds, Title
-from pdtool.cluster import MAX_WORKERS, Cluster, Level
-from pdtool.errors import FieldError
+from pdtool.artifacts.artifact import FrozenModel, YamlArtifact
+from pdtool.artifacts.fields import MAX_WORKERS, Count, Label, PositiveBytes, Rate, Seconds, Title
+from pdtool.errors import FieldError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """`size` members at this level, joined by links of one bandwidth (bytes/s, each direction) and latency (s)."""
+
+    size: int
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Levels, outermost first, and the memory of each device in bytes (None: not limited)."""
+
+    levels: tuple[Level, ...]
+    memory_bytes: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """Number of workers: the product of the level sizes."""
+        return math.prod(level.size for level in self.levels)
+
+    @cached_property
+    def below(self) -> tuple[int, ...]:
+        """Workers in one member of each level."""
+        sizes = [level.size for level in self.levels]
+        return tuple(math.prod(sizes[depth + 1 :]) for depth in range(len(sizes)))
+
+    @property
+    def topology(self) -> str:
+        """The sizes of the levels, as `4x4`."""
+        return "x".join(str(level.size) for level in self.levels)
+
+    def link(self, a: int, b: int) -> Level | None:
+        """Return the slowest link on the way from worker `a` to worker `b`; None when they are the same."""
+        return self.span(min(a, b), max(a, b) + 1)
+
+    def span(self, first: int, end: int) -> Level | None:
+        """Return the slowest link crossed inside the contiguous workers [first, end); None for a single worker."""
+        slowest = None
+        for level, below in zip(self.levels, self.below, strict=True):
+            slower = slowest is None or level.bandwidth_bytes_per_s < slowest.bandwidth_bytes_per_s
+            if slower and first // below != (end - 1) // below:
+                slowest = level
+        return slowest
+
+
+def parse_topology(text: str) -> tuple[int, ...]:
+    """Read `4x4` (outermost level first); raises UsageError."""
+    if not re.fullmatch(r"[0-9]{1,30}(x[0-9]{1,30}){0,9}", text):
+        raise UsageError(f"topology {text!r:.80} is not sizes joined by x", "write 4 or 2x8, the outermost level first")
+    sizes = tuple(int(part) for part in text.split("x"))
+    if 0 in sizes or math.prod(sizes) > MAX_WORKERS:
+        raise UsageError(f"topology {text!r} has {math.prod(sizes)} workers", f"give between 1 and {MAX_WORKERS}")
+    return sizes
+
+
+def make_cluster(
+    sizes: Sequence[int],
+    bandwidths: Sequence[float],
+    *,
+    latencies: Sequence[float] | None = None,
+    memory_bytes: int | None = None,
+) -> Cluster:
+    """Join sizes, bandwidths (bytes/s) and latencies (s) of levels, the outermost first; raises UsageError."""
+    latencies = latencies or [0.0] * len(sizes)
+    for what, values in (("bandwidth(s)", bandwidths), ("latencies", latencies)):
+        if len(values) != len(sizes):
+            topology = "x".join(map(str, sizes))
+            raise UsageError(
+                f"{len(values)} {what} for the {len(sizes)} level(s) of topology {topology}",
+                "give one per level, the outermost first",
+            )
+    levels = zip(sizes, bandwidths, latencies, strict=True)
+    return Cluster(
+        levels=tuple(Level(size=n, bandwidth_bytes_per_s=b, latency_s=t) for n, b, t in levels),
+        memory_bytes=memory_bytes,
+    )
+
 
 _MAX_LEVELS = 10
 
