@@ -14,7 +14,7 @@ from pathlib import Path
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import find_device
 from pdtool.artifacts.profile import Node, Profile
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.profile.estimate import estimate
 from pdtool.profile.pipedream_import import read_pipedream_profile
 

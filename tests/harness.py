@@ -23,7 +23,7 @@ from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
 from pdtool.artifacts.metrics import METRICS_FILE, read_metrics
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.files import file_sha256
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order
 from pdtool.schedule import POLICIES, default_shape

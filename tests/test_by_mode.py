@@ -9,8 +9,8 @@ from test_codegen import plan_of, skeleton, texts_in
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.codegen.generate import generate
 from pdtool.errors import ArtifactError
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing.trace import trace_file
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.tracing import trace_file
 
 MODELS = Path(__file__).parent / "models" / "by_mode.py"
 LINES = {

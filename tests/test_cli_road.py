@@ -92,13 +92,13 @@ def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
     monkeypatch.setattr("pdtool.profile.measure.measure", measure)
     assert "reusing" in road.pdtool("profile", "model.py", "--if-stale", "--device", "auto").stderr
     assert "on cpu" in road.pdtool("profile", "model.py", code=2).stderr
-    monkeypatch.setattr("pdtool.profile.devices.default_device", lambda: "cuda")
+    monkeypatch.setattr("pdtool.frontend.compute_mode.default_device", lambda: "cuda")
     for arguments in ([], ["--device", "auto"], ["--device", "auto", "--if-stale"]):
         assert "on cuda" in road.pdtool("profile", "model.py", *arguments, code=2).stderr
 
 
 def test_a_plan_for_cpus_that_is_run_on_gpus_is_told(road, monkeypatch):
-    monkeypatch.setattr("pdtool.profile.devices.default_device", lambda: "cuda")
+    monkeypatch.setattr("pdtool.frontend.compute_mode.default_device", lambda: "cuda")
     told = road.pdtool("run", "--steps", "1").stderr  # the workers see that there is none
     assert "the run computes on cuda: its predictions do not hold; profile with --device cuda" in told
 

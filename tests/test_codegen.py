@@ -21,8 +21,8 @@ from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import ArtifactError, StaleError, UsageError
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing.trace import trace, trace_file
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.tracing import trace, trace_file
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 INPUTS = {

@@ -18,7 +18,7 @@ from pdtool.artifacts.device import TABLE, Devices, DeviceSpec, find_device
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.app import main
 from pdtool.errors import ArtifactError, ModelError, StaleError, UsageError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.profile.estimate import calibrate_device, estimate
 from pdtool.profile.kernels import FLOP_FORMULAS
 from pdtool.profile.measure import measure

@@ -10,11 +10,11 @@ import torch
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.errors import ModelError, StaleError, TraceError, UsageError
-from pdtool.frontend.graph_check import check_profile
-from pdtool.frontend.model_source import parse_ref
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing.leaf_calls import LeafCall
-from pdtool.frontend.tracing.trace import trace, trace_file
+from pdtool.frontend.graph_digest import check_profile
+from pdtool.frontend.leaf_calls import LeafCall
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.tracing import trace, trace_file
+from pdtool.frontend.user_code import parse_ref
 from pdtool.profile.measure import measure
 
 MODELS = Path(__file__).parent / "models" / "small.py"

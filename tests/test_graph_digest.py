@@ -14,10 +14,9 @@ import torch
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import find_device
 from pdtool.errors import StaleError
-from pdtool.frontend.graph_check import check_bundle
-from pdtool.frontend.graph_digest import graph_sha256
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing.trace import trace
+from pdtool.frontend.graph_digest import check_bundle, graph_sha256
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.tracing import trace
 from pdtool.profile.estimate import estimate
 
 NET = """

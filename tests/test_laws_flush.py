@@ -30,7 +30,7 @@ from harness import (
 )
 from reference import replay
 
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 
 TWO: dict[str, Any] = {"chunks": 2}
 

@@ -18,7 +18,7 @@ from reference import replay
 from test_laws_training import BW2, pipeline
 
 from pdtool.artifacts.metrics import read_metrics
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run.config import RunConfig
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 

@@ -25,7 +25,7 @@ from test_laws_training import pipeline
 from torch._dynamo.utils import counters
 
 from pdtool.errors import UsageError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.launcher import check_config
 from pdtool.run.stage import PipelineStage

@@ -20,10 +20,9 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.metrics import read_metrics
 from pdtool.codegen import generate as generate_module
 from pdtool.codegen.generate import generate
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.random_operators import module_draws, module_draws_by_layout
-from pdtool.run.config import RunConfig, derive_seed
-from pdtool.run.operator_seeds import OperatorSeeds
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.random_numbers import OperatorSeeds, derive_seed, module_draws, module_draws_by_layout
+from pdtool.run.config import RunConfig
 from pdtool.run.stage import PipelineStage
 from pdtool.schedule import POLICIES, default_shape
 

@@ -10,7 +10,7 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import find_device
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.profile.estimate import estimate
 from pdtool.profile.execute import Executor
 from pdtool.profile.instruments import measure_scratch_bytes

@@ -14,9 +14,9 @@ from pdtool.artifacts.report import Report
 from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import compose, copy_state, load_stages
 from pdtool.errors import TraceError
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, named_leaves
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing.trace import trace
+from pdtool.frontend.tracing import trace
 from pdtool.profile.measure import measure
 from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order

@@ -14,10 +14,10 @@ from pdtool.codegen.generate import generate
 from pdtool.codegen.verify import VerificationError
 from pdtool.errors import ModelError, TraceError
 from pdtool.frontend.graph_digest import graph_sha256
-from pdtool.frontend.hints import Hints
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.tracing.trace import trace_file
+from pdtool.frontend.model_rules import Hints
+from pdtool.frontend.tracing import trace_file
 from pdtool.profile.estimate import estimate
 from pdtool.profile.measure import measure
 from pdtool.run.stage_module import load_stage_module

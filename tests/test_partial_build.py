@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from pdtool.errors import ModelError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import named_state
 from pdtool.run.startup.partial_build import MissingValuesError, build_partially
 from pdtool.run.startup.worker_model import WorkerModel, is_small

@@ -21,9 +21,9 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.commands import run
 from pdtool.errors import ArtifactError, ModelError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Operator, Value
-from pdtool.frontend.tracing.trace import trace_file
+from pdtool.frontend.tracing import trace_file
 from pdtool.profile.calibrate import measured_model
 from pdtool.profile.compiled import compile_model
 from pdtool.profile.compiled.segment_module import segment_module

@@ -12,7 +12,7 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.codegen.generate import generate
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
 from pdtool.profile.measure import measure

@@ -23,6 +23,7 @@ from harness import CONV1, CONV2, CONV3, Toy, faulty
 from pdtool import host as process_memory
 from pdtool.artifacts.plan import Predicted
 from pdtool.errors import PdtoolError, WorkerDiedError
+from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
 from pdtool.host import MemoryLimit, memory_limits, oom_kills
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.processes import diagnosis, launcher, reaper, worker_main
@@ -46,7 +47,6 @@ from pdtool.run.processes.status import (
     waits_for,
     write_failure,
 )
-from pdtool.run.processes.worker_end import compiler_error, is_compiler_error
 
 
 def with_code(toy: Toy, code: str) -> Toy:

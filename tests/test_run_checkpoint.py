@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from pdtool.artifacts import run_dir
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.processes.launcher import launch
 

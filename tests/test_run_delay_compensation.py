@@ -11,7 +11,7 @@ from harness import CONV3, LSTM3, TIED3, Toy, assert_same, batches, stage_of, we
 from reference import delay_corrections
 
 from pdtool.errors import UsageError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run.weights.delay_compensation import DelayCompensation
 from pdtool.schedule import PipelineShape, default_shape, gradient_delays
 

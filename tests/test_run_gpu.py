@@ -23,7 +23,7 @@ from test_laws_precision import COMPILED, NEAR_FP32, trained
 
 from pdtool.artifacts.metrics import read_metrics
 from pdtool.errors import WorkerDiedError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run import checkpoint
 from pdtool.run.data import Minibatches
 from pdtool.run.loading.device_upload import DeviceUpload

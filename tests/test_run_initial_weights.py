@@ -12,7 +12,7 @@ from conftest import Folder
 from harness import CONV2, TIED3, weights
 
 from pdtool.artifacts.artifact import ModelRef
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 
 UNSEEDED = """
 _seeded = model

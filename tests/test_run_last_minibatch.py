@@ -11,7 +11,7 @@ import torch
 from harness import CONV1, CONV3, Toy
 
 from pdtool.errors import ModelError, PdtoolError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run.config import RunConfig
 from pdtool.run.data import samples_in_epoch
 from pdtool.run.last_minibatch import check_last_minibatch

@@ -28,7 +28,7 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, WorkerDiedError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.loading.minibatch_source import MinibatchSource

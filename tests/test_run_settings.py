@@ -11,7 +11,7 @@ from conftest import NET
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.errors import ModelError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 
 # Each function writes what it was given beside the model.
 TUNED = (

@@ -10,8 +10,8 @@ import torch
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.training_contract import looks_at_all_parameters
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_rules import looks_at_all_parameters
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.stage import PipelineStage
 from pdtool.run.weights.learning_rate import RunLength

@@ -7,7 +7,7 @@ import pytest
 import pdtool
 from pdtool.api import _assignments
 from pdtool.errors import UsageError
-from pdtool.frontend.model_source import parse_settings
+from pdtool.frontend.user_code import parse_settings
 
 PLAN = "plans/model-2.yaml"
 

@@ -18,7 +18,7 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.partition.cost.plan_cost import Evaluator
 from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.plan_check import check_plan

@@ -10,7 +10,7 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.device import find_device
 from pdtool.errors import ModelError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
 from pdtool.profile.estimate import estimate

@@ -14,12 +14,11 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cli.inputs import bundle_folder, find_model, was_made_from
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.files import file_sha256
-from pdtool.frontend.graph_check import first_difference
-from pdtool.frontend.graph_digest import graph_sha256
-from pdtool.frontend.model_source import find_source
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.graph_digest import first_difference, graph_sha256
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Traced
-from pdtool.frontend.tracing.trace import trace_file
+from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.user_code import find_source
 
 
 @dataclass(frozen=True)

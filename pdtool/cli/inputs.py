@@ -18,7 +18,7 @@ from pdtool.files import file_sha256
 from pdtool.schedule import POLICIES, is_asynchronous
 
 if TYPE_CHECKING:
-    from pdtool.frontend.modelfile import ModelFile
+    from pdtool.frontend.model_file import ModelFile
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Inputs:
 
     def model_file(self) -> ModelFile:
         """Import the user's model, and torch with it."""
-        from pdtool.frontend.modelfile import ModelFile
+        from pdtool.frontend.model_file import ModelFile
 
         return ModelFile.load(self.model, trusted=self.trusted, digests=self.plan.digests)
 
@@ -84,7 +84,7 @@ class Inputs:
             StaleError: it changed, and the plan does not record the operator graph that it was made for.
             UsageError: the plan names a file outside the current folder, and the user does not.
         """
-        from pdtool.frontend.model_source import check_local, find_source
+        from pdtool.frontend.user_code import check_local, find_source
 
         expected = self.plan.digests.get(recorded.source)
         if self.trusted:
@@ -105,7 +105,7 @@ class Inputs:
 
 def find_model(path: str, source: str) -> Path:
     """Find the model's file that the plan in `path` names; raises StaleError when it is not there."""
-    from pdtool.frontend.model_source import find_source
+    from pdtool.frontend.user_code import find_source
 
     try:
         return find_source(source)

@@ -72,7 +72,7 @@ def why_profile_is_stale(profile: Profile, path: str, ref: ModelRef, given: Give
     Raises:
         ModelError: the model cannot be traced.
     """
-    from pdtool.profile.devices import default_device
+    from pdtool.frontend.compute_mode import default_device
 
     if profile.model is None or (profile.model.source, profile.model.function) != (ref.source, ref.function):
         return f"it is of {profile.model or 'no model'}"
@@ -101,8 +101,8 @@ def _recorded_in_profile(profile: Profile) -> dict[str, Any]:
 
 def _why_model_differs(profile: Profile, path: str) -> str:
     from pdtool.cli.freshness import profile_findings
-    from pdtool.frontend.modelfile import ModelFile
-    from pdtool.frontend.tracing.trace import trace_file
+    from pdtool.frontend.model_file import ModelFile
+    from pdtool.frontend.tracing import trace_file
 
     assert profile.model
     with chdir("."):  # the user's module may go to another folder

@@ -16,8 +16,7 @@ from pdtool.machines import is_first_worker
 if TYPE_CHECKING:
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.inputs import Inputs
-    from pdtool.frontend.modelfile import ModelFile
-    from pdtool.frontend.user_functions.user_file import Setting
+    from pdtool.frontend.model_file import ModelFile, Setting
 
 
 def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:
@@ -30,7 +29,7 @@ def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:
         UsageError: no function of model.py takes one of them; or one changes the operators that were planned.
         ModelError: the model cannot be built with them.
     """
-    from pdtool.frontend.model_source import parse_settings
+    from pdtool.frontend.user_code import parse_settings
 
     if not given:
         return inputs
@@ -61,8 +60,8 @@ def _check_names(file: ModelFile, changes: Mapping[str, Setting]) -> None:
 
 def _check_operators(file: ModelFile, profile: Profile, changes: Mapping[str, Setting]) -> None:
     """Raise UsageError where the model has other operators with these settings than were profiled."""
-    from pdtool.frontend.graph_check import check_profile
-    from pdtool.frontend.tracing.trace import trace_file
+    from pdtool.frontend.graph_digest import check_profile
+    from pdtool.frontend.tracing import trace_file
 
     settings = " ".join(f"--set {key}={value}" for key, value in changes.items())
     remedy = f"profile it with {settings} and partition it again"

@@ -23,7 +23,7 @@ from pdtool.codegen.unchanged import Source, unchanged_values, views_of_buffers
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import TraceError
 from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Value
-from pdtool.frontend.random_operators import operator_draws, values_drawn_like
+from pdtool.frontend.random_numbers import operator_draws, values_drawn_like
 
 _MAX_NESTED = 3  # operators in one line
 

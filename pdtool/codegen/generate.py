@@ -17,12 +17,11 @@ from pdtool.codegen.verify import verify_shapes, verify_values
 from pdtool.codegen.wiring import Wiring
 from pdtool.errors import PdtoolError, StaleError, TraceError, UsageError
 from pdtool.files import write_atomically, write_remedy
-from pdtool.frontend.graph_check import check_profile
-from pdtool.frontend.graph_digest import graph_sha256
+from pdtool.frontend.graph_digest import check_profile, graph_sha256
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
-from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Traced, Value, named_state
-from pdtool.frontend.tracing.trace import trace_file
+from pdtool.frontend.tracing import trace_file
 
 # Of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6

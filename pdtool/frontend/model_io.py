@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from pdtool.artifacts.bundle import TensorSpec
 
 LEAVES = (Tensor, bool, int, float, type(None))
 
@@ -141,3 +144,10 @@ def _made_dataclass(kind: type, values: Sequence[Any], keys: Sequence[Any]) -> A
     for key, value in zip(keys, values, strict=True):
         object.__setattr__(made, key, value)
     return made
+
+
+def dtype_of(tensor: TensorSpec) -> torch.dtype:
+    """Return the tensor's dtype, whose name the artifact has checked: `float32` -> torch.float32."""
+    dtype = getattr(torch, tensor.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -28,10 +28,10 @@ from pdtool.artifacts.device import Device, DeviceSpec, OperatorKind, Precision
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, StaleError, UsageError
 from pdtool.frontend.graph_digest import graph_sha256
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
-from pdtool.frontend.modelfile import ModelFile
 from pdtool.frontend.operators import Traced
-from pdtool.frontend.tracing.trace import trace
+from pdtool.frontend.tracing import trace
 from pdtool.profile.calibrate import fit_factors, measured_model, operator_kind
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profile.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors

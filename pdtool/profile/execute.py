@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from pdtool.frontend.compute_mode import RunPrecision, computing_in
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, tensors_of
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_rules import check_gradient
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
-from pdtool.frontend.precision import RunPrecision, computing_in
-from pdtool.frontend.training_contract import check_gradient
 
 Environment = dict[Value, Tensor]
 Work = Callable[[], Any]

@@ -16,8 +16,8 @@ from pdtool.artifacts.artifact import fields_checked
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
-from pdtool.frontend.hints import unknown_module_remedy
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_rules import unknown_module_remedy
 from pdtool.frontend.operators import Value
 from pdtool.profile.execute import ProfiledModel, tensors_in
 from pdtool.profile.kernels import FLOP_FORMULAS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pdtool import host as process_memory
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.user_code import is_stream
 
 Work = Callable[[], Any]

@@ -18,10 +18,10 @@ from pdtool import host as process_memory
 from pdtool.artifacts.device import RESERVED_BYTES, Device
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
+from pdtool.frontend.compute_mode import RunPrecision, check_autocast
 from pdtool.frontend.graph_digest import graph_sha256
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.precision import RunPrecision, check_autocast
-from pdtool.frontend.tracing.trace import trace_file
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.tracing import trace_file
 from pdtool.profile.compiled.compile_model import OnNote, compile_model
 from pdtool.profile.compiled.segments import apportion
 from pdtool.profile.execute import OnProgress, ProfiledModel, disable_inplace_modules

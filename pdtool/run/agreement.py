@@ -10,7 +10,7 @@ from pdtool import __version__
 from pdtool.artifacts import run_dir
 from pdtool.errors import UsageError
 from pdtool.files import file_sha256
-from pdtool.frontend.model_source import find_source
+from pdtool.frontend.user_code import find_source
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.collectives import all_gather
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -115,8 +114,3 @@ def ranks_of_stage(assignments: list[RankAssignment], stage: int) -> list[int]:
     """Return the ranks of a stage's replicas, in the order of the replicas."""
     replicas = (a for a in assignments if a.stage == stage)
     return [a.rank for a in sorted(replicas, key=lambda a: a.replica)]
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return a seed for `parts`, such as (seed, epoch, stage, minibatch), unrelated to that of other parts."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1

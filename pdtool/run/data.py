@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_io import register_containers
-from pdtool.run.config import RunConfig, derive_seed
+from pdtool.frontend.random_numbers import derive_seed
+from pdtool.run.config import RunConfig
 
 NO_LENGTH = "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches"
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -148,24 +147,6 @@ def stream_order(epoch: int, samples: int, *, goes_on: bool) -> range:
     """
     first = (epoch - 1) * samples if goes_on else 0
     return range(first, first + samples)
-
-
-def seed_torch(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of the CPU and of `device`.
-
-    torch.manual_seed seeds those of all devices, and where CUDA is not in use formats a stack trace each time: most of
-    a millisecond.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device and device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
-def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of torch, as `seed_torch` does, of Python and of numpy."""
-    seed_torch(seed, device)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def tensors_of_target(target: Any) -> list[Any]:

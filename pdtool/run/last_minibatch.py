@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.errors import ModelError
-from pdtool.run.messages.routes import dtype_of
+from pdtool.frontend.model_io import dtype_of
 from pdtool.run.stage import as_tuple
 
 _REFUSED = "Expected more than 1 value per channel"  # of torch.nn.functional.batch_norm

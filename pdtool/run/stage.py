@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pdtool.errors import ModelError
-from pdtool.frontend.precision import computing_in
-from pdtool.frontend.training_contract import check_gradient
+from pdtool.frontend.compute_mode import computing_in
+from pdtool.frontend.model_rules import check_gradient
+from pdtool.frontend.random_numbers import OperatorSeeds
 from pdtool.run.backward.recompute import ForwardState, Recomputation
 from pdtool.run.backward.split_backward import WeightBackward, backward_input
-from pdtool.run.operator_seeds import OperatorSeeds
 from pdtool.run.weights.weight_versions import OnGradient, WeightVersion, WeightVersions
 
 

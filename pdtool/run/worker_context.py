@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pdtool.frontend.graph_check import check_bundle
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.frontend.training_contract import looks_at_all_parameters
+from pdtool.frontend.graph_digest import check_bundle
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_rules import looks_at_all_parameters
 from pdtool.run.config import RunConfig, assign_ranks
 from pdtool.run.data import (
     DataPass,

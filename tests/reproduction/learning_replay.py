@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from pdtool.artifacts.artifact import ModelRef
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.random_numbers import derive_seed
 from pdtool.options import Target
-from pdtool.run.config import derive_seed
 from pdtool.run.data import sample_order
 from reproduction.learning_tasks import Method, Task
 

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run.stage_module import load_stage_module
 
 WARM_UP = 3

@@ -20,7 +20,7 @@ from pdtool.units import format_seconds
 if TYPE_CHECKING:
     from pdtool.artifacts.device import DeviceSpec, Precision
     from pdtool.artifacts.profile import Profile
-    from pdtool.frontend.modelfile import ModelFile
+    from pdtool.frontend.model_file import ModelFile
 
 _MEASURED_DEVICES = ("auto", "cpu", "cuda")
 _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
@@ -89,7 +89,7 @@ def profile(
 
 def _is_fresh(ctx: click.Context, model: str, output: str | None, model_settings: tuple[str, ...]) -> bool:
     """Say whether the file to write is there, and is what would be measured."""
-    from pdtool.frontend.model_source import find_source, model_name, parse_ref
+    from pdtool.frontend.user_code import find_source, model_name, parse_ref
 
     ref = parse_ref(model, model_settings)
     target = output or f"profiles/{options.file_name(model_name(find_source(ref.source), ref.function))}.json"
@@ -116,14 +116,14 @@ def profiled(
         ModelError: the model cannot be imported, traced or executed.
     """
     from pdtool.artifacts.device import find_device
-    from pdtool.profile.devices import default_device
+    from pdtool.frontend.compute_mode import default_device
 
     _check_options(device, threads, precision, compiled, calibrate)
     spec = None if device in _MEASURED_DEVICES else find_device(device)
     # From here on torch is imported, which takes seconds: the options were checked before.
     from pdtool.artifacts.profile import Profile
-    from pdtool.frontend.model_source import is_local, parse_ref
-    from pdtool.frontend.modelfile import ModelFile
+    from pdtool.frontend.model_file import ModelFile
+    from pdtool.frontend.user_code import is_local, parse_ref
     from pdtool.profile.estimate import estimate
     from pdtool.profile.measure import measure
 

@@ -315,7 +315,7 @@ def _note_another_seed(config: RunConfig) -> None:
 
 def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
     """Say it when the run computes in another way than the profile says that it was measured or estimated."""
-    from pdtool.profile.devices import default_device
+    from pdtool.frontend.compute_mode import default_device
 
     device = default_device() if config.device == "auto" else config.device
     if (device == "cpu") != profile.is_measured_on_cpu:

@@ -58,7 +58,7 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
 
     An option of these commands that is missing here can stand in pdtool.toml.
     """
-    from pdtool.frontend.model_source import find_source, is_local, model_name, parse_ref
+    from pdtool.frontend.user_code import find_source, is_local, model_name, parse_ref
 
     profiling = _step(ctx, profile, model)
     ref = parse_ref(model, profiling.params["model_settings"])
@@ -113,7 +113,7 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
     Args:
         workers: that will share the cores of this machine: without `--threads` each has as many as it will have then.
     """
-    from pdtool.profile.devices import default_device
+    from pdtool.frontend.compute_mode import default_device
 
     given = asked_for(context)
     if given.get("device", "auto") == "auto":

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import dtype_of
+from pdtool.frontend.random_numbers import derive_seed, seed_generators
 from pdtool.frontend.user_code import is_stream
-from pdtool.run.config import derive_seed
-from pdtool.run.data import DatasetSplit, Shape, seed_generators, shapes_of, tensors_of_target
+from pdtool.run.data import DatasetSplit, Shape, shapes_of, tensors_of_target
 from pdtool.run.loading.sample_stream import VALIDATION_PASS, SampleStream
-from pdtool.run.messages.routes import dtype_of
 
 
 class MinibatchLoader:

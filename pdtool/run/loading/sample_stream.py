@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from pdtool.errors import ModelError
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.config import derive_seed
-from pdtool.run.data import seed_generators
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.random_numbers import derive_seed, seed_generators
 from pdtool.units import format_seconds
 
 VALIDATION_PASS = 0  # each validation reads the same pass

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from pdtool.errors import PdtoolError
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.run.processes.collectives import all_gather
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.errors import ModelError
+from pdtool.frontend.model_io import dtype_of
 from pdtool.run.processes.collectives import PeerError
 
 TARGET = "the target"
@@ -188,10 +189,3 @@ def describe_targets(leaves: Sequence[Any]) -> list[TensorSpec]:
         )
         for i, leaf in enumerate(leaves)
     ]
-
-
-def dtype_of(tensor: TensorSpec) -> torch.dtype:
-    """Return the tensor's dtype, whose name the artifact has checked: `float32` -> torch.float32."""
-    dtype = getattr(torch, tensor.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

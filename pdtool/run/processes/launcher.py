@@ -33,7 +33,7 @@ from pdtool.artifacts.report import Report
 from pdtool.artifacts.run_dir import PLAN_FILE, locked, update_record
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError
 from pdtool.files import write_remedy
-from pdtool.frontend.precision import check_autocast
+from pdtool.frontend.compute_mode import check_autocast
 from pdtool.host import end_with_parent, usable_cores
 from pdtool.machines import is_started_by_torchrun, worker_environment
 from pdtool.rendezvous import gather_machines

@@ -27,8 +27,6 @@ from pdtool.run.processes.status import (
 )
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
-_COMPILERS = ("torch._dynamo.", "torch._inductor.")  # modules of the errors of torch.compile
-_NO_COMPILER = "No working C++ compiler"
 _ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
 end_process = os._exit  # kept, for `explain_exits` replaces it
 
@@ -47,20 +45,6 @@ def exit_error(error: SystemExit) -> WorkerDiedError:
     """Return the error of a worker whose user's code called sys.exit()."""
     text = "" if error.code is None else repr(error.code)
     return WorkerDiedError(f"sys.exit({text}) was called{_place(error)}", "raise an error in model.py instead")
-
-
-def is_compiler_error(error: Exception) -> bool:
-    """Whether torch.compile has failed, not what it was to compile."""
-    return type(error).__module__.startswith(_COMPILERS)
-
-
-def compiler_error(error: Exception) -> PdtoolError:
-    """Return the error of a worker whose stage torch.compile could not compile, without its advice for developers."""
-    reason = " ".join(describe_error(error).partition("\n\nSet TORCHDYNAMO")[0].split())
-    remedy = "leave --compile out"
-    if _NO_COMPILER in reason:
-        remedy = f"install a C++ compiler, g++ or what $CXX names, or {remedy}"
-    return PdtoolError(f"torch.compile failed: {reason}", remedy)
 
 
 def describe_end(exit_code: int | None) -> str:

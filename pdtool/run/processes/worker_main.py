@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pdtool import host as process_memory
 from pdtool.artifacts.report import Report
 from pdtool.errors import UsageError
+from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
 from pdtool.host import usable_cores
 from pdtool.machines import use_loopback
 from pdtool.rendezvous import loopback_hint
@@ -25,11 +26,9 @@ from pdtool.run.processes.out_of_memory import is_out_of_memory, out_of_memory_e
 from pdtool.run.processes.reaper import join_group
 from pdtool.run.processes.status import Status
 from pdtool.run.processes.worker_end import (
-    compiler_error,
     end_process,
     exit_error,
     explain_exits,
-    is_compiler_error,
     keep_threads_from_lingering,
     record_failure,
 )

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pdtool.frontend.model_io import dtype_of
+from pdtool.frontend.random_numbers import OperatorSeeds
 from pdtool.run.config import RunConfig
 from pdtool.run.measure.meter import WorkerMeter
 from pdtool.run.measure.round_losses import LossReader
 from pdtool.run.messages.open_channels import Channels
-from pdtool.run.messages.routes import dtype_of
 from pdtool.run.messages.stage_io import StageIO
-from pdtool.run.operator_seeds import OperatorSeeds
 from pdtool.run.processes.process_groups import ProcessGroups
 from pdtool.run.stage import Autocast, PipelineStage
 from pdtool.run.stage_replica import StageReplica

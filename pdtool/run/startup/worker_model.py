@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import PdtoolError, StaleError, TraceError, describe_error
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import named_state
 from pdtool.run.startup.partial_build import build_partially
 

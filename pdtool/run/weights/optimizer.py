@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdtool.errors import ModelError
-from pdtool.frontend.modelfile import ModelFile
-from pdtool.run.config import derive_seed
-from pdtool.run.data import seed_generators
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.random_numbers import derive_seed, seed_generators
 from pdtool.run.weights.delay_compensation import CompensatedSteps, DelayCompensation
 from pdtool.run.weights.learning_rate import LearningRateSchedule, RunLength
 

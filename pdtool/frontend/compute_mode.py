@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from pdtool.errors import UsageError
+from pdtool.errors import PdtoolError, UsageError, describe_error
 
 RunPrecision = Literal["fp32", "bf16"]
 
@@ -36,3 +36,28 @@ def check_autocast(precision: RunPrecision, autocast_off: Sequence[str]) -> None
         what = f"--precision bf16: the model switches autocast off at {autocast_off[0]}, which stages do not"
         remedy = 'leave it out; or put that part into a module of its own, and name it in HINTS = {"opaque": [...]}'
         raise UsageError(what, remedy)
+
+
+def default_device() -> Literal["cpu", "cuda"]:
+    """Return the device that `run` trains on unless told otherwise: cuda where there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+_COMPILERS = ("torch._dynamo.", "torch._inductor.")  # modules of the errors of torch.compile
+_NO_COMPILER = "No working C++ compiler"
+
+
+def is_compiler_error(error: Exception) -> bool:
+    """Whether torch.compile has failed, not what it was to compile."""
+    return type(error).__module__.startswith(_COMPILERS)
+
+
+def compiler_error(error: Exception) -> PdtoolError:
+    """Return the error of a worker whose stage torch.compile could not compile, without its advice for developers."""
+    reason = " ".join(describe_error(error).partition("\n\nSet TORCHDYNAMO")[0].split())
+    remedy = "leave --compile out"
+    if _NO_COMPILER in reason:
+        remedy = f"install a C++ compiler, g++ or what $CXX names, or {remedy}"
+    return PdtoolError(f"torch.compile failed: {reason}", remedy)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 from unittest.mock import patch
 
@@ -21,10 +22,24 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from pdtool.errors import TraceError
+from pdtool.frontend.leaf_calls import calls
 from pdtool.frontend.model_io import LEAVES, ModelInputs, named_leaves, register_containers
-from pdtool.frontend.tracing.leaf_calls import calls
-from pdtool.frontend.tracing.opaque_modules import untraceable_refused
-from pdtool.frontend.tracing.symbolic_len import symbolic_len
+from pdtool.frontend.opaque_modules import untraceable_refused
+
+
+@contextmanager
+def symbolic_len(model: nn.Module) -> Iterator[None]:
+    """Put a `len` of our own into the files that define the model's modules."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
+    with ExitStack() as stack:
+        for name in sorted({kind.__module__ for kind in kinds}):
+            if name in sys.modules and name.partition(".")[0] != "torch":
+                stack.enter_context(patch.object(sys.modules[name], "len", _len, create=True))
+        yield
+
+
+def _len(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
 
 
 def exported(

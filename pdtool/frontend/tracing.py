@@ -20,22 +20,16 @@ from torch.export import ShapesCollection
 from torch.nn.parameter import is_lazy
 
 from pdtool.errors import ModelError, PartialWriteError, TraceError, describe_error
-from pdtool.frontend.hints import unknown_module_remedy
+from pdtool.frontend.by_mode import merge_modes
+from pdtool.frontend.exporting import exported, forget_last_export
+from pdtool.frontend.graph_reader import GraphReader
+from pdtool.frontend.leaf_calls import calls, record_calls, single_operators, unchanged
 from pdtool.frontend.leaf_modules import is_leaf
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
-from pdtool.frontend.modelfile import ModelFile
+from pdtool.frontend.model_rules import unknown_module_remedy
+from pdtool.frontend.opaque_modules import FixedSize, failing_module, fixed_sizes, modules_writing_data, without_inner
 from pdtool.frontend.operators import Traced
-from pdtool.frontend.tracing.by_mode import merge_modes
-from pdtool.frontend.tracing.exporting import exported, forget_last_export
-from pdtool.frontend.tracing.graph_reader import GraphReader
-from pdtool.frontend.tracing.leaf_calls import calls, record_calls, single_operators, unchanged
-from pdtool.frontend.tracing.opaque_modules import (
-    FixedSize,
-    failing_module,
-    fixed_sizes,
-    modules_writing_data,
-    without_inner,
-)
 from pdtool.frontend.user_code import user_line
 
 _SIZES = (2, 3)  # of the minibatches that tell the shapes of opaque modules

@@ -19,8 +19,8 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdtool.errors import TraceError
+from pdtool.frontend.leaf_calls import call_function
 from pdtool.frontend.leaf_modules import is_leaf
-from pdtool.frontend.tracing.leaf_calls import call_function
 
 _DRAWING = "random randint randrange uniform choice choices sample shuffle gauss getrandbits"
 _DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation shuffle binomial"

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pdtool.frontend.operator_builder import operators_sharing_state
 from pdtool.frontend.operators import Branch, ByMode, Operator, State, Traced, Value
-from pdtool.frontend.tracing.graph_passes import operators_sharing_state
 
 TRAINING, EVALUATION = 0, 1  # a mode, as an index
 

@@ -1,29 +1,101 @@
-"""Random numbers that do not depend on the plan: each random operator draws from generators seeded for it.
-
-The seed follows from the run's seed, the epoch, the minibatch and the operator's name, so that an operator draws the
-same wherever the cuts are, whoever computes its stage and how often (recomputation). A leaf module that is called once
-has its path as name, and is seeded by a hook. Before any other random operator the stage file calls `seed_operator`
-with its name, a function that does nothing until a run puts its own in place. What is neither, such as an operator of a
-stage that torch.compile takes, draws from generators that are seeded at the beginning of the stage's forward.
-
-Which element of a tensor gets which random number depends on the tensor's layout in memory, and a tensor that has
-crossed a stage border is contiguous, whatever it was before: so operators that draw like their inputs get contiguous
-ones.
-"""
+"""Say which modules and which ATen operators draw random numbers, and like which tensors."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pdtool.frontend.random_operators import is_user_module, module_draws, module_draws_by_layout
-from pdtool.run.config import derive_seed
-from pdtool.run.data import seed_generators, seed_torch
+from pdtool.frontend.operators import Operator, Value
+
+_PROBABILITIES = ("p", "dropout", "dropout_p")  # arguments of ATen operators that draw nothing where one of them is 0
+_MODES = ("train", "training")  # and where one of these is False
+# What draws by sample and channel, or for a tensor of its own, instead of like an input.
+_DRAWING_BY_INDEX = {"feature_dropout", "feature_alpha_dropout", "scaled_dot_product_attention"}
+_DRAWING_BY_INDEX |= {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_MODULES_DRAWING_BY_INDEX = (
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.FeatureAlphaDropout,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+)
+
+
+def module_draws(module: nn.Module) -> bool:
+    """Whether a call of `module` may draw random numbers; those that are not torch's own may."""
+    return any(is_user_module(m) or _drops(m) or isinstance(m, nn.RReLU) for m in module.modules())
+
+
+def is_user_module(module: nn.Module) -> bool:
+    """Whether the type of a module is defined outside torch.nn."""
+    return not type(module).__module__.startswith("torch.nn.")
+
+
+def operator_draws(op: Operator, model: nn.Module) -> bool:
+    """Whether an operator of `model` may draw random numbers, in training or in evaluation mode."""
+    if op.target is None:
+        return op.is_module and module_draws(model.get_submodule(op.module))
+    if torch.Tag.nondeterministic_seeded not in op.target.tags:
+        return False
+    is_off = any(op.kwargs.get(name) is False for name in _MODES)
+    return not is_off and all(op.kwargs.get(name, 1) != 0 for name in _PROBABILITIES)
+
+
+def module_draws_by_layout(module: nn.Module) -> bool:
+    """Whether the memory layout of what a random module takes decides which element gets which number."""
+    return not isinstance(module, _MODULES_DRAWING_BY_INDEX)
+
+
+def values_drawn_like(op: Operator) -> list[Value]:
+    """Return the tensors whose memory layout decides which element gets which number of a random ATen operator."""
+    by_index = op.target is None or op.target._schema.name.split("::")[-1] in _DRAWING_BY_INDEX
+    return [] if by_index else list(dict.fromkeys(op.values))
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it is a Dropout layer, or has a dropout of its own (nn.LSTM, nn.MultiheadAttention)."""
+    return bool(getattr(module, "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout", 0))
+
+
+def seed_all_generators(seed: int) -> None:
+    """Seed torch, Python and, where something has loaded it, numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed for `parts`, such as (seed, epoch, stage, minibatch), unrelated to that of other parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
+
+
+def seed_torch(seed: int, device: torch.device | None = None) -> None:
+    """Seed the generators of the CPU and of `device`.
+
+    torch.manual_seed seeds those of all devices, and where CUDA is not in use formats a stack trace each time: most of
+    a millisecond.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device and device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed the generators of torch, as `seed_torch` does, of Python and of numpy."""
+    seed_torch(seed, device)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
 
 _FUNCTION = "seed_operator"  # of the stage files
 

@@ -1,0 +1,499 @@
+"""Load the user's model.py: an ordinary Python file with plain functions (README, "What you write: model.py")."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from pdtool.artifacts.artifact import OPERATOR_GRAPH, ModelRef
+from pdtool.errors import FieldError, ModelError, StaleError, suggestion
+from pdtool.files import file_sha256
+from pdtool.frontend.model_io import LEAVES, ModelInputs
+from pdtool.frontend.model_rules import Hints, TrainingOptions, check_optimizer, takes_total
+from pdtool.frontend.random_numbers import seed_all_generators
+from pdtool.frontend.user_code import (
+    check_local,
+    collate,
+    definition_line,
+    error_at,
+    find_source,
+    import_source,
+    is_stream,
+    model_name,
+    read_samples,
+    stream_samples,
+)
+
+Setting = str | int | float | bool
+DATA_FUNCTIONS = {"example_inputs": 1, "dataset": 1}
+# Functions that take settings besides what pdtool passes them, so many arguments.
+OWN_ARGUMENTS = {
+    **DATA_FUNCTIONS,
+    "collate": 1,
+    "sampler": 2,
+    "loss": 2,
+    "optimizer": 1,
+    "scheduler": 1,
+    "metrics": 2,
+    "summarize_metrics": 1,
+    "after_update": 2,
+}
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """A file of the user's, imported.
+
+    Attributes:
+        ref: where it came from.
+        path: its source file.
+        module: the imported module.
+    """
+
+    ref: ModelRef
+    path: Path
+    module: ModuleType
+
+    def has(self, function: str) -> bool:
+        """Whether the file defines `function`."""
+        return callable(vars(self.module).get(function))
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return a function of the file; raises ModelError, which lists those that there are."""
+        if not self.has(name):
+            functions = (value for value in vars(self.module).values() if inspect.isfunction(value))
+            defined = ", ".join(f.__name__ for f in functions if f.__module__ == self.module.__name__)
+            raise ModelError(f"{self.path.name} has no function {name}()", f"it defines: {defined or 'no functions'}")
+        return getattr(self.module, name)  # type: ignore[no-any-return]
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a function of the user's returns; raises ModelError with the line where it fails."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            name = getattr(function, "__name__", type(function).__name__)  # nn.CrossEntropyLoss() has none
+            raise self.error_at(error, f"{name}()") from error
+
+    def call_with_settings(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the file with its arguments, and with those settings that it has parameters for."""
+        return self.call(self.function(name), *arguments, **self.settings_of(name))
+
+    def settings_of(self, name: str) -> dict[str, Setting]:
+        """Return the settings that a function of OWN_ARGUMENTS takes; none where the file does not define it."""
+        if name not in self._settings_of:
+            settings = self.ref.settings
+            taken = self.parameters(name) if settings and self.has(name) else ()
+            self._settings_of[name] = {key: settings[key] for key in taken if key in settings}
+        return self._settings_of[name]
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        """Return the names of those parameters of a function that a setting may be for: not of what pdtool passes."""
+        try:
+            parameters = list(inspect.signature(self.function(name)).parameters.values())[OWN_ARGUMENTS[name] :]
+        except (TypeError, ValueError):  # of a function in C
+            return ()
+        if name == "scheduler" and takes_total(self.function(name)):
+            parameters = parameters[1:]
+        return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+    @cached_property
+    def _settings_of(self) -> dict[str, dict[str, Setting]]:
+        """The settings that functions take, by function: some are called for each minibatch."""
+        return {}
+
+    def error(self, what: str, remedy: str = "") -> ModelError:
+        """Make an error whose text begins with the file's name."""
+        return ModelError(f"{self.path.name}: {what}", remedy)
+
+    def error_in(self, function: str, what: str, remedy: str = "") -> ModelError:
+        """Make an error of what a function returned; its text begins with the line where the function is defined."""
+        return ModelError(f"{definition_line(self.function(function), self.path)}{what}", remedy)
+
+    def error_at(self, error: Exception, what: str) -> ModelError:
+        """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
+        return error_at(self.path, error, what)
+
+
+class DataFunctions(UserFile):
+    """The functions of a user's file that give data."""
+
+    def example_inputs(self, batch_size: int) -> ModelInputs:
+        """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
+
+        Raises:
+            ModelError: the user's function fails, or an input is neither tensor nor constant.
+        """
+        if self.has("example_inputs"):
+            inputs = self.call_with_settings("example_inputs", batch_size)
+        else:
+            inputs = self.example_batch(batch_size)[0]
+        return self.as_inputs(inputs)
+
+    def as_inputs(self, inputs: Any) -> ModelInputs:
+        """Return the inputs of a minibatch as the model's arguments; raises ModelError for what is no input."""
+        arguments = ModelInputs.of(inputs)
+        leaves = arguments.leaves
+        allowed = LEAVES if any(isinstance(value, Tensor) for _, value in leaves) else (Tensor,)
+        for name, value in leaves:
+            if not isinstance(value, allowed):
+                raise self.error(
+                    f"input {name} of a minibatch is {type(value).__name__}, not a tensor",
+                    "let inputs be a tensor, or a tuple or dict of tensors, in example_inputs and in dataset",
+                )
+        return arguments
+
+    def check_arguments(self, inputs: ModelInputs, expected: Sequence[str], where: str) -> None:
+        """Check that a minibatch is passed to the model as `expected`, a signature, says; raises ModelError."""
+        if inputs.signature != tuple(expected):
+            given, taken = (", ".join(names) or "tensors by position" for names in (inputs.signature, expected))
+            what = f"{where} gives the model other arguments ({given}) than it was traced with ({taken})"
+            raise self.error(what, "let example_inputs and dataset give the same; a dict is passed by name")
+
+    def example_batch(self, batch_size: int) -> tuple[Any, Any]:
+        """Return (inputs, target): the first `batch_size` samples of the training set, collated."""
+        data, name, indices = self.dataset("train"), "dataset('train')", range(batch_size)
+        if is_stream(data):
+            samples = list(islice(self.stream(data, name), batch_size))
+        else:
+            samples = self.read(data, indices[: self.samples(data, name)], name)
+        if len(samples) < batch_size:
+            what = f"the training set has {len(samples)} samples, fewer than one minibatch of {batch_size}"
+            raise self.error(what, "profile with a smaller --batch-size")
+        return self.collate(samples, indices, name)
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        """Return the samples (inputs, target) of `split`, which is "train" or "valid".
+
+        Both are made from the same random numbers, whatever the seed of the run: `random_split` in `dataset()` divides
+        the samples alike each time, so that those of one split are never in the other.
+        """
+        seed_all_generators(0)
+        data = self.call_with_settings("dataset", split)
+        if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            what = f"dataset({split!r}) returned {type(data).__name__}, not a torch Dataset"
+            remedy = "return one with __len__ and __getitem__, an IterableDataset, or a list of samples"
+            raise self.error_in("dataset", what, remedy)
+        if is_stream(data) and split == "train" and self.has("sampler"):
+            what = f"sampler() chooses samples by number, and those of a {type(data).__name__}, a stream, have none"
+            raise self.error_in("sampler", what, "leave it out, or let dataset() return one with __getitem__")
+        if self.samples(data, f"dataset({split!r})") == 0:
+            raise self.error_in("dataset", f"dataset({split!r}) is empty")
+        return data  # type: ignore[no-any-return]
+
+    def samples(self, data: Any, name: str) -> int | None:
+        """Return the length of a split of the dataset, which `name` names in an error.
+
+        None for an IterableDataset that does not know it: it has no length, or says so by the error that is usual.
+        """
+        try:
+            return len(data)
+        except Exception as error:
+            if is_stream(data) and isinstance(error, (TypeError, NotImplementedError)):
+                return None
+            raise self.error_at(error, f"the length of {name}") from error
+
+    def sampler(self, data: Any, epoch: int) -> list[int]:
+        """Return which samples of the training set `data` an epoch has, in order, as the user's function says.
+
+        Raises:
+            ModelError: it fails, or gives something else than numbers.
+        """
+        returned = self.call_with_settings("sampler", data, epoch)
+        try:
+            return [operator.index(index) for index in returned]
+        except TypeError as error:
+            what = f"sampler() returned {returned!r:.80}, which does not give numbers of samples ({error})"
+            raise self.error(what, "return a list of them, or a torch Sampler") from error
+
+    def read(self, data: Any, indices: Iterable[int], name: str) -> list[Any]:
+        """Return some samples of a split of the dataset, which `name` names in an error; raises ModelError."""
+        return read_samples(self.path, data, indices, name)
+
+    def stream(self, data: Any, name: str) -> Iterator[Any]:
+        """Iterate over a split that is an IterableDataset, which `name` names in an error; raises ModelError."""
+        return stream_samples(self.path, data, name)
+
+    def collate(self, samples: Sequence[Any], indices: Sequence[int], name: str) -> tuple[Any, Any]:
+        """Return (inputs, target) of some samples of a split of the dataset.
+
+        Args:
+            indices: the numbers of the samples, for errors.
+            name: of the split, for errors.
+
+        Raises:
+            ModelError: a sample does not go with the others, or there is no pair of them.
+        """
+        function = partial(self.module.collate, **self.settings_of("collate")) if self.has("collate") else None
+        return collate(self.path, samples, indices, name, function)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of torch.compile, for which `run` has --compile, or of data parallelism, which plans
+    replace."""
+    while True:
+        if type(model).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def keep_evaluation(model: nn.Module) -> None:
+    """Let the modules that model() put into evaluation mode stay in it, whatever mode the model is put into.
+
+    Such are a frozen batch norm, or a teacher; an overridden train() decides for itself. Where all of the model is in
+    evaluation mode, as what `from_pretrained` returns, nothing is meant by it.
+    """
+    for module in model.modules() if model.training else ():
+        if not module.training:
+            module.train = partial(_train_children, module)  # type: ignore[method-assign]
+
+
+def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
+    for child in module.children():
+        child.train(mode)
+    return module
+
+
+def make_gradients_dense(model: nn.Module) -> None:
+    """Let embeddings have the same gradients as dense tensors: stages, replicas and messages have no sparse ones."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False
+
+
+def switch_off_caches(model: nn.Module) -> None:
+    """Let a model of `transformers` make no cache of keys, which is for generation and would be among its outputs."""
+    for module in model.modules() if hasattr(model, "config") else ():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "__dict__", {}).get("use_cache") is True:
+            config.use_cache = False
+
+
+RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
+_MAX_METRIC_NAME = 100
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+class TrainingFunctions(UserFile):
+    """The functions and constants of a user's file that say how to train."""
+
+    @cached_property
+    def training(self) -> TrainingOptions:
+        """The constants of training, checked."""
+        try:
+            return TrainingOptions.of(vars(self.module))
+        except FieldError as fault:
+            raise self.error(f"{fault.field}: {fault}") from fault
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Return the user's loss: a tensor of one element, the mean over the minibatch."""
+        value = self.call_with_settings("loss", output, target)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise self.error_in("loss", f"loss() returned {shape}, not a scalar tensor")
+        return value
+
+    def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
+        """Make the user's optimizer over all parameters of the model, under their original names."""
+        returned = self.call_with_settings("optimizer", named_parameters)
+        try:
+            return check_optimizer(returned)
+        except FieldError as fault:
+            raise self.error_in("optimizer", f"{fault.field} {fault}") from fault
+
+    def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
+        """Make the user's learning-rate schedule; None without one.
+
+        Args:
+            total_steps: how often it will be stepped in the whole run, for a scheduler() that asks for it.
+        """
+        if not self.has("scheduler"):
+            return None
+        total = [total_steps] if self.scheduler_takes_total else []
+        scheduler = self.call_with_settings("scheduler", optimizer, *total)
+        if not callable(getattr(scheduler, "step", None)):
+            raise self.error(f"scheduler() returned {type(scheduler).__name__}, not an LRScheduler")
+        return scheduler  # type: ignore[no-any-return]
+
+    @property
+    def scheduler_takes_total(self) -> bool:
+        """Whether scheduler() asks for `total_steps`."""
+        return self.has("scheduler") and takes_total(self.module.scheduler)
+
+    def after_update(self, named_parameters: NamedParameters, update: int) -> None:
+        """Call the user's function, if there is one, with parameters after their update number `update`, from 1."""
+        if self.has("after_update"):
+            with torch.no_grad():
+                self.call_with_settings("after_update", named_parameters, update)
+
+    def metrics(self, output: Any, target: Any) -> dict[str, tuple[Any, float]]:
+        """Return the user's metrics as {name: (sum, count)}; {} without any.
+
+        A sum is a number, or for `summarize_metrics` also a tensor of any shape, then on the CPU.
+        """
+        if not self.has("metrics"):
+            return {}
+        returned = self.call_with_settings("metrics", output, target)
+        as_sum = _tensor_or_number if self.has("summarize_metrics") else float
+        try:
+            metrics = {str(name): (as_sum(total), float(number)) for name, (total, number) in returned.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            remedy = "return {name: (sum, count)}; sums that are tensors need a function summarize_metrics"
+            raise self.error_in("metrics", f"metrics() returned {returned!r:.200}", remedy) from error
+        self._check_metric_names("metrics", metrics)
+        return metrics
+
+    def summarize_metrics(self, totals: Mapping[str, tuple[Any, float]]) -> dict[str, float]:
+        """Return the figures of a validation: the means, or what the user's function makes of the totals.
+
+        Args:
+            totals: what `metrics` returned, {name: (sum, count)}, added up over all minibatches.
+        """
+        if not self.has("summarize_metrics"):
+            return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+        returned = self.call_with_settings("summarize_metrics", dict(totals))
+        try:
+            figures = {str(name): float(value) for name, value in returned.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise self.error_in(
+                "summarize_metrics", f"summarize_metrics() returned {returned!r:.200}", "return {name: number}"
+            ) from error
+        self._check_metric_names("summarize_metrics", figures)
+        return figures
+
+    def _check_metric_names(self, function: str, names: Iterable[str]) -> None:
+        for name in names:
+            if not 0 < len(name) <= _MAX_METRIC_NAME or not name.isprintable():
+                short = repr(name if len(name) <= _MAX_METRIC_NAME else name[:_MAX_METRIC_NAME] + "…")
+                remedy = f"use 1 to {_MAX_METRIC_NAME} printable characters"
+                raise self.error(f"{function}() names {short}, which cannot be printed in a table", remedy)
+            if name in RESERVED_METRICS:
+                raise self.error(f"{function}() names {name!r}, which pdtool logs itself", "rename it")
+
+
+def _tensor_or_number(total: Any) -> Any:
+    """A sum as it is added up and sent to other workers."""
+    return total.detach().cpu() if isinstance(total, Tensor) else float(total)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFile(DataFunctions, TrainingFunctions):
+    """A user's model file, imported."""
+
+    @classmethod
+    def load(cls, ref: ModelRef, *, trusted: bool = False, digests: Mapping[str, str] | None = None) -> ModelFile:
+        """Import the file that an artifact or the user names.
+
+        Args:
+            ref: names the file, the function and its settings.
+            trusted: the user named it on the command line. Of the files that an artifact names, only those under the
+                current folder and pdtool's own zoo are imported.
+            digests: those of the artifact that names the model. Where the operator graph is not among them, the file
+                must have the bytes that it had; where it is, compare the graph after tracing (graph_check.py).
+
+        Raises:
+            UsageError: no such file or module.
+            StaleError: the file changed since the artifact was made, which does not record the operator graph.
+            ModelError: it cannot be imported, or lacks the function.
+        """
+        path = find_source(ref.source)
+        if not trusted:
+            check_local(path)
+        digests = digests or {}
+        expected = digests.get(ref.source)
+        if expected and OPERATOR_GRAPH not in digests and file_sha256(path) != expected:
+            raise StaleError(ref.source, "has changed since it was profiled", "profile it again")
+        file = cls(ref, path.absolute(), import_source(ref.source, path.absolute()))  # the module may change the folder
+        _LOG.debug("imported %s", path)
+        file.function(ref.function)
+        _ = file.hints, file.training  # checked now, not when they are first needed
+        return file
+
+    @property
+    def name(self) -> str:
+        """`vgg16` for `models/vgg16.py`, `vgg16-small` for its function `small`; settings make no difference."""
+        return model_name(self.path, self.ref.function)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the source file."""
+        return file_sha256(self.path)
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """Build the model in training mode, its random initial weights fixed by `seed`; raises ModelError.
+
+        Torch, Python and numpy (where something has loaded it) draw from `seed`: all replicas must begin alike.
+        """
+        seed_all_generators(seed)
+        function = self.function(self.ref.function)
+        try:
+            inspect.signature(function).bind(**self.model_settings)
+        except TypeError as error:
+            names = list(inspect.signature(function).parameters)
+            near = "".join(suggestion(name, names) for name in self.model_settings if name not in names)
+            what = f"{self.ref.function}() does not take these settings ({error})"
+            raise self.error(what, f"{near}it takes: {', '.join(names) or 'none'}") from error
+        model = self.call(function, **self.model_settings)
+        if not isinstance(model, nn.Module):
+            what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"
+            raise self.error_in(self.ref.function, what)
+        model = unwrapped(model)
+        keep_evaluation(model)
+        self.call(model.train)
+        make_gradients_dense(model)
+        switch_off_caches(model)
+        return model
+
+    @property
+    def model_settings(self) -> dict[str, Setting]:
+        """The settings that the model is built with: those that it has parameters for, and those that no other function
+        takes. A model with `**settings` is given all but those that a function of training takes."""
+        others = OWN_ARGUMENTS.keys() - DATA_FUNCTIONS.keys() if self._takes_any_setting else OWN_ARGUMENTS
+        elsewhere = {key for name in others for key in self.settings_of(name)} - {*self._model_parameters}
+        return {key: value for key, value in self.ref.settings.items() if key not in elsewhere}
+
+    @property
+    def setting_names(self) -> dict[str, tuple[str, ...]]:
+        """The settings that each function of the file can be given; that which builds the model is the first."""
+        others = {name: self.parameters(name) for name in OWN_ARGUMENTS if self.has(name)}
+        return {self.ref.function: tuple(self._model_parameters), **others}
+
+    def takes_setting(self, name: str) -> bool:
+        """Whether a function of the file can be given a setting."""
+        return self._takes_any_setting or any(name in names for names in self.setting_names.values())
+
+    @property
+    def _model_parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function(self.ref.function)).parameters
+
+    @property
+    def _takes_any_setting(self) -> bool:
+        return any(p.kind is p.VAR_KEYWORD for p in self._model_parameters.values())
+
+    @cached_property
+    def hints(self) -> Hints:
+        """`HINTS`, checked."""
+        try:
+            return Hints.of(getattr(self.module, "HINTS", {}))
+        except FieldError as fault:
+            raise self.error(f"{fault.field}: {fault}") from fault

@@ -1,1 +1,0 @@
-"""The functions of a user's model.py, called and checked."""
