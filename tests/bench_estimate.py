@@ -15,8 +15,8 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import find_device
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.frontend.model_file import ModelFile
-from pdtool.profile.estimate import estimate
-from pdtool.profile.pipedream_import import read_pipedream_profile
+from pdtool.profiler.estimate import estimate
+from pdtool.profiler.pipedream_import import read_pipedream_profile
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
 MODELS = ("vgg16", "alexnet", "resnet50")

@@ -99,7 +99,7 @@ class Folder:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """An empty current folder, in which models are profiled in as few rounds as may be."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pdtool.profile.measure._BUDGET_S", 0.0)
+    monkeypatch.setattr("pdtool.profiler.measure._BUDGET_S", 0.0)
     return Folder(tmp_path)
 
 

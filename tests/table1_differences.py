@@ -22,7 +22,7 @@ from pdtool.partition.placement import ExecutionConfig, Placement
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
 from pdtool.partition.simulator.steady_state import steady_state_s
-from pdtool.profile.pipedream_import import read_pipedream_profile
+from pdtool.profiler.pipedream_import import read_pipedream_profile
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
 MARGIN = SearchOptions().simplest

@@ -89,7 +89,7 @@ def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
     def measure(file, *, device, **options):
         raise UsageError(f"would be measured on {device}")
 
-    monkeypatch.setattr("pdtool.profile.measure.measure", measure)
+    monkeypatch.setattr("pdtool.profiler.measure.measure", measure)
     assert "reusing" in road.pdtool("profile", "model.py", "--if-stale", "--device", "auto").stderr
     assert "on cpu" in road.pdtool("profile", "model.py", code=2).stderr
     monkeypatch.setattr("pdtool.frontend.compute_mode.default_device", lambda: "cuda")

@@ -14,7 +14,7 @@ import samples
 import torch
 
 from pdtool.cli.commands.profile import _coverage_warnings
-from pdtool.profile.instruments import CudaTimer
+from pdtool.profiler.measure import CudaTimer
 
 LAUNCH_S, KERNEL_S, CYCLES_PER_S = 1e-3, 10e-6, 1.5e9
 

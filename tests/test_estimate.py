@@ -19,9 +19,9 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cli.app import main
 from pdtool.errors import ArtifactError, ModelError, StaleError, UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.profile.estimate import calibrate_device, estimate
-from pdtool.profile.kernels import FLOP_FORMULAS
-from pdtool.profile.measure import measure
+from pdtool.profiler.estimate import calibrate_device, estimate
+from pdtool.profiler.kernels import FLOP_FORMULAS
+from pdtool.profiler.measure import measure
 
 TIMES = {"forward_s", "backward_s", "update_s"}
 MEASURED = TIMES | {"scratch_bytes"}

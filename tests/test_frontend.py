@@ -15,7 +15,7 @@ from pdtool.frontend.leaf_calls import LeafCall
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace, trace_file
 from pdtool.frontend.user_code import parse_ref
-from pdtool.profile.measure import measure
+from pdtool.profiler.measure import measure
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 

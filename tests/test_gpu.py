@@ -10,7 +10,7 @@ from pdtool.codegen.generate import generate
 from pdtool.frontend.model_file import ModelFile
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
-from pdtool.profile.measure import measure
+from pdtool.profiler.measure import measure
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.launcher import launch
 from pdtool.run.stage import PipelineStage

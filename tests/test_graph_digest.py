@@ -17,7 +17,7 @@ from pdtool.errors import StaleError
 from pdtool.frontend.graph_digest import check_bundle, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace
-from pdtool.profile.estimate import estimate
+from pdtool.profiler.estimate import estimate
 
 NET = """
 import torch

@@ -11,7 +11,7 @@ import pytest
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, UsageError
-from pdtool.profile.pipedream_import import read_pipedream_profile
+from pdtool.profiler.pipedream_import import read_pipedream_profile
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
 published = pytest.mark.parametrize("name", ["vgg16", "alexnet", "resnet18", "resnet50", "gnmt8"])

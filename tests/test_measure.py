@@ -11,10 +11,9 @@ from pdtool.artifacts.device import find_device
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.profile.estimate import estimate
-from pdtool.profile.execute import Executor
-from pdtool.profile.instruments import measure_scratch_bytes
-from pdtool.profile.measure import measure
+from pdtool.profiler.estimate import estimate
+from pdtool.profiler.execute import Executor
+from pdtool.profiler.measure import measure, measure_scratch_bytes
 
 TEXT = """
 import torch

@@ -17,7 +17,7 @@ from pdtool.errors import TraceError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, named_leaves
 from pdtool.frontend.tracing import trace
-from pdtool.profile.measure import measure
+from pdtool.profiler.measure import measure
 from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order
 from pdtool.run.stage_module import load_stage_module
@@ -246,7 +246,7 @@ def plain_loop(model_file, order, batch_size):
 
 def test_a_model_called_by_name_trains_as_in_a_plain_loop(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(BY_NAME)
-    monkeypatch.setattr("pdtool.profile.measure._BUDGET_S", 0.1)
+    monkeypatch.setattr("pdtool.profiler.measure._BUDGET_S", 0.1)
     model_file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
     profile = measure(model_file, batch_size=4)
     assert profile.by_name["loss"].inputs == ("cross_entropy_loss", "second", "target")

@@ -18,8 +18,8 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.model_rules import Hints
 from pdtool.frontend.tracing import trace_file
-from pdtool.profile.estimate import estimate
-from pdtool.profile.measure import measure
+from pdtool.profiler.estimate import estimate
+from pdtool.profiler.measure import measure
 from pdtool.run.stage_module import load_stage_module
 
 MODELS = Path(__file__).parent / "models" / "opaque.py"

@@ -20,8 +20,8 @@ from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
-from pdtool.profile.probe import ProbeRequest, agreed_memory_bytes
-from pdtool.profile.probe_launcher import probe
+from pdtool.profiler.probe import ProbeRequest, agreed_memory_bytes
+from pdtool.profiler.probe_launcher import probe
 
 ROOT = Path(__file__).parent.parent
 

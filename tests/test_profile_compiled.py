@@ -24,12 +24,11 @@ from pdtool.errors import ArtifactError, ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Operator, Value
 from pdtool.frontend.tracing import trace_file
-from pdtool.profile.calibrate import measured_model
-from pdtool.profile.compiled import compile_model
-from pdtool.profile.compiled.segment_module import segment_module
-from pdtool.profile.compiled.segments import apportion, cut_into_segments
-from pdtool.profile.execute import ProfiledModel
-from pdtool.profile.measure import measure
+from pdtool.profiler import compiled as compile_model
+from pdtool.profiler.compiled import apportion, cut_into_segments, segment_module
+from pdtool.profiler.estimate import measured_model
+from pdtool.profiler.execute import ProfiledModel
+from pdtool.profiler.measure import measure
 
 TEXT = """
 import torch

@@ -11,7 +11,7 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.partition.placement import ExecutionConfig
 from pdtool.partition.search.device_blocks import Layout
 from pdtool.partition.search.search import PlanSearch, SearchOptions
-from pdtool.profile.pipedream_import import read_pipedream_profile
+from pdtool.profiler.pipedream_import import read_pipedream_profile
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
 ROWS = json.loads((DATA / "reference.json").read_text())["rows"] if DATA.is_dir() else []

@@ -15,7 +15,7 @@ from pdtool.codegen.generate import generate
 from pdtool.frontend.model_file import ModelFile
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
-from pdtool.profile.measure import measure
+from pdtool.profiler.measure import measure
 from pdtool.run.config import RunConfig
 
 MODELS: dict[str, dict[str, JsonValue]] = {
@@ -50,7 +50,7 @@ def profiled():
         return known[name]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdtool.profile.measure._BUDGET_S", 0.0)
+        patch.setattr("pdtool.profiler.measure._BUDGET_S", 0.0)
         yield get
 
 

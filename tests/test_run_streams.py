@@ -19,7 +19,7 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.profile.instruments import measure_loading_s
+from pdtool.profiler.measure import measure_loading_s
 from pdtool.run.data import DataPass, DatasetSplit, Minibatches, epochs_go_on, samples_in_epoch, stream_order
 from pdtool.run.loading.minibatch_loader import MinibatchLoader
 from pdtool.run.loading.minibatch_source import MinibatchSource

@@ -13,7 +13,7 @@ from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.partition.planner import make_plan
 from pdtool.partition.search.search import SearchOptions
-from pdtool.profile.estimate import estimate
+from pdtool.profiler.estimate import estimate
 
 PAPER = {
     "vgg16": 138_357_544,

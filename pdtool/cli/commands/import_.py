@@ -32,7 +32,7 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
     """
     from pdtool.cli.console.profile_view import profile_table
     from pdtool.files import read_text
-    from pdtool.profile.pipedream_import import read_pipedream_profile
+    from pdtool.profiler.pipedream_import import read_pipedream_profile
 
     text = read_text(graph, "name a graph.txt of PipeDream's profiler", may_be_pipe=True)
     path = "stdin" if graph == "-" else graph

@@ -44,8 +44,8 @@ def probe(
 
     sizes, timeout_s = parse_topology(topology), parse_seconds(timeout)
     from pdtool.machines import Machines
-    from pdtool.profile.probe import ProbeRequest
-    from pdtool.profile.probe_launcher import probe
+    from pdtool.profiler.probe import ProbeRequest
+    from pdtool.profiler.probe_launcher import probe
 
     request = ProbeRequest(name=title(name or topology), sizes=sizes, device=device, timeout_s=timeout_s)
     with status("starting the workers") as step:

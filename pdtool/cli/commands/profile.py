@@ -124,8 +124,8 @@ def profiled(
     from pdtool.artifacts.profile import Profile
     from pdtool.frontend.model_file import ModelFile
     from pdtool.frontend.user_code import is_local, parse_ref
-    from pdtool.profile.estimate import estimate
-    from pdtool.profile.measure import measure
+    from pdtool.profiler.estimate import estimate
+    from pdtool.profiler.measure import measure
 
     folder = Path.cwd()
     with chdir("."), progress(f"{'estimating' if spec else 'measuring'} operators") as on_progress:
@@ -176,7 +176,7 @@ def _check_options(
 def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> DeviceSpec:
     """Fit the device's factors to the measured profile in `path`."""
     from pdtool.artifacts.profile import Profile
-    from pdtool.profile.estimate import calibrate_device
+    from pdtool.profiler.estimate import calibrate_device
 
     spec = calibrate_device(spec, Profile.load(path, may_be_pipe=True), path, tf32=precision == "tf32")
     factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
@@ -186,7 +186,7 @@ def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> Dev
 
 def _with_loading(result: Profile, file: ModelFile) -> Profile:
     """Add what loading a minibatch costs; a profile itself needs no sample but those of the first minibatch."""
-    from pdtool.profile.instruments import measure_loading_s
+    from pdtool.profiler.measure import measure_loading_s
 
     try:
         return result.model_copy(update={"loading_s": measure_loading_s(file, result.batch_size)})

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from pdtool.artifacts.cluster import ClusterFile
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import Machines, worker_environment
-from pdtool.profile.probe import OnStep, ProbeRequest, ProbeWorker, run_probe_worker
+from pdtool.profiler.probe import OnStep, ProbeRequest, ProbeWorker, run_probe_worker
 from pdtool.rendezvous import Notify, gather_machines
 
 _GRACE_S = 0.5  # after a failure: the one that the others follow from may still be on its way

@@ -19,8 +19,8 @@ from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_rules import unknown_module_remedy
 from pdtool.frontend.operators import Value
-from pdtool.profile.execute import ProfiledModel, tensors_in
-from pdtool.profile.kernels import FLOP_FORMULAS
+from pdtool.profiler.execute import ProfiledModel, tensors_in
+from pdtool.profiler.kernels import FLOP_FORMULAS
 
 _MAX_REASON = 300  # characters, why a module is opaque
 Seconds = Mapping[str, float]  # by node

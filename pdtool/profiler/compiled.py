@@ -1,0 +1,313 @@
+"""Put a model through torch.compile: in segments, whose times are measured, and as a whole, for the step they make."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from pdtool.errors import describe_error
+from pdtool.frontend.operators import Operator, Value
+from pdtool.profiler.execute import Executor, OnProgress, ProfiledModel, Work
+
+
+def segment_module(
+    run: Executor, operators: Sequence[Operator], inputs: Sequence[Value], outputs: Sequence[Value]
+) -> fx.GraphModule:
+    """Return a module that takes `inputs`, runs the operators as `run` does, and returns a tuple of `outputs`.
+
+    It shares parameters, buffers and modules with the model.
+    """
+    writer = _GraphWriter(run)
+    for value in inputs:
+        writer.nodes[value] = writer.graph.placeholder(f"input_{len(writer.nodes)}")
+    for op in operators:
+        writer.add(op)
+    writer.graph.output(tuple(writer.nodes[value] for value in outputs))
+    return fx.GraphModule(writer.attributes, writer.graph)
+
+
+class _FunctionCall(nn.Module):
+    """Calls a function that a graph cannot name, such as the `apply` of a user's autograd.Function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+@dataclass
+class _GraphWriter:
+    """Appends operators to a graph.
+
+    Attributes:
+        attributes: what the graph takes from its module, by name: tensors and modules.
+        nodes: what computes each tensor.
+    """
+
+    run: Executor
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[Value, fx.Node] = field(default_factory=dict)
+
+    def add(self, op: Operator) -> None:
+        """Append an operator whose inputs are there."""
+        if op.branch:
+            for part in op.branch.training:
+                self.add(part)
+            for (value, _), output in zip(op.branch.results, op.outputs, strict=True):
+                self.nodes[output] = self.nodes[value] if value else self._zeros(output)
+            return
+        result = self._call(op)
+        for path, index in pytree.tree_flatten_with_path(op.structure)[0]:
+            if index is not None:
+                self.nodes[op.outputs[index]] = self._part(result, path)
+
+    def _call(self, op: Operator) -> fx.Node:
+        arguments = self.run.resolved((op.args, op.kwargs), self.nodes)
+        args, kwargs = pytree.tree_map_only(Tensor, self._tensor, arguments)
+        if op.target:
+            return self.graph.call_function(op.target, args, kwargs)
+        callee = self.run.callee(op)
+        module = callee if isinstance(callee, nn.Module) else _FunctionCall(callee)
+        return self.graph.call_module(self._attribute("module", module), args, kwargs)
+
+    def _part(self, result: fx.Node, path: Sequence[Any]) -> fx.Node:
+        """Return the part of what an operator returned that stands at a path in it."""
+        for key in path:
+            if isinstance(key, pytree.GetAttrKey):
+                result = self.graph.call_function(getattr, (result, key.name))
+            else:
+                index = key.idx if isinstance(key, pytree.SequenceKey) else key.key
+                result = self.graph.call_function(operator.getitem, (result, index))
+        return result
+
+    def _zeros(self, output: Value) -> fx.Node:
+        """Return what stands for an output that only evaluation computes."""
+        meta = output.meta(self.run.batch)
+        options: dict[str, Any] = {"dtype": meta.dtype, "device": self.run.device}
+        return self.graph.call_function(torch.zeros, (tuple(meta.shape),), options)
+
+    def _tensor(self, tensor: Tensor) -> fx.Node:
+        return self.graph.get_attr(self._attribute("tensor", tensor))
+
+    def _attribute(self, kind: str, value: Tensor | nn.Module) -> str:
+        name = f"{kind}_{len(self.attributes)}"
+        self.attributes[name] = value
+        return name
+
+
+Seconds = Mapping[str, float]  # by name of an operator, or of a segment
+
+
+def cut_into_segments(
+    operators: Sequence[Operator], outputs: Sequence[Value], seconds: Seconds, shortest_s: float
+) -> list[list[Operator]]:
+    """Cut operators into contiguous segments of `shortest_s` to four times that, or of one longer operator.
+
+    Among the borders that this allows the one is taken that the fewest tensors cross; among these one between modules
+    rather than inside of one, and one before a long operator rather than before a short one, which is likelier to be
+    fused with what comes before it.
+
+    Args:
+        operators: in topological order.
+        outputs: the tensors that the model returns.
+        seconds: of each operator; one that is missing takes none.
+    """
+    crossing = _crossing_tensors(operators, outputs)
+
+    def cost(border: int) -> tuple[int, int, float]:
+        before, after = operators[border - 1], operators[border]
+        return crossing[border], _common_depth(before.module, after.module), -seconds.get(after.name, 0.0)
+
+    elapsed_s = [0.0, *accumulate(seconds.get(op.name, 0.0) for op in operators)]
+    borders = [0]
+    while candidates := list(_candidates(elapsed_s, borders[-1], shortest_s)):
+        borders.append(min(candidates, key=cost))
+    return [list(operators[start:end]) for start, end in pairwise([*borders, len(operators)])]
+
+
+def _candidates(elapsed_s: Sequence[float], start: int, shortest_s: float) -> Iterator[int]:
+    """Yield where the segment that begins at `start` may end, and leave enough for another one."""
+    last_s = elapsed_s[-1] - shortest_s
+    ends = [i for i in range(start + 1, len(elapsed_s) - 1) if elapsed_s[start] + shortest_s <= elapsed_s[i] <= last_s]
+    yield from ends[:1]
+    yield from (end for end in ends[1:] if elapsed_s[end] <= elapsed_s[start] + 4 * shortest_s)
+
+
+def _common_depth(path: str, other: str) -> int:
+    """Count the modules around both of two modules: 2 for `layer.0.conv` and `layer.0.norm`."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def _crossing_tensors(operators: Sequence[Operator], outputs: Sequence[Value]) -> list[int]:
+    """Count for each position in `operators` the tensors that are made before it, and taken at it or after it."""
+    last_use = {value: index for index, op in enumerate(operators) for value in op.values}
+    last_use.update(dict.fromkeys(outputs, len(operators)))
+    changes = [0] * (len(operators) + 2)
+    for index, op in enumerate(operators):
+        for value in op.outputs:
+            if value in last_use:
+                changes[index + 1] += 1
+                changes[last_use[value] + 1] -= 1
+    return list(accumulate(changes))
+
+
+def apportion(measured: Seconds, segments: Mapping[str, Sequence[str]], one_by_one: Seconds) -> dict[str, float]:
+    """Give each operator of a segment its share of the seconds that were measured of the segment.
+
+    The shares of a segment's operators add up to its seconds. What is in no segment keeps what was measured of it.
+
+    Args:
+        measured: seconds of segments, and of operators that are in none.
+        segments: name of a segment -> its operators.
+        one_by_one: seconds of the operators when each runs alone, to which the shares are proportional.
+    """
+    shares: dict[str, float] = {}
+    for name, seconds in measured.items():
+        shares |= _shares(seconds, segments.get(name, (name,)), one_by_one)
+    return shares
+
+
+def _shares(seconds: float, operators: Sequence[str], one_by_one: Seconds) -> dict[str, float]:
+    total_s = sum(one_by_one.get(name, 0.0) for name in operators)
+    if not total_s:
+        return dict.fromkeys(operators, seconds / len(operators))
+    return {name: seconds * one_by_one.get(name, 0.0) / total_s for name in operators}
+
+
+_MAX_SEGMENTS = 16  # each takes seconds to compile
+_MIN_SEGMENT_S = {"cpu": 1e-2, "cuda": 1e-3}  # of a shorter one much is calling it, and copies at its borders
+_MAX_REASON = 300  # characters, why something cannot be compiled
+OnNote = Callable[[str], None]  # called with a line for the user
+Segments = dict[str, list[Operator]]  # by name
+
+
+@dataclass(frozen=True)
+class CompiledModel:
+    """A model that went through torch.compile.
+
+    Attributes:
+        model: the same, compiled as a whole, and with an operator in place of each segment that was compiled.
+        segments: name of such an operator -> names of those in its place.
+        is_whole: whether it could be compiled as a whole, too.
+    """
+
+    model: ProfiledModel
+    segments: Mapping[str, Sequence[str]]
+    is_whole: bool
+
+
+def compile_model(model: ProfiledModel, seconds: Seconds, note: OnNote, progress: OnProgress) -> CompiledModel:
+    """Compile a model, and run it once forward and backward, when torch.compile does its work.
+
+    Operators of a segment that cannot be compiled are left to run one by one; `note` is told which, and why.
+
+    Args:
+        seconds: of each operator, forward and backward together.
+        progress: called with (passes done, passes in all), of which each segment has two.
+
+    Raises:
+        ModelError: no segment can be compiled.
+    """
+    total_s = sum(seconds.get(op.name, 0.0) for op in model.computed)
+    shortest_s = max(_MIN_SEGMENT_S[model.run.device.type], total_s / _MAX_SEGMENTS)
+    cut = cut_into_segments(model.computed, model.outputs, seconds, shortest_s)
+    segments = {_name(segment): segment for segment in cut}
+    note(f"torch.compile takes the model in {len(segments)} segment(s), and as a whole: some seconds for each")
+    compiled = _compiled_segments(model, segments, note, progress)
+    in_segments = _with_operators(model, segments, compiled)
+    module: Any = torch.compile(model.traced.model)
+    whole = replace(in_segments, traced=replace(in_segments.traced, model=module))
+    reason = _failure(whole.train_step)
+    if reason:
+        note(f"warning: torch.compile fails for the model as a whole, so that coverage is not known: {reason}")
+    names = {name: [op.name for op in segments[name]] for name in compiled}
+    return CompiledModel(in_segments if reason else whole, names, not reason)
+
+
+def _name(segment: Sequence[Operator]) -> str:
+    first, last = segment[0].name, segment[-1].name
+    return first if first == last else f"{first} to {last}"
+
+
+def _compiled_segments(
+    model: ProfiledModel, segments: Segments, note: OnNote, progress: OnProgress
+) -> dict[str, Operator]:
+    """Return what each segment becomes that can be compiled."""
+    compiled = {name: _compiled(model, name, segment) for name, segment in segments.items()}
+    failures: dict[str, str] = {}
+    while failure := _first_failure(_with_operators(model, segments, compiled), compiled, progress):
+        del compiled[failure[0]]
+        failures |= [failure]
+    if not compiled:
+        reason = next(iter(failures.values()), "there is nothing to compile")
+        remedy = "leave --compile out; on a CPU torch.compile needs a C++ compiler, g++ or what $CXX names"
+        raise model.model_file.error(f"torch.compile fails for all of the model: {reason}", remedy)
+    for name, reason in failures.items():
+        note(f"warning: torch.compile fails for {name}, whose operators are measured one by one: {reason}")
+    return compiled
+
+
+def _compiled(model: ProfiledModel, name: str, segment: Sequence[Operator]) -> Operator:
+    """Return one operator in place of a segment, which torch.compile takes when it is first run."""
+    made = {value for op in segment for value in op.outputs}
+    inside = {op.name for op in segment}
+    inputs = tuple(dict.fromkeys(value for op in segment for value in op.values if value not in made))
+    taken = [value for op in model.computed if op.name not in inside for value in op.values] + model.outputs
+    outputs = tuple(value for value in dict.fromkeys(taken) if value in made)
+    return Operator(
+        name=name,
+        op="compiled",
+        module="",
+        target=torch.compile(segment_module(model.run, segment, inputs, outputs)),
+        args=inputs,
+        outputs=outputs,
+        structure=list(range(len(outputs))),
+        parameters=tuple(dict.fromkeys(parameter for op in segment for parameter in op.parameters)),
+        opaque=any(op.opaque for op in segment),
+    )
+
+
+def _with_operators(model: ProfiledModel, segments: Segments, compiled: Mapping[str, Operator]) -> ProfiledModel:
+    """Return the model with an operator in place of each compiled segment."""
+    given = [op for op in model.traced.operators if op.is_input or op.constant]
+    computed = [op for name, segment in segments.items() for op in ([compiled[name]] if name in compiled else segment)]
+    return replace(model, traced=replace(model.traced, operators=(*given, *computed)))
+
+
+def _first_failure(
+    model: ProfiledModel, compiled: Mapping[str, Operator], progress: OnProgress
+) -> tuple[str, str] | None:
+    """Run a model forward and backward; return which of its compiled segments fails first, and why."""
+    current, done = "", 0
+
+    def run(name: str, work: Work) -> tuple[Any, None]:
+        nonlocal current, done
+        progress(done, 2 * len(model.computed) + 2)  # the loss has two, too
+        current, done = name.removesuffix(" backward"), done + 1
+        return work(), None
+
+    reason = _failure(lambda: model.replay(run), lambda: current in compiled)
+    return (current, reason) if reason else None
+
+
+def _failure(work: Work, is_expected: Callable[[], bool] = lambda: True) -> str:
+    """Do `work`; return why it failed, or nothing. Lack of memory, and what was not expected, are raised."""
+    try:
+        work()
+    except Exception as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or not is_expected():
+            raise
+        reason = describe_error(error).partition("\n\nSet TORCHDYNAMO")[0]  # advice for developers of torch
+        return " ".join(reason.split())[:_MAX_REASON]
+    return ""
