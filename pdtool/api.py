@@ -36,8 +36,8 @@ from pdtool.errors import UsageError
 if TYPE_CHECKING:
     from pdtool.cli.command_line.help_sections import SectionedCommand
     from pdtool.cli.freshness import FreshnessFinding
-    from pdtool.partition.comparison import Simulation
-    from pdtool.partition.plan_check import Finding
+    from pdtool.planner.choice.comparison import Simulation
+    from pdtool.planner.choice.plan_check import Finding
 
 __all__ = ["check", "codegen", "partition", "profile", "run", "simulate"]
 
@@ -160,7 +160,7 @@ def simulate(
         ArtifactError: the plan or its profile cannot be read, or do not belong together.
         UsageError: the schedule goes with other stages; or an option has no such value.
     """
-    from pdtool.partition.comparison import simulated
+    from pdtool.planner.choice.comparison import simulated
 
     names = against if isinstance(against, str) else ",".join(against)
     given = {"schedule": schedule, "minibatches": minibatches, "against": names}
@@ -192,7 +192,7 @@ def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] 
 
         chosen, path = _plan(plan)
         return list(FreshnessCheck(path, chosen, read_profile(chosen, path)).findings())
-    from pdtool.partition.plan_check import check_plan
+    from pdtool.planner.choice.plan_check import check_plan
 
     return list(check_plan(*_read(plan)[:2]))
 

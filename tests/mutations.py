@@ -21,8 +21,8 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.device import TABLE, Devices
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.search import SearchOptions
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.search.search import SearchOptions
 
 ROOT = Path(__file__).parent.parent
 PROFILE = chain([1e-3, 2e-3, 3e-3, 1e-3, 2e-3, 1e-3], parameters=1000, crossing=500, stash=700)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.partition.placement import Placement
-from pdtool.partition.planner import reschedule
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob
+from pdtool.planner.choice.make_plan import reschedule
+from pdtool.planner.placement import Placement
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, timeline_drawing
 from pdtool.report.simulated import simulated_group
 from pdtool.schedule import is_asynchronous

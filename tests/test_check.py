@@ -18,9 +18,9 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError
-from pdtool.partition.plan_check import check_plan
-from pdtool.partition.planner import make_plan, refresh
-from pdtool.partition.search.search import SearchOptions
+from pdtool.planner.choice.make_plan import make_plan, refresh
+from pdtool.planner.choice.plan_check import check_plan
+from pdtool.planner.search.search import SearchOptions
 from pdtool.units import format_seconds
 
 FIGURES = (

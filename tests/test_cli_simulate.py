@@ -15,11 +15,11 @@ from graphs import chain, plan_of
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.partition import comparison
-from pdtool.partition.comparison import SweepPoint, bandwidth_grid, crossings
-from pdtool.partition.placement import Placement
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob
+from pdtool.planner.choice import comparison
+from pdtool.planner.choice.comparison import SweepPoint, bandwidth_grid, crossings
+from pdtool.planner.placement import Placement
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob
 from pdtool.report.drawings.graphviz import dot
 
 

@@ -11,8 +11,8 @@ from graphs import chain
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.search import SearchOptions
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.search.search import SearchOptions
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.app import main
-from pdtool.partition.plan_check import check_plan
+from pdtool.planner.choice.plan_check import check_plan
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

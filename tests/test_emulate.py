@@ -29,7 +29,7 @@ from pdtool.emulate.pretend_cluster import PretendCluster
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
 from pdtool.host import resident_bytes, usable_cores
-from pdtool.partition.planner import refresh
+from pdtool.planner.choice.make_plan import refresh
 from pdtool.run.processes.status import process_state
 
 emulate_command = importlib.import_module("pdtool.cli.commands.emulate")

@@ -31,7 +31,7 @@ from pdtool.emulate.emulate_plans import (
 from pdtool.emulate.pretend_cluster import PretendCluster
 from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
-from pdtool.partition.planner import refresh
+from pdtool.planner.choice.make_plan import refresh
 from pdtool.schedule.shape import steady_minibatches
 
 emulate_command = importlib.import_module("pdtool.cli.commands.emulate")
@@ -156,7 +156,7 @@ class TestCommand:
         plan.model_copy(update={"digests": {"net.json": net.content_sha256}}).save("net.yaml")
 
     def test_options_that_do_not_go_together_are_refused_before_anything_is_planned(self, folder, monkeypatch):
-        monkeypatch.setattr("pdtool.partition.strategies.rival_plans.rival_plans", None)
+        monkeypatch.setattr("pdtool.planner.choice.comparison.rival_plans", None)
         assert "learn nothing" in folder.pdtool("emulate", "net.yaml", "--target", "loss<1", code=2).stderr
         for options, error in (
             (("--target", "best"), "target 'best' is not METRIC=NUMBER"),

@@ -30,12 +30,12 @@ from pdtool.cli.app import main
 from pdtool.cli.commands.show import _view
 from pdtool.cli.console.terminal import show
 from pdtool.errors import ArtifactError, PdtoolError
-from pdtool.partition.comparison import compare
-from pdtool.partition.placement import Placement
-from pdtool.partition.plan_check import check_plan
-from pdtool.partition.planner import make_plan, refresh
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob
+from pdtool.planner.choice.comparison import compare
+from pdtool.planner.choice.make_plan import make_plan, refresh
+from pdtool.planner.choice.plan_check import check_plan
+from pdtool.planner.placement import Placement
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob
 from pdtool.report.drawings.graph_drawing import graph_drawing
 from pdtool.report.drawings.graphviz import dot
 from pdtool.schedule import RIVALS

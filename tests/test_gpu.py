@@ -8,8 +8,8 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.codegen.generate import generate
 from pdtool.frontend.model_file import ModelFile
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.search import SearchOptions
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.measure import measure
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.launcher import launch

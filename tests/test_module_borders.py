@@ -8,13 +8,12 @@ import pytest
 from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
-from pdtool.partition import module_borders
-from pdtool.partition.module_borders import modules_divided, move_to_module_borders
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.cuts import find_cuts
-from pdtool.partition.search.search import PlanSearch, SearchOptions
-from pdtool.partition.selection import select
-from pdtool.partition.simulator.steady_state import steady_state_s
+from pdtool.planner.choice import selection as module_borders
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.choice.selection import modules_divided, move_to_module_borders, select
+from pdtool.planner.search.cuts import find_cuts
+from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.simulator.engine import steady_state_s
 
 SECONDS = [1.0, 0.98, 0.02, 1.0, 1.0]
 MODULES = ["layers.0.attention", "layers.0.mlp", "layers.1.norm", "layers.1.attention", "layers.1.mlp"]

@@ -8,11 +8,11 @@ from reference.brute_force import divisions
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node, SharedParameter
-from pdtool.partition.cost.plan_cost import Evaluator
-from pdtool.partition.placement import ExecutionConfig
-from pdtool.partition.search.device_blocks import layouts
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob
+from pdtool.planner.placement import ExecutionConfig
+from pdtool.planner.plan_cost import Evaluator
+from pdtool.planner.search.layouts import layouts
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob
 from pdtool.schedule import SEARCHED_SCHEDULES, default_in_flight
 
 #   x -> a -> b -> c      a's output goes to b, c and d: a skip

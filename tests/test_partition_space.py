@@ -8,11 +8,10 @@ from graphs import chain, profile_of, random_profile
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node
-from pdtool.partition.cost.plan_cost import COST_MODELS
-from pdtool.partition.search.cuts import find_cuts
-from pdtool.partition.search.search import PlanSearch, SearchOptions
-from pdtool.partition.search.search_space import SearchSpace
-from pdtool.partition.stage_loads import stage_loads
+from pdtool.planner.plan_cost import COST_MODELS
+from pdtool.planner.search.cuts import SearchSpace, find_cuts
+from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.stage_costs import stage_loads
 
 
 def branches(width, length):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.errors import NoPlanError
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.search import SearchOptions
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.search.search import SearchOptions
 
 SIZES = [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (1, 4), (4, 1), (2, 1, 2), (2, 2, 2)]
 LATE, PROMPT = (0.02, 0.05, 0.4), (0.0,)  # seconds; an operator of random_profile takes up to six

@@ -18,8 +18,8 @@ import samples
 from pdtool.artifacts.cluster import ClusterFile
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.search import SearchOptions
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.probe import ProbeRequest, agreed_memory_bytes
 from pdtool.profiler.probe_launcher import probe
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pdtool.artifacts.cluster import make_cluster
-from pdtool.partition.placement import ExecutionConfig
-from pdtool.partition.search.device_blocks import Layout
-from pdtool.partition.search.search import PlanSearch, SearchOptions
+from pdtool.planner.placement import ExecutionConfig
+from pdtool.planner.search.layouts import Layout
+from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.profiler.pipedream_import import read_pipedream_profile
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"

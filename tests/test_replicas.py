@@ -9,12 +9,12 @@ from reference.brute_force import divisions, placed
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.partition.cost.plan_cost import COST_MODELS, Evaluator
-from pdtool.partition.placement import ExecutionConfig
-from pdtool.partition.plan_check import check_plan
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.device_blocks import Layout
-from pdtool.partition.strategies.strategy_options import strategy_options
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.choice.plan_check import check_plan
+from pdtool.planner.choice.strategies import strategy_options
+from pdtool.planner.placement import ExecutionConfig
+from pdtool.planner.plan_cost import COST_MODELS, Evaluator
+from pdtool.planner.search.layouts import Layout
 
 FAST = 1e9
 

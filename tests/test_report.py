@@ -27,11 +27,11 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.partition.placement import Placement
-from pdtool.partition.planner import make_plan
-from pdtool.partition.simulated_schedules import under_schedule
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob
+from pdtool.planner.choice.comparison import SimulatedPlan, StageShares
+from pdtool.planner.choice.make_plan import make_plan, under_schedule
+from pdtool.planner.placement import Placement
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob
 from pdtool.report.drawings.chart import Curve, curve_chart, gain_chart
 from pdtool.report.drawings.graph_drawing import graph_drawing
 from pdtool.report.drawings.module_blocks import MAX_BLOCKS, module_blocks
@@ -40,7 +40,7 @@ from pdtool.report.drawings.scales import AxisScale, time_labels
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, WorkerRow, timeline_drawing
 from pdtool.report.measured import differences, metric_charts
 from pdtool.report.sentences import gain_in_words
-from pdtool.report.simulated import SimulatedPlan, StageShares, simulated_group
+from pdtool.report.simulated import simulated_group
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = (1120, 358)

@@ -22,9 +22,9 @@ from pdtool.cli.console.report_view import report_view
 from pdtool.frontend.random_numbers import derive_seed
 from pdtool.host import usable_cores
 from pdtool.options import Target
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob, StageWork, TiedGroup
-from pdtool.partition.stage_loads import StageEdge
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob, StageWork, TiedGroup
+from pdtool.planner.stage_costs import StageEdge
 from pdtool.run.config import assign_ranks
 from pdtool.run.processes.launcher import launch
 from pdtool.schedule import ActionKind, build

@@ -11,15 +11,15 @@ from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.errors import NoPlanError
-from pdtool.partition import selection
-from pdtool.partition.baselines import baselines
-from pdtool.partition.cost.contention import lower_bound_s
-from pdtool.partition.in_flight import IN_FLIGHT_MARGIN
-from pdtool.partition.placement import ExecutionConfig, Placement
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.search import PlanSearch, SearchOptions
-from pdtool.partition.simulator import steady_state
-from pdtool.partition.simulator.steady_state import steady_state_s
+from pdtool.planner.choice import selection
+from pdtool.planner.choice.in_flight import IN_FLIGHT_MARGIN
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.choice.strategies import baselines
+from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.plan_cost import lower_bound_s
+from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.simulator import engine as steady_state
+from pdtool.planner.simulator.engine import steady_state_s
 
 MARGIN, SEEDS = SearchOptions().simplest, 40
 WINDOW = 1.01  # a simulation sees some 32 minibatches of its steady state; the first and the last may be early or late

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from pdtool.artifacts.cluster import Cluster, make_cluster
 from pdtool.errors import ScheduleError
-from pdtool.partition.cost.memory import StageMemory
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob, StageWork
-from pdtool.partition.simulator.network import EventQueue, Flow, Network
-from pdtool.partition.simulator.result import SimulationResult
-from pdtool.partition.stage_loads import StageEdge
+from pdtool.planner.formulas import StageMemory
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob, StageWork
+from pdtool.planner.simulator.network import EventQueue, Flow, Network
+from pdtool.planner.simulator.result import SimulationResult
+from pdtool.planner.stage_costs import StageEdge
 from pdtool.schedule import SCHEDULES, Action, ActionKind, PipelineShape, build, default_shape
 from pdtool.schedule.execution import timeline
 

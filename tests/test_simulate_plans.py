@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.partition.cost.plan_cost import Evaluator
-from pdtool.partition.placement import ExecutionConfig, Placement
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.search import SearchOptions
-from pdtool.partition.simulated_schedules import even_pieces, under_schedule
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob
+from pdtool.planner.choice.make_plan import even_pieces, make_plan, under_schedule
+from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.plan_cost import Evaluator
+from pdtool.planner.search.search import SearchOptions
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob
 from pdtool.schedule import SCHEDULES, default_in_flight, default_shape, steady_run
 
 

@@ -19,14 +19,13 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.partition.cost.plan_cost import Evaluator
-from pdtool.partition.placement import ExecutionConfig, Placement
-from pdtool.partition.plan_check import check_plan
-from pdtool.partition.planner import make_plan, refresh, reschedule
-from pdtool.partition.predictions import samples_per_update
-from pdtool.partition.search.search import SearchOptions
-from pdtool.partition.strategies.rival_plans import fits, rival_plans
-from pdtool.partition.strategies.strategy_options import of_global_batch_size, strategy_options
+from pdtool.planner.choice.comparison import fits, rival_plans
+from pdtool.planner.choice.make_plan import make_plan, refresh, reschedule
+from pdtool.planner.choice.plan_check import check_plan
+from pdtool.planner.choice.strategies import of_global_batch_size, strategy_options
+from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.plan_cost import Evaluator, samples_per_update
+from pdtool.planner.search.search import SearchOptions
 from pdtool.run.data import sample_order
 from pdtool.schedule import RIVALS, STRATEGIES, gradient_delays
 

@@ -11,8 +11,8 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.device import find_device
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.partition.planner import make_plan
-from pdtool.partition.search.search import SearchOptions
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.estimate import estimate
 
 PAPER = {

@@ -237,7 +237,7 @@ def checked(plan: Plan, profile: Profile) -> Plan:
     plan.check_schedule()
     if not plan.edited:
         return plan
-    from pdtool.partition.planner import refresh
+    from pdtool.planner.choice.make_plan import refresh
 
     note("the plan was edited by hand: its stages are checked, its predictions computed again")
     return refresh(plan, profile)
@@ -258,7 +258,7 @@ def rescheduled(
     """
     if (schedule, microbatches, weights, update_every) == (None,) * 4:
         return plan
-    from pdtool.partition.planner import reschedule
+    from pdtool.planner.choice.make_plan import reschedule
 
     name = schedule or plan.schedule
     if is_asynchronous(name) and microbatches not in (None, 1):

@@ -19,8 +19,8 @@ from pdtool.emulate.workers import Emulator
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.host import memory_limits
 from pdtool.options import Target
-from pdtool.partition.planner import refresh
-from pdtool.partition.stage_loads import tied_bytes
+from pdtool.planner.choice.make_plan import refresh
+from pdtool.planner.stage_costs import tied_bytes
 from pdtool.run.config import RunConfig
 from pdtool.schedule import PipelineShape, steady_run
 from pdtool.schedule.shape import steady_minibatches

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdtool.artifacts.report import Emulation, StageReport
-from pdtool.partition.comparison import THIS_PLAN, ComparedPlan
-from pdtool.report.simulated import SimulatedPlan, StageShares
+from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, SimulatedPlan, StageShares
 from pdtool.units import format_bytes, format_seconds
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.artifacts.report import Report
+from pdtool.planner.choice.comparison import StageShares
 from pdtool.report.drawings.chart import Curve
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, WorkerRow
-from pdtool.report.simulated import StageShares, filled_s
+from pdtool.report.simulated import filled_s
 from pdtool.report.slow_stages import is_much_slower, slow_stage_sentence
 from pdtool.schedule import is_asynchronous
 from pdtool.units import format_seconds

@@ -11,12 +11,12 @@ from markupsafe import Markup
 from pdtool import __version__
 from pdtool.artifacts.run_dir import RunPhase
 from pdtool.errors import printable
+from pdtool.planner.choice.comparison import SimulatedPlan
 from pdtool.report.drawings.chart import curve_chart
 from pdtool.report.drawings.picture import stylesheet
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, timeline_drawing
 from pdtool.report.measured import metric_charts
 from pdtool.report.sections import HALF, NARROW, WIDE, Pictures, pictures_of
-from pdtool.report.simulated import SimulatedPlan
 from pdtool.report.subject_view import SubjectView
 from pdtool.report.subjects import Subject
 from pdtool.units import format_seconds

@@ -3,93 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
 
-from pdtool.artifacts.plan import Plan
-from pdtool.artifacts.profile import Profile
-from pdtool.errors import NoPlanError, UsageError
-from pdtool.partition.comparison import Comparison, SweepPoint, bandwidth_grid, compare, sweep
-from pdtool.partition.placement import Placement
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob, action_count
-from pdtool.partition.simulator.result import SimulationResult
+from pdtool.planner.simulator.result import SimulationResult
 from pdtool.report.drawings.timeline_drawing import TimelineGroup, WorkerRow
 from pdtool.schedule import PipelineShape, is_asynchronous
 
-_RIVALS = ("data-parallel", "straight", "gpipe", "model-parallel")
-_RANGE, _POINTS = 20.0, 13  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
-_MAX_SWEPT_ACTIONS = 20_000  # of a plan that is simulated at so many bandwidths: about ten seconds
 _MAX_DRAWN_MINIBATCHES = 96
-
-
-@dataclass(frozen=True)
-class StageShares:
-    """How the workers of one stage spend the time of a minibatch in steady state, as shares of it."""
-
-    computing: float
-    communicating: float
-    idle: float
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
-class SimulatedPlan:
-    """A plan and all that simulations say of it.
-
-    Attributes:
-        points: gain over data parallelism against the bandwidth of the outermost level, which is the plan's own at
-            the middle one; none on one worker.
-    """
-
-    result: SimulationResult
-    shape: PipelineShape
-    stages: tuple[StageShares, ...]
-    comparison: Comparison
-    points: tuple[SweepPoint, ...]
-
-    @classmethod
-    def of(cls, plan: Plan, profile: Profile) -> SimulatedPlan:
-        """Simulate the plan, its rivals, and both over a range of bandwidths (seconds).
-
-        Raises:
-            UsageError, ScheduleError: the plan cannot be simulated.
-        """
-        cluster, placement = plan.cluster.cluster(), Placement.of(plan, profile)
-        job = SimulationJob.of(placement, profile, cluster)
-        result = simulate(job)
-        is_swept = cluster.workers > 1 and action_count(placement) <= _MAX_SWEPT_ACTIONS
-        depth = plan.pipeline_depth
-        return cls(
-            result=result,
-            shape=job.shape,
-            stages=tuple(_shares(result, stage) for stage in range(depth)),
-            comparison=compare(profile, plan, _RIVALS, placement, result),
-            points=_gain_points(plan, profile) if is_swept else (),
-        )
-
-
-def _gain_points(plan: Plan, profile: Profile) -> tuple[SweepPoint, ...]:
-    """Return the gain around the plan's own bandwidth; none where data parallelism cannot be simulated."""
-    own = plan.cluster.levels[0].bandwidth_bytes_per_s
-    try:
-        points = sweep(profile, plan, bandwidth_grid(own / _RANGE, own * _RANGE, _POINTS))
-    except (NoPlanError, UsageError):
-        return ()
-    return tuple(points) if all(p.time_per_minibatch_s and p.data_parallel_s for p in points) else ()
-
-
-def _shares(result: SimulationResult, stage: int) -> StageShares:
-    workers = [usage for usage in result.workers if usage.stage == stage]
-    whole_s = result.minibatches * result.time_per_minibatch_s or 1.0
-    computing = min(1.0, fmean(usage.busy_s for usage in workers) / whole_s)
-    communicating = min(1 - computing, fmean(usage.communication_s for usage in workers) / whole_s)
-    return StageShares(
-        computing=computing,
-        communicating=communicating,
-        idle=max(0.0, 1 - computing - communicating),
-        memory_bytes=max(usage.memory_bytes for usage in workers),
-    )
 
 
 def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: str, title: str) -> TimelineGroup:

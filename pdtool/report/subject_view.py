@@ -9,6 +9,7 @@ from typing import Any
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.report import Emulation, Report
 from pdtool.errors import PdtoolError
+from pdtool.planner.choice.comparison import SimulatedPlan
 from pdtool.report.bars import emulation_bars, measured_bar, memory_bars, predicted_bar, rival_bars
 from pdtool.report.drawings.chart import gain_chart
 from pdtool.report.drawings.graph_drawing import graph_drawing
@@ -17,7 +18,7 @@ from pdtool.report.drawings.timeline_drawing import TimelineGroup
 from pdtool.report.measured import differences, measured_group
 from pdtool.report.sections import HALF, NARROW, WIDE, StageSection, SubjectSection, pictures_of
 from pdtool.report.sentences import device_name, emulation_sentence, plan_sentence, run_sentence, scaling_phrase
-from pdtool.report.simulated import SimulatedPlan, simulated_group
+from pdtool.report.simulated import simulated_group
 from pdtool.report.subjects import Subject
 from pdtool.units import format_bits_rate, format_seconds
 

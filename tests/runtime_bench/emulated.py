@@ -19,9 +19,9 @@ import harness
 
 from pdtool.artifacts.cluster import Cluster, Level
 from pdtool.artifacts.report import Report
-from pdtool.partition.simulator.engine import simulate
-from pdtool.partition.simulator.job import SimulationJob, StageWork
-from pdtool.partition.stage_loads import StageEdge
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob, StageWork
+from pdtool.planner.stage_costs import StageEdge
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.launcher import launch
 from pdtool.schedule import ActionKind, build

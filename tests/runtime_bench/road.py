@@ -14,7 +14,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.partition.planner import reschedule
+from pdtool.planner.choice.make_plan import reschedule
 from pdtool.run.config import RunConfig
 from pdtool.run.processes.launcher import launch
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.freshness import FreshnessFinding
-    from pdtool.partition.plan_check import Finding
+    from pdtool.planner.choice.plan_check import Finding
 
 FindingT = TypeVar("FindingT", "Finding", "FreshnessFinding")
 _EDITED = "# edited by hand\n"  # `pdtool partition` overwrites no plan with a comment
@@ -71,7 +71,7 @@ def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:
 
 def _check_claims(path: str, as_json: bool, is_to_be_updated: bool) -> None:
     """Print whether each claim of the plan is true; raise ArtifactError for the first that is not."""
-    from pdtool.partition.plan_check import check_plan
+    from pdtool.planner.choice.plan_check import check_plan
 
     plan, profile = _read(path, is_to_be_updated)
     false = _print(plan, list(check_plan(plan, profile)), as_json)
@@ -90,7 +90,7 @@ def _update(path: str) -> None:
     """
     from pdtool.artifacts.text_formats import has_comments
     from pdtool.files import read_text, write_atomically
-    from pdtool.partition.planner import refresh
+    from pdtool.planner.choice.make_plan import refresh
 
     text = "" if path == "-" else read_text(path)
     if not text or text.startswith("{"):

@@ -100,7 +100,7 @@ def emulate(
     from pdtool.emulate.emulate_plans import emulate as on_pretend_cluster
     from pdtool.emulate.emulate_plans import without_latency
     from pdtool.emulate.namespaces import check_tools
-    from pdtool.partition.strategies.rival_plans import rival_plans
+    from pdtool.planner.choice.comparison import rival_plans
 
     _refuse_options_of_training(compute)
     check_tools()

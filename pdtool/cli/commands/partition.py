@@ -114,8 +114,8 @@ def plan_for(
     """
     from pdtool.artifacts.profile import Profile
     from pdtool.cli.inputs import path_of_profile
-    from pdtool.partition.planner import make_plan
-    from pdtool.partition.strategies.strategy_options import of_global_batch_size, strategy_options
+    from pdtool.planner.choice.make_plan import make_plan
+    from pdtool.planner.choice.strategies import of_global_batch_size, strategy_options
 
     cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency")))
     if straight and strategy not in ("auto", "straight"):

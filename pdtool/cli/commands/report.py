@@ -15,7 +15,7 @@ from pdtool.cli.console.terminal import note, status, write_stdout
 from pdtool.errors import PdtoolError, UsageError
 
 if TYPE_CHECKING:
-    from pdtool.report.simulated import SimulatedPlan
+    from pdtool.planner.choice.comparison import SimulatedPlan
     from pdtool.report.subjects import Subject
 
 _MAX_SUBJECTS = 4

@@ -68,7 +68,7 @@ def simulate(
     from pdtool.cli.console import simulation_view as views
     from pdtool.cli.console.output import write_text
     from pdtool.cli.inputs import planned
-    from pdtool.partition.comparison import simulated
+    from pdtool.planner.choice.comparison import simulated
     from pdtool.report.drawings.chart import gain_chart
     from pdtool.report.drawings.timeline_drawing import timeline_drawing
     from pdtool.report.simulated import simulated_group
@@ -111,7 +111,7 @@ def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
 
 def _rates(text: str) -> list[float]:
     """Read `bandwidth=0.1..25Gbit/s` as bandwidths in bytes per second; raises UsageError."""
-    from pdtool.partition.comparison import bandwidth_grid
+    from pdtool.planner.choice.comparison import bandwidth_grid
     from pdtool.units import format_bits_rate, parse_bandwidth
 
     match = re.fullmatch(r"bandwidth=([0-9.]+?)([A-Za-z/]*)\.\.([0-9.]+)([A-Za-z/]+)", text)

@@ -9,8 +9,8 @@ from typing import Any
 
 from pdtool.artifacts.plan import Plan
 from pdtool.cli.console.table import Lines, table
-from pdtool.partition.comparison import THIS_PLAN, ComparedPlan, Comparison, SweepPoint, crossings
-from pdtool.partition.simulator.result import SimulationResult
+from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Comparison, SweepPoint, crossings
+from pdtool.planner.simulator.result import SimulationResult
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _MAX_LISTED_WORKERS = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdtool.partition.comparison import SweepPoint, crossings
+from pdtool.planner.choice.comparison import SweepPoint, crossings
 from pdtool.report.drawings.picture import Picture, fitted, stage_class, text_width
 from pdtool.report.drawings.scales import AxisScale, number_labels
 from pdtool.units import format_bits_rate

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pdtool.partition.cost.contention import link_times_s
-from pdtool.partition.cost.formulas import TOLERANCE, CostModel
-from pdtool.partition.cost.plan_cost import Candidate, Evaluator
-from pdtool.partition.placement import Placement
-from pdtool.partition.simulator.steady_state import steady_state_s
-from pdtool.partition.stage_loads import StageLoad, stage_loads
+from pdtool.planner.formulas import TOLERANCE, CostModel
+from pdtool.planner.placement import Placement
+from pdtool.planner.plan_cost import Candidate, Evaluator, link_times_s
+from pdtool.planner.simulator.engine import steady_state_s
+from pdtool.planner.stage_costs import StageLoad, stage_loads
 
 IN_FLIGHT_MARGIN = 0.1  # fraction of the time per minibatch that fewer minibatches in flight may cost
 _MAX_FACTOR = 2  # times what the schedule wants

@@ -12,13 +12,11 @@ import numpy as np
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
-from pdtool.partition.cost.formulas import TOLERANCE
-from pdtool.partition.cost.plan_cost import COST_MODELS, Candidate, CostModelName, Evaluator
-from pdtool.partition.placement import ExecutionConfig, Placement
-from pdtool.partition.search.cuts import MAX_CUTS, find_cuts
-from pdtool.partition.search.device_blocks import MAX_WORKERS_PER_COPY, Layout, layouts
-from pdtool.partition.search.layout_search import LayoutSearch, Solution
-from pdtool.partition.search.search_space import SearchSpace
+from pdtool.planner.formulas import TOLERANCE
+from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.plan_cost import COST_MODELS, Candidate, CostModelName, Evaluator
+from pdtool.planner.search.cuts import MAX_CUTS, SearchSpace, find_cuts
+from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout, LayoutSearch, Solution, layouts
 from pdtool.schedule import SEARCHED_SCHEDULES, STRATEGIES
 
 _MIN_CUTS = 100

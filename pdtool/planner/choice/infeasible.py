@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.errors import NoPlanError
-from pdtool.partition.cost.plan_cost import Candidate
-from pdtool.partition.search.search import PlanSearch
+from pdtool.planner.plan_cost import Candidate
+from pdtool.planner.search.search import PlanSearch
 from pdtool.schedule import STRATEGIES
 from pdtool.units import bytes_option, format_bytes
 

@@ -13,13 +13,21 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
+from pdtool.artifacts.cluster import Cluster
+from pdtool.artifacts.profile import Profile
 from pdtool.errors import ScheduleError
-from pdtool.partition.simulator.allreduce import GradientAllReduces
-from pdtool.partition.simulator.delivery import MessageDelivery
-from pdtool.partition.simulator.job import SimulationJob
-from pdtool.partition.simulator.network import EventQueue, Network
-from pdtool.partition.simulator.recorder import NullRecorder, Recorder, WorkerMemory
-from pdtool.partition.simulator.result import SimulationResult, WorkerUsage, time_per_minibatch_s
+from pdtool.planner.placement import Placement
+from pdtool.planner.simulator.job import SimulationJob, action_count
+from pdtool.planner.simulator.network import EventQueue, Network
+from pdtool.planner.simulator.result import (
+    NullRecorder,
+    Recorder,
+    SimulationResult,
+    WorkerMemory,
+    WorkerUsage,
+    time_per_minibatch_s,
+)
+from pdtool.planner.simulator.traffic import GradientAllReduces, MessageDelivery
 from pdtool.schedule import Action, ActionKind, grid
 from pdtool.schedule.shape import steady_minibatches
 
@@ -210,3 +218,29 @@ class _SimulatedWorker:
             memory_bytes=int(memory.peak_bytes),
             sent_bytes=round(sent_bytes),
         )
+
+
+_MAX_ACTIONS_TIMES_WORKERS = 300_000  # about half a second
+PATIENT = 7.0  # times that, for a single plan: some seconds
+
+
+def steady_state_s(
+    placement: Placement, profile: Profile, cluster: Cluster, limit_s: float = math.inf, *, patience: float = 1.0
+) -> float | None:
+    """Return the seconds per minibatch in steady state, infinite above the limit; None where the simulation would take
+    too long, or the placement cannot be executed.
+
+    Args:
+        patience: how many times as long as usual the simulation may take.
+    """
+    if is_too_large(placement, patience):
+        return None
+    try:
+        return simulated_time_s(SimulationJob.of(placement, profile, cluster), limit_s)
+    except ScheduleError:
+        return None
+
+
+def is_too_large(placement: Placement, patience: float = 1.0) -> bool:
+    """Whether a simulation would take too long."""
+    return action_count(placement) * placement.used_workers > _MAX_ACTIONS_TIMES_WORKERS * patience

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import UsageError
-from pdtool.partition.cost.memory import StageMemory
-from pdtool.partition.placement import Placement
-from pdtool.partition.stage_loads import StageEdge, StageLoad, stage_edges, stage_loads, tied_bytes
+from pdtool.planner.formulas import StageMemory
+from pdtool.planner.placement import Placement
+from pdtool.planner.stage_costs import StageEdge, StageLoad, stage_edges, stage_loads, tied_bytes
 from pdtool.schedule import ActionKind, Actions, PipelineShape, build, is_asynchronous, steady_run, tied_update_lag
 
 MAX_ACTIONS = 200_000  # forwards and backwards, about ten seconds

@@ -20,9 +20,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.partition.cost.memory import StageMemory
-from pdtool.partition.placement import ExecutionConfig
-from pdtool.partition.stage_loads import Number, StageLoad
+from pdtool.planner.placement import ExecutionConfig
+from pdtool.planner.stage_costs import Number, StageLoad
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on one worker of a stage, or arrays of these."""
+
+    fixed_bytes: Number
+    version_bytes: Number
+    minibatch_bytes: Number
+
+    @classmethod
+    def of(cls, load: StageLoad, optimizer_state_ratio: float, recompute: Number) -> StageMemory:
+        """Split the memory of a stage.
+
+        Args:
+            optimizer_state_ratio: bytes of optimizer state for each byte of parameters.
+            recompute: whether the stage runs its forward twice.
+        """
+        gradients_and_state = np.ceil(load.parameter_bytes * (1 + optimizer_state_ratio))
+        return cls(
+            fixed_bytes=gradients_and_state + load.working_bytes + load.stash_bytes * np.asarray(recompute),
+            version_bytes=load.parameter_bytes,
+            minibatch_bytes=load.received_bytes + load.stash_bytes * np.logical_not(recompute),
+        )
+
+    def peak_bytes(self, versions: Number, in_flight: Number) -> Number:
+        """Return the bytes with so many weight versions and minibatches in flight."""
+        return self.fixed_bytes + self.version_bytes * versions + self.minibatch_bytes * in_flight
+
 
 TOLERANCE = 1 + 1e-9  # sums taken in another order differ in the last digits
 Members = Sequence[Number]  # one for each level
@@ -218,3 +246,52 @@ def fractions_by_class(cluster: Cluster, workers: Sequence[int], classes: int) -
     is_used = np.zeros((classes, cluster.workers))
     is_used[np.arange(len(workers)) % classes, list(workers)] = 1
     return fractions_on_members(cluster, is_used)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipeDreamCostModel(CostModel):
+    """The original's `T` and `A`, with or without the traffic of activations.
+
+    Attributes:
+        charges_activations: whether tensors between stages cost anything (its --activation_compression_ratio 1);
+            without, they are free, as by its default.
+    """
+
+    charges_activations: bool
+
+    requires_all_workers = True
+
+    def compute_s(self, load: StageLoad, replicas: Number, recompute: Number = False) -> Number:
+        """Forward and backward over the replicas; the optimizer's step is not known to the original."""
+        passes_s = load.forward_s * (1 + np.asarray(recompute)) + load.backward_s
+        return passes_s / (replicas * self.execution.copies)
+
+    def allreduce_s(self, load: StageLoad, replicas: Number, members: Members) -> Number:
+        """4 (R-1) P / (B R) for a round of R minibatches; tied parameters are as any others."""
+        ring_size = replicas * self.execution.copies
+        return 2 * self.ring_s(load.parameter_bytes, ring_size, members) / ring_size
+
+    def stage_s(self, load: StageLoad, replicas: Number, compute_s: Number, allreduce_s: Number) -> Number:
+        """The sum: nothing overlaps."""
+        return compute_s + allreduce_s
+
+    def transfer_s(self, load: StageLoad, s_per_byte: Number) -> Number:
+        """2 a / B for all that crosses the cut, also what only passes by the stage."""
+        return 2 * load.entering_bytes * s_per_byte / self.execution.copies * self.charges_activations
+
+    def border_s_per_byte(
+        self,
+        before: Fractions,
+        after: Fractions,
+        *,
+        replicas_before: Number,
+        replicas_after: Number,
+        is_before_first: Number,
+    ) -> Number:
+        """1 / (B m') for m' replicas of the stage after, and again for those of the stage before unless it is first."""
+        is_touched = [[np.greater(fraction, 0) for fraction in side] for side in (before, after)]
+        slowest = super().border_s_per_byte(
+            *is_touched, replicas_before=replicas_before, replicas_after=replicas_after, is_before_first=is_before_first
+        )
+        fewer = np.minimum(replicas_before, replicas_after)
+        return slowest / np.where(is_before_first, replicas_after, fewer)

@@ -32,9 +32,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from pdtool.partition.cost.formulas import TOLERANCE, CostModel, fractions_on_members, members_between
-from pdtool.partition.search.search_space import SearchSpace
-from pdtool.partition.stage_loads import Array, StageLoad
+from pdtool.planner.formulas import TOLERANCE, CostModel, fractions_on_members, members_between
+from pdtool.planner.search.cuts import SearchSpace
+from pdtool.planner.stage_costs import Array, StageLoad
 
 
 @dataclass(frozen=True)

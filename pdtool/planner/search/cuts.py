@@ -7,13 +7,14 @@ blocks. Where a graph has more cuts than can be searched it is coarsened first, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.profile import Profile
+from pdtool.planner.stage_costs import Array, StageLoad, StageLoadTable
 
 MAX_CUTS = 1200
 NOT_OPERATORS = {"input": 0, "loss": -1}  # the first stage loads the data; only the last can have the loss
@@ -284,3 +285,42 @@ class _BlockGraph:
                 downwards[b] |= downwards[c] | 1 << c
         pairs = zip(upwards, downwards, strict=True)
         return [len(self.members) - 1 - up.bit_count() - down.bit_count() for up, down in pairs]
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The stages between the cuts of a profile; c: cuts, j: the cuts that a stage may end at."""
+
+    profile: Profile
+    cuts: CutSpace
+    _coarser: dict[int, SearchSpace] = field(default_factory=dict)
+
+    @property
+    def cut_count(self) -> int:
+        """c: number of cuts."""
+        return len(self.cuts.inside)
+
+    @cached_property
+    def _table(self) -> StageLoadTable:
+        return StageLoadTable(self.profile, self.cuts.blocks, self.cuts.inside)
+
+    @property
+    def forward_backward_s(self) -> Array:
+        """[c] seconds of all that lies inside each cut."""
+        return self._table.forward_backward_s
+
+    @cached_property
+    def stages_from(self) -> list[tuple[Array, StageLoad]]:
+        """For each cut that a stage may begin at: the cuts where it may end [j], and its load then, each field [j]."""
+        ends = [np.flatnonzero(row) for row in self.cuts.contains]
+        return [(row, self._table.stages_from(i, row)) for i, row in enumerate(ends)]
+
+    def coarser(self, max_cuts: int) -> SearchSpace:
+        """Return the space of at most `max_cuts` cuts along one order of the operators; itself where it has no more."""
+        inside = self.cuts.inside
+        if len(inside) > max_cuts and max_cuts not in self._coarser:
+            last = inside.shape[1] - inside[:, ::-1].argmax(axis=1)
+            chain = np.flatnonzero(inside.sum(axis=1) == np.where(inside.any(axis=1), last, 0))
+            chosen = chain[np.unique(np.linspace(0, len(chain) - 1, max_cuts).astype(int))]
+            self._coarser[max_cuts] = SearchSpace(self.profile, replace(self.cuts, inside=inside[chosen]))
+        return self._coarser.get(max_cuts, self)

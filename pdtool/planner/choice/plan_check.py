@@ -16,11 +16,11 @@ from typing import Any
 from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, NoPlanError, ScheduleError, UsageError
-from pdtool.partition.cost.plan_cost import Evaluator
-from pdtool.partition.placement import Placement
-from pdtool.partition.planner import refresh
-from pdtool.partition.search.search import PlanSearch, SearchOptions
-from pdtool.partition.strategies.strategy_search import fastest_of_strategy
+from pdtool.planner.choice.make_plan import refresh
+from pdtool.planner.choice.strategies import fastest_of_strategy
+from pdtool.planner.placement import Placement
+from pdtool.planner.plan_cost import Evaluator
+from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.schedule import STRATEGIES
 from pdtool.units import format_bytes, format_seconds
 

@@ -3,22 +3,71 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 
-from pdtool.artifacts.cluster import Cluster
+from pdtool.artifacts.cluster import Cluster, ClusterSpec
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.partition.placement import Placement
-from pdtool.partition.predictions import samples_per_update
-from pdtool.partition.simulated_schedules import under_schedule
-from pdtool.partition.simulator.engine import simulate, simulated_time_s
-from pdtool.partition.simulator.job import MAX_ACTIONS, SimulationJob, action_count
-from pdtool.partition.simulator.result import SimulationResult
-from pdtool.partition.strategies.rival_plans import rival_plans
-from pdtool.schedule import STRATEGIES, PipelineShape
+from pdtool.planner.choice.make_plan import make_plan, refresh, under_schedule
+from pdtool.planner.choice.strategies import strategy_options
+from pdtool.planner.placement import Placement
+from pdtool.planner.plan_cost import samples_per_update
+from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY
+from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.simulator.engine import simulate, simulated_time_s
+from pdtool.planner.simulator.job import MAX_ACTIONS, SimulationJob, action_count
+from pdtool.planner.simulator.result import SimulationResult
+from pdtool.schedule import RIVALS, STRATEGIES, PipelineShape, is_asynchronous
+
+
+def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[str]) -> dict[str, Plan]:
+    """Return the best plan of each strategy on all workers of the cluster, by name, in the order of `names`.
+
+    A rival that does not fit into the memory of a device is planned as if it did: `fits` tells.
+
+    Args:
+        plan: that they are compared with; it decides how many minibatches an update of GPipe takes.
+        names: of RIVALS.
+
+    Raises:
+        UsageError: a name is not one of RIVALS, or its strategy needs more workers.
+        NoPlanError: there is no plan of a strategy, whatever the memory.
+    """
+    return {name: _rival_plan(profile, cluster, plan, name) for name in names}
+
+
+def fits(plan: Plan, cluster: Cluster) -> bool:
+    """Whether every worker has the memory that the plan takes by the formulas."""
+    needed = max(plan.predicted.memory_bytes) if plan.predicted else 0
+    return cluster.memory_bytes is None or needed <= cluster.memory_bytes
+
+
+def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Plan:
+    if name not in RIVALS:
+        raise UsageError(f"strategy {name!r} cannot be compared with", f"choose of {', '.join(RIVALS)}")
+    microbatches = None
+    if name == "gpipe":
+        microbatches = cluster.workers if is_asynchronous(plan.schedule) else plan.microbatches
+    workers = _max_straight_workers(profile, cluster) if STRATEGIES[name].is_straight else None
+    options = strategy_options(name, cluster, microbatches=microbatches, workers=workers)
+    try:
+        return make_plan(profile, plan.profile, cluster, options)
+    except NoPlanError:
+        if cluster.memory_bytes is None:
+            raise
+    unlimited = make_plan(profile, plan.profile, replace(cluster, memory_bytes=None), options)
+    return refresh(unlimited.model_copy(update={"cluster": ClusterSpec.of(cluster)}), profile)
+
+
+def _max_straight_workers(profile: Profile, cluster: Cluster) -> int:
+    """Return on how many workers a pipeline without replicas can be."""
+    max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.cuts.max_stages
+    return min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
+
 
 THIS_PLAN = "this plan"
 
@@ -203,4 +252,78 @@ def simulated(
         result=result,
         comparison=compare(profile, plan, against, placement, steady),
         sweep=sweep(profile, plan, bandwidths) if bandwidths else [],
+    )
+
+
+_RIVALS = ("data-parallel", "straight", "gpipe", "model-parallel")
+_RANGE, _POINTS = 20.0, 13  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
+_MAX_SWEPT_ACTIONS = 20_000  # of a plan that is simulated at so many bandwidths: about ten seconds
+
+
+@dataclass(frozen=True)
+class StageShares:
+    """How the workers of one stage spend the time of a minibatch in steady state, as shares of it."""
+
+    computing: float
+    communicating: float
+    idle: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """A plan and all that simulations say of it.
+
+    Attributes:
+        points: gain over data parallelism against the bandwidth of the outermost level, which is the plan's own at
+            the middle one; none on one worker.
+    """
+
+    result: SimulationResult
+    shape: PipelineShape
+    stages: tuple[StageShares, ...]
+    comparison: Comparison
+    points: tuple[SweepPoint, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, profile: Profile) -> SimulatedPlan:
+        """Simulate the plan, its rivals, and both over a range of bandwidths (seconds).
+
+        Raises:
+            UsageError, ScheduleError: the plan cannot be simulated.
+        """
+        cluster, placement = plan.cluster.cluster(), Placement.of(plan, profile)
+        job = SimulationJob.of(placement, profile, cluster)
+        result = simulate(job)
+        is_swept = cluster.workers > 1 and action_count(placement) <= _MAX_SWEPT_ACTIONS
+        depth = plan.pipeline_depth
+        return cls(
+            result=result,
+            shape=job.shape,
+            stages=tuple(_shares(result, stage) for stage in range(depth)),
+            comparison=compare(profile, plan, _RIVALS, placement, result),
+            points=_gain_points(plan, profile) if is_swept else (),
+        )
+
+
+def _gain_points(plan: Plan, profile: Profile) -> tuple[SweepPoint, ...]:
+    """Return the gain around the plan's own bandwidth; none where data parallelism cannot be simulated."""
+    own = plan.cluster.levels[0].bandwidth_bytes_per_s
+    try:
+        points = sweep(profile, plan, bandwidth_grid(own / _RANGE, own * _RANGE, _POINTS))
+    except (NoPlanError, UsageError):
+        return ()
+    return tuple(points) if all(p.time_per_minibatch_s and p.data_parallel_s for p in points) else ()
+
+
+def _shares(result: SimulationResult, stage: int) -> StageShares:
+    workers = [usage for usage in result.workers if usage.stage == stage]
+    whole_s = result.minibatches * result.time_per_minibatch_s or 1.0
+    computing = min(1.0, fmean(usage.busy_s for usage in workers) / whole_s)
+    communicating = min(1 - computing, fmean(usage.communication_s for usage in workers) / whole_s)
+    return StageShares(
+        computing=computing,
+        communicating=communicating,
+        idle=max(0.0, 1 - computing - communicating),
+        memory_bytes=max(usage.memory_bytes for usage in workers),
     )

@@ -1,0 +1,390 @@
+"""From a profile and a cluster to a plan: the search, the choice by simulation, the figures and the certificate."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from statistics import fmean
+from typing import Any
+
+from pdtool.artifacts.cluster import Cluster
+from pdtool.artifacts.plan import Plan, Predicted, Why
+from pdtool.artifacts.profile import Profile
+from pdtool.errors import NoPlanError, UsageError
+from pdtool.planner.choice.infeasible import explain_infeasible
+from pdtool.planner.choice.selection import move_to_module_borders, select
+from pdtool.planner.choice.strategies import (
+    baselines,
+    fastest_of_strategy,
+    limits_of_strategy,
+    rivals,
+    with_least_memory,
+)
+from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
+from pdtool.planner.search.cuts import unbroken_groups
+from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.simulator.engine import simulate, steady_state_s
+from pdtool.planner.simulator.job import SimulationJob
+from pdtool.schedule import POLICIES, RIVALS, SEARCHED_SCHEDULES, STRATEGIES, default_shape, is_asynchronous
+from pdtool.units import format_seconds
+
+
+def predict(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
+    """Return the plan with figures for what it says, and what bounds it.
+
+    Raises:
+        ScheduleError: no formulas cover it, and its numbers in flight make it deadlock.
+    """
+    if not placement.execution.has_formulas:
+        return _with_simulated_figures(plan, evaluator, placement)
+    is_ours = evaluator.cost_model == "ours"
+    simulated_s = steady_state_s(placement, evaluator.profile, evaluator.cluster) if is_ours else None
+    cost = evaluator.cost(placement)
+    figures = with_formulas(plan, evaluator, cost, placement.execution, simulated_s)
+    return plan.model_copy(update={"why": Why(bottleneck=cost.bottleneck), "predicted": figures})
+
+
+def with_formulas(
+    plan: Plan, evaluator: Evaluator, cost: PlanCost, execution: ExecutionConfig, simulated_s: float | None
+) -> Predicted:
+    """Return the figures of a plan that the formulas cover.
+
+    Args:
+        simulated_s: seconds per minibatch in a simulation; None: it was not simulated.
+    """
+    return _predicted(plan, evaluator, execution, cost.time_per_minibatch_s, simulated_s, cost)
+
+
+def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
+    result = simulate(SimulationJob.of(placement, evaluator.profile, evaluator.cluster))
+    depth, chunks = placement.pipeline_depth, placement.execution.chunks
+    usages = [[usage for usage in result.workers if usage.stage == s] for s in range(depth)]
+    compute_s = [fmean(usage.busy_s for usage in stage) / result.minibatches for stage in usages]
+    memory_bytes = [max(usage.memory_bytes for usage in stage) for stage in usages]
+    stages = range(len(placement.stages))
+    cost = PlanCost(
+        compute_s=tuple(compute_s[s % depth] / chunks for s in stages),
+        allreduce_s=(0.0,) * len(stages),
+        transfer_s=(0.0,) * (len(stages) - 1),
+        stage_s=(),
+        round_trip_s=(),
+        memory_bytes=tuple(memory_bytes[s % depth] for s in stages),
+        traffic_bytes=round(result.sent_bytes),
+        flush_factor=1.0,
+    )
+    time_s = result.time_per_minibatch_s
+    slowest = max(range(depth), key=compute_s.__getitem__)
+    why = f"stage {slowest} computes most; {placement.execution.schedule} is simulated, there is no formula for it"
+    flushing = ExecutionConfig.of_schedule("1f1b-flush", plan.microbatches)
+    execution = flushing if plan.flushes else ExecutionConfig()
+    figures = _predicted(plan, evaluator, execution, time_s, time_s, cost)
+    return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
+
+
+def _predicted(
+    plan: Plan,
+    evaluator: Evaluator,
+    execution: ExecutionConfig,
+    bottleneck_s: float,
+    simulated_s: float | None,
+    cost: PlanCost,
+) -> Predicted:
+    """Return the figures. The gain is over data parallelism on all workers of the cluster, whether or not that fits in
+    memory: of both in simulations, or of both by the same formulas. With a flush it takes no fewer minibatches in an
+    update than the plan, as many on each worker.
+
+    Args:
+        execution: how data parallelism is run, but for its copies.
+    """
+    workers, microbatches = evaluator.cluster.workers, execution.microbatches
+    if not is_asynchronous(execution.schedule):
+        microbatches = -(-microbatches // workers) * workers
+    data_parallel = evaluator.data_parallel(workers, ExecutionConfig.of_schedule(execution.schedule, microbatches))
+    data_parallel_s = None
+    if simulated_s is not None:
+        data_parallel_s = steady_state_s(data_parallel.placement, evaluator.profile, evaluator.cluster)
+    time_s = bottleneck_s if simulated_s is None else simulated_s
+    own_s, other_s = time_s, data_parallel_s
+    if other_s is None:
+        own_s, other_s = bottleneck_s, data_parallel.time_per_minibatch_s
+    return Predicted(
+        bottleneck_s=bottleneck_s,
+        simulated_s=simulated_s,
+        data_parallel_s=data_parallel_s,
+        throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
+        gain_over_data_parallel=other_s / own_s if own_s else 1.0,
+        samples_per_update=samples_per_update(Placement.of(plan, evaluator.profile), evaluator.profile),
+        data_parallel_samples_per_update=samples_per_update(data_parallel.placement, evaluator.profile),
+        compute_s=cost.compute_s,
+        allreduce_s=cost.allreduce_s,
+        transfer_s=cost.transfer_s,
+        memory_bytes=cost.memory_bytes,
+        traffic_bytes=cost.traffic_bytes,
+        cost=evaluator.cost_model,
+        plan_sha256=plan.plan_sha256,
+    )
+
+
+MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
+SEARCHED_FOR = {"2bw": "1f1b", "zb-h1": "1f1b-flush"}  # the schedule whose search gives the stages
+
+
+def interleaved_placement(profile: Profile, cluster: Cluster, options: SearchOptions) -> Placement:
+    """Place several stages on each worker, all of about the same time, in the order of the model's operators.
+
+    Raises:
+        NoPlanError: there are fewer operators than stages.
+        UsageError: an operator is pinned elsewhere, or there are fewer workers than asked for.
+    """
+    workers = options.workers or cluster.workers
+    if workers > cluster.workers:
+        raise UsageError(f"--workers {workers}: the cluster has {cluster.workers}", "give no more than that")
+    stages = even_pieces(profile, workers * options.chunks)
+    execution = ExecutionConfig.of_schedule("interleaved", options.microbatches, options.chunks)
+    numbers = [(s % workers,) for s in range(len(stages))]
+    return _with_default_in_flight(stages, numbers, execution, [False] * len(stages))
+
+
+def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:
+    """Return the placement under another schedule, with the minibatches in flight that this is defined for.
+
+    A flush comes after four microbatches for each stage where the placement has none (GPipe, NeurIPS'19, section 2.3:
+    then the bubble is small).
+
+    Args:
+        chunks: stages on each worker of `interleaved`, for which the model is cut anew (see `even_pieces`).
+
+    Raises:
+        UsageError: the schedule does not go with the placement.
+    """
+    before = placement.execution
+    if before.chunks > 1:
+        raise UsageError(
+            f"schedule {schedule} with {before.chunks} stages on each worker",
+            "simulate a plan that was partitioned for one on each",
+        )
+    depth = len(placement.stages)
+    microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * depth
+    if schedule == "interleaved":
+        stages = even_pieces(profile, depth * chunks)
+        execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
+        workers = [placement.workers[s % depth] for s in range(len(stages))]
+        return _with_default_in_flight(stages, workers, execution, placement.recompute * chunks)
+    shape = default_shape(schedule, placement.replicas, microbatches)
+    execution = ExecutionConfig.of_schedule(schedule, microbatches)
+    return replace(placement, in_flight=shape.in_flight, execution=execution)
+
+
+def even_pieces(profile: Profile, count: int) -> list[list[str]]:
+    """Divide the operators, in the order in which they compute, into `count` pieces of about the same time.
+
+    Raises:
+        NoPlanError: there are fewer operators than pieces.
+        UsageError: one is pinned to another piece.
+    """
+    inputs = [node.name for node in profile.nodes if node.op == "input"]
+    blocks = profile.graph.contracted([*unbroken_groups(profile), *([inputs] if inputs else [])])
+    if len(blocks) < count:
+        raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "take fewer stages")
+    seconds = [sum(_compute_s(profile, name) for name in block) for block in blocks]
+    cumulative = [0.0, *accumulate(seconds)]
+    cuts = [0]
+    for piece in range(1, count):
+        even = bisect_left(cumulative, cumulative[-1] * piece / count)
+        cuts.append(min(max(even, cuts[-1] + 1), len(blocks) - count + piece))
+    pieces = [
+        [name for block in blocks[begin:end] for name in block]
+        for begin, end in zip(cuts, [*cuts[1:], len(blocks)], strict=True)
+    ]
+    for name, stage in profile.pin.items():
+        if name not in pieces[stage % count]:
+            where = f"chunk {stage % count} of {count} even ones"
+            raise UsageError(f"{name} is pinned to stage {stage} but not in {where}", "take another schedule")
+    return pieces
+
+
+def _with_default_in_flight(
+    stages: Sequence[Sequence[str]],
+    workers: Sequence[tuple[int, ...]],
+    execution: ExecutionConfig,
+    recompute: Sequence[bool],
+) -> Placement:
+    replicas = [len(numbers) for numbers in workers[: len(stages) // execution.chunks]]
+    shape = default_shape(execution.schedule, replicas, execution.microbatches, execution.chunks)
+    return Placement(
+        stages=tuple(map(tuple, stages)),
+        workers=tuple(workers),
+        in_flight=shape.in_flight * execution.chunks,
+        recompute=tuple(recompute),
+        execution=execution,
+    )
+
+
+def _compute_s(profile: Profile, name: str) -> float:
+    return profile.by_name[name].forward_s + profile.by_name[name].backward_s
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions | None = None) -> Plan:
+    """Return the best plan for `profile` on `cluster`, with its figures, its certificate and its rivals.
+
+    Raises:
+        UsageError: the options make no sense together or on this cluster.
+        NoPlanError: no plan fits the memory, the pins or the number of operators.
+    """
+    options = options or SearchOptions()
+    if options.schedule == "interleaved":
+        placement = interleaved_placement(profile, cluster, options)
+        plan = placement.to_plan(profile, profile_path, cluster)
+        plan.check()
+        return predict(plan, Evaluator(profile, cluster), placement)
+    if options.schedule in SEARCHED_FOR:
+        straight = options.straight or options.schedule == "zb-h1"
+        searched = replace(options, schedule=SEARCHED_FOR[options.schedule], straight=straight)
+        changes = {"schedule": options.schedule, "weights": POLICIES[options.schedule][0], "strategy": options.strategy}
+        return reschedule(make_plan(profile, profile_path, cluster, searched), profile, changes)
+    search = PlanSearch(profile, cluster, options)
+    optima = fastest_of_strategy(search)
+    if not optima:
+        raise explain_infeasible(search)
+    for candidate in optima:
+        seconds = format_seconds(candidate.time_per_minibatch_s)
+        _LOG.debug("searched: %s takes %s by the formulas", candidate.placement.config, seconds)
+    if not STRATEGIES[options.strategy].is_selected:
+        return _best_of_strategy(search, profile_path, optima)
+    execution = replace(optima[0].placement.execution, copies=1)
+    named = list(baselines(search, execution))
+    alike = [plan for _, plan in named if plan.placement.execution == execution]
+    selected = select(search, optima, alike)
+    if options.simplest and not options.straight and options.cost_model == "ours":
+        selected = move_to_module_borders(search, selected)
+    return _finished(search, profile_path, selected.candidate, selected.simulated_s, optima, named)
+
+
+def _best_of_strategy(search: PlanSearch, profile_path: str, optima: list[Candidate]) -> Plan:
+    """The best plan of a strategy that others are compared with: the optimum by the formulas, or what is simulated
+    faster among the `optima`, unless no margin is allowed."""
+    options = search.options
+    candidates = optima if options.simplest else optima[:1]
+    if options.strategy == "model-parallel":
+        candidates = [with_least_memory(search, optima[0])]
+    chosen, simulated_s = _simulated_fastest(search, candidates)
+    is_for_speed = options.strategy in RIVALS
+    named = list(baselines(search, ExecutionConfig())) if is_for_speed else []
+    return _finished(search, profile_path, chosen, simulated_s, optima, named)
+
+
+def _simulated_fastest(search: PlanSearch, candidates: Sequence[Candidate]) -> tuple[Candidate, float | None]:
+    """(the candidate that is simulated fastest, its seconds per minibatch); the first one and None where none can be
+    simulated, or PipeDream's formulas are asked for."""
+    chosen, chosen_s = candidates[0], None
+    for candidate in candidates if search.options.cost_model == "ours" else ():
+        time_s = steady_state_s(candidate.placement, search.profile, search.cluster)
+        if time_s is not None and (chosen_s is None or time_s < chosen_s):
+            chosen, chosen_s = candidate, time_s
+    return chosen, chosen_s
+
+
+def _finished(
+    search: PlanSearch,
+    profile_path: str,
+    chosen: Candidate,
+    simulated_s: float | None,
+    optima: list[Candidate],
+    named: Sequence[tuple[str, Candidate]],
+) -> Plan:
+    """The chosen plan as an artifact, with its figures and its certificate."""
+    bound_s, proof = _lower_bound(search, optima[0]) if STRATEGIES[search.options.strategy].is_searched else (None, "")
+    plan = chosen.placement.to_plan(search.profile, profile_path, search.cluster)
+    why = Why(
+        bottleneck=chosen.cost.bottleneck,
+        lower_bound_s=bound_s,
+        gap=_gap(chosen, bound_s),
+        proof=proof,
+        rivals=tuple(rivals(search, chosen, named, optima)),
+    )
+    figures = with_formulas(plan, search.evaluator, chosen.cost, chosen.placement.execution, simulated_s)
+    return plan.model_copy(update={"why": why, "predicted": figures})
+
+
+def _gap(chosen: Candidate, bound_s: float | None) -> float | None:
+    """By which fraction the plan is slower than the bound."""
+    if bound_s is None:
+        return None
+    return max(0.0, chosen.time_per_minibatch_s / bound_s - 1) if bound_s else 0.0
+
+
+def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
+    """(seconds per minibatch that no plan can beat, why that is so)."""
+    options, workers = search.options, search.workers
+    on = "1 worker" if workers == 1 else f"{workers} workers"
+    if limits := "; ".join(filter(None, [search.limits, limits_of_strategy(search)])):
+        work_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
+        return work_s / workers, f"{limits}; even so no plan{options.with_replicas} beats {on} without a pause"
+    kind = "plan" if options.strategy == "auto" else f"plan of strategy {options.strategy}"
+    if options.straight and STRATEGIES[options.strategy].is_selected:
+        kind = "straight pipeline"
+    if options.max_stages:
+        kind += f" of at most {options.max_stages} stages"
+    proof = (
+        f"every {kind}{options.with_replicas} on {on} was searched, over {search.whole_space.cut_count} cuts, with "
+        "the minibatches in flight that its schedule wants"
+    )
+    unlimited = search.without_memory_limit
+    if unlimited is search:
+        return optimum.time_per_minibatch_s, proof
+    return fastest_of_strategy(unlimited)[0].time_per_minibatch_s, f"{proof}, and without the limit of memory"
+
+
+def refresh(plan: Plan, profile: Profile) -> Plan:
+    """Return the same plan with figures for what it says now, after an edit by hand.
+
+    Raises:
+        ArtifactError: its stages do not fit the profile.
+    """
+    return predict(plan, _evaluator(plan, profile), Placement.of(plan, profile))
+
+
+def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan:
+    """Return the same stages run in another way, with the minibatches in flight that it wants.
+
+    Args:
+        changes: of schedule, weights, microbatches, update_every and strategy.
+
+    Raises:
+        UsageError: the schedule cannot have these replicas, or the plan's strategy has one schedule only.
+    """
+    if not STRATEGIES[plan.strategy].is_pipelined or plan.strategy == "async-data-parallel":
+        raise UsageError(
+            f"a plan of strategy {plan.strategy} is run as it is", "for another schedule or weights, partition again"
+        )
+    changed = plan.model_copy(update={"strategy": "auto", **changes})
+    placement = Placement.of(changed, profile)
+    execution, evaluator = placement.execution, _evaluator(changed, profile)
+    if execution.schedule in SEARCHED_SCHEDULES:
+        searched = ExecutionConfig.of_schedule(execution.schedule, execution.microbatches)
+        searched = replace(searched, copies=execution.copies)
+        default = evaluator.place(placement.stages, placement.workers, searched).placement
+        placement = replace(placement, in_flight=default.in_flight, recompute=default.recompute)
+    else:
+        replicas = placement.replicas[: placement.pipeline_depth]
+        shape = default_shape(execution.schedule, replicas, execution.microbatches, execution.chunks)
+        placement = placement.with_in_flight(shape.in_flight * execution.chunks)
+    stages = tuple(
+        stage.model_copy(update={"in_flight": in_flight, "recompute": recompute})
+        for stage, in_flight, recompute in zip(plan.stages, placement.in_flight, placement.recompute, strict=True)
+    )
+    changed = changed.model_copy(update={"stages": stages})
+    changed.check_schedule()
+    return predict(changed, evaluator, placement)
+
+
+def _evaluator(plan: Plan, profile: Profile) -> Evaluator:
+    """Whose formulas the figures of a plan are by."""
+    return Evaluator(profile, plan.cluster.cluster(), plan.predicted.cost if plan.predicted else "ours")
