@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
 from pdtool.cli.app import main
-from pdtool.codegen.verify import compose
 from pdtool.frontend.model_file import ModelFile
+from pdtool.generator.verify import compose
 from pdtool.run.data import sample_order
 from pdtool.run.stage_module import load_stage_module
 

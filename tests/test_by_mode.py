@@ -7,10 +7,10 @@ import torch
 from test_codegen import plan_of, skeleton, texts_in
 
 from pdtool.artifacts.artifact import ModelRef
-from pdtool.codegen.generate import generate
 from pdtool.errors import ArtifactError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace_file
+from pdtool.generator.generate import generate
 
 MODELS = Path(__file__).parent / "models" / "by_mode.py"
 LINES = {

@@ -15,14 +15,14 @@ from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Node, Profile
-from pdtool.codegen import generate as generate_module
-from pdtool.codegen.emit import StageWriter
-from pdtool.codegen.generate import generate
-from pdtool.codegen.verify import VerificationError, compose, copy_state, load_stages, verify_values
-from pdtool.codegen.wiring import Wiring
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace, trace_file
+from pdtool.generator import generate as generate_module
+from pdtool.generator.generate import generate
+from pdtool.generator.stage_file import StageWriter
+from pdtool.generator.verify import VerificationError, compose, copy_state, load_stages, verify_values
+from pdtool.generator.wiring import Wiring
 
 MODELS = Path(__file__).parent / "models" / "small.py"
 INPUTS = {

@@ -9,7 +9,7 @@ import torch
 from conftest import Folder
 from torch import Tensor, nn
 
-from pdtool.codegen.kept_state import attributes, kept_attributes
+from pdtool.generator.verify import attributes, kept_attributes
 
 HEAD = """
 import torch

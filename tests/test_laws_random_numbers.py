@@ -18,10 +18,10 @@ from torch import nn
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.metrics import read_metrics
-from pdtool.codegen import generate as generate_module
-from pdtool.codegen.generate import generate
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import OperatorSeeds, derive_seed, module_draws, module_draws_by_layout
+from pdtool.generator import generate as generate_module
+from pdtool.generator.generate import generate
 from pdtool.run.config import RunConfig
 from pdtool.run.stage import PipelineStage
 from pdtool.schedule import POLICIES, default_shape

@@ -11,12 +11,12 @@ from test_codegen import plan_of, skeleton, texts_in
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.report import Report
-from pdtool.codegen.generate import generate
-from pdtool.codegen.verify import compose, copy_state, load_stages
 from pdtool.errors import TraceError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, named_leaves
 from pdtool.frontend.tracing import trace
+from pdtool.generator.generate import generate
+from pdtool.generator.verify import compose, copy_state, load_stages
 from pdtool.profiler.measure import measure
 from pdtool.run.config import RunConfig
 from pdtool.run.data import sample_order

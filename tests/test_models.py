@@ -15,7 +15,7 @@ import torch
 from collection import FAMILIES, differences, tasks, trained_in_stages, trained_plainly, write_model
 from test_codegen import plan_of, shared_traces, skeleton  # noqa: F401  a fixture: each model is traced once
 
-from pdtool.codegen.generate import generate
+from pdtool.generator.generate import generate
 
 # What should pass and does not yet, and why. Whoever mends it takes it out.
 FAILS_BY_REASON = {

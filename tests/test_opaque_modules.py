@@ -9,15 +9,15 @@ from test_codegen import plan_of, skeleton, texts_in
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import find_device
-from pdtool.codegen import generate as generate_module
-from pdtool.codegen.generate import generate
-from pdtool.codegen.verify import VerificationError
 from pdtool.errors import ModelError, TraceError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.model_rules import Hints
 from pdtool.frontend.tracing import trace_file
+from pdtool.generator import generate as generate_module
+from pdtool.generator.generate import generate
+from pdtool.generator.verify import VerificationError
 from pdtool.profiler.estimate import estimate
 from pdtool.profiler.measure import measure
 from pdtool.run.stage_module import load_stage_module

@@ -7,8 +7,8 @@ import torch
 from test_codegen import plan_of, skeleton, texts_in
 
 from pdtool.artifacts.artifact import ModelRef
-from pdtool.codegen.generate import generate
 from pdtool.frontend.model_file import ModelFile
+from pdtool.generator.generate import generate
 
 MODELS = Path(__file__).parent / "models" / "expressions.py"
 # Each with a line that its stage files must have: as a person would write it.

@@ -11,8 +11,8 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.codegen.generate import generate
 from pdtool.frontend.model_file import ModelFile
+from pdtool.generator.generate import generate
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.measure import measure

@@ -13,8 +13,8 @@ import pytest
 from test_codegen import plan_of, skeleton, texts_in
 
 from pdtool.artifacts.artifact import ModelRef
-from pdtool.codegen.generate import generate
 from pdtool.frontend.model_file import ModelFile
+from pdtool.generator.generate import generate
 
 FOLDER = Path(__file__).parent / "stage_files"
 PICTURES = {  # name of the file -> the model, and the number of stages, of which the file shows the first

@@ -41,7 +41,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 def generated(inputs: Inputs, folder: Path) -> Bundle:
     """Generate the bundle, and say on stderr what was proved."""
     from pdtool.cli.console.bundle_view import tied_lines
-    from pdtool.codegen.generate import generate
+    from pdtool.generator.generate import generate
 
     target = folder.absolute()  # the user's module may go to another folder
     with chdir("."), status("generating") as step:

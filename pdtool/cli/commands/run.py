@@ -178,7 +178,7 @@ def _refuse_edited_files(folder: Path) -> None:
 
 
 def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConfig:
-    from pdtool.codegen.generate import check_stage_files
+    from pdtool.generator.generate import check_stage_files
     from pdtool.run.config import RunConfig
     from pdtool.run.weights.delay_compensation import DelayCompensation
     from pdtool.units import parse_seconds

@@ -12,9 +12,6 @@ from typing import Literal
 from pdtool.artifacts.bundle import Bundle, StageModule
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.codegen.emit import StageWriter
-from pdtool.codegen.verify import verify_shapes, verify_values
-from pdtool.codegen.wiring import Wiring
 from pdtool.errors import PdtoolError, StaleError, TraceError, UsageError
 from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
@@ -22,6 +19,9 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import Traced, Value, named_state
 from pdtool.frontend.tracing import trace_file
+from pdtool.generator.stage_file import StageWriter
+from pdtool.generator.verify import verify_shapes, verify_values
+from pdtool.generator.wiring import Wiring
 
 # Of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6

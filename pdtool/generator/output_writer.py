@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils._pytree import is_structseq_instance
 
-from pdtool.codegen.expressions import literal
 from pdtool.frontend.model_io import children
 from pdtool.frontend.operators import ByMode, Size, State, Value
+from pdtool.generator.expressions import literal
 
 _MAPPING = """
 class {name}(dict):
