@@ -11,8 +11,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_PACKAGES = ("run",)  # of this name is a function of the API, and the package behind it
-_FUNCTIONS = ("codegen", "partition", "profile", "simulate", "check")
+_PACKAGES = ()  # of this name is a function of the API, and the package behind it
+_FUNCTIONS = ("run", "codegen", "partition", "profile", "simulate", "check")
 
 
 class _CallablePackage(ModuleType):

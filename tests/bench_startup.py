@@ -21,7 +21,7 @@ from runtime_bench.road import MODELS, ROOT, pdtool
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.run.processes.status import read_pid, read_status
+from pdtool.runtime.status import read_pid, read_status
 
 STAGES, ALLOWED_BYTES = 4, 300e6
 ROW = "{:>5} {:>10} {:>10} {:>12} {:>10} {:>12}\n"

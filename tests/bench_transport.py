@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.run.messages.channel import Receiver, Sender
-from pdtool.run.messages.distributed import DistributedReceiver, DistributedSender
-from pdtool.run.messages.routes import Edge, Route, list_routes
-from pdtool.run.messages.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from pdtool.run.messages.shared_memory_setup import share_memory
-from pdtool.run.messages.slots import SlotLayout
+from pdtool.runtime.messages.distributed import DistributedReceiver, DistributedSender
+from pdtool.runtime.messages.routes import Edge, Receiver, Route, Sender, list_routes
+from pdtool.runtime.messages.shared_memory import SharedMemoryReceiver, SharedMemorySender, share_memory
+from pdtool.runtime.messages.slots import SlotLayout
 
 SIZES = (4 << 10, 256 << 10, 4 << 20, 16 << 20)
 KINDS = ("gloo", "shared", "shared, copied")

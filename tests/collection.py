@@ -23,8 +23,8 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.cli.app import main
 from pdtool.frontend.model_file import ModelFile
 from pdtool.generator.verify import compose
-from pdtool.run.data import sample_order
-from pdtool.run.stage_module import load_stage_module
+from pdtool.runtime.loading.minibatches import sample_order
+from pdtool.runtime.worker.worker_model import load_stage_module
 
 FOLDER = Path(__file__).parent / "models"
 FAMILIES = ("vision", "sequences", "attention", "generative", "tabular", "structures")

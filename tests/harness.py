@@ -24,8 +24,8 @@ from pdtool.artifacts.metrics import METRICS_FILE, read_metrics
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.files import file_sha256
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run.config import RunConfig
-from pdtool.run.data import sample_order
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.loading.minibatches import sample_order
 from pdtool.schedule import POLICIES, default_shape
 
 DEVICE = "cpu"  # where workers compute; test_run_gpu.py sets it to cuda
@@ -393,8 +393,8 @@ class Outcome:
 # the others with models of the zoo. What is not installed is left out.
 PRELOAD = (
     "harness",
-    "pdtool.run.processes.launcher",
-    "pdtool.run.worker",
+    "pdtool.runtime.launch.launcher",
+    "pdtool.runtime.worker.worker",
     "torch._dynamo",
     "sklearn.datasets",
     "transformers.models.gpt2.modeling_gpt2",
@@ -439,8 +439,8 @@ def run(spec: RunConfig, prepare: Callable[[], None] | None = None) -> list[Outc
 
 
 def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable[[], None] | None) -> None:
-    from pdtool.run.worker import Worker
-    from pdtool.run.worker_context import WorkerContext
+    from pdtool.runtime.worker.start_worker import WorkerContext
+    from pdtool.runtime.worker.worker import Worker
 
     os.dup2(os.open(spec.out / f"stderr-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     gc.freeze()  # the worker looks through nothing for garbage that the server has imported

@@ -18,8 +18,8 @@ from harness import start_server
 
 from pdtool.errors import PdtoolError
 from pdtool.machines import Machines
-from pdtool.run.config import RunConfig
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.launch.launcher import launch
 
 _LIMIT_S, _GRACE_S = 120.0, 10.0  # for a launch to end by itself, and by a signal
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from pdtool.artifacts.plan import Plan
-from pdtool.run.processes.status import read_pid
+from pdtool.runtime.status import read_pid
 
 ROOT = Path(__file__).parent.parent
 PDTOOL = [sys.executable, "-m", "pdtool"]

@@ -26,13 +26,19 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.run.messages import cuda_ipc, cuda_ipc_setup
-from pdtool.run.messages.cuda_ipc import SPARE_SLOTS, CudaIpcReceiver, CudaIpcSender, DeviceMemory
-from pdtool.run.messages.cuda_ipc_setup import share_device_memory
-from pdtool.run.messages.open_channels import _device_layout
-from pdtool.run.messages.routes import Edge, Route, list_routes
-from pdtool.run.messages.slots import SlotLayout
-from pdtool.run.processes.collectives import PeerError
+from pdtool.runtime.groups import PeerError
+from pdtool.runtime.messages import cuda_ipc
+from pdtool.runtime.messages import cuda_ipc as cuda_ipc_setup
+from pdtool.runtime.messages.cuda_ipc import (
+    SPARE_SLOTS,
+    CudaIpcReceiver,
+    CudaIpcSender,
+    DeviceMemory,
+    share_device_memory,
+)
+from pdtool.runtime.messages.open_channels import _device_layout
+from pdtool.runtime.messages.routes import Edge, Route, list_routes
+from pdtool.runtime.messages.slots import SlotLayout
 from pdtool.schedule import Action, ActionKind, build
 
 BATCH, DEPTH, MESSAGES = 4, 3, 40

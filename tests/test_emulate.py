@@ -30,7 +30,7 @@ from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
 from pdtool.host import resident_bytes, usable_cores
 from pdtool.planner.choice.make_plan import refresh
-from pdtool.run.processes.status import process_state
+from pdtool.runtime.status import process_state
 
 emulate_command = importlib.import_module("pdtool.cli.commands.emulate")
 _CLUSTER = make_cluster((2, 2), (2e6, 2e7))

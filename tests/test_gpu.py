@@ -11,9 +11,9 @@ from pdtool.generator.generate import generate
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.measure import measure
-from pdtool.run.config import RunConfig
-from pdtool.run.processes.launcher import launch
-from pdtool.run.stage import PipelineStage
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.stage.pipeline_stage import PipelineStage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 MODELS = ["digits", "lstm_lm", "transformer"]

@@ -19,8 +19,8 @@ from test_laws_training import BW2, pipeline
 
 from pdtool.artifacts.metrics import read_metrics
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run.config import RunConfig
-from pdtool.run.loading.minibatch_loader import MinibatchLoader
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 
 MAX_NORM = 0.3  # of gradients that have a norm of one or two
 CLIPPED = f"\nMAX_GRAD_NORM = {MAX_NORM}\n"

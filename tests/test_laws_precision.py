@@ -26,9 +26,9 @@ from torch._dynamo.utils import counters
 
 from pdtool.errors import UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run.config import RunConfig
-from pdtool.run.processes.launcher import check_config
-from pdtool.run.stage import PipelineStage
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.launch.launcher import check_config
+from pdtool.runtime.stage.pipeline_stage import PipelineStage
 
 SAME_BF16 = {"rtol": 1e-3, "atol": 1e-4}
 NEAR_FP32 = {"rtol": 5e-2, "atol": 1e-2}

@@ -22,8 +22,8 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import OperatorSeeds, derive_seed, module_draws, module_draws_by_layout
 from pdtool.generator import generate as generate_module
 from pdtool.generator.generate import generate
-from pdtool.run.config import RunConfig
-from pdtool.run.stage import PipelineStage
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.schedule import POLICIES, default_shape
 
 # Leaf modules called once and twice, functions, a write in place, and a loss; `before` names each to the reference, and

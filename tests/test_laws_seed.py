@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import CONV2, CONV4, Toy, assert_same, weights
 
-from pdtool.run.data import sample_order
+from pdtool.runtime.loading.minibatches import sample_order
 
 NOTE = """
 def note(i, samples):

@@ -13,7 +13,7 @@ from harness import CONV2, CONV3, LSTM3, SKIP3, TIED3, Outcome, Toy, assert_same
 from reference import replay
 
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run.config import RunConfig
+from pdtool.runtime.config import RunConfig
 
 # 26 samples: 7 minibatches of 4, or 13 of 2, which no update divides; the last one short
 SMALL: dict[str, Any] = {"batch_size": 2}

@@ -18,9 +18,9 @@ from pdtool.frontend.tracing import trace
 from pdtool.generator.generate import generate
 from pdtool.generator.verify import compose, copy_state, load_stages
 from pdtool.profiler.measure import measure
-from pdtool.run.config import RunConfig
-from pdtool.run.data import sample_order
-from pdtool.run.stage_module import load_stage_module
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.loading.minibatches import sample_order
+from pdtool.runtime.worker.worker_model import load_stage_module
 
 MODELS = Path(__file__).parent / "models" / "model_io.py"
 # Each with a line that its stage files must have: as a person would write it.

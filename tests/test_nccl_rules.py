@@ -22,9 +22,9 @@ from reference.nccl_rules import DeadlockError, Job
 
 from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
 from pdtool.artifacts.plan import Plan, Stage
-from pdtool.run.messages.open_channels import can_use_nccl
-from pdtool.run.messages.routes import Route
-from pdtool.run.processes.process_groups import have_own_devices
+from pdtool.runtime.groups import have_own_devices
+from pdtool.runtime.messages.open_channels import can_use_nccl
+from pdtool.runtime.messages.routes import Route
 from pdtool.schedule import SCHEDULES, PipelineShape, default_shape
 
 SHAPES = {

@@ -20,7 +20,7 @@ from pdtool.generator.generate import generate
 from pdtool.generator.verify import VerificationError
 from pdtool.profiler.estimate import estimate
 from pdtool.profiler.measure import measure
-from pdtool.run.stage_module import load_stage_module
+from pdtool.runtime.worker.worker_model import load_stage_module
 
 MODELS = Path(__file__).parent / "models" / "opaque.py"
 OPAQUE = {

@@ -28,9 +28,9 @@ from torch.nn.utils import prune
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import named_state
-from pdtool.run.startup.partial_build import MissingValuesError, build_partially
-from pdtool.run.startup.worker_model import WorkerModel, is_small
-from pdtool.run.weights.optimizer import NamedOptimizer
+from pdtool.runtime.stage.optimizer import NamedOptimizer
+from pdtool.runtime.worker.partial_build import MissingValuesError, build_partially
+from pdtool.runtime.worker.worker_model import WorkerModel, is_small
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of models, as in a plain loop
 SEED = 3

@@ -16,7 +16,7 @@ from pdtool.generator.generate import generate
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.measure import measure
-from pdtool.run.config import RunConfig
+from pdtool.runtime.config import RunConfig
 
 MODELS: dict[str, dict[str, JsonValue]] = {
     "digits": {"width": 8},

@@ -25,13 +25,14 @@ from pdtool.artifacts.plan import Predicted
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
 from pdtool.host import MemoryLimit, memory_limits, oom_kills
-from pdtool.run.config import RunConfig, assign_ranks
-from pdtool.run.processes import diagnosis, launcher, reaper, worker_main
-from pdtool.run.processes.collectives import PeerError, PeerErrorContext
-from pdtool.run.processes.diagnosis import diagnose
-from pdtool.run.processes.launcher import launch
-from pdtool.run.processes.out_of_memory import is_out_of_memory, out_of_memory_error
-from pdtool.run.processes.status import (
+from pdtool.runtime.config import RunConfig, assign_ranks
+from pdtool.runtime.groups import PeerError, PeerErrorContext
+from pdtool.runtime.launch import diagnosis, launcher, worker_main
+from pdtool.runtime.launch import process_group as reaper
+from pdtool.runtime.launch.diagnosis import diagnose
+from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.memory import is_out_of_memory, out_of_memory_error
+from pdtool.runtime.status import (
     ANY_PEER,
     FAILURE_FILE,
     NOBODY,
@@ -501,7 +502,7 @@ def test_the_prediction_stands_beside_what_there_is(left: Left, monkeypatch: pyt
     )
     plan = left.config.plan.model_copy(update={"predicted": predicted})
     limits = [MemoryLimit("this machine", 16 * 10**9, 10**9), MemoryLimit("ulimit -v", 3 * 10**9, 10**8)]
-    monkeypatch.setattr("pdtool.run.processes.out_of_memory.memory_limits", lambda: limits)
+    monkeypatch.setattr("pdtool.runtime.memory.memory_limits", lambda: limits)
     error = out_of_memory_error(MemoryError(), plan, left.ranks[1], torch.device("cpu"))
     assert error.what == (
         "out of memory (MemoryError); the plan predicts 2.5 GB for stage 1, and this machine has 16 GB, of which 1 GB "

@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from pdtool.artifacts import run_dir
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run import checkpoint
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.worker import checkpoint
 
 DROPOUT = replace(
     CONV3,

@@ -12,7 +12,7 @@ from reference import delay_corrections
 
 from pdtool.errors import UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run.weights.delay_compensation import DelayCompensation
+from pdtool.runtime.corrections import DelayCompensation
 from pdtool.schedule import PipelineShape, default_shape, gradient_delays
 
 

@@ -20,10 +20,10 @@ import pytest
 from harness import faulty
 
 from pdtool.artifacts import run_dir
-from pdtool.run.config import RunConfig
-from pdtool.run.processes import shared_memory_files
-from pdtool.run.processes.shared_memory_files import remove_stale_semaphores
-from pdtool.run.processes.status import read_pid
+from pdtool.runtime import worker_end as shared_memory_files
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.status import read_pid
+from pdtool.runtime.worker_end import remove_stale_semaphores
 
 SCRIPT = """
 import pickle, sys

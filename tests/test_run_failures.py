@@ -23,20 +23,13 @@ from pdtool.artifacts.metrics import read_metrics
 from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.options import Target
-from pdtool.run import checkpoint
-from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
-from pdtool.run.processes import worker_main
-from pdtool.run.processes.diagnosis import diagnose
-from pdtool.run.processes.launcher import launch, local_assignments
-from pdtool.run.processes.status import (
-    WORKERS_FOLDER,
-    Status,
-    WorkerFailure,
-    prepare_folder,
-    read_failure,
-    write_failure,
-)
-from pdtool.run.weights.delay_compensation import DelayCompensation
+from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.runtime.corrections import DelayCompensation
+from pdtool.runtime.launch import worker_main
+from pdtool.runtime.launch.diagnosis import diagnose
+from pdtool.runtime.launch.launcher import launch, local_assignments
+from pdtool.runtime.status import WORKERS_FOLDER, Status, WorkerFailure, prepare_folder, read_failure, write_failure
+from pdtool.runtime.worker import checkpoint
 
 
 def workers_left() -> list[int]:
@@ -232,7 +225,7 @@ def test_a_worker_that_cannot_write_how_it_ended(tmp_path: Path, monkeypatch: py
     def workers(*_: object) -> None:
         raise json.JSONDecodeError("Expecting value", "", 0)
 
-    monkeypatch.setattr("pdtool.run.processes.launcher.elastic_launch", lambda *_: workers)
+    monkeypatch.setattr("pdtool.runtime.launch.launcher.elastic_launch", lambda *_: workers)
     with pytest.raises(PdtoolError, match=r"could not write why into .*; see whether the disk is full"):
         launch(harness.job(tmp_path, CONV2))
 

@@ -20,9 +20,9 @@ from test_run_nodes import ended, start
 from pdtool.artifacts import run_dir
 from pdtool.artifacts.run_dir import locked
 from pdtool.errors import PdtoolError, UsageError
-from pdtool.run.agreement import describe_differences
-from pdtool.run.config import RunConfig
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.groups import describe_differences
+from pdtool.runtime.launch.launcher import launch
 
 HOLDER = """
 import os, sys, time

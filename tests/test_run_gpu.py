@@ -24,12 +24,12 @@ from test_laws_precision import COMPILED, NEAR_FP32, trained
 from pdtool.artifacts.metrics import read_metrics
 from pdtool.errors import WorkerDiedError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run import checkpoint
-from pdtool.run.data import Minibatches
-from pdtool.run.loading.device_upload import DeviceUpload
-from pdtool.run.messages import open_channels
-from pdtool.run.processes.launcher import launch
-from pdtool.run.worker import Worker
+from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.loading.minibatches import Minibatches
+from pdtool.runtime.messages import open_channels
+from pdtool.runtime.messages.pinned import DeviceUpload
+from pdtool.runtime.worker import checkpoint
+from pdtool.runtime.worker.worker import Worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pdtool.run.weights.host_all_reduce import HostAllReduce
+from pdtool.runtime.stage.tied_parameters import HostAllReduce
 
 WAIT_S = 10.0
 

@@ -12,11 +12,11 @@ from harness import CONV1, CONV3, Toy
 
 from pdtool.errors import ModelError, PdtoolError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run.config import RunConfig
-from pdtool.run.data import samples_in_epoch
-from pdtool.run.last_minibatch import check_last_minibatch
-from pdtool.run.processes.launcher import launch
-from pdtool.run.stage_module import load_stage_module
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.loading.minibatches import samples_in_epoch
+from pdtool.runtime.worker.start_worker import check_last_minibatch
+from pdtool.runtime.worker.worker_model import load_stage_module
 
 _NORMED = "self.fc = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))"
 

@@ -29,13 +29,12 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run.data import DataPass, DatasetSplit, Minibatches
-from pdtool.run.loading.minibatch_loader import MinibatchLoader
-from pdtool.run.loading.minibatch_source import MinibatchSource
-from pdtool.run.loading.worker_count import LoadingCost
-from pdtool.run.messages.stage_io import StageIO
-from pdtool.run.processes.launcher import launch
-from pdtool.run.processes.out_of_memory import is_out_of_memory
+from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
+from pdtool.runtime.loading.minibatch_source import LoadingCost, MinibatchSource
+from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
+from pdtool.runtime.memory import is_out_of_memory
+from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.units import format_seconds
 
 SYNC = {"weights": "vertical-sync"}

@@ -15,11 +15,11 @@ import torch
 
 from pdtool import host as process_memory
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, TraceEvent, chrome_trace
-from pdtool.run.measure import meter, timings
-from pdtool.run.measure.epoch_timer import EpochTimer
-from pdtool.run.measure.meter import MAX_UNREAD, WorkerMeter
-from pdtool.run.measure.peak_memory import PeakMemory
-from pdtool.run.measure.timings import TimeTotals
+from pdtool.runtime import meter
+from pdtool.runtime import meter as timings
+from pdtool.runtime.memory import PeakMemory
+from pdtool.runtime.meter import MAX_UNREAD, TimeTotals, WorkerMeter
+from pdtool.runtime.worker.run_report import EpochTimer
 from pdtool.schedule import Action
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import pytest
 from pdtool.artifacts import metrics as metrics_log
 from pdtool.artifacts.metrics import GrowingFile, MetricsLog, following_metrics, read_metrics
 from pdtool.errors import ArtifactError, PdtoolError
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.launch.launcher import launch
 
 
 def write(out: Path, *updates: tuple[int, int], epochs_done: int = 0) -> None:

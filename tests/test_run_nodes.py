@@ -19,8 +19,8 @@ from launches import Launch, end, free_port, machines
 
 from pdtool.machines import Machines
 from pdtool.rendezvous import gather_machines
-from pdtool.run import checkpoint
-from pdtool.run.config import RunConfig
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.worker import checkpoint
 
 # As torchrun starts it: `pdtool run` without its command line.
 SCRIPT = """

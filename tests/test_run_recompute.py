@@ -8,7 +8,7 @@ import torch
 from harness import CONV2, LSTM3, SKIP3
 from torch import nn
 
-from pdtool.run.stage import PipelineStage
+from pdtool.runtime.stage.pipeline_stage import PipelineStage
 
 
 def recomputed(spec):

@@ -25,8 +25,8 @@ from pdtool.options import Target
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.planner.stage_costs import StageEdge
-from pdtool.run.config import assign_ranks
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.config import assign_ranks
+from pdtool.runtime.launch.launcher import launch
 from pdtool.schedule import ActionKind, build
 
 

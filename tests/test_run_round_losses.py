@@ -15,8 +15,8 @@ import torch
 from harness import CONV2, faulty
 
 from pdtool.errors import PdtoolError
-from pdtool.run.measure import round_losses
-from pdtool.run.measure.round_losses import LossReader, RoundLoss
+from pdtool.runtime.stage import losses as round_losses
+from pdtool.runtime.stage.losses import LossReader, RoundLoss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

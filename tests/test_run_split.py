@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pdtool.run.backward.split_backward import backward_input
+from pdtool.runtime.stage.split_backward import backward_input
 
 
 class Tied(nn.Module):

@@ -20,10 +20,16 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.profiler.measure import measure_loading_s
-from pdtool.run.data import DataPass, DatasetSplit, Minibatches, epochs_go_on, samples_in_epoch, stream_order
-from pdtool.run.loading.minibatch_loader import MinibatchLoader
-from pdtool.run.loading.minibatch_source import MinibatchSource
-from pdtool.run.loading.worker_count import usable_workers
+from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
+from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
+from pdtool.runtime.loading.minibatches import (
+    DataPass,
+    DatasetSplit,
+    Minibatches,
+    epochs_go_on,
+    samples_in_epoch,
+    stream_order,
+)
 
 SYNC = {"weights": "vertical-sync"}
 TRAINED, SIZE = 26, 4

@@ -19,8 +19,8 @@ from pdtool.artifacts.profile import Profile
 from pdtool.cli.inputs import Inputs
 from pdtool.errors import UsageError
 from pdtool.host import usable_cores
-from pdtool.run.processes import launcher
-from pdtool.run.processes.worker_main import choose_threads
+from pdtool.runtime.launch import launcher
+from pdtool.runtime.launch.worker_main import choose_threads
 
 
 @pytest.mark.parametrize(

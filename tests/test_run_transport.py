@@ -23,18 +23,16 @@ from torch import Tensor, distributed
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.errors import UsageError
-from pdtool.run.data import DataPass, DatasetSplit, Minibatches
-from pdtool.run.measure.meter import WorkerMeter
-from pdtool.run.messages import shared_memory_setup
-from pdtool.run.messages.channel import LocalChannel
-from pdtool.run.messages.open_channels import Channels, open_channels
-from pdtool.run.messages.pinned import PinnedReceiver, PinnedSender
-from pdtool.run.messages.routes import Edge, list_edges, list_routes
-from pdtool.run.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
-from pdtool.run.messages.slots import SlotLayout
-from pdtool.run.messages.stage_io import StageIO
-from pdtool.run.processes.collectives import PeerError
-from pdtool.run.processes.process_groups import ProcessGroups
+from pdtool.runtime.groups import PeerError, ProcessGroups
+from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
+from pdtool.runtime.messages import shared_memory as shared_memory_setup
+from pdtool.runtime.messages.open_channels import Channels, open_channels
+from pdtool.runtime.messages.pinned import PinnedReceiver, PinnedSender
+from pdtool.runtime.messages.routes import Edge, LocalChannel, list_edges, list_routes
+from pdtool.runtime.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
+from pdtool.runtime.messages.slots import SlotLayout
+from pdtool.runtime.messages.stage_io import StageIO
+from pdtool.runtime.meter import WorkerMeter
 
 KINDS = {
     "a": (torch.float32, (3, 5)),
@@ -226,7 +224,7 @@ def test_a_message_of_another_size_is_refused(channel: Any) -> None:
 def together(folder: Path, world: int, function: Callable[..., None], *arguments: Any) -> list[int | None]:
     """Exit codes of `function(rank, *arguments)` in processes that have met; 1 when it raised."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pdtool.run.worker", "pdtool.run.processes.launcher", "harness"])
+    context.set_forkserver_preload(["pdtool.runtime.worker.worker", "pdtool.runtime.launch.launcher", "harness"])
     store = folder / f"store-{time.monotonic_ns()}"
     processes = [context.Process(target=_met, args=(store, r, world, function, *arguments)) for r in range(world)]
     for process in processes:

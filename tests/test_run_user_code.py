@@ -12,11 +12,10 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_rules import looks_at_all_parameters
-from pdtool.run.loading.minibatch_loader import MinibatchLoader
-from pdtool.run.stage import PipelineStage
-from pdtool.run.weights.learning_rate import RunLength
-from pdtool.run.weights.optimizer import NamedOptimizer
-from pdtool.run.worker_context import WorkerContext
+from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
+from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
+from pdtool.runtime.stage.pipeline_stage import PipelineStage
+from pdtool.runtime.worker.start_worker import WorkerContext
 
 TEXT = """
 import numpy, torch

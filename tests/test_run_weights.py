@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pdtool.run.stage import PipelineStage
-from pdtool.run.weights.weight_versions import WeightVersions
+from pdtool.runtime.stage.pipeline_stage import PipelineStage
+from pdtool.runtime.stage.weight_versions import WeightVersions
 from pdtool.schedule import PipelineShape, default_in_flight, tied_update_lag
 
 

@@ -14,14 +14,13 @@ from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.artifacts.run_dir import CheckpointManifest
 from pdtool.errors import PdtoolError
-from pdtool.run.data import DataPass, DatasetSplit, Minibatches
-from pdtool.run.measure.meter import WorkerMeter
-from pdtool.run.messages.channel import LocalChannel
-from pdtool.run.messages.open_channels import Channels
-from pdtool.run.messages.routes import list_edges, list_routes
-from pdtool.run.messages.stage_io import StageIO
-from pdtool.run.stage import Autocast, PipelineStage
-from pdtool.run.worker import Worker
+from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
+from pdtool.runtime.messages.open_channels import Channels
+from pdtool.runtime.messages.routes import LocalChannel, list_edges, list_routes
+from pdtool.runtime.messages.stage_io import StageIO
+from pdtool.runtime.meter import WorkerMeter
+from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
+from pdtool.runtime.worker.worker import Worker
 
 CPU = torch.device("cpu")
 

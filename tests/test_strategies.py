@@ -26,7 +26,7 @@ from pdtool.planner.choice.strategies import of_global_batch_size, strategy_opti
 from pdtool.planner.placement import ExecutionConfig, Placement
 from pdtool.planner.plan_cost import Evaluator, samples_per_update
 from pdtool.planner.search.search import SearchOptions
-from pdtool.run.data import sample_order
+from pdtool.runtime.loading.minibatches import sample_order
 from pdtool.schedule import RIVALS, STRATEGIES, gradient_delays
 
 FAST = 1e9

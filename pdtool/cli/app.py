@@ -76,7 +76,7 @@ class CommandGroup(click.Group):
             return super().__call__(*args, **kwargs)
         except SystemExit as end:
             if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
-                from pdtool.run.processes.worker_end import end_despite_threads
+                from pdtool.runtime.worker_end import end_despite_threads
 
                 atexit._run_exitfuncs()
                 end_despite_threads(int(end.code or 0))

@@ -25,11 +25,11 @@ from pdtool.emulate.pretend_cluster import INTERFACE, PretendCluster
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.host import end_with_parent
 from pdtool.rendezvous import GLOO_VARIABLE
-from pdtool.run.config import RankAssignment, RunConfig, assign_ranks
-from pdtool.run.processes.diagnosis import diagnose
-from pdtool.run.processes.status import prepare_folder, read_failure
-from pdtool.run.processes.worker_end import record_failure
-from pdtool.run.processes.worker_main import worker_main
+from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.runtime.launch.diagnosis import diagnose
+from pdtool.runtime.launch.worker_main import worker_main
+from pdtool.runtime.status import prepare_folder, read_failure
+from pdtool.runtime.worker_end import record_failure
 
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 2.0  # for workers to end after one has failed

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from pdtool.artifacts import run_dir
 from pdtool.cli.app import main
 from pdtool.errors import PdtoolError
-from pdtool.run import checkpoint
+from pdtool.runtime.worker import checkpoint
 
 ROOT = Path(__file__).parents[2]
 PDTOOL = [sys.executable, "-m", "pdtool"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from chaos.bench import WORKERS, Bench, Command, Outcome, kill
 from pdtool.artifacts import run_dir
-from pdtool.run.processes.status import read_status
+from pdtool.runtime.status import read_status
 
 _RESUME_EACH = 5  # trials; the others are compared with the undisturbed run only
 _STARTS_WITHIN_S = 20.0

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from pdtool.artifacts.bundle import TensorSpec
-from pdtool.run.messages.routes import Edge, Route, list_routes
+from pdtool.runtime.messages.routes import Edge, Route, list_routes
 from pdtool.schedule import Action, ActionKind, PipelineShape, build, is_asynchronous, tied_update_lag
 
 MAX_RUNNING = 8  # of a device whose user has set no CUDA_DEVICE_MAX_CONNECTIONS

@@ -112,9 +112,9 @@ class Device:
 
 def install(max_running: int = 8, timeout_s: float = TIMEOUT_S) -> None:
     """Let this process, a worker, find NCCL and a device of its own."""
-    from pdtool.run.processes import process_groups
-    from pdtool.run.stage import PipelineStage
-    from pdtool.run.stage_replica import StageReplica
+    from pdtool.runtime import groups as process_groups
+    from pdtool.runtime.stage.pipeline_stage import PipelineStage
+    from pdtool.runtime.stage.stage_replica import StageReplica
 
     device = Device(max_running, timeout_s)
     real = {name: getattr(dist, name) for name in ("new_group", "all_reduce", "broadcast", "isend", "irecv")}
@@ -175,7 +175,7 @@ def _synchronizing(function: Callable[..., Any], device: Device) -> Callable[...
 
 def install_with_all_routes() -> None:
     """As `install`, with every route on NCCL: skip connections then make workers wait in a circle."""
-    from pdtool.run.messages import open_channels
+    from pdtool.runtime.messages import open_channels
 
     install(timeout_s=5.0)
     open_channels.can_use_nccl = lambda route, plan: not route.is_local
@@ -183,8 +183,8 @@ def install_with_all_routes() -> None:
 
 def install_with_receives_ahead() -> None:
     """As `install`, with receives posted before they are needed, as on gloo."""
-    from pdtool.run.messages import open_channels
-    from pdtool.run.messages.distributed import DistributedReceiver
+    from pdtool.runtime.messages import open_channels
+    from pdtool.runtime.messages.distributed import DistributedReceiver
 
     install(timeout_s=5.0)
     open_channels.NcclReceiver = lambda route, group, device: DistributedReceiver(route, group)

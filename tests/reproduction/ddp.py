@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
-from pdtool.run.data import sample_order
+from pdtool.runtime.loading.minibatches import sample_order
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import derive_seed
 from pdtool.options import Target
-from pdtool.run.data import sample_order
+from pdtool.runtime.loading.minibatches import sample_order
 from reproduction.learning_tasks import Method, Task
 
 _VALIDATION_SIZE = 256

@@ -22,8 +22,8 @@ from pdtool.artifacts.report import Report
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob, StageWork
 from pdtool.planner.stage_costs import StageEdge
-from pdtool.run.config import RunConfig
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.launch.launcher import launch
 from pdtool.schedule import ActionKind, build
 from runtime_bench.rows import Row, medians
 from runtime_bench.toys import Emulated, alone, notes

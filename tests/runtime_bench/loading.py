@@ -12,8 +12,8 @@ from pathlib import Path
 
 import harness
 
-from pdtool.run.loading.worker_count import LoadingCost
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.loading.minibatch_source import LoadingCost
 from runtime_bench.rows import Row, medians
 from runtime_bench.toys import Emulated
 

@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pdtool.artifacts.plan import Plan
-from pdtool.run.processes.status import read_pid
+from pdtool.runtime.status import read_pid
 from runtime_bench.road import Job, make
 from runtime_bench.rows import Row
 

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import harness
 
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.launch.launcher import launch
 from runtime_bench.rows import Row, medians
 from runtime_bench.toys import Emulated, alone, notes
 

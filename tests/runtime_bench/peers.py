@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
 from pdtool.frontend.model_file import ModelFile
-from pdtool.run.stage_module import load_stage_module
+from pdtool.runtime.worker.worker_model import load_stage_module
 
 WARM_UP = 3
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}

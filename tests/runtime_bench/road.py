@@ -15,8 +15,8 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.planner.choice.make_plan import reschedule
-from pdtool.run.config import RunConfig
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.launch.launcher import launch
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = Path(__file__).parent / "models"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdtool.emulate.emulate_plans import EmulationSettings
     from pdtool.emulate.sleeping_model import Scaling
     from pdtool.options import Target
-    from pdtool.run.config import RunConfig
+    from pdtool.runtime.config import RunConfig
 
 
 class _Factor(click.FloatRange):
@@ -248,7 +248,7 @@ def _configs(
 
 def _check_length(inputs: Inputs, settings: EmulationSettings) -> None:
     """Check that an epoch has a number of minibatches; raises UsageError for a stream without a length."""
-    from pdtool.run.data import NO_LENGTH
+    from pdtool.runtime.loading.minibatches import NO_LENGTH
 
     if settings.minibatches or not settings.target:
         return
@@ -261,7 +261,7 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
     """Generate the stages of a plan, and return the configuration of a run that trains them."""
     from pdtool.cli.commands.codegen import generated
     from pdtool.emulate.emulate_plans import minibatches_to_steady_state
-    from pdtool.run.config import RunConfig
+    from pdtool.runtime.config import RunConfig
 
     in_steady_state = None if settings.target else minibatches_to_steady_state(inputs.plan, inputs.profile)
     return RunConfig(

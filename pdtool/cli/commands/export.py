@@ -22,7 +22,7 @@ from pdtool.cli.console.terminal import note
 )
 def export(run_dir: Path, output: Path) -> None:
     """Write RUN_DIR's last checkpoint as one ordinary state_dict."""
-    from pdtool.run.checkpoint import export as write
+    from pdtool.runtime.worker.checkpoint import export as write
 
     checkpoint = write(run_dir, output)
     note(f"wrote {output} from {checkpoint}")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Report
     from pdtool.cli.inputs import Inputs
-    from pdtool.run.config import RunConfig
+    from pdtool.runtime.config import RunConfig
 
 _SAME_FOLDER = "the folder of -o"
 _MAX_LOADER_WORKERS = 1000  # more is a slip
@@ -179,8 +179,8 @@ def _refuse_edited_files(folder: Path) -> None:
 
 def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConfig:
     from pdtool.generator.generate import check_stage_files
-    from pdtool.run.config import RunConfig
-    from pdtool.run.weights.delay_compensation import DelayCompensation
+    from pdtool.runtime.config import RunConfig
+    from pdtool.runtime.corrections import DelayCompensation
     from pdtool.units import parse_seconds
 
     stages = inputs.plan.stage_nodes(inputs.profile)
@@ -210,7 +210,7 @@ def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConf
 
 def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int | None) -> RunConfig:
     """Let the run have as many loader workers as are asked for, else as the profile's loading time needs; say so."""
-    from pdtool.run.loading.worker_count import LoadingCost, at_most_the_cores
+    from pdtool.runtime.loading.minibatch_source import LoadingCost, at_most_the_cores
 
     cost = LoadingCost.of(loading_s, config.plan)
     workers = asked if asked is not None else at_most_the_cores(cost.workers if cost else 0, config)
@@ -248,7 +248,7 @@ def new_folder(path: Path) -> Path:
 
 def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Report:
     from pdtool.cli.console.training_progress import training_progress
-    from pdtool.run.processes.launcher import launch
+    from pdtool.runtime.launch.launcher import launch
 
     if not is_first_worker(os.environ):
         return launch(config, notify=note)
@@ -281,7 +281,7 @@ def _note_resumption(config: RunConfig) -> None:
 
 def _note_crowding(config: RunConfig) -> None:
     """Say it when the workers of this machine have more threads than it has cores, as the profile asks for."""
-    from pdtool.run.processes.launcher import local_assignments
+    from pdtool.runtime.launch.launcher import local_assignments
 
     if (
         config.threads is None

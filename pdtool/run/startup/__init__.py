@@ -1,1 +1,0 @@
-"""What a worker builds of the model before it trains."""

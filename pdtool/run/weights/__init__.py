@@ -1,1 +1,0 @@
-"""Weight versions, their updates, and what replicas and tied stages share."""

@@ -1,0 +1,116 @@
+"""The configuration of a run, and which rank executes which stages of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
+from pdtool.machines import Machines
+from pdtool.options import Target
+from pdtool.runtime.corrections import DelayCompensation
+from pdtool.schedule import PipelineShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What a run is asked to do.
+
+    Attributes:
+        bundle_dir: the folder of bundle.yaml and the stage files.
+        trusted: whether the model was named on the command line, so that it may lie outside the current folder.
+        out: the folder of the run, for checkpoints, metrics.jsonl, trace.json and report.json.
+        epochs: epochs in all; a resumed run trains those that are left.
+        steps: minibatches in an epoch at most; None for the whole training set.
+        seed: fixes initial weights, the order of samples and all random numbers that are drawn while training.
+        device: `auto` is cuda where a CUDA device is found.
+        delay_compensation: how to correct gradients that come late; None applies them as they are.
+        precision: what the stages compute in: `bf16` is autocast, with weights and messages in fp32.
+        compiled: whether each stage goes through torch.compile.
+        transport: how tensors travel between workers: `auto` shares memory within a machine, of GPUs where they
+            compute, and uses NCCL between other GPUs, else gloo; `gloo` always uses gloo; `shared` refuses to run where
+            memory cannot be shared.
+        wire_dtype: what fp32 tensors are sent as between workers.
+        timeout_s: how many seconds a worker waits for another before it gives up.
+        threads: CPU threads of each worker; None divides the cores of a machine among its workers.
+        threads_given: whether the user asked for so many; else OMP_NUM_THREADS has precedence, and the cores are the
+            limit.
+        loader_workers: processes that load for each replica of the first stage; with 0 it loads itself.
+        resume: folder of a run, or one of its checkpoints, to go on from; any plan of the same model may have made it.
+        machines: the machines of the launch.
+        check_stage_files: called on each machine with the traced model before a stage file is imported; raises
+            StaleError when they are not what codegen writes. It comes from outside, since codegen is no part of `run`.
+            None: they are trusted as they are.
+        bucket_bytes: of gradients that replicas average in one message; the same on all machines.
+    """
+
+    plan: Plan
+    bundle: Bundle
+    bundle_dir: Path
+    model: ModelRef
+    out: Path
+    trusted: bool = False
+    epochs: int = 1
+    steps: int | None = None
+    target: Target | None = None
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    delay_compensation: DelayCompensation | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compiled: bool = False
+    transport: Literal["auto", "gloo", "shared"] = "auto"
+    wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    timeout_s: float = 300.0
+    threads: int | None = None
+    threads_given: bool = False
+    loader_workers: int = 0
+    resume: Path | None = None
+    machines: Machines = field(default_factory=Machines)
+    check_stage_files: Callable[[Any], None] | None = None
+    bucket_bytes: int = 25_000_000
+
+    @property
+    def shape(self) -> PipelineShape:
+        """What the workers build their schedule for: stages that share a parameter update together."""
+        return self.plan.shape(tuple(tied.stages for tied in self.bundle.tied))
+
+    def with_absolute_paths(self) -> RunConfig:
+        """Return the same with paths that hold when the current folder changes."""
+        resume = self.resume.absolute() if self.resume else None
+        return replace(self, bundle_dir=self.bundle_dir.absolute(), out=self.out.absolute(), resume=resume)
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """The stage and replica that a rank executes; prints as `rank 1 (stage 1, replica 0)`.
+
+    Attributes:
+        rank: in torch.distributed.
+        worker: number in the cluster.
+        stage: the first of its stages; with an interleaved schedule it has several.
+    """
+
+    rank: int
+    worker: int
+    stage: int
+    replica: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (stage {self.stage}, replica {self.replica})"
+
+
+def assign_ranks(plan: Plan) -> list[RankAssignment]:
+    """Return the assignment of each rank, in the order of the workers' numbers; unused workers have no rank."""
+    stages = plan.stages[: plan.pipeline_depth]
+    used = sorted((worker, s, k) for s, stage in enumerate(stages) for k, worker in enumerate(stage.workers))
+    return [RankAssignment(rank, *entry) for rank, entry in enumerate(used)]
+
+
+def ranks_of_stage(assignments: list[RankAssignment], stage: int) -> list[int]:
+    """Return the ranks of a stage's replicas, in the order of the replicas."""
+    replicas = (a for a in assignments if a.stage == stage)
+    return [a.rank for a in sorted(replicas, key=lambda a: a.replica)]

@@ -1,0 +1,294 @@
+"""All workers of a run must be asked for the same: their settings are compared when they meet."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pdtool import __version__
+from pdtool.artifacts import run_dir
+from pdtool.errors import UsageError, WorkerDiedError
+from pdtool.files import file_sha256
+from pdtool.frontend.user_code import find_source
+from pdtool.runtime.config import RunConfig, assign_ranks, ranks_of_stage
+from pdtool.runtime.memory import is_out_of_memory
+from pdtool.runtime.status import ANY_PEER, wait_begins, wait_ends
+
+
+class PeerError(WorkerDiedError):
+    """A worker waited in vain for another.
+
+    Attributes:
+        peer: rank of the other, or ANY_PEER when it can be one of several.
+    """
+
+    def __init__(self, what: str, remedy: str = "", *, peer: int = ANY_PEER) -> None:
+        super().__init__(what, remedy)
+        self.peer = peer
+
+
+class PeerErrorContext:
+    """Context of a wait for other workers, which turns what torch.distributed raises into a PeerError.
+
+    It is a class, not a generator, because it is entered for every all-reduce.
+
+    Args:
+        what: what did not happen, for the error's text.
+        peer: rank of the worker that is waited for.
+    """
+
+    def __init__(self, what: str, peer: int = ANY_PEER) -> None:
+        self._what, self._peer = what, peer
+
+    def __enter__(self) -> None:
+        wait_begins(self._peer)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            wait_ends()
+        if isinstance(error, RuntimeError):
+            raise PeerError(f"{self._what} ({short_reason(error)})", peer=self._peer) from error
+
+
+def short_reason(error: RuntimeError) -> str:
+    """Return the first sentence of what torch.distributed says, without the place in its sources.
+
+    Raises:
+        RuntimeError: `error` itself, when this worker ran out of memory: no other one is to blame.
+    """
+    if is_out_of_memory(error):
+        raise error
+    return re.sub(r"^\[\S*\] ?", "", str(error)).partition(". ")[0][:200]
+
+
+def all_gather(value: object, group: Any, what: str) -> list[Any]:
+    """Return the `value` of every rank of `group`, in order; raises PeerError, which says that `what` did not come."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    with PeerErrorContext(f"{what} did not come from every worker"):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast(value: object, source: int, what: str) -> Any:
+    """Return the `value` of rank `source` on every rank; raises PeerError, which says that `what` did not come."""
+    values = [value]
+    with PeerErrorContext(f"{what} did not come from rank {source}", source):
+        dist.broadcast_object_list(values, src=source, device=torch.device("cpu"))
+    return values[0]
+
+
+_OPTIONS = {
+    "--epochs": "epochs",
+    "--steps": "steps",
+    "--target": "target",
+    "--seed": "seed",
+    "--precision": "precision",
+    "--transport": "transport",
+    "--wire-dtype": "wire_dtype",
+    "--compile": "compiled",
+    "--correction": "delay_compensation",
+}
+_DIGITS = 12  # of a digest that are shown
+
+
+def run_settings(config: RunConfig) -> dict[str, str]:
+    """Return what must be the same on all machines, by the name under which a user knows it."""
+    plan = config.plan
+    settings = {option: str(getattr(config, name)) for option, name in _OPTIONS.items()}
+    settings |= {"--schedule": plan.schedule, "--weights": plan.weights}
+    settings |= {"--microbatches": str(plan.microbatches), "--update-every": str(plan.update_every)}
+    settings["--set"] = " ".join(f"{key}={value}" for key, value in sorted(config.model.settings.items()))
+    settings["--trust"] = str(config.check_stage_files is None)
+    digests = {
+        "the plan": plan.plan_sha256,
+        "bundle.yaml": config.bundle.content_sha256,
+        "the model's file": file_sha256(find_source(config.model.source)),
+    }
+    if config.resume:
+        digests["--resume"] = run_dir.read_manifest(run_dir.latest(config.resume)).content_sha256
+    return settings | {name: digest[:_DIGITS] for name, digest in digests.items()} | {"pdtool's version": __version__}
+
+
+def check_agreement(config: RunConfig, group: object) -> None:
+    """Compare the settings of all workers of `group`; all call it together.
+
+    Raises:
+        UsageError: on every worker, when they differ: in what, and where which value was given.
+        PeerError: a worker does not come.
+    """
+    machine = os.environ.get("GROUP_RANK")
+    place = f"rank {os.environ['RANK']}" if machine is None else f"machine {machine}"
+    own = (f"{place} ({socket.gethostname()})", run_settings(config))
+    differences = describe_differences(all_gather(own, group, "the settings of the run"))
+    if differences:
+        raise UsageError(
+            f"the workers were not asked for the same: {'; '.join(differences)}",
+            "start all with the same command, on the same files",
+        )
+
+
+def describe_differences(workers: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Say for each setting that differs which value was given where.
+
+    Args:
+        workers: place and settings of each; a setting that a worker does not have is `none`.
+    """
+    names = dict.fromkeys(name for _, settings in workers for name in settings)
+    differences = []
+    for name in names:
+        places: dict[str, dict[str, None]] = {}
+        for place, settings in workers:
+            places.setdefault(settings.get(name, "none"), {})[place] = None
+        if len(places) > 1:
+            values = ", ".join(f"{value} on {' and '.join(where)}" for value, where in places.items())
+            differences.append(f"{name} is {values}")
+    return differences
+
+
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """The replicas of one stage.
+
+    Attributes:
+        ranks: in the order of the replicas.
+        group: their process group, for gradients and buffers; None for one replica.
+        host_group: their gloo group, for numbers that the host needs without waiting for its device.
+        device: where `group` takes tensors.
+        uses_nccl: whether `group` is one of NCCL, else of gloo.
+    """
+
+    stage: int
+    ranks: list[int]
+    group: Any
+    host_group: Any
+    device: torch.device
+    uses_nccl: bool = False
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """Handles of torch.distributed process groups.
+
+    Attributes:
+        world: all workers, gloo; for metadata, metrics and checkpoints.
+        replicas: of each stage.
+        tied: of each tied parameter of the bundle, all replicas of all stages that hold it; gloo.
+        device: where this worker's tensors are.
+        uses_nccl: whether tensors can go from device to device; otherwise they go through CPU memory.
+    """
+
+    world: Any
+    replicas: list[ReplicaGroup]
+    tied: list[Any]
+    device: torch.device
+    uses_nccl: bool
+
+
+def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroups:
+    """Make all groups but those of routes (messages/distributed.py).
+
+    Args:
+        device: where this worker computes.
+
+    Raises:
+        PeerError: a worker does not come.
+    """
+    plan, timeout = config.plan, timedelta(seconds=config.timeout_s)
+    assignments = assign_ranks(plan)
+    with PeerErrorContext("the process groups were not made"):
+        world = dist.new_group([a.rank for a in assignments], timeout=timeout, backend="gloo")
+        uses_nccl = have_own_devices(all_gather(_nccl_device(device), world, "the choice of NCCL or gloo"))
+        sum_device = device if uses_nccl else torch.device("cpu")
+        members = [ranks_of_stage(assignments, s % plan.pipeline_depth) for s in range(len(plan.stages))]
+        host = [dist.new_group(m, timeout=timeout, backend="gloo") if len(m) > 1 else None for m in members]
+        groups = [_nccl_group(m, timeout, device) if len(m) > 1 else None for m in members] if uses_nccl else host
+        replicas = [ReplicaGroup(s, members[s], groups[s], host[s], sum_device, uses_nccl) for s in range(len(members))]
+        tied = [
+            dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
+            for t in config.bundle.tied
+        ]
+    return ProcessGroups(world, replicas, tied, device, uses_nccl)
+
+
+def have_own_devices(names: Sequence[str]) -> bool:
+    """Whether every worker has a GPU of its own, which NCCL asks for.
+
+    Args:
+        names: of each worker's GPU, the same for the same one however it is numbered; "" without one.
+    """
+    return all(names) and len(set(names)) == len(names)
+
+
+def _nccl_device(device: torch.device) -> str:
+    """The UUID of this worker's GPU; "" if it has none, or NCCL is missing."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _nccl_group(ranks: list[int], timeout: timedelta, device: torch.device) -> Any:
+    """NCCL's group of a stage's replicas.
+
+    It is used once, since the first operation makes the hosts of all members wait for each other.
+    """
+    group = dist.new_group(ranks, timeout=timeout, backend="nccl", device_id=device)
+    if dist.get_rank() in ranks:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        torch.zeros(1, device=device).item()
+    return group
+
+
+_TOKEN_FILE = ".token"
+_VISIBLE_WITHIN_S = 10.0  # until a file that one machine wrote is seen by another; NFS caches folders for seconds
+_POLL_S = 0.1
+
+
+def check_shared(out: Path, group: Any, timeout_s: float) -> None:
+    """Check that all workers of `group` have the same folder before them: each must see what the first one writes.
+
+    Args:
+        timeout_s: how long workers wait for each other.
+
+    Raises:
+        UsageError: on every worker, when one does not; ranks and machines are named.
+        PeerError: a worker is lost.
+    """
+    token, path = "", out / _TOKEN_FILE
+    if dist.get_rank(group) == 0:
+        token = secrets.token_hex(16)
+        path.write_text(token, encoding="ascii")
+    token = broadcast(token, 0, "the token of the run's folder")
+    limit_s = min(_VISIBLE_WITHIN_S, timeout_s / 2)
+    seen = all_gather((_comes_to_hold(path, token, limit_s), socket.gethostname()), group, "word of the run's folder")
+    blind = {f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees}
+    if blind:
+        raise UsageError(
+            f"{out} is not one folder for all workers: what rank 0 on {seen[0][1]} writes there is not seen by "
+            f"{', '.join(sorted(blind))}",
+            "name with -o a folder that all machines share",
+        )
+
+
+def _comes_to_hold(path: Path, text: str, limit_s: float) -> bool:
+    """Whether a file holds a text, or comes to hold it within the limit."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            if path.read_text(encoding="ascii") == text:
+                return True
+        except (OSError, UnicodeDecodeError):
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)

@@ -1,0 +1,256 @@
+"""Say which worker failed first, and why, from what the workers left behind.
+
+A worker that loses its peer says whom it lost; a worker that was killed, or that hangs, says nothing. So the failure
+that the others follow from is, in this order:
+
+1. an error that a worker met with by itself,
+2. the end of the fork server, from which all workers come,
+3. a worker that a signal killed, or that ended without a word;
+   that includes one whose connections were closed: on another machine, or before its end was seen here,
+4. a worker that others waited for until their timeout: one that was stopped; else the one that has computed longest
+   without waiting for anybody; else, where all wait for each other, the one that the first to give up waited for. That
+   one may not be to blame: over a slow link a message takes long.
+
+NCCL tells a worker nothing of a lost peer: at its timeout its watchdog aborts the process. So one that ended by SIGABRT
+comes last in 3, and where it had not moved for long before it counts as one of those that waited, in 4.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
+
+import torch
+
+from pdtool import host as process_memory
+from pdtool.artifacts import run_dir
+from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
+from pdtool.files import write_atomically
+from pdtool.host import ULIMIT
+from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.runtime.memory import killed_for_memory_error
+from pdtool.runtime.status import (
+    ANY_PEER,
+    FAILURE_FILE,
+    NOBODY,
+    OWN_ERROR,
+    LastStatus,
+    WorkerFailure,
+    read_failure,
+    read_status,
+    read_traceback,
+)
+from pdtool.runtime.worker_end import describe_end, signal_name
+from pdtool.units import format_seconds
+
+# An error crosses the process border as its text and exit code.
+_ERRORS = {1: PdtoolError, 2: UsageError, 3: ScheduleError}
+_LOST_FORK_SERVER = 255  # what multiprocessing takes for the exit code of a process when its fork server has ended
+_BY_WATCHDOG = -signal.SIGABRT  # how NCCL's watchdog ends a process
+_ABORTED = (_BY_WATCHDOG, -signal.SIGSEGV, -signal.SIGBUS)
+_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo, torch's store and our sockets say so
+
+
+def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> PdtoolError:
+    """Return the error to raise: the failure that the others follow from; write all of them to FAILURE_FILE.
+
+    Args:
+        local: the workers that this machine started.
+        exit_codes: of the ranks that torch elastic saw fail, negative for a signal.
+    """
+    workers = WorkersLeft(config, local, exit_codes)
+    error = workers.own_error() or workers.lost_fork_server() or workers.silent_death() or workers.no_answer()
+    remedies = [error.remedy] if error.remedy else []
+    if isinstance(error, WorkerDiedError):
+        remedies += _how_to_go_on(config, is_needed=not remedies)
+    if workers.write_story(error):
+        remedies.append(f"see {config.out / FAILURE_FILE} for what each worker did")
+    error.remedy = "; ".join(remedies)
+    return error
+
+
+class WorkersLeft:
+    """What the workers of a run that failed left behind; arguments as of `diagnose`."""
+
+    def __init__(self, config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> None:
+        self._config, self._exit_codes = config, exit_codes
+        self._local = {assignment.rank for assignment in local}
+        self._assignments = {assignment.rank: assignment for assignment in assign_ranks(config.plan)}
+        failures = {rank: read_failure(config.out, rank) for rank in self._assignments}
+        self._failures: dict[int, WorkerFailure] = {rank: failure for rank, failure in failures.items() if failure}
+        self._statuses = {rank: read_status(config.out, rank) for rank in self._assignments}
+
+    def own_error(self) -> PdtoolError | None:
+        """Return the first error that a worker met with by itself."""
+        own = [rank for rank, failure in self._failures.items() if failure.peer == OWN_ERROR]
+        if not own:
+            return None
+        rank = min(own, key=lambda rank: self._failures[rank].at_s)
+        failure = self._failures[rank]
+        kind = _ERRORS.get(failure.exit_code, WorkerDiedError)
+        return kind(f"{self._assignments[rank]}, at {self._statuses[rank]}: {failure.what}", failure.remedy)
+
+    def lost_fork_server(self) -> PdtoolError | None:
+        """Return the error of a fork server that has ended, for which no worker is to blame."""
+        end = fork_server_end() if _LOST_FORK_SERVER in self._exit_codes.values() else ""
+        return WorkerDiedError(f"the fork server, the process that all workers come from, {end}") if end else None
+
+    def silent_death(self) -> PdtoolError | None:
+        """Return the error of a worker that ended and left no failure."""
+        explained = self._failures.keys() | self._hung_until_aborted()
+        ended = [rank for rank in (*self._exit_codes, *self._lost()) if rank not in explained]
+        if not ended:
+            return None
+        silent = sorted(ended, key=self._is_aborted)
+        rank, place = silent[0], self._assignments[silent[0]]
+        code = self._exit_codes.get(rank)
+        what = f"{place} {describe_end(code)}; {self._last_seen(rank)}"
+        guess = self._memory_guess(rank, code) if rank in self._local else ""
+        if guess:
+            return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
+        if self._uses_cuda and self._is_aborted(rank):
+            what += "; NCCL's watchdog ends a worker so when it has lost another, on another machine perhaps"
+        return WorkerDiedError(what)
+
+    def no_answer(self) -> PdtoolError:
+        """Return the error of a worker that others waited for in vain."""
+        rank, first = self._hung_rank(), self._first_failure
+        place, last_seen = self._assignments[rank], self._last_seen(rank)
+        if not self._hung_until_aborted() and (first is None or not _is_timeout(first)):
+            return WorkerDiedError(f"{place} closed its connections; {last_seen}")
+        is_stopped = first is not None and rank in first.stopped
+        if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
+            what = f"{place} sent nothing that arrived within {format_seconds(self._config.timeout_s)}, but waited for "
+            return WorkerDiedError(
+                f"{what}messages itself, as all workers did: one is on its way still, or lost; {last_seen}",
+                "see whether the links are too slow for what is sent, or give more --timeout",
+            )
+        how = "is stopped (SIGSTOP)" if is_stopped else "did not answer"
+        return WorkerDiedError(
+            f"{place} {how}; {last_seen}; others waited {format_seconds(self._config.timeout_s)} for it",
+            "see what it does there, or give more --timeout if it is only slow",
+        )
+
+    def write_story(self, error: PdtoolError) -> bool:
+        """Write what became of every worker to FAILURE_FILE; returns whether that could be written."""
+        now_s = time.time()
+        stories = [self._story(rank, now_s) for rank in self._assignments]
+        try:
+            text = "\n\n".join([str(error), *stories]) + "\n"
+            write_atomically(self._config.out / FAILURE_FILE, text.encode(errors="backslashreplace").decode())
+        except (OSError, PdtoolError):
+            return False
+        return True
+
+    @property
+    def _first_failure(self) -> WorkerFailure | None:
+        return min(self._failures.values(), key=lambda failure: failure.at_s, default=None)
+
+    def _lost(self) -> list[int]:
+        """The ranks that had ended when the first worker failed: it saw so, or its connection to them was closed."""
+        first = self._first_failure
+        if first is None or _is_timeout(first):
+            return []
+        return [rank for rank in (*first.gone, first.peer) if rank in self._assignments]
+
+    def _is_aborted(self, rank: int) -> bool:
+        return self._exit_codes.get(rank) == _BY_WATCHDOG
+
+    @property
+    def _uses_cuda(self) -> bool:
+        device = self._config.device
+        return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+    def _hung_until_aborted(self) -> set[int]:
+        """The ranks that NCCL's watchdog has killed, after they had not moved for half of the timeout.
+
+        It counts from when the operation was issued, and the host may have gone on a little after that.
+        """
+        if not self._uses_cuda:
+            return set()
+        last_s = time.time() - self._config.timeout_s / 2
+        return {rank for rank in self._assignments if self._is_aborted(rank) and self._statuses[rank].since_s <= last_s}
+
+    def _hung_rank(self) -> int:
+        """See point 4 above."""
+        by_age = sorted(self._assignments, key=lambda rank: self._statuses[rank].since_s)
+        aborted = self._hung_until_aborted()
+        unheard = [rank for rank in self._assignments if rank not in self._failures and rank not in aborted]
+        by_silence = [rank for rank in by_age if rank in unheard and not self._statuses[rank].is_waiting]
+        by_time = sorted(self._failures.values(), key=lambda failure: failure.at_s)
+        waited_for = [failure.peer for failure in by_time if failure.peer in self._assignments]
+        stopped = by_time[0].stopped if by_time else []
+        return [*stopped, *by_silence, *waited_for, *unheard, *by_age][0]
+
+    def _last_seen(self, rank: int) -> str:
+        status = self._statuses[rank]
+        if not status.pid:
+            return "it left no word here of what it did"
+        waiting = f", where it waited for {_peer(status.waits_for)}" if status.is_waiting else ""
+        return f"it was last at {status}{waiting}"
+
+    def _memory_guess(self, rank: int, code: int | None) -> str:
+        """Why a worker of this machine may have ended for lack of memory; "" where nothing speaks for it.
+
+        Args:
+            code: its exit code; None: unknown.
+        """
+        if code in _ABORTED and any(limit.name == ULIMIT for limit in process_memory.memory_limits()):
+            return f"native code may end so when {ULIMIT} leaves it no memory"
+        kills, before = process_memory.oom_kills(), self._statuses[rank].oom_kills
+        if code not in (None, -signal.SIGKILL) or (kills is not None and kills <= before):
+            return ""
+        if kills is None:
+            return "the kernel kills so when memory runs out" if code else ""
+        return f"most likely memory ran out: the kernel has killed {kills - before} process(es) for that since it began"
+
+    def _story(self, rank: int, now_s: float) -> str:
+        status, failure = self._statuses[rank], self._failures.get(rank)
+        lines = [f"{self._assignments[rank]}: last at {status}{_state(status, now_s)}"]
+        if rank in self._exit_codes:
+            lines.append(f"  torch elastic saw it end with {self._exit_codes[rank]}")
+        if failure:
+            lines.append(f"  it said: {failure.what}")
+        lines += [f"  {line}" for line in read_traceback(self._config.out, rank).splitlines()]
+        return "\n".join(lines)
+
+
+def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
+    """The remedy of a run whose worker has died; [] where it would only say to start again and `is_needed` is not."""
+    if run_dir.complete_checkpoints(config.out):
+        return ["go on from the last checkpoint with --resume"]
+    return ["start it again"] if is_needed else []
+
+
+def _state(status: LastStatus, now_s: float) -> str:
+    if not status.pid:
+        return ", it has not begun"
+    doing = f"waiting for {_peer(status.waits_for)}" if status.is_waiting else "computing"
+    return f", process {status.pid}, {doing} for the last {format_seconds(max(0.0, now_s - status.since_s))}"
+
+
+def _peer(rank: int) -> str:
+    return {ANY_PEER: "other workers", NOBODY: "nobody"}.get(rank, f"rank {rank}")
+
+
+def _is_timeout(failure: WorkerFailure) -> bool:
+    return _TIMED_OUT.search(failure.what) is not None
+
+
+def fork_server_end() -> str:
+    """Return how the fork server of this process ended; "" when it runs. It stays for multiprocessing to wait for."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    ended = None
+    if pid is not None:
+        with suppress(ChildProcessError):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return ""
+    if ended.si_code == os.CLD_EXITED:
+        return f"ended with exit status {ended.si_status}"
+    return f"was killed by {signal_name(ended.si_status)}"

@@ -1,0 +1,171 @@
+"""A process that ends the workers of a launch, and all that they have started, when the launch is over.
+
+It leads a process group that the workers join, so that one signal of the kernel reaches all of it: what is stopped,
+what hangs, and what the user's data set has forked. It sees that the launcher is gone by the end of a pipe, however
+that has happened.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, util
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from pdtool.artifacts import run_dir
+from pdtool.errors import WorkerDiedError
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
+
+
+class Reaper:
+    """The reaper of one launch; it is there when the constructor returns, which raises WorkerDiedError if it is not.
+
+    Attributes:
+        pid: of its process, and number of the process group.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        _start_fork_server()
+        self._pipe, pipe_of_reaper = context.Pipe()
+        arguments = (pipe_of_reaper, util.get_temp_dir())
+        self._process = context.Process(target=_lead_group, args=arguments, name="reaper", daemon=True)
+        self._process.start()
+        pipe_of_reaper.close()
+        try:
+            self.pid: int = self._pipe.recv()
+        except EOFError as error:
+            what = "the process that ends the workers died as it started"
+            remedy = 'start it again; a script of your own has to call pdtool.run under `if __name__ == "__main__":`'
+            raise WorkerDiedError(what, remedy) from error
+
+    def kill(self) -> None:
+        """End the group at once."""
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the whole group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """End the group, and wait until the reaper is gone."""
+        self.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _start_fork_server() -> None:
+    """Start it with SIGINT ignored: Ctrl-C reaches it while it imports, and the reaper ends what comes from it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        forkserver.ensure_running()
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+
+
+def join_group(reaper_pid: int) -> None:
+    """Let this process, and what it will start, end with the group; without its reaper it ends here."""
+    try:
+        os.setpgid(0, reaper_pid)
+    except OSError:
+        os._exit(WorkerDiedError.exit_code)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` would stop what writes from the background
+
+
+def _lead_group(launcher: Connection, temporary_folder: str) -> None:
+    """The process of the reaper.
+
+    Args:
+        launcher: pipe whose other end closes when the launcher ends.
+        temporary_folder: of the launcher's multiprocessing, which removes it unless it is killed.
+    """
+    os.setpgrp()
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(EOFError, OSError):  # that is how the launcher's end is seen
+        launcher.send(os.getpid())
+        launcher.recv()
+    shutil.rmtree(temporary_folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextmanager
+def handling_signals() -> Iterator[Callable[[Reaper], None]]:
+    """Handle signals while workers are started and run, in place of torch elastic, which waits half a minute for a
+    stopped worker.
+
+    Yields:
+        A function to be called with the reaper, once it is there.
+
+    A signal that was ignored stays so: `nohup` ignores SIGHUP, shells SIGINT for what a script starts with `&`.
+
+    Raises:
+        SignalException: from wherever the main thread is, once a signal has come and the workers are killed.
+    """
+
+    reapers: list[Reaper] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for reaper in reapers:
+            reaper.kill()
+        raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: the terminal sends it to the process group of the launcher, which is not that of the workers."""
+        for reaper in reapers:
+            reaper.send(signal.SIGTSTP)
+        signal.raise_signal(signal.SIGSTOP)
+        for reaper in reapers:
+            reaper.send(signal.SIGCONT)  # when the shell has sent it here
+
+    if threading.current_thread() is not threading.main_thread():
+        yield reapers.append
+        return
+    handlers = {**dict.fromkeys(_STOPPING, stop), signal.SIGTSTP: suspend}
+    before = {number: signal.getsignal(number) for number in handlers}
+    try:
+        for number, handler in handlers.items():
+            if before[number] is not signal.SIG_IGN:
+                signal.signal(number, handler)
+        yield reapers.append
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
+def stop_name(number: signal.Signals) -> str:
+    """Return what a user calls a signal that stops a run."""
+    return "Ctrl-C" if number == signal.SIGINT else number.name
+
+
+def stop_message(number: signal.Signals, out: Path) -> str:
+    """Return a line that says what has stopped the run of a folder, and how to go on."""
+    what = stop_name(number)
+    epochs = run_dir.complete_checkpoints(out)
+    if not epochs:
+        return f"stopped by {what} before the first checkpoint; start it again"
+    return f"stopped by {what}; go on from the last checkpoint (epoch {max(epochs)}) with --resume {out}"
+
+
+def end_by_signal(number: signal.Signals) -> None:
+    """Let this process end by the signal, or do what the program that has called `launch` does on it."""
+    if signal.getsignal(number) is signal.SIG_DFL:
+        atexit._run_exitfuncs()  # which such an end would skip: multiprocessing removes its semaphores and its folder
+    signal.raise_signal(number)

@@ -1,0 +1,139 @@
+"""The process of one worker: from its environment to its report, or to a failure that can be read afterwards."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pdtool import host as process_memory
+from pdtool.artifacts.report import Report
+from pdtool.errors import UsageError
+from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
+from pdtool.host import usable_cores
+from pdtool.machines import use_loopback
+from pdtool.rendezvous import loopback_hint
+from pdtool.runtime.config import RunConfig, assign_ranks
+from pdtool.runtime.groups import PeerErrorContext, check_agreement, check_shared
+from pdtool.runtime.launch.process_group import join_group
+from pdtool.runtime.memory import is_out_of_memory, out_of_memory_error
+from pdtool.runtime.status import Status
+from pdtool.runtime.worker.start_worker import WorkerContext
+from pdtool.runtime.worker.worker import Worker
+from pdtool.runtime.worker_end import (
+    end_process,
+    exit_error,
+    explain_exits,
+    keep_threads_from_lingering,
+    record_failure,
+)
+
+# what torch elastic gives each worker; everything else comes from the process that was asked to run
+_ELASTIC_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
+
+
+def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, reaper_pid: int) -> str:
+    """Run a worker that torch elastic started; return the report as text, or exit with an error's code.
+
+    Args:
+        environment, folder: of the process that launched the workers.
+        reaper_pid: of the process that ends this one when that one is gone.
+    """
+    join_group(reaper_pid)
+    gc.freeze()  # what the fork server imported is no garbage: collecting need not look through it
+    os.dup2(2, 1)  # what the user's code prints; stdout is for artifacts
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _take_environment(environment)
+    os.chdir(folder)
+    config = config.with_absolute_paths()
+    rank = int(os.environ["RANK"])
+    keep_threads_from_lingering()
+    explain_exits(config.out, rank)
+    try:
+        report = run_worker(config)
+    except BaseException as error:  # end at once: destructors of process groups may wait for peers
+        end_process(record_failure(config.out, rank, error))
+    return report.dump()
+
+
+def _take_environment(environment: Mapping[str, str]) -> None:
+    """Take over the variables of the process that launched the workers; the fork server may be older than they are."""
+    for name in os.environ.keys() - environment.keys():
+        if not name.startswith(_ELASTIC_PREFIXES):
+            del os.environ[name]
+    os.environ.update({k: v for k, v in environment.items() if not k.startswith(_ELASTIC_PREFIXES)})
+
+
+def run_worker(config: RunConfig) -> Report:
+    """Be the worker that RANK names, in this process; raises PdtoolError."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    assignments = assign_ranks(config.plan)
+    config = config.with_absolute_paths()  # the user's module may go to another folder
+    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
+    threads = config.threads if config.threads_given else None
+    threads = threads or choose_threads(os.environ, config.threads, len(usable_cores()), local_workers)
+    torch.set_num_threads(threads)
+    process_memory.keep_freed_memory()
+    random.seed(config.seed)
+    if local_workers == world_size:
+        use_loopback(os.environ)
+    if rank < len(assignments):
+        Status(config.out, assignments[rank])
+    try:
+        hint = loopback_hint() if local_workers < world_size else ""  # torchrun or srun have started the others
+        with PeerErrorContext(f"the workers did not come together{hint and '; '}{hint}"):
+            timeout = timedelta(seconds=config.timeout_s)
+            dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=world_size)
+        check_agreement(config, dist.group.WORLD)
+        if world_size != len(assignments):
+            remedy = "start one per worker"
+            raise UsageError(f"{world_size} processes were started, the plan needs {len(assignments)}", remedy)
+        if local_workers < world_size:
+            check_shared(config.out, dist.group.WORLD, config.timeout_s)
+        report = Worker(WorkerContext(config, rank, device, local_workers)).run()
+    except SystemExit as error:
+        raise exit_error(error) from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory_error(error, config.plan, assignments[rank], device) from error
+        if is_compiler_error(error):
+            raise compiler_error(error) from error
+        raise
+    dist.destroy_process_group()
+    return report
+
+
+def choose_threads(environment: Mapping[str, str], profiled: int | None, cores: int, local_workers: int) -> int:
+    """Return how many CPU threads a worker computes with.
+
+    That is OMP_NUM_THREADS if it is set; else as many as the profile was measured with, on which the plan's times rest
+    (at most the cores); else an equal part of the cores.
+
+    Args:
+        environment: of this process.
+        profiled: threads that the profile was measured with; None when it was not measured on a CPU.
+        cores: of this machine that the process may use.
+        local_workers: number of workers on this machine.
+    """
+    asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is one number per nesting level
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return min(profiled, cores) if profiled else max(1, cores // local_workers)
+
+
+def _device(config: RunConfig, local_rank: int) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: streams of routes share no queue
+    if not torch.cuda.is_available():
+        raise UsageError("device cuda: torch finds no CUDA device here", "leave --device out to train on the CPU")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,318 @@
+"""Loads minibatches of one split of the user's dataset, and checks that they are what the stages take."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdtool.artifacts.bundle import TensorSpec
+from pdtool.errors import ModelError
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import dtype_of
+from pdtool.frontend.random_numbers import derive_seed, seed_generators
+from pdtool.frontend.user_code import is_stream
+from pdtool.runtime.loading.minibatches import DatasetSplit, Shape, shapes_of, tensors_of_target
+from pdtool.units import format_seconds
+
+VALIDATION_PASS = 0  # each validation reads the same pass
+_END = object()
+
+
+class SampleStream:
+    """The samples of an IterableDataset.
+
+    They draw from random generators of their own, seeded for each pass: neither what others draw meanwhile, nor how
+    many samples are read past, nor the size of minibatches changes a sample. A dataset that has `set_epoch`, as those
+    of Hugging Face do, is told the number of the pass.
+
+    Args:
+        data: the dataset.
+        name: of the split, for errors.
+        seed: of the run.
+    """
+
+    def __init__(self, file: ModelFile, data: Any, name: str, seed: int) -> None:
+        self._file, self._data, self._name, self._seed = file, data, name, seed
+        self._counted_pass: int | None = None
+        self._next, self._pass, self._read_of_pass = 0, 0, 0
+        self._samples: Iterator[Any] | None = None
+        self._has_warned, self._is_empty = False, True
+        self._generators = _Generators()
+
+    def read(self, pass_number: int | None, numbers: Sequence[int]) -> list[Any]:
+        """Return samples that follow each other.
+
+        Args:
+            pass_number: the pass that the numbers are counted in; None counts over all passes from pass 1 on.
+            numbers: of the samples.
+
+        Raises:
+            ModelError: a sample cannot be made, or the pass has fewer, or is empty.
+        """
+        with self._generators.in_use():
+            if self._samples is None or pass_number != self._counted_pass or numbers[0] < self._next:
+                self._warn_of_samples_beyond_the_length()
+                self._counted_pass, self._next = pass_number, 0
+                self._begin_pass(1 if pass_number is None else pass_number)
+            while self._next < numbers[0]:
+                self._read_next()
+            return [self._read_next() for _ in numbers]
+
+    def count(self, pass_number: int, within_s: float) -> int:
+        """Return how many samples a pass has, by reading it.
+
+        Raises:
+            ModelError: it does not end in time.
+        """
+        end_s = time.monotonic() + within_s
+        with self._generators.in_use():
+            self._begin_pass(pass_number)
+            while self._try_next() is not _END:
+                if time.monotonic() > end_s:
+                    raise self._file.error(
+                        f"{self._name} has no length, and has not ended within {format_seconds(within_s)}, after "
+                        f"{self._read_of_pass} samples",
+                        "let it have a length (__len__), of which a validation takes no more, or give more --timeout",
+                    )
+        self.close()
+        return self._read_of_pass
+
+    def close(self) -> None:
+        """Stop to read: files that the dataset has opened since are closed."""
+        self._samples = None
+
+    def _begin_pass(self, number: int) -> None:
+        self.close()
+        self._pass, self._read_of_pass = number, 0
+        seed_generators(derive_seed(self._seed, self._name, number, "stream"))
+        if hasattr(self._data, "set_epoch"):
+            try:
+                self._data.set_epoch(number)
+            except Exception as error:
+                raise self._file.error_at(error, f"set_epoch({number}) of {self._name}") from error
+        self._samples = self._file.stream(self._data, self._name)
+
+    def _try_next(self) -> Any:
+        """The next sample of the pass, or _END."""
+        sample = next(self._samples or iter(()), _END)
+        if sample is not _END:
+            self._read_of_pass += 1
+            self._is_empty = False
+        return sample
+
+    def _read_next(self) -> Any:
+        sample = self._try_next()
+        if sample is _END:
+            if self._counted_pass is not None or not self._read_of_pass:
+                raise self._ended()
+            self._begin_pass(self._pass + 1)
+            return self._read_next()
+        self._next += 1
+        return sample
+
+    def _warn_of_samples_beyond_the_length(self) -> None:
+        """Say once, at the end of a pass that was read up to its length, that it goes on after that."""
+        if self._has_warned or self._counted_pass is None or self._read_of_pass != self._length:
+            return
+        with suppress(ModelError):  # of what nobody has asked for
+            if self._try_next() is not _END:
+                self._has_warned = True
+                sys.stderr.write(
+                    f"warning: {self._name} has more than the {self._length} samples that its length promises: the "
+                    "others are not used\n"
+                )
+
+    @property
+    def _length(self) -> int | None:
+        return len(self._data) if hasattr(self._data, "__len__") else None
+
+    def _ended(self) -> ModelError:
+        if self._is_empty:
+            return self._file.error(f"{self._name} is empty: its __iter__ gives no samples")
+        if not self._read_of_pass:
+            what = f"{self._name} gives no samples in pass {self._pass} over it"
+            return self._file.error(what, "let __iter__ begin anew each time that it is called")
+        return self._file.error(
+            f"{self._name} ends after {self._read_of_pass} samples, where its length promises more",
+            "let each pass have as many samples as __len__ says, or leave that out and give --steps",
+        )
+
+
+class _Generators:
+    """The states of the generators of torch, numpy and Python, while they are not in use."""
+
+    def __init__(self) -> None:
+        self._states: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let these be the generators of the process; they go on from where they were."""
+        others = _states()
+        if self._states:
+            _set_states(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _set_states(others)
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    of_torch, of_numpy, of_python = states
+    torch.default_generator.set_state(of_torch)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+class MinibatchLoader:
+    """Loads minibatches of one split of the user's dataset.
+
+    Args:
+        inputs: what the stages take of a minibatch.
+        arguments: how the model was called with it when it was traced.
+        seed: of the run.
+
+    Attributes:
+        data: what dataset() returned.
+        is_stream: whether that is an IterableDataset.
+        open_files: paths of files that dataset() left open.
+    """
+
+    def __init__(
+        self, file: ModelFile, split: str, inputs: Sequence[TensorSpec], arguments: Sequence[str] = (), *, seed: int = 0
+    ) -> None:
+        self.file, self.where = file, f"dataset({split!r})"
+        before = _open_files()
+        self.data: Any = file.dataset(split)
+        self.open_files = [path for number, path in _open_files().items() if before.get(number) != path]
+        self.is_stream = is_stream(self.data)
+        self._stream = SampleStream(file, self.data, self.where, seed)
+        self.inputs, self.arguments, self._split = inputs, arguments, split
+        self._described: DatasetSplit | None = None
+
+    def describe(self, counts_within_s: float = math.inf) -> DatasetSplit:
+        """Return what the other workers must know; `load` checks the targets by it.
+
+        Args:
+            counts_within_s: seconds in which a validation set without a length is to be read once, which counts it.
+
+        Raises:
+            ModelError: the first sample cannot be read, or the validation set is empty or does not end in time.
+        """
+        samples = self.file.samples(self.data, self.where)
+        if samples is None and self._split == "valid":
+            samples = self._stream.count(VALIDATION_PASS, counts_within_s)
+        _, target = self.file.collate(self._read([0], VALIDATION_PASS), [0], self.where)
+        self._stream.close()
+        self._described = DatasetSplit(samples, target, self.is_stream)
+        self._check_target(target, 1)
+        return self._described
+
+    def sample_order(self, run_seed: int, epoch: int) -> list[int]:
+        """Return the samples that the user's sampler() chooses for an epoch: a function of seed and epoch only.
+
+        Raises:
+            ModelError: it fails, or gives no samples, or one that the dataset does not have.
+        """
+        seed_generators(derive_seed(run_seed, epoch, "order"))
+        order, samples = self.file.sampler(self.data, epoch), len(self.data)
+        wrong = [index for index in order if not 0 <= index < samples]
+        if wrong or not order:
+            what = f"gives sample {wrong[0]}, of {samples} samples" if wrong else "gives no samples"
+            raise self.file.error(f"sampler() {what}, in epoch {epoch}", "return numbers from 0 to len(dataset) - 1")
+        return order
+
+    def load(
+        self, indices: Sequence[int], seed: int, stream_pass: int | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Load one minibatch.
+
+        Args:
+            indices: of its samples.
+            seed: of random augmentation.
+            stream_pass: in which the samples of an IterableDataset are counted, as SampleStream.read takes it.
+
+        Returns:
+            The input tensors and the tensors of the target, [samples, ...] each.
+
+        Raises:
+            ModelError: a sample cannot be read or does not go with the others, or the inputs are not what the stages
+                were generated for.
+        """
+        seed_generators(seed)
+        given, target = self.file.collate(self._read(indices, stream_pass), indices, self.where)
+        arguments = self.file.as_inputs(given)
+        self.file.check_arguments(arguments, self.arguments, self.where)
+        self._check_inputs(arguments.tensors, len(indices))
+        return arguments.tensors, self._check_target(target, len(indices))
+
+    def _read(self, indices: Sequence[int], stream_pass: int | None) -> list[Any]:
+        if self.is_stream:
+            return self._stream.read(stream_pass, indices)
+        return self.file.read(self.data, indices, self.where)
+
+    def _check_inputs(self, inputs: Sequence[Tensor], samples: int) -> None:
+        """Check that the stages take the inputs, [samples, ...] each."""
+        loaded = shapes_of(inputs)
+        expected = [(tensor.sizes(samples), dtype_of(tensor)) for tensor in self.inputs]
+        if loaded != expected:
+            what = f"{self.where} gives inputs {_shapes(loaded)}; the stages take {_shapes(expected)}"
+            raise self.file.error(what, self._remedy(loaded, expected))
+
+    def _remedy(self, loaded: Sequence[Shape], expected: Sequence[Shape]) -> str:
+        if [shape for shape, _ in loaded] == [shape for shape, _ in expected]:
+            wrong = (
+                f"{tensor.name} be {tensor.dtype}, as by .to(torch.{tensor.dtype})"
+                for tensor, found, wanted in zip(self.inputs, loaded, expected, strict=True)
+                if found != wanted
+            )
+            return "let " + ", and ".join(wrong)
+        if self.file.has("collate"):
+            return "let collate() pad to a fixed length, for stages have fixed shapes apart from the minibatch's size"
+        return "generate the stages from inputs of the shape of the dataset's"
+
+    def _check_target(self, target: Any, samples: int) -> list[Any]:
+        """Return the tensors of a minibatch's target, [samples, ...] each as those of one sample are [1, ...]."""
+        leaves = tensors_of_target(target)
+        if self._described is None:
+            return leaves
+        expected = [((samples, *shape[1:]), dtype) for shape, dtype in self._described.shapes]
+        loaded = shapes_of(leaves)
+        if loaded != expected:
+            raise self.file.error(
+                f"{self.where} gives targets {_shapes(loaded)}, where the first sample alone makes them "
+                f"{_shapes(expected)}",
+                "let targets have one row for each sample, and pad to a fixed length",
+            )
+        return leaves
+
+
+def _open_files() -> dict[str, str]:
+    """The regular files that this process has open: path by descriptor; none where the system does not say."""
+    found = {}
+    with suppress(OSError):
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # that of the listing itself is gone
+                path = os.readlink(link)
+                if Path(path).is_file() and not path.startswith(("/dev/", "/proc/")):
+                    found[link.name] = path
+    return found
+
+
+def _shapes(shapes: Sequence[Shape]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in shapes)

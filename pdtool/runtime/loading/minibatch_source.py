@@ -1,0 +1,371 @@
+"""What a process that loads is told and gives back: the same in the training process and in a loader worker."""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import tee
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from pdtool.artifacts.plan import Plan
+from pdtool.errors import ModelError, PdtoolError, WorkerDiedError, describe_error
+from pdtool.host import end_with_parent, usable_cores
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
+from pdtool.runtime.loading.minibatches import DataPass
+from pdtool.runtime.memory import is_out_of_memory
+from pdtool.runtime.worker_end import describe_end, exit_error
+from pdtool.units import format_seconds
+
+LoadedMinibatch = tuple[list[Tensor], list[Tensor]]  # the inputs and the tensors of the target, [samples, ...] each
+_NO_CHILDREN = "daemonic processes are not allowed to have children"  # of multiprocessing
+_NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
+_REMEDY_FOR_CUDA = "let samples be tensors of the CPU, or load in the training process: --loader-workers 0"
+
+
+@dataclass(frozen=True)
+class LoadTask:
+    """A minibatch to be loaded.
+
+    Attributes:
+        split: name of the split of the dataset.
+        indices: of its samples.
+        seed: of random augmentation.
+        stream_pass: see DataPass.
+    """
+
+    split: str
+    minibatch: int
+    indices: Sequence[int]
+    seed: int
+    stream_pass: int | None
+
+    def __str__(self) -> str:
+        return f"minibatch {self.minibatch} of dataset({self.split!r})"
+
+
+class LoadTasks:
+    """The tasks of the present pass, in order; made one by one, for there may be many."""
+
+    def __init__(self) -> None:
+        self._data: DataPass | None = None
+        self._minibatches: Sequence[int] = ()
+
+    def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
+        """Let the tasks be those of some minibatches of a pass."""
+        self._data, self._minibatches = data, minibatches
+
+    def __iter__(self) -> Iterator[LoadTask]:
+        return map(self._task, self._minibatches)
+
+    def _task(self, i: int) -> LoadTask:
+        data = self._data
+        assert data
+        return LoadTask(data.split_name, i, data.minibatches[i], data.seed(i), data.stream_pass)
+
+
+class TaskDataset(Dataset[LoadedMinibatch | BaseException]):
+    """Minibatches by their tasks; an error is returned, for DataLoader would lose what it is."""
+
+    def __init__(self, loaders: Mapping[str, MinibatchLoader]) -> None:
+        self._loaders = loaders
+
+    def __getitem__(self, task: LoadTask) -> LoadedMinibatch | BaseException:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in loader workers: the order of a sum depends on it
+        try:
+            inputs, target = self._loaders[task.split].load(task.indices, task.seed, task.stream_pass)
+            return [_detached(tensor) for tensor in inputs], [_detached(tensor) for tensor in target]
+        except PdtoolError as error:
+            return error if get_worker_info() is None else _portable(error)
+        except SystemExit as error:
+            return exit_error(error)
+        except BaseException as error:  # KeyboardInterrupt and the like, which would end a loader worker without a word
+            if get_worker_info() is None:
+                raise
+            return WorkerDiedError(f"{describe_error(error)} while {task} was loaded", "raise an Exception instead")
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The tensor, of any shape, without a graph, and without the rest of a tensor that it is a view of.
+
+    Neither can be sent, or should.
+    """
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _portable(error: PdtoolError) -> BaseException:
+    """The error as another process gets it, with its traceback as a note."""
+    if is_out_of_memory(error):
+        return MemoryError(str(error))
+    text = "".join(traceback.format_exception(error))
+    if _NO_CUDA in error.what:
+        error = ModelError(error.what.partition(_NO_CUDA)[0] + _NO_CUDA, _REMEDY_FOR_CUDA)
+    if _NO_CHILDREN in error.what:
+        error = ModelError(error.what, "let samples be made without other processes, or give --loader-workers 0")
+    error.add_note(text)
+    return error
+
+
+_ENDING_S = 1.0  # a process that is killed closes its connections a little earlier than it is gone
+_AHEAD = 2  # minibatches that each loader worker loads ahead
+_REMEDIES = {
+    -signal.SIGBUS: "give /dev/shm more room (docker run --shm-size), or load in the training process: "
+    "--loader-workers 0",
+    -signal.SIGKILL: "if memory ran out, give fewer --loader-workers",
+}
+_REMEDY_FOR_ENDS = "with --loader-workers 0 the training process loads, and names the sample"
+_T = TypeVar("_T")
+
+
+class MinibatchSource:
+    """Loads the minibatches of one pass after another; loader workers live as long as this object.
+
+    Args:
+        loaders: by the name of the split.
+        workers: number of loader workers; 0 loads in this process, when a minibatch is asked for.
+        timeout_s: how many seconds to wait for a loader worker.
+        keeps_workers: whether loader workers live on from pass to pass; else each pass forks new ones, which see what
+            the dataset has become meanwhile, as by a sampler() that tells it the epoch.
+        pins_memory: whether what loader workers load is to lie in pinned memory, from where copies to a GPU are
+            asynchronous.
+    """
+
+    def __init__(
+        self,
+        loaders: Mapping[str, MinibatchLoader],
+        workers: int,
+        *,
+        timeout_s: float,
+        pins_memory: bool = False,
+        keeps_workers: bool = True,
+    ) -> None:
+        self._timeout_s, self._tasks, self._keeps_workers = timeout_s, LoadTasks(), keeps_workers
+        self._dataset = TaskDataset(loaders)
+        self._loader: DataLoader[Any] | None = None
+        if workers:
+            self._loader = _TaskLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=self._tasks,
+                collate_fn=lambda loaded: loaded,
+                generator=torch.Generator(),  # from which DataLoader draws, instead of from this process's
+                num_workers=workers,
+                prefetch_factor=_AHEAD,
+                persistent_workers=keeps_workers,
+                multiprocessing_context="fork",
+                worker_init_fn=_begin_loader_worker,
+                pin_memory=pins_memory,
+                timeout=timeout_s,
+            )
+        self._iterator: Iterator[LoadedMinibatch | BaseException] = iter(())
+        self._awaited: Iterator[LoadTask] = iter(())
+        self._processes: list[BaseProcess] = []
+
+    def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
+        """Begin to load some minibatches of a pass.
+
+        Args:
+            minibatches: in the order in which `load` will ask for them.
+        """
+        left = next(self._awaited, None)
+        assert left is None, f"{left} was to be loaded and never asked for"
+        self._tasks.begin_pass(data, minibatches)
+        self._awaited, tasks = tee(self._tasks)
+        if self._loader is None:
+            self._iterator = map(self._dataset.__getitem__, tasks)
+        elif minibatches:
+            if not self._keeps_workers:
+                self._iterator, self._processes = iter(()), []  # those of the pass before end
+            self._iterator = self._begin(self._loader)
+
+    def load(self, minibatch: int) -> LoadedMinibatch:
+        """Return a minibatch, the next one of the pass.
+
+        Raises:
+            ModelError: a sample cannot be read or does not go with the others, or the inputs are not what the stages
+                were generated for.
+            WorkerDiedError: a loader worker has ended, or does not answer.
+        """
+        task = next(self._awaited)
+        assert task.minibatch == minibatch, f"minibatch {minibatch} was asked for, {task} comes next"
+        loaded: LoadedMinibatch | BaseException = self._answer(partial(next, self._iterator), task)
+        if isinstance(loaded, BaseException):
+            self._kill()
+            raise loaded
+        return loaded
+
+    def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:
+        """Let the loader workers begin with the tasks; start them for the first pass."""
+        others = None if self._processes else multiprocessing.active_children()
+        if others is not None:
+            gc.collect()  # what is garbage here may have threads, which a forked process lacks when it collects that
+        iterator: Iterator[LoadedMinibatch | BaseException] = self._answer(
+            partial(iter, loader), next(iter(self._tasks))
+        )
+        if others is not None:
+            self._processes = [process for process in multiprocessing.active_children() if process not in others]
+        return iterator
+
+    def _answer(self, ask: Callable[[], _T], task: LoadTask) -> _T:
+        """Return what the DataLoader answers; raise the error of a loader worker that ends meanwhile, or is silent."""
+        if self._loader is None:
+            return ask()
+        try:
+            with _interrupted_by_end(self._processes):
+                return ask()
+        except Exception as error:
+            died = self._death(error, task)
+            if died is None:
+                raise
+            self._kill()  # some may wait for what the dead one held
+            raise died from error
+
+    def _kill(self) -> None:
+        """End the loader workers, after an error: there is nothing more to be loaded."""
+        for process in self._processes:
+            process.kill()
+
+    def _death(self, error: Exception, task: LoadTask) -> WorkerDiedError | None:
+        """The error of the loader worker that an error of DataLoader's comes from; None when it is not to blame."""
+        is_closed = isinstance(error, (OSError, EOFError))  # its connection, and its process ends just now
+        ended = wait([process.sentinel for process in self._processes], _ENDING_S if is_closed else 0.0)
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join()
+                what = f"loader worker {process.pid} {describe_end(process.exitcode)} while {task} was awaited"
+                return WorkerDiedError(what, _REMEDIES.get(process.exitcode or 0, _REMEDY_FOR_ENDS))
+        if "timed out" in str(error):
+            what = f"{task} was not loaded within {format_seconds(self._timeout_s)}"
+            return WorkerDiedError(what, "see what dataset() waits for, or give more --timeout if it is only slow")
+        return None
+
+
+def _begin_loader_worker(_: int) -> None:
+    """Prepare a loader worker; nothing that its parent made is collected here."""
+    gc.freeze()
+    end_with_parent()
+
+
+@contextmanager
+def _interrupted_by_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Let what is done meanwhile be interrupted by a ChildProcessError when one of the processes ends.
+
+    DataLoader itself would see its end only when its time is up, or by a handler of SIGCHLD that stays, and raises an
+    error wherever the training process is; that one is put away here.
+    """
+
+    def check(*signal_and_frame: object) -> None:
+        if not all(process.is_alive() for process in processes):
+            raise ChildProcessError
+
+    before = signal.signal(signal.SIGCHLD, check)
+    try:
+        check()
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+
+
+class _TaskLoader(DataLoader[LoadedMinibatch | BaseException]):
+    """Loads tasks in loader workers."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of nothing: more workers than cores are there only where they were asked for, as for a slow network."""
+
+
+_SMALL = 0.02  # the part of a replica's time that it may load by itself
+_FETCH_S = 1e-3  # about what taking a minibatch from a loader worker costs
+_MARGIN = 1.2  # for minibatches that take longer than the median, and for handing them over
+
+
+@dataclass(frozen=True)
+class LoadingCost:
+    """What loading costs, beside the pace of a plan.
+
+    Attributes:
+        loading_s: seconds of loading one minibatch in one process.
+        period_s: seconds from one minibatch of a replica of the first stage to its next.
+    """
+
+    loading_s: float
+    period_s: float
+
+    @classmethod
+    def of(cls, loading_s: float | None, plan: Plan) -> LoadingCost | None:
+        """Return the cost by the profile's loading time; None where that, or the pace of the plan, is not known."""
+        if loading_s is None or plan.predicted is None or not plan.predicted.bottleneck_s:
+            return None
+        return cls(loading_s, plan.predicted.bottleneck_s * plan.stages[0].replicas)
+
+    @property
+    def workers(self) -> int:
+        """Loader workers that suffice for each replica; 0 where loading takes less than 1 ms, or 2 % of its time."""
+        if self.loading_s < max(_FETCH_S, _SMALL * self.period_s):
+            return 0
+        return math.ceil(self.loading_s / self.period_s * _MARGIN)
+
+    def sentence(self, workers: int) -> str:
+        """Say what loading costs and how many loader workers suffice, where `workers` are used; "" where none is."""
+        if not self.workers and not workers:
+            return ""
+        need = "none is needed" if not self.workers else f"{_loader_workers(self.workers)} {_suffice(self.workers)}"
+        used = "" if workers == self.workers else f"; {workers} {'is' if workers == 1 else 'are'} used"
+        if 0 < workers < self.workers:
+            used += (
+                f", of {len(usable_cores())} cores here: more --loader-workers help where loading waits for a network"
+            )
+        return (
+            f"loading takes {format_seconds(self.loading_s)} a minibatch, and each replica of the first stage takes "
+            f"one every {format_seconds(self.period_s)}: {need}{used}"
+        )
+
+
+def at_most_the_cores(workers: int, config: RunConfig) -> int:
+    """Return a number of loader workers for each replica of the first stage, at most the share of the machine's cores.
+
+    Args:
+        workers: that the replica could use.
+    """
+    replicas_here = math.ceil(config.plan.stages[0].replicas / config.machines.count)
+    return min(workers, max(1, len(usable_cores()) // replicas_here))
+
+
+def usable_workers(asked: int, loaders: Collection[MinibatchLoader]) -> tuple[int, str]:
+    """Return how many of the loader workers that are asked for can read the dataset, and why where that is fewer."""
+    opened = next((path for loader in loaders for path in loader.open_files), "")
+    if asked and opened:
+        return 0, (
+            f"dataset() keeps {opened} open, and loader workers would share the place where it is read: minibatches "
+            "are loaded in the training process; open files when a sample is asked for"
+        )
+    if asked > 1 and any(loader.is_stream for loader in loaders):
+        return 1, (
+            f"an IterableDataset is read by one process, in order: one loader worker of {asked} is used; one with "
+            "__getitem__ would be loaded by all"
+        )
+    return asked, ""
+
+
+def _loader_workers(count: int) -> str:
+    return f"{count} loader worker{'s' if count > 1 else ''}"
+
+
+def _suffice(count: int) -> str:
+    return "suffice" if count > 1 else "suffices"

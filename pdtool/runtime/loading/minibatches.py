@@ -1,0 +1,162 @@
+"""Which samples are in which minibatch: seed and epoch decide, never the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from pdtool.errors import ModelError, UsageError
+from pdtool.frontend.model_io import register_containers
+from pdtool.frontend.random_numbers import derive_seed
+from pdtool.runtime.config import RunConfig
+
+NO_LENGTH = "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches"
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class DatasetSplit:
+    """What every worker must know of a split of the dataset.
+
+    Attributes:
+        samples: its length; None for a training set that is a stream which does not know it.
+        target: of a minibatch of one sample, which shows the structure of any target.
+        is_stream: whether it is an IterableDataset.
+    """
+
+    samples: int | None
+    target: Any
+    is_stream: bool = False
+
+    @cached_property
+    def leaves(self) -> list[Any]:
+        """The tensors of that target, [1, ...] each; it may hold None besides."""
+        return tensors_of_target(self.target)
+
+    @cached_property
+    def shapes(self) -> list[Shape]:
+        """Shape and dtype of each of these tensors."""
+        return shapes_of(self.leaves)
+
+    def unflatten(self, leaves: Sequence[Tensor]) -> Any:
+        """Return a target as the user's loss takes it, from its tensors, [samples, ...] each."""
+        if isinstance(self.target, Tensor):
+            return leaves[0]
+        remaining, (flat, structure) = iter(leaves), self._flat
+        return tree_unflatten([None if leaf is None else next(remaining) for leaf in flat], structure)
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], TreeSpec]:
+        register_containers(self.target)
+        return tree_flatten(self.target)
+
+
+@dataclass(frozen=True)
+class Minibatches:
+    """The samples of an epoch in minibatches of `size`; the last may be short."""
+
+    order: Sequence[int]
+    size: int
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.size)
+
+    def __getitem__(self, minibatch: int) -> Sequence[int]:
+        return self.order[minibatch * self.size : (minibatch + 1) * self.size]
+
+    def samples(self, minibatch: int) -> int:
+        """Return the number of samples in a minibatch."""
+        return min(self.size, len(self.order) - minibatch * self.size)
+
+    def weight(self, minibatch: int) -> float:
+        """Return the number of samples in a minibatch as a fraction of a full one."""
+        return self.samples(minibatch) / self.size
+
+
+@dataclass(frozen=True)
+class DataPass:
+    """One pass over a split: an epoch of training, or a validation.
+
+    Attributes:
+        stream_pass: the pass over an IterableDataset that its samples are counted in; None where they are counted over
+            all passes, since epochs go on from each other.
+    """
+
+    split_name: str
+    split: DatasetSplit
+    minibatches: Minibatches
+    run_seed: int
+    epoch: int
+    stream_pass: int | None = None
+
+    def seed(self, minibatch: int) -> int:
+        """Return the seed of random augmentation of a minibatch."""
+        return derive_seed(self.run_seed, self.split_name, self.epoch, "data", minibatch)
+
+
+def samples_in_epoch(samples: int | None, config: RunConfig, *, drop_last: bool) -> int:
+    """Return how many samples of the training set are in an epoch.
+
+    Args:
+        samples: of the training set, or those that sampler() chooses; None for a stream that does not know it.
+        drop_last: whether a short last minibatch is left out.
+
+    Raises:
+        ModelError: none is.
+        UsageError: it is not known.
+    """
+    size = config.plan.batch_size
+    limit = config.steps * size if config.steps else None
+    count = min((number for number in (samples, limit) if number is not None), default=None)
+    if count is None:
+        raise UsageError(NO_LENGTH, "give it with --steps: each epoch then goes on where the one before has ended")
+    count -= count % size if drop_last else 0
+    if not count:
+        what = f"with DROP_LAST the training set of {samples} samples has no minibatch of {size}"
+        raise ModelError(what, "leave DROP_LAST out of model.py, or plan for a smaller minibatch")
+    return count
+
+
+def epochs_go_on(split: DatasetSplit, config: RunConfig) -> bool:
+    """Whether an epoch of training is a part of a stream, so that the next one begins where it ends.
+
+    Else an epoch is a pass over the stream.
+    """
+    if not split.is_stream or not config.steps:
+        return False
+    return split.samples is None or config.steps * config.plan.batch_size < split.samples
+
+
+def sample_order(seed: int, epoch: int, samples: int) -> list[int]:
+    """Return the permutation of the training set in `epoch`: a function of these numbers only (law 8)."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch, "order"))
+    return torch.randperm(samples, generator=generator).tolist()
+
+
+def stream_order(epoch: int, samples: int, *, goes_on: bool) -> range:
+    """Return the numbers of the samples of a stream in `epoch`, each of which has as many.
+
+    Args:
+        goes_on: whether they are counted over all epochs.
+    """
+    first = (epoch - 1) * samples if goes_on else 0
+    return range(first, first + samples)
+
+
+def tensors_of_target(target: Any) -> list[Any]:
+    """Return the tensors of a target, and whatever else but None it holds."""
+    if isinstance(target, Tensor):
+        return [target]
+    register_containers(target)
+    return [leaf for leaf in tree_leaves(target) if leaf is not None]
+
+
+def shapes_of(values: Sequence[Any]) -> list[Shape]:
+    """Return shape and dtype of each tensor among the values."""
+    return [(tuple(value.shape), value.dtype) for value in values if isinstance(value, Tensor)]

@@ -1,0 +1,133 @@
+"""The most memory that a worker holds while it trains."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from pdtool import host as process_memory
+from pdtool.artifacts.plan import Plan
+from pdtool.errors import WorkerDiedError
+from pdtool.host import MemoryLimit, memory_limits
+from pdtool.runtime.config import RankAssignment
+from pdtool.units import format_bytes
+
+
+class PeakMemory:
+    """What training needs: the stages themselves, and what this process holds beyond what it held when training began.
+
+    On a GPU tensors are counted, on a CPU resident pages without those of files. Memory that is shared with other
+    workers counts in each of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._before_bytes: int | None = None
+        self._file_bytes = 0  # the most that was seen since the last `restart`
+
+    def start(self, stages: Iterable[nn.Module], received_bytes: int = 0) -> None:
+        """Begin to measure; of what is held by now, parameters and buffers of `stages` count and libraries do not.
+
+        Args:
+            received_bytes: memory of a GPU that is set aside for messages, which counts, too.
+        """
+        gc.collect()
+        process_memory.trim_heap()  # what glibc keeps of the stages of others looks held
+        stage_bytes = {id(t): t.nbytes for stage in stages for t in (*stage.parameters(), *stage.buffers())}
+        now = torch.cuda.memory_allocated(self._device) if self._is_cuda else process_memory.resident_bytes()
+        self._before_bytes = None if now is None else now - sum(stage_bytes.values()) - received_bytes
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            process_memory.reset_peak()
+            self._file_bytes = process_memory.file_bytes()
+
+    def epoch_ended(self) -> None:
+        """See how many pages of files are resident, before the system may take them back."""
+        if not self._is_cuda:
+            self._file_bytes = max(self._file_bytes, process_memory.file_bytes())
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak since the last `restart`; None before `start`, and where the system does not say."""
+        if self._before_bytes is None:
+            return None
+        peak = (
+            torch.cuda.max_memory_allocated(self._device)
+            if self._is_cuda
+            else process_memory.peak_resident_bytes(self._file_bytes)
+        )
+        return None if peak is None else max(0, peak - self._before_bytes)
+
+
+# What allocators say: CUDA's and that of CPU tensors in torch, C++ and cuBLAS.
+_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+_PLACE = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")  # in torch's sources
+_REMEDY = (
+    "partition with a smaller --memory, which plans more stages or recomputation, take a smaller --batch-size when you "
+    "profile, or put fewer workers on this machine"
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or an error that it was raised from, is an allocation that failed."""
+    while error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _TEXTS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def out_of_memory_error(
+    error: BaseException, plan: Plan, assignment: RankAssignment, device: torch.device
+) -> WorkerDiedError:
+    """Return the error of a worker in which an allocation has failed with `error`."""
+    cause = error
+    while cause.__cause__ and is_out_of_memory(cause.__cause__):
+        cause = cause.__cause__
+    reason = _PLACE.sub("", str(cause) or type(cause).__name__).partition("\n")[0][:300]
+    return WorkerDiedError(f"out of memory ({reason}){memory_sentence(plan, assignment, device)}", _REMEDY)
+
+
+def killed_for_memory_error(what: str, plan: Plan, assignment: RankAssignment) -> WorkerDiedError:
+    """Return the error of a worker that the kernel killed, or seems to have killed, for lack of memory."""
+    return WorkerDiedError(f"{what}{memory_sentence(plan, assignment, torch.device('cpu'))}", _REMEDY)
+
+
+def memory_sentence(plan: Plan, assignment: RankAssignment, device: torch.device) -> str:
+    """Return `; the plan predicts 1.2 GB for stage 1, and this machine has 16 GB, of which 3 GB are free`."""
+    limits = [*_gpu_limits(device), *memory_limits()]
+    there_is = ", ".join(
+        f"{limit.name} has {format_bytes(limit.total_bytes)}, of which {format_bytes(limit.free_bytes)} are free now"
+        for limit in limits
+    )
+    return f"; {_prediction(plan, assignment)}" + (f", and {there_is}" if there_is else "")
+
+
+def _prediction(plan: Plan, assignment: RankAssignment) -> str:
+    if plan.predicted is None:
+        return f"the plan predicts nothing for stage {assignment.stage}"
+    return (
+        f"the plan predicts {format_bytes(plan.predicted.memory_bytes[assignment.stage])} for stage {assignment.stage}"
+    )
+
+
+def _gpu_limits(device: torch.device) -> list[MemoryLimit]:
+    if device.type != "cuda":
+        return []
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the device itself has failed
+        return []
+    return [MemoryLimit(str(device), total_bytes, free_bytes)]

@@ -1,0 +1,294 @@
+"""Channels between two workers of one machine through memory of a GPU (CUDA IPC; the protocol: slots.py).
+
+The slots are memory of the receiver's GPU, which the sender has mapped; both workers may be on one GPU. The hosts
+announce slots over their socket as soon as copies are enqueued, and the devices wait for each other by events:
+
+      sender's device    wait for freed[3] ─▶ copy into slot 3 ─▶ record written[3]
+      receiver's device                       wait for written[3] ─▶ kernels that read slot 3 ─▶ record freed[3]
+
+A device waits only for events that were recorded before its host was told, so that it never waits for what another
+host has yet to do. No kernel waits, and nothing needs a communicator.
+"""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from pdtool.runtime.groups import all_gather
+from pdtool.runtime.messages.routes import Route
+from pdtool.runtime.messages.shared_memory import SharedMemory
+from pdtool.runtime.messages.slots import SlotLayout, SlotReceiver, SlotSender, TensorView
+
+SPARE_SLOTS = 2  # what the receiver may not keep: one is written while another one is on its way back
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a GPU that the two workers of a route share, and the socket between them.
+
+    Attributes:
+        memory: slots x slot_bytes bytes, as a tensor of this worker's device.
+        connection: its timeout is how long a message, or a free slot, is waited for.
+        written: of each slot, an event that the sender records.
+        freed: of each slot, an event that the receiver records.
+    """
+
+    memory: Tensor
+    connection: socket.socket
+    written: list[torch.cuda.Event]
+    freed: list[torch.cuda.Event]
+
+
+class CudaIpcSender(SlotSender):
+    """Copies into memory of the receiver's GPU, on a stream of its own beside the kernels.
+
+    Args:
+        waiting: context that times a wait for a free slot.
+    """
+
+    def __init__(
+        self, route: Route, layout: SlotLayout, shared: DeviceMemory, waiting: AbstractContextManager[None]
+    ) -> None:
+        super().__init__(route, layout, shared.memory, shared.connection, waiting)
+        self._shared, self._device = shared, shared.memory.device
+        self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._under_way: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+
+    def flush(self) -> None:
+        """Wait until everything is in the receiver's memory."""
+        if self._under_way:
+            self._under_way[-1][0].synchronize()
+        self._under_way.clear()
+
+    def _next_slot(self) -> int:
+        """Take the slot that was freed first: the receiver's device is most likely done with it."""
+        return self._free.pop(0)
+
+    def _copy(self, slot: int, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Enqueue the copies; the tensors are kept until they are read."""
+        while self._under_way and self._under_way[0][0].query():  # type: ignore[no-untyped-call]
+            self._under_way.popleft()
+        sources = [_pinned(tensor) for tensor in tensors]
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        self._copies.wait_event(self._shared.freed[slot])
+        with torch.cuda.stream(self._copies):
+            for view, source in zip(views, sources, strict=True):
+                view.copy_(source, non_blocking=True)
+        self._shared.written[slot].record(self._copies)
+        read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        read.record(self._copies)
+        self._under_way.append((read, sources))
+
+
+class CudaIpcReceiver(SlotReceiver):
+    """Receives through memory of this worker's GPU: kernels that are started later see the tensors."""
+
+    def __init__(self, route: Route, layout: SlotLayout, shared: DeviceMemory) -> None:
+        super().__init__(route, layout, shared.connection)
+        self._shared, self._device = shared, shared.memory.device
+        self._compute = torch.cuda.current_stream(self._device)  # also of the threads that backwards run in
+        self._error: RuntimeError | None = None
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Wait for the announcement of a message; the device waits for its copy. Raises as SlotReceiver does."""
+        if self._error:
+            raise self._error
+        return super().receive(minibatch, samples)
+
+    def _tensors(self, slot: int, views: list[TensorView]) -> list[Tensor]:
+        self._compute.wait_event(self._shared.written[slot])
+        return super()._tensors(slot, views)
+
+    def _open_slot(self, slot: int) -> _Slot:
+        return _Slot(self._shared.memory.data_ptr() + slot * self._layout.slot_bytes)
+
+    def _tensor(self, opened: _Slot, view: TensorView) -> Tensor:
+        tensor = torch.as_tensor(_DeviceArray(opened, view), device=self._device)
+        return tensor.view(view.dtype) if view.is_reinterpreted else tensor
+
+    def _give_back(self, slot: int, collected: Any) -> None:
+        """Free a slot once the kernels that were started until now are done."""
+        try:
+            self._shared.freed[slot].record(self._compute)
+        except RuntimeError as error:  # which Python would only print: a tensor's end is no place for errors
+            self._error = error
+        super()._give_back(slot, collected)
+
+
+class _Slot:
+    """A slot that was received, at its address on the device."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+
+class _DeviceArray:
+    """The bytes of a tensor, as torch.as_tensor takes them; the tensor's memory keeps the slot alive."""
+
+    def __init__(self, slot: _Slot, view: TensorView) -> None:
+        self._slot = slot
+        self.__cuda_array_interface__ = {
+            "shape": view.shape,
+            "typestr": view.numpy_dtype.str,
+            "data": (slot.address + view.start, False),  # False: it may be written to
+            "version": 2,
+        }
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """What the first stage loaded, in pinned memory, from which a copy does not make the host wait."""
+    return tensor if tensor.is_cuda else tensor.pin_memory()
+
+
+_FIRST_BYTES = 8  # of the first message
+
+
+class _Offer(NamedTuple):
+    """What a receiver exports.
+
+    Attributes:
+        memory: arguments with which torch maps a tensor of another process.
+        freed: handles of its events.
+    """
+
+    memory: tuple[Any, ...]
+    freed: list[bytes]
+
+
+def share_device_memory(
+    routes: Sequence[Route],
+    shared: Mapping[int, SharedMemory],
+    layouts: Mapping[int, SlotLayout],
+    rank: int,
+    world: Any,
+    device: torch.device,
+) -> tuple[set[int], dict[int, DeviceMemory]]:
+    """Share memory of GPUs with the workers of this machine; all workers call it together.
+
+    Args:
+        routes: those whose two workers share memory of the host.
+        shared: that memory, by route number, of the routes that begin or end at this worker.
+        layouts: of the slots, by route number.
+        world: process group of all workers.
+        device: the GPU of this worker.
+
+    Returns:
+        The numbers of all routes that share memory of a GPU, and that of those that begin or end at this worker.
+
+    Raises:
+        PeerError: a worker does not come.
+    """
+    here = _RouteEnds(shared, layouts, device)
+    received, sent = [r for r in routes if r.receiver == rank], [r for r in routes if r.sender == rank]
+
+    def exchange(
+        step: Callable[..., Any], own: Sequence[Route], before: Mapping[int, Any], what: str
+    ) -> dict[int, Any]:
+        """Do a step for one's own routes that came through the step before; return its results for all routes."""
+        results = {r.number: here.attempt(step, r, before[r.number]) for r in own if r.number in before}
+        results = {number: result for number, result in results.items() if result is not None}
+        return {n: each for worker in all_gather(results, world, what) for n, each in worker.items()}
+
+    offers = exchange(here.offer, received, dict.fromkeys(shared, ()), "the offers to share memory of GPUs")
+    accepted = exchange(here.accept, sent, offers, "the events of those who share memory of GPUs")
+    agreed = set(exchange(here.check, received, accepted, "the memory of GPUs that is shared"))
+    refusals = [each for each in all_gather(here.refusal, world, "the refusals to share memory of GPUs") if each]
+    if refusals and rank == 0:
+        sys.stderr.write(
+            f"warning: CUDA does not let workers share memory of their GPUs ({refusals[0]}): they send each other "
+            "messages by NCCL, or through memory of the host\n"
+        )
+    return agreed, {number: memory for number, memory in here.memory.items() if number in agreed}
+
+
+class _RouteEnds:
+    """This worker's ends of the routes.
+
+    Attributes:
+        memory: what it shares, by route number.
+        refusal: what CUDA said first; "" when it said nothing.
+    """
+
+    def __init__(
+        self, shared: Mapping[int, SharedMemory], layouts: Mapping[int, SlotLayout], device: torch.device
+    ) -> None:
+        self._shared, self._layouts, self._device = shared, layouts, device
+        self.memory: dict[int, DeviceMemory] = {}
+        self.refusal = ""
+
+    def attempt(self, step: Callable[..., Any], route: Route, before: Any) -> Any:
+        """Return the step's result; None if CUDA refuses it, or another torch shares memory in another way."""
+        try:
+            with torch.cuda.device(self._device):
+                return step(route, before)
+        except torch.OutOfMemoryError:  # of the allocation; CUDA's own error may mean that it has no more handles
+            raise
+        except Exception as error:
+            self.refusal = self.refusal or str(error).partition("\n")[0]
+            return None
+
+    def offer(self, route: Route, _: object) -> _Offer:
+        """Allocate the slots of a route that ends here, and export them."""
+        layout = self._layouts[route.number]
+        memory = torch.empty(layout.total_bytes, dtype=torch.uint8, device=self._device)
+        freed = _new_events(layout.slots)
+        self.memory[route.number] = DeviceMemory(memory, self._shared[route.number].connection, [], freed)
+        return _Offer(reductions.reduce_tensor(memory)[1], _handles(freed))  # type: ignore[no-untyped-call]
+
+    def accept(self, route: Route, offer: _Offer) -> list[bytes]:
+        """Map the slots of a route that begins here, write a first message, and export the events."""
+        memory, freed = _mapped(offer.memory, self._device), self._opened(offer.freed)
+        written = _new_events(len(freed))
+        memory[:_FIRST_BYTES].fill_(_first_byte(route))
+        written[0].record()
+        self.memory[route.number] = DeviceMemory(memory, self._shared[route.number].connection, written, freed)
+        return _handles(written)
+
+    def check(self, route: Route, written: list[bytes]) -> bool:
+        """Read the first message of a route that ends here."""
+        here = self.memory[route.number] = self.memory[route.number]._replace(written=self._opened(written))
+        here.written[0].wait()
+        if not bool((here.memory[:_FIRST_BYTES] == _first_byte(route)).all()):
+            raise RuntimeError("one worker did not read what the other one wrote")
+        return True
+
+    def _opened(self, handles: Sequence[bytes]) -> list[torch.cuda.Event]:
+        from_handle = torch.cuda.Event.from_ipc_handle
+        return [from_handle(self._device, handle) for handle in handles]  # type: ignore[no-untyped-call]
+
+
+def _new_events(count: int) -> list[torch.cuda.Event]:
+    """Make events that have been recorded, so that who waits for one before its first use does not wait."""
+    events = [torch.cuda.Event(interprocess=True) for _ in range(count)]  # type: ignore[no-untyped-call]
+    for event in events:
+        event.record()
+    return events
+
+
+def _handles(events: Sequence[torch.cuda.Event]) -> list[bytes]:
+    return [event.ipc_handle() for event in events]  # type: ignore[no-untyped-call]
+
+
+def _mapped(exported: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Map a tensor of another process as one of this worker's own device, which reaches it from there.
+
+    torch would give it the number that its device has in the other process, and use that device here, too.
+    """
+    arguments = inspect.signature(reductions.rebuild_cuda_tensor).bind(*exported)
+    arguments.arguments["storage_device"] = device.index
+    tensor = reductions.rebuild_cuda_tensor(*arguments.args)  # type: ignore[no-untyped-call]
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _first_byte(route: Route) -> int:
+    return route.number % 255 + 1

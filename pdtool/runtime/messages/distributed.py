@@ -1,0 +1,187 @@
+"""Channels of torch.distributed, gloo or NCCL: sends are waited for as late as possible.
+
+Both are a rendezvous: a message starts only when its receiver has asked for it. On gloo, receives are posted before
+they are needed, and a sender keeps what it sends until it has gone. On NCCL a receive is a kernel that runs until the
+message is there, and whatever synchronises the device would wait for it: it is posted when it is needed, and what a
+slow host would lose by that, an asynchronous device does not. NCCL matches messages by their order on a group; gloo's
+are tagged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pdtool.runtime.groups import PeerErrorContext, short_reason
+from pdtool.runtime.messages.routes import Edge, Route
+
+_TAGS = 2**31
+_MAX_BLOCKS = 4  # of a kernel that sends or receives; some 20 GB/s each, more than links between machines carry
+
+
+def make_gloo_groups(routes: Sequence[Route], timeout_s: float) -> Mapping[int, Any]:
+    """Return the gloo group of each of these routes, by its number; all workers call it together.
+
+    There is one for each direction, since two ranks that send to each other on one group do it in turns.
+
+    Raises:
+        PeerError: a worker does not come.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    with PeerErrorContext("the process groups between stages were not made"):
+        directions = sorted({route.direction for route in routes})
+        groups = {direction: dist.new_group(timeout=timeout, backend="gloo") for direction in directions}
+    return {route.number: groups[route.direction] for route in routes}
+
+
+def make_nccl_groups(routes: Sequence[Route], timeout_s: float, device: torch.device) -> Mapping[int, Any]:
+    """Return the NCCL group of each of these routes, by its number; all workers call it together.
+
+    Messages of NCCL have no tags: each route has a group of its own. A group is used once here, since the first message
+    between two members makes their hosts wait for each other; all workers go through the routes in the same order.
+
+    Raises:
+        PeerError: a worker does not come.
+    """
+    timeout, groups = timedelta(seconds=timeout_s), {}
+    for route in routes:
+        with PeerErrorContext(f"ranks {route.sender} and {route.receiver} did not connect by NCCL"):
+            ranks = sorted((route.sender, route.receiver))
+            options = _nccl_options()
+            group = dist.new_group(ranks, timeout=timeout, backend="nccl", pg_options=options, device_id=device)
+            if dist.get_rank() in ranks:
+                first = torch.zeros(1, device=device)
+                if dist.get_rank() == route.sender:
+                    dist.send(first, route.receiver, group)
+                else:
+                    dist.recv(first, route.sender, group)
+                first.item()  # the host waits until it has arrived
+        groups[route.number] = group
+    return groups
+
+
+def _nccl_options() -> Any:
+    """Let a message that waits for its receiver leave the device to the stage's kernels, but for a few blocks.
+
+    None where the user decides about that, or torch has no NCCL.
+    """
+    if not dist.is_nccl_available() or "NCCL_MAX_CTAS" in os.environ:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_BLOCKS
+    return options
+
+
+class DistributedSender:
+    """Sends on a process group.
+
+    Args:
+        depth: messages that may be under way.
+        device: where tensors are that the group can send.
+        waiting: context that times a wait for the receiver.
+    """
+
+    def __init__(
+        self, route: Route, group: Any, depth: int, device: torch.device, waiting: AbstractContextManager[None]
+    ) -> None:
+        self._route, self._group, self._depth, self._device, self._waiting = route, group, depth, device, waiting
+        self._under_way: deque[tuple[int, list[tuple[Any, Tensor]]]] = deque()
+
+    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
+        """Start sending; wait only when `depth` messages are under way."""
+        while len(self._under_way) >= self._depth:
+            self._wait_for_oldest()
+        sends, size_bytes = [], 0
+        try:
+            for edge, tensor in zip(self._route.edges, tensors, strict=True):
+                is_pinned = tensor.is_cpu and self._device.type == "cuda"  # of the data: the host need not wait
+                tensor = tensor.to(self._device, edge.sent_dtype, non_blocking=is_pinned).contiguous()
+                work = dist.isend(tensor, self._route.receiver, group=self._group, tag=_tag(edge, minibatch))
+                sends.append((work, tensor))
+                size_bytes += tensor.nbytes
+        except RuntimeError as error:
+            raise self._route.not_sent(minibatch, short_reason(error)) from error
+        self._under_way.append((minibatch, sends))
+        return size_bytes
+
+    def flush(self) -> None:
+        """Wait until everything has been received."""
+        while self._under_way:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        minibatch, sends = self._under_way.popleft()
+        try:
+            with self._waiting:
+                for work, _ in sends:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._route.not_sent(minibatch, short_reason(error)) from error
+
+
+class DistributedReceiver:
+    """Receives on a gloo group.
+
+    Args:
+        pinned: whether what comes is copied on to a GPU.
+    """
+
+    def __init__(self, route: Route, group: Any, *, pinned: bool = False) -> None:
+        self._route, self._group, self._pinned = route, group, pinned
+        self._posted: deque[list[tuple[Any, Tensor]]] = deque()
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Post the receives."""
+        posted = []
+        try:
+            for edge in self._route.edges:
+                buffer = torch.empty(edge.shape(samples), dtype=edge.sent_dtype, pin_memory=self._pinned)
+                work = dist.irecv(buffer, self._route.sender, group=self._group, tag=_tag(edge, minibatch))
+                posted.append((work, buffer))
+        except RuntimeError as error:
+            raise self._route.not_received(minibatch, short_reason(error)) from error
+        self._posted.append(posted)
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Wait for the oldest receives."""
+        posted = self._posted.popleft()
+        try:
+            for work, _ in posted:
+                work.wait()
+        except RuntimeError as error:
+            raise self._route.not_received(minibatch, short_reason(error)) from error
+        return [buffer for _, buffer in posted]
+
+
+class NcclReceiver:
+    """Receives on an NCCL group, onto a device. The host does not wait: kernels that are started later do."""
+
+    def __init__(self, route: Route, group: Any, device: torch.device) -> None:
+        self._route, self._group, self._device = route, group, device
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Do nothing: a receive that is posted is a kernel that runs."""
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Post the receives of the message."""
+        received = []
+        try:
+            for edge in self._route.edges:
+                buffer = torch.empty(edge.shape(samples), dtype=edge.sent_dtype, device=self._device)
+                dist.recv(buffer, self._route.sender, group=self._group)
+                received.append(buffer)
+        except RuntimeError as error:
+            raise self._route.not_received(minibatch, short_reason(error)) from error
+        return received
+
+
+def _tag(edge: Edge, minibatch: int) -> int:
+    return (minibatch * 4096 + edge.number) % _TAGS

@@ -1,0 +1,180 @@
+"""Open a channel for each route: within a worker, through memory of a GPU or of the host, by NCCL or by gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pdtool.artifacts.plan import Plan
+from pdtool.errors import UsageError
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.groups import ProcessGroups, all_gather
+from pdtool.runtime.messages.cuda_ipc import (
+    SPARE_SLOTS,
+    CudaIpcReceiver,
+    CudaIpcSender,
+    DeviceMemory,
+    share_device_memory,
+)
+from pdtool.runtime.messages.distributed import (
+    DistributedReceiver,
+    DistributedSender,
+    NcclReceiver,
+    make_gloo_groups,
+    make_nccl_groups,
+)
+from pdtool.runtime.messages.pinned import PinnedReceiver, PinnedSender
+from pdtool.runtime.messages.routes import LocalChannel, Receiver, Route, Sender
+from pdtool.runtime.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, share_memory
+from pdtool.runtime.messages.slots import SlotLayout
+from pdtool.runtime.meter import WorkerMeter
+from pdtool.schedule import is_asynchronous
+
+
+@dataclass
+class Channels:
+    """This worker's ends of channels, each with its route, in the order of the routes.
+
+    Attributes:
+        device_bytes: memory of this worker's GPU that messages come into.
+    """
+
+    senders: list[tuple[Route, Sender]] = field(default_factory=list)
+    receivers: list[tuple[Route, Receiver]] = field(default_factory=list)
+    device_bytes: int = 0
+
+
+def open_channels(
+    routes: Sequence[Route], groups: ProcessGroups, config: RunConfig, in_flight: Sequence[int], meter: WorkerMeter
+) -> Channels:
+    """Open this worker's ends of all channels; all workers call it together.
+
+    Args:
+        in_flight: minibatches that the schedule has in flight at once, over all replicas of each stage; of interleaved
+            stages, of those of one chunk.
+        meter: measures how long senders wait.
+
+    Raises:
+        UsageError: memory cannot be shared, and must be.
+        PeerError: a worker does not come.
+    """
+    rank, size, device = dist.get_rank(), config.plan.batch_size, groups.device
+    devices = all_gather(device.type, groups.world, "the kind of each worker's device")
+    by_device = set(devices) == {"cuda"} and config.transport == "auto"
+    layout = _device_layout if by_device else _host_layout
+    layouts = {route.number: layout(route, size, in_flight) for route in routes}
+    agreed: set[int] = set()
+    memory: dict[int, SharedMemory] = {}
+    if config.transport != "gloo":
+        sizes_bytes = {number: layout.total_bytes for number, layout in layouts.items()}
+        agreed, memory = share_memory(routes, rank, groups.world, sizes_bytes, config.timeout_s)
+    by_ipc: set[int] = set()
+    device_memory: dict[int, DeviceMemory] = {}
+    if by_device:
+        within = [route for route in routes if route.number in agreed]
+        by_ipc, device_memory = share_device_memory(within, memory, layouts, rank, groups.world, device)
+    uses_nccl = groups.uses_nccl and config.transport == "auto"
+    by_nccl = [r for r in routes if uses_nccl and r.number not in by_ipc and can_use_nccl(r, config.plan)]
+    by_gloo = [r for r in routes if not r.is_local and r.number not in agreed and r not in by_nccl]
+    if by_gloo and config.transport == "shared":
+        raise UsageError(
+            f"rank {by_gloo[0].sender} and rank {by_gloo[0].receiver} cannot share memory",
+            "leave --transport out: workers on one Linux machine share it, others use the network",
+        )
+    opener = _ChannelOpener(
+        layouts,
+        device_memory,
+        memory,
+        make_gloo_groups(by_gloo, config.timeout_s),
+        make_nccl_groups(by_nccl, config.timeout_s, groups.device),
+        groups.device,
+        meter,
+    )
+    received = [route.number for route in routes if route.receiver == rank and route.number in by_ipc]
+    channels = Channels(device_bytes=sum(layouts[number].total_bytes for number in received))
+    for route in routes:
+        if route.is_local and route.sender == rank:
+            local = LocalChannel()
+            channels.senders.append((route, local))
+            channels.receivers.append((route, local))
+        elif route.sender == rank:
+            channels.senders.append((route, opener.sender(route)))
+        elif route.receiver == rank:
+            channels.receivers.append((route, opener.receiver(route)))
+    return channels
+
+
+def _host_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> SlotLayout:
+    depth = route.depth(max(in_flight))
+    return SlotLayout.of(route, batch_size, depth, spare=depth)
+
+
+def _device_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> SlotLayout:
+    """Memory of a GPU is dear: slots for what is in flight from the stage nearer the input on, and few to spare."""
+    nearer = min(route.source, route.destination) % len(in_flight)
+    return SlotLayout.of(route, batch_size, route.depth(in_flight[nearer]), SPARE_SLOTS)
+
+
+def can_use_nccl(route: Route, plan: Plan) -> bool:
+    """Whether NCCL can carry the messages of a route without ever making workers wait for each other in a circle.
+
+    With NCCL a message that was sent is a kernel that runs until it is received, and whatever synchronises the device
+    waits for it (docs/architecture.md). Neighbours that send to each other at every minibatch cannot wait in a circle,
+    whenever that happens; stages further apart, several stages on a worker, and replicas without a flush can. The tests
+    prove both (tests/test_nccl_rules.py).
+    """
+    is_replicated = any(stage.replicas > 1 for stage in plan.stages)
+    if route.is_local or plan.chunks > 1 or (is_replicated and is_asynchronous(plan.schedule)):
+        return False
+    return abs(route.source - route.destination) == 1
+
+
+@dataclass(frozen=True)
+class _ChannelOpener:
+    """Opens single channels.
+
+    Attributes:
+        layouts, device_memory, memory, by_gloo, by_nccl: by the number of a route; it has memory, or a group.
+    """
+
+    layouts: Mapping[int, SlotLayout]
+    device_memory: Mapping[int, DeviceMemory]
+    memory: Mapping[int, SharedMemory]
+    by_gloo: Mapping[int, Any]
+    by_nccl: Mapping[int, Any]
+    device: torch.device
+    meter: WorkerMeter
+
+    def sender(self, route: Route) -> Sender:
+        layout, number = self.layouts[route.number], route.number
+        if number in self.device_memory:
+            return CudaIpcSender(route, layout, self.device_memory[number], self.meter.waiting)
+        if number in self.by_nccl:
+            return DistributedSender(route, self.by_nccl[number], layout.depth, self.device, self.meter.waiting)
+        is_pinned = self.device.type == "cuda"
+        waiting = nullcontext() if is_pinned else self.meter.waiting  # the wait of a thread holds nobody up
+        sender: Sender
+        if number in self.memory:
+            sender = SharedMemorySender(route, layout, self.memory[number], waiting)
+        else:
+            sender = DistributedSender(route, self.by_gloo[number], layout.depth, torch.device("cpu"), waiting)
+        return PinnedSender(route, sender, self.device) if is_pinned else sender
+
+    def receiver(self, route: Route) -> Receiver:
+        number = route.number
+        if number in self.device_memory:
+            return CudaIpcReceiver(route, self.layouts[number], self.device_memory[number])
+        if number in self.by_nccl:
+            return NcclReceiver(route, self.by_nccl[number], self.device)
+        is_pinned = self.device.type == "cuda"
+        receiver: Receiver
+        if number in self.memory:
+            receiver = SharedMemoryReceiver(route, self.layouts[number], self.memory[number])
+        else:
+            receiver = DistributedReceiver(route, self.by_gloo[number], pinned=is_pinned)
+        return PinnedReceiver(receiver, self.device) if is_pinned else receiver

@@ -1,0 +1,237 @@
+"""A channel carries the messages of one route, first in, first out. Its two ends are a Sender and a Receiver.
+
+A message is one tensor for each edge of the route, [samples, ...], in the route's order. Tensors come out with the
+dtype that they have in messages. The action lists of both workers name the same minibatches in the same order; that
+the receiver asks for messages in the order of `expect` is asserted in one place, by StageIO.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from pdtool.artifacts.bundle import Bundle, TensorSpec
+from pdtool.errors import ModelError
+from pdtool.frontend.model_io import dtype_of
+from pdtool.runtime.groups import PeerError
+
+
+class Sender(Protocol):
+    """The end of a channel that messages go into."""
+
+    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
+        """Start sending the tensors, which have no graph and must not change any more; return the bytes that travel.
+
+        Raises:
+            PeerError: the receiver is lost.
+        """
+
+    def flush(self) -> None:
+        """Wait until what was sent needs this worker no longer; raises PeerError."""
+
+
+class Receiver(Protocol):
+    """The end of a channel that messages come out of."""
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Prepare to receive the message of a minibatch of `samples`, after those expected before; raises PeerError."""
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Wait for the oldest expected message, which is that of `minibatch`, and return it; raises PeerError."""
+
+
+class LocalChannel:
+    """Both ends of a channel between two stages on one worker: nothing travels."""
+
+    def __init__(self) -> None:
+        self._sent: deque[list[Tensor]] = deque()
+
+    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
+        """Keep the tensors for the stage that will ask for them."""
+        self._sent.append(list(tensors))
+        return 0
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Nothing needs preparing."""
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Return what was sent."""
+        return self._sent.popleft()
+
+
+TARGET = "the target"
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One tensor from one stage directly to another, once per minibatch; its gradient comes back the same way.
+
+    Attributes:
+        number: position in the list of all edges, which tells its messages apart.
+        name: of the tensor, or of a part of the target.
+        float32_as: the dtype that float32 tensors are sent as; None leaves them as they are.
+    """
+
+    number: int
+    name: str
+    source: int
+    destination: int
+    tensor: TensorSpec
+    float32_as: torch.dtype | None = None
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype at both stages."""
+        return dtype_of(self.tensor)
+
+    @cached_property
+    def sent_dtype(self) -> torch.dtype:
+        """The dtype in messages."""
+        return self.float32_as if self.float32_as and self.dtype == torch.float32 else self.dtype
+
+    def shape(self, samples: int) -> tuple[int, ...]:
+        """Return the shape for a minibatch of `samples`."""
+        return self.tensor.sizes(samples)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one worker sends another between two stages in one direction: one message for each of its minibatches.
+
+    Attributes:
+        number: position in the list of all routes.
+        source, destination: stages, in the direction of the messages.
+        sender, receiver: ranks.
+        every, first: its minibatches are those i with i mod every == first.
+        edges: those whose tensors (backward: gradients) are in a message, in this order.
+    """
+
+    number: int
+    direction: Direction
+    source: int
+    destination: int
+    sender: int
+    receiver: int
+    every: int
+    first: int
+    edges: tuple[Edge, ...]
+
+    def has(self, minibatch: int) -> bool:
+        """Whether this minibatch takes this route."""
+        return minibatch % self.every == self.first
+
+    def depth(self, in_flight: int) -> int:
+        """Return the most messages under way: a minibatch that much older than the one sent now was received.
+
+        Args:
+            in_flight: minibatches that the schedule has in flight at once, over all replicas.
+        """
+        return 1 + -(-in_flight // self.every)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both stages are on one worker, so that nothing travels."""
+        return self.sender == self.receiver
+
+    @cached_property
+    def consumer(self) -> str:
+        """What takes the messages, without the minibatch: `1F` or `0B`; a trace says `for 1F7`."""
+        return f"{self.destination}{'F' if self.direction == 'forward' else 'B'}"
+
+    def describe(self, minibatch: int) -> str:
+        """Return `forward 'b' of minibatch 4`."""
+        return f"{self.direction} {', '.join(repr(edge.name) for edge in self.edges)} of minibatch {minibatch}"
+
+    def not_received(self, minibatch: int, reason: str) -> PeerError:
+        """Return the receiver's error when a message does not come."""
+        return PeerError(
+            f"{self.describe(minibatch)} did not get here: from rank {self.sender} ({reason})", peer=self.sender
+        )
+
+    def not_sent(self, minibatch: int, reason: str) -> PeerError:
+        """Return the sender's error when a message cannot be delivered."""
+        return PeerError(
+            f"{self.describe(minibatch)} did not get away: to rank {self.receiver} ({reason})", peer=self.receiver
+        )
+
+
+def list_edges(bundle: Bundle, targets: Sequence[TensorSpec], float32_as: torch.dtype | None = None) -> list[Edge]:
+    """Return all edges; what stage 0's workers load (model inputs used later, targets) leaves from stage 0.
+
+    Args:
+        targets: the tensors of a target, which go to the last stage.
+        float32_as: the dtype that float32 tensors are sent as; None leaves them as they are.
+    """
+    last = len(bundle.stages) - 1
+    ends = [
+        (tensor.name, max(tensor.producer, 0), consumer, tensor)
+        for tensor in bundle.tensors
+        for consumer in tensor.consumers
+    ]
+    ends += [(target_name(i), 0, last, target) for i, target in enumerate(targets)]
+    return [Edge(n, *end, float32_as) for n, end in enumerate(end for end in ends if end[1] != end[2])]
+
+
+def list_routes(edges: Sequence[Edge], ranks: Sequence[Sequence[int]]) -> list[Route]:
+    """Return all routes of both directions; minibatch i is at replica i mod r of each stage.
+
+    Args:
+        ranks: of each stage's replicas.
+    """
+    between: dict[tuple[Direction, int, int], list[Edge]] = {}
+    for edge in edges:
+        between.setdefault(("forward", edge.source, edge.destination), []).append(edge)
+        if edge.tensor.gradient:
+            between.setdefault(("backward", edge.destination, edge.source), []).append(edge)
+    routes: list[Route] = []
+    for (direction, source, destination), group in between.items():
+        senders, receivers = ranks[source], ranks[destination]
+        every = math.lcm(len(senders), len(receivers))
+        for i in range(every):
+            ends = (source, destination, senders[i % len(senders)], receivers[i % len(receivers)])
+            routes.append(Route(len(routes), direction, *ends, every, i, tuple(group)))
+    return routes
+
+
+def target_name(i: int) -> str:
+    """Name of the i-th tensor of the target."""
+    return f"{TARGET} {i}"
+
+
+def describe_targets(leaves: Sequence[Any]) -> list[TensorSpec]:
+    """Describe the tensors of the target of any minibatch.
+
+    Args:
+        leaves: those of a minibatch of one sample, [1, ...] each.
+
+    Raises:
+        ModelError: one is not a tensor.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ModelError(
+                f"a target of the dataset holds {type(leaf).__name__}, which cannot be sent to another worker",
+                "let dataset() give tensors or numbers, or tuples and dicts of them",
+            )
+    return [
+        TensorSpec(
+            name=f"target_{i}",
+            producer=-1,
+            consumers=(),
+            shape=("batch", *leaf.shape[1:]),
+            dtype=str(leaf.dtype).removeprefix("torch."),
+            gradient=False,
+        )
+        for i, leaf in enumerate(leaves)
+    ]

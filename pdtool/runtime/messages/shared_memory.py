@@ -1,0 +1,192 @@
+"""Channels between two workers of one machine through memory of the host (the protocol: slots.py).
+
+The memory is a file without a name; it is gone when both workers are, however they end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdtool.runtime.groups import all_gather
+from pdtool.runtime.messages.routes import Route
+from pdtool.runtime.messages.slots import SlotLayout, SlotReceiver, SlotSender, TensorView
+
+
+class SharedMemory(NamedTuple):
+    """Memory that the two workers of a route share, and the socket between them.
+
+    Attributes:
+        memory: slots x slot_bytes bytes.
+        connection: its timeout is how long a message, or a free slot, is waited for.
+    """
+
+    memory: mmap.mmap
+    connection: socket.socket
+
+
+class SharedMemorySender(SlotSender):
+    """Sends through shared memory.
+
+    Args:
+        waiting: context that times a wait for a free slot.
+    """
+
+    def __init__(
+        self, route: Route, layout: SlotLayout, shared: SharedMemory, waiting: AbstractContextManager[None]
+    ) -> None:
+        memory = torch.frombuffer(shared.memory, dtype=torch.uint8)
+        super().__init__(route, layout, memory, shared.connection, waiting)
+
+    def flush(self) -> None:
+        """Return at once: what was sent is in memory that outlives this worker."""
+
+
+class SharedMemoryReceiver(SlotReceiver):
+    """Receives through shared memory."""
+
+    def __init__(self, route: Route, layout: SlotLayout, shared: SharedMemory) -> None:
+        super().__init__(route, layout, shared.connection)
+        self._memory = shared.memory
+
+    def _open_slot(self, slot: int) -> np.ndarray[Any, Any]:
+        return np.frombuffer(self._memory, np.uint8, self._layout.slot_bytes, slot * self._layout.slot_bytes)
+
+    def _tensor(self, opened: np.ndarray[Any, Any], view: TensorView) -> Tensor:
+        tensor = torch.from_numpy(np.ndarray(view.shape, view.numpy_dtype, opened, view.start))
+        return tensor.view(view.dtype) if view.is_reinterpreted else tensor
+
+
+ROUTE_NUMBER = struct.Struct("=I")
+_CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+def machine_id() -> str:
+    """Return a text that is the same for processes that can connect, on one kernel; empty where there is no way to."""
+    if not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return kernel + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
+
+
+def share_memory(
+    routes: Sequence[Route], rank: int, world: Any, sizes_bytes: Mapping[int, int], timeout_s: float
+) -> tuple[set[int], dict[int, SharedMemory]]:
+    """Share memory with the workers of this machine; all workers call it together.
+
+    Args:
+        routes: those whose messages may go through memory.
+        world: process group of all workers.
+        sizes_bytes: route number -> bytes of its memory.
+        timeout_s: of the sockets, once they are in use.
+
+    Returns:
+        The numbers of all routes that share memory, and the memory of those that begin or end at this worker.
+
+    Raises:
+        PeerError: a worker does not come.
+    """
+    machine = machine_id()
+    with _listen(machine, len(routes)) as listener:
+        address = listener.getsockname() if machine else b""
+        workers = all_gather((machine, address), world, "the place of each worker")
+        offered: dict[int, SharedMemory] = {}
+        for route in routes:
+            receiver_machine, receiver_address = workers[route.receiver]
+            if route.sender == rank and not route.is_local and machine and machine == receiver_machine:
+                memory = offer_memory(receiver_address, route.number, sizes_bytes[route.number])
+                if memory:
+                    offered[route.number] = memory
+        all_offered = set().union(*all_gather(set(offered), world, "the offers to share memory"))
+        received = [route.number for route in routes if route.receiver == rank and route.number in all_offered]
+        expected = {number: sizes_bytes[number] for number in received}
+        accepted = accept_memory(listener, expected)
+    agreed = set().union(*all_gather(set(accepted), world, "the memory shared"))
+    shared = {n: memory for n, memory in (offered | accepted).items() if n in agreed}
+    for memory in shared.values():
+        memory.connection.settimeout(timeout_s)
+    return agreed, shared
+
+
+def _listen(machine: str, backlog: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX if machine else socket.AF_INET, socket.SOCK_STREAM)
+    if machine:
+        listener.bind("")  # Linux chooses a free abstract name
+        listener.listen(backlog)
+        listener.settimeout(HANDSHAKE_TIMEOUT_S)
+    return listener
+
+
+def offer_memory(address: bytes, number: int, size_bytes: int) -> SharedMemory | None:
+    """Connect to the receiver of route `number` and pass new memory; None when it cannot be reached."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(HANDSHAKE_TIMEOUT_S)
+    try:
+        connection.connect(address)
+        descriptor = os.memfd_create("pdtool")
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            socket.send_fds(connection, [ROUTE_NUMBER.pack(number)], [descriptor])
+            return SharedMemory(mmap.mmap(descriptor, size_bytes), connection)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        connection.close()
+        return None
+
+
+def accept_memory(listener: socket.socket, expected: Mapping[int, int]) -> dict[int, SharedMemory]:
+    """Accept the connections of the expected routes, and the memory that comes with them.
+
+    Args:
+        expected: route number -> bytes of its memory.
+
+    Returns:
+        Route number -> memory; without those that did not come in time.
+    """
+    accepted: dict[int, SharedMemory] = {}
+    while len(accepted) < len(expected):
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            break
+        connection.settimeout(HANDSHAKE_TIMEOUT_S)
+        received = receive_memory(connection, expected)
+        if received is None:
+            connection.close()
+        else:
+            number, memory = received
+            accepted[number] = SharedMemory(memory, connection)
+    return accepted
+
+
+def receive_memory(connection: socket.socket, expected: Mapping[int, int]) -> tuple[int, mmap.mmap] | None:
+    """Receive a route's number and memory; None from a process that is not a worker of this run."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(peer)
+    descriptors: list[int] = []
+    try:
+        message, descriptors, *_ = socket.recv_fds(connection, ROUTE_NUMBER.size, 1, socket.MSG_CMSG_CLOEXEC)
+        if user != os.getuid() or len(message) != ROUTE_NUMBER.size or len(descriptors) != 1:
+            return None
+        (number,) = ROUTE_NUMBER.unpack(message)
+        return (number, mmap.mmap(descriptors[0], expected[number])) if number in expected else None
+    except (OSError, ValueError):
+        return None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

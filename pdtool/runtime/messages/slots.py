@@ -1,0 +1,235 @@
+"""Messages in slots of memory that two workers of one machine both see, announced over a socket.
+
+The memory is divided into slots of one message each. Sending copies the tensors into a free slot and says so. What is
+received is the slot itself, no copy: when its last tensor is gone the slot goes back to the sender. The receiver may
+keep as many slots as the schedule has messages under way, and copies beyond that, so that the sender always has some.
+
+      sender   copy into slot 3   (minibatch, 3, bytes) -->   tensors in slot 3   receiver
+               slot 3 is free     <-- 3                       the last one is collected
+
+`shared_memory.py` has the slots in memory of the host, `cuda_ipc.py` in that of a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import struct
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdtool.runtime.memory import is_out_of_memory
+from pdtool.runtime.messages.routes import Route
+
+_HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
+_SLOT = struct.Struct("=H")
+_ALIGNMENT_BYTES = 64
+_CLOSED = "Connection closed by peer"
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """How the memory of a route is divided.
+
+    Attributes:
+        depth: messages that the schedule may have under way, and slots that the receiver may keep.
+        spare: slots besides.
+        starts: byte in a slot where each edge's tensor begins, and where the slot ends.
+    """
+
+    depth: int
+    spare: int
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, route: Route, batch_size: int, depth: int, spare: int) -> SlotLayout:
+        """Return the layout for minibatches of at most `batch_size` samples."""
+        starts = [0]
+        for edge in route.edges:
+            size = math.prod(edge.shape(batch_size)) * edge.sent_dtype.itemsize
+            starts.append(starts[-1] + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+        return cls(depth, spare, (*starts[:-1], max(starts[-1], _ALIGNMENT_BYTES)))
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self.depth + self.spare
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.starts[-1]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.slot_bytes
+
+
+class SlotSender(ABC):
+    """Sends through slots.
+
+    Args:
+        memory: bytes of all slots, as this worker sees them.
+        connection: to the receiver; its timeout is how long a free slot is waited for.
+        waiting: context that times a wait for a free slot.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        layout: SlotLayout,
+        memory: Tensor,
+        connection: socket.socket,
+        waiting: AbstractContextManager[None],
+    ) -> None:
+        self._route, self._layout, self._memory, self._waiting = route, layout, memory, waiting
+        self._connection = connection
+        self._free = list(range(layout.slots))[::-1]
+        self._views: dict[tuple[int, int, torch.Size], Tensor] = {}
+
+    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
+        """Copy the tensors into a slot; wait only when the receiver has not yet got what the schedule says it has."""
+        try:
+            self._take_back_slots()
+            slot, views, size_bytes = self._next_slot(), [], 0
+            for k, tensor in enumerate(tensors):
+                view = self._views.get((slot, k, tensor.shape))
+                if view is None:
+                    view = self._views[slot, k, tensor.shape] = self._view(slot, k, tensor.shape)
+                views.append(view)
+                size_bytes += view.nbytes
+            self._copy(slot, views, tensors)
+            self._connection.send(_HEADER.pack(minibatch, slot, size_bytes))
+        except OSError as error:
+            raise self._route.not_sent(minibatch, _reason(error, self._connection)) from error
+        return size_bytes
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until what was sent needs this worker no longer."""
+
+    def _next_slot(self) -> int:
+        """Take a free slot: the last one freed, which is in the cache."""
+        return self._free.pop()
+
+    def _copy(self, slot: int, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Copy each tensor to the memory that it has in the slot."""
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
+
+    def _take_back_slots(self) -> None:
+        """Take back the slots that the receiver has freed; at least one is free afterwards."""
+        with suppress(BlockingIOError):
+            self._add_free(os.read(self._connection.fileno(), 4096))
+        if not self._free:
+            with self._waiting:
+                self._add_free(self._connection.recv(4096))
+
+    def _add_free(self, slots: bytes) -> None:
+        if not slots:
+            raise ConnectionError(_CLOSED)
+        self._free.extend(slot for (slot,) in _SLOT.iter_unpack(slots))
+
+    def _view(self, slot: int, k: int, shape: torch.Size) -> Tensor:
+        """The memory of edge k's tensor in a slot."""
+        edge, start, end = self._route.edges[k], self._layout.starts[k], self._layout.starts[k + 1]
+        size = shape.numel() * edge.sent_dtype.itemsize
+        assert size <= end - start, f"{edge.name}{list(shape)} is too large"
+        start += slot * self._layout.slot_bytes
+        return self._memory[start : start + size].view(edge.sent_dtype).view(shape)
+
+
+class SlotReceiver(ABC):
+    """Receives through slots; the tensors can be written to, and kept."""
+
+    def __init__(self, route: Route, layout: SlotLayout, connection: socket.socket) -> None:
+        self._route, self._layout, self._connection = route, layout, connection
+        self._lent: dict[int, Any] = {}  # slot -> weak reference to what all its tensors refer to
+        self._views: dict[int, tuple[int, list[TensorView]]] = {}
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Return at once: a sender does not wait to be asked."""
+        return
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Wait for the announcement of a message and return the tensors in its slot.
+
+        Raises:
+            PeerError: the sender is lost, or it sends another message than this one.
+        """
+        size_bytes, views = self._views.get(samples) or self._views.setdefault(samples, self._message_views(samples))
+        try:
+            header = self._connection.recv(_HEADER.size)
+            if len(header) < _HEADER.size:
+                raise ConnectionError(_CLOSED)
+        except OSError as error:
+            raise self._route.not_received(minibatch, _reason(error, self._connection)) from error
+        number, slot, sent_bytes = _HEADER.unpack(header)
+        if (number, sent_bytes) != (minibatch, size_bytes):
+            raise self._route.not_received(
+                minibatch, f"{sent_bytes} bytes of minibatch {number} came, not {size_bytes}"
+            )
+        return self._tensors(slot, views)
+
+    @abstractmethod
+    def _open_slot(self, slot: int) -> Any:
+        """Return an object that all tensors of the slot are to refer to, whose end frees the slot."""
+
+    @abstractmethod
+    def _tensor(self, opened: Any, view: TensorView) -> Tensor:
+        """Return one of the tensors; each has a version counter of its own."""
+
+    def _tensors(self, slot: int, views: list[TensorView]) -> list[Tensor]:
+        opened = self._open_slot(slot)
+        self._lent[slot] = weakref.ref(opened, partial(self._give_back, slot))
+        tensors = [self._tensor(opened, view) for view in views]
+        return [tensor.clone() for tensor in tensors] if len(self._lent) > self._layout.depth else tensors
+
+    def _give_back(self, slot: int, _: Any) -> None:
+        del self._lent[slot]
+        with suppress(OSError):  # the sender is gone, or this end is closed
+            self._connection.send(_SLOT.pack(slot))
+
+    def _message_views(self, samples: int) -> tuple[int, list[TensorView]]:
+        """Bytes and views of a message of so many samples."""
+        edges = zip(self._route.edges, self._layout.starts, strict=False)
+        views = [TensorView(start, edge.shape(samples), edge.sent_dtype) for edge, start in edges]
+        return sum(view.size_bytes for view in views), views
+
+
+class TensorView:
+    """One tensor of a message: where it is in the slot, its shape and its dtype.
+
+    Attributes:
+        start: its first byte in the slot.
+        numpy_dtype: its dtype; an integer of its size where numpy has none, such as bfloat16.
+        is_reinterpreted: whether that is so.
+    """
+
+    def __init__(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.start, self.shape, self.dtype = start, shape, dtype
+        self.size_bytes = math.prod(shape) * dtype.itemsize
+        try:
+            self.numpy_dtype, self.is_reinterpreted = torch.empty(0, dtype=dtype).numpy().dtype, False
+        except TypeError:
+            self.numpy_dtype, self.is_reinterpreted = np.dtype(f"i{dtype.itemsize}"), True
+
+
+def _reason(error: OSError, connection: socket.socket) -> str:
+    """Why a message did not come or go; raises `error` itself where this worker ran out of memory."""
+    if is_out_of_memory(error):
+        raise error
+    if isinstance(error, TimeoutError):
+        return f"Timed out waiting {connection.gettimeout():g} s"
+    return error.strerror or str(error)

@@ -1,0 +1,257 @@
+"""The inputs, outputs and gradients of one stage, as messages to and from other stages.
+
+                          forward                                    backward
+    receive_inputs   ◀─── tensors of stages before    receive_gradients ◀─── gradients of stages after
+    send_outputs     ───▶ tensors to stages after     send_gradients    ───▶ gradients to stages before
+
+Receives are posted a few minibatches before they are needed, so that messages travel while the stage computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.errors import PdtoolError
+from pdtool.runtime.loading.minibatch_source import MinibatchSource
+from pdtool.runtime.loading.minibatches import DataPass
+from pdtool.runtime.messages.open_channels import Channels
+from pdtool.runtime.messages.pinned import DeviceUpload
+from pdtool.runtime.messages.routes import Direction, Edge, Receiver, Route, Sender, target_name
+from pdtool.runtime.meter import WorkerMeter
+from pdtool.runtime.status import waits_for
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """The messages of one stage in one direction.
+
+    Attributes:
+        unposted: minibatches to be received in this phase whose receives are not posted yet, in order.
+        posted: those whose receives are posted.
+    """
+
+    receivers: list[tuple[Route, Receiver]]
+    senders: list[tuple[Route, Sender]]
+    unposted: deque[int] = field(default_factory=deque)
+    posted: deque[int] = field(default_factory=deque)
+
+
+class StageIO:
+    """Inputs, target, outputs and gradients of one stage on this worker, by minibatch.
+
+    Args:
+        channels: of this worker.
+        prefetch: receives posted before they are needed, in minibatches.
+    """
+
+    def __init__(
+        self, bundle: Bundle, stage: int, channels: Channels, *, prefetch: int, device: torch.device, meter: WorkerMeter
+    ) -> None:
+        self._module, self._model_inputs, self._tensors = bundle.stages[stage], bundle.inputs, bundle.by_name
+        self._is_last = stage == len(bundle.stages) - 1
+        self._prefetch, self._device, self._meter = prefetch, device, meter
+        self._forward = _traffic(stage, "forward", channels)
+        self._backward = _traffic(stage, "backward", channels)
+        self._incoming = _edges([route for route, _ in self._forward.receivers])
+        self._outgoing = _edges([route for route, _ in self._forward.senders])
+        self._source: MinibatchSource | None = None
+        self._unloaded: deque[int] = deque()
+        self._loaded: dict[str, Tensor] = {}
+        self._upload = DeviceUpload(device) if device.type == "cuda" else None
+
+    def begin_phase(
+        self, data: DataPass, source: MinibatchSource | None, forwards: Sequence[int], backwards: Sequence[int]
+    ) -> None:
+        """Begin a phase: an epoch of training, or a validation.
+
+        Args:
+            source: loads the minibatches; None unless this is the first stage.
+            forwards, backwards: the minibatches whose inputs, and whose gradients, are received, in order.
+        """
+        self._data, self._source = data, source
+        if source:
+            source.begin_pass(data, forwards)
+            self._unloaded = deque(forwards)
+        self._are_outputs_checked = self._is_last  # which returns the model's own
+        for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
+            if traffic.receivers:
+                traffic.unposted.extend(minibatches)
+                for _ in range(self._prefetch):
+                    self._post_next_receive(traffic)
+
+    def end_phase(self) -> None:
+        """Wait until every send has completed: received, or stored in shared memory; raises PeerError."""
+        for traffic in (self._forward, self._backward):
+            assert not traffic.posted, f"minibatches {list(traffic.posted)} were posted and never received"
+            with self._meter.waiting:
+                for _, sender in traffic.senders:
+                    sender.flush()
+
+    def receive_inputs(self, minibatch: int) -> tuple[list[Tensor], Any]:
+        """Receive the inputs of the stage's module, or load them at the first stage; at the last one the target, too.
+
+        Returns:
+            The module's inputs, [samples, ...] each, with requires_grad where the stage before needs a gradient; and at
+            the last stage the target as the user's loss takes it, else None.
+
+        Raises:
+            PeerError: the worker of another stage is lost.
+        """
+        received = self._receive(self._forward, minibatch)
+        by_name = {edge.name: _leaf(edge, received[edge.number]) for edge in self._incoming}
+        if self._source:
+            if not self._loaded:
+                self._load(self._source, minibatch)
+            by_name |= self._loaded | (self._upload.finish() if self._upload else {})
+        target = None
+        if self._is_last:
+            split = self._data.split
+            leaves = [self._on_device(by_name[target_name(i)]) for i in range(len(split.leaves))]
+            target = split.unflatten(leaves)
+        return [self._on_device(by_name[name]) for name in self._module.inputs], target
+
+    def send_outputs(self, minibatch: int, outputs: Sequence[Tensor]) -> None:
+        """Send each output, and at the first stage what later stages need of the data, directly to its consumers.
+
+        Args:
+            outputs: of the stage, [samples, ...] each; of the last stage nothing is sent.
+
+        Raises:
+            PdtoolError: the outputs of the first minibatch of the phase are not what the bundle says.
+        """
+        if not self._are_outputs_checked:
+            self._check_outputs(outputs, self._data.minibatches.samples(minibatch))
+        by_name = {} if self._is_last else dict(zip(self._module.outputs, outputs, strict=True))
+        by_name |= self._loaded
+        self._send(self._forward, minibatch, {edge.number: by_name[edge.name] for edge in self._outgoing})
+        self._loaded = {}
+        if self._source and self._upload and self._unloaded:
+            self._load(self._source, self._unloaded[0])  # copied to the device while that computes
+
+    def receive_gradients(self, minibatch: int) -> list[Tensor | None]:
+        """Wait for the gradients of the outputs.
+
+        Returns:
+            For each output the sum of what its consumers send, of the output's shape; None for one without gradient,
+            and for the loss.
+        """
+        received = self._receive(self._backward, minibatch)
+        if self._is_last:
+            return [None]
+        total: dict[str, Tensor] = {}
+        for edge in self._outgoing:
+            if edge.tensor.gradient:
+                gradient = received[edge.number]
+                total[edge.name] = total[edge.name] + gradient if edge.name in total else gradient
+        return [total.get(name) for name in self._module.outputs]
+
+    def send_gradients(self, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Send each input's gradient to the stage it came from; zeros for one that the outputs do not depend on.
+
+        Args:
+            gradients: of the stage's inputs, of their shapes.
+        """
+        by_name = dict(zip(self._module.inputs, gradients, strict=True))
+        samples = self._data.minibatches.samples(minibatch)
+        tensors = {}
+        for edge in self._incoming:
+            if edge.tensor.gradient:
+                gradient = by_name[edge.name]
+                if gradient is None:
+                    gradient = torch.zeros(edge.shape(samples), dtype=edge.dtype, device=self._device)
+                tensors[edge.number] = gradient
+        self._send(self._backward, minibatch, tensors)
+
+    def _check_outputs(self, outputs: Sequence[Any], samples: int) -> None:
+        """Check that a stage file, which may be edited by hand, returns what the stages after it receive."""
+        names = self._module.outputs
+        if len(outputs) != len(names):
+            raise self._does_not_fit(f"{len(outputs)} tensors", f"{len(names)}")
+        for name, output in zip(names, outputs, strict=True):
+            tensor = self._tensors[name]
+            shape, is_tensor = tensor.sizes(samples), isinstance(output, Tensor)
+            if not is_tensor or tuple(output.shape) != shape:
+                returned = f"of shape {list(output.shape)}" if is_tensor else f"that is {type(output).__name__}"
+                expected = f"a tensor of shape {list(shape)} for {samples} samples"
+                raise self._does_not_fit(f"an output {name!r} {returned}", expected)
+        self._are_outputs_checked = True
+
+    def _does_not_fit(self, returned: str, expected: str) -> PdtoolError:
+        what = f"{self._module.file} returns {returned}, bundle.yaml says {expected}"
+        return PdtoolError(what, "mend it, or let `pdtool codegen` write it again")
+
+    def _load(self, source: MinibatchSource, minibatch: int) -> None:
+        """Load a minibatch, the next one, and start to copy to a GPU what this stage takes of it."""
+        self._unloaded.popleft()
+        with self._meter.loading:
+            inputs, target = source.load(minibatch)
+        targets = {target_name(i): leaf for i, leaf in enumerate(target)}
+        self._loaded = dict(zip(self._model_inputs, inputs, strict=True)) | targets
+        if self._upload:
+            taken = set(self._module.inputs) | (targets.keys() if self._is_last else set())
+            self._upload.start({name: tensor for name, tensor in self._loaded.items() if name in taken})
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
+
+    def _receive(self, traffic: _Traffic, minibatch: int) -> dict[int, Tensor]:
+        """The tensor of each incoming edge, by its number."""
+        if not traffic.receivers:
+            return {}
+        oldest, samples = traffic.posted.popleft(), self._data.minibatches.samples(minibatch)
+        assert oldest == minibatch, f"minibatch {minibatch} was asked for, {oldest} was posted first"
+        received = {}
+        with self._meter.waiting:
+            for route, receiver in traffic.receivers:
+                if route.has(minibatch):
+                    start_s = perf_counter()
+                    if not route.is_local:
+                        waits_for(route.sender)
+                    tensors = receiver.receive(minibatch, samples)
+                    if not route.is_local:
+                        self._meter.message_received(route.consumer, minibatch, start_s, tensors)
+                    for edge, tensor in zip(route.edges, tensors, strict=True):
+                        received[edge.number] = tensor.to(edge.dtype)
+        self._post_next_receive(traffic)
+        return received
+
+    def _send(self, traffic: _Traffic, minibatch: int, tensors: Mapping[int, Tensor]) -> None:
+        """Start sending the tensor of each outgoing edge; they must not be modified until the send completes."""
+        for route, sender in traffic.senders:
+            if route.has(minibatch):
+                start_s = perf_counter()
+                sent_bytes = sender.send(minibatch, [tensors[edge.number].detach() for edge in route.edges])
+                if not route.is_local:
+                    self._meter.message_sent(route.consumer, minibatch, start_s, sent_bytes)
+
+    def _post_next_receive(self, traffic: _Traffic) -> None:
+        if traffic.unposted:
+            minibatch = traffic.unposted.popleft()
+            for route, receiver in traffic.receivers:
+                if route.has(minibatch):
+                    receiver.expect(minibatch, self._data.minibatches.samples(minibatch))
+            traffic.posted.append(minibatch)
+
+
+def _traffic(stage: int, direction: Direction, channels: Channels) -> _Traffic:
+    receivers = [(r, end) for r, end in channels.receivers if (r.direction, r.destination) == (direction, stage)]
+    senders = [(r, end) for r, end in channels.senders if (r.direction, r.source) == (direction, stage)]
+    return _Traffic(receivers, senders)
+
+
+def _edges(routes: Sequence[Route]) -> list[Edge]:
+    """The edges of some routes, each once, in the order of their numbers."""
+    by_number = {edge.number: edge for route in routes for edge in route.edges}
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _leaf(edge: Edge, value: Tensor) -> Tensor:
+    return value.requires_grad_() if edge.tensor.gradient else value

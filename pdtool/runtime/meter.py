@@ -1,0 +1,370 @@
+"""What a worker does when: timestamps at both ends of each action, and of each wait in it.
+
+    2B0  |-- wait --|---------- compute, send ----------|
+         start                                         end
+
+Timestamps are read later, into the Timings: while training, an action costs the meter a microsecond or two, and on a
+GPU the device is never waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from pdtool.artifacts.chrome_trace import TraceEvent
+from pdtool.runtime.memory import PeakMemory
+from pdtool.runtime.status import wait_begins, wait_ends
+from pdtool.schedule import Action, ActionKind
+
+Timestamp = Any  # what `record` returns
+_MAX_DISTANCE_S = 10.0
+
+
+class HostTimestamps:
+    """Timestamps of the CPU: each is a time."""
+
+    record = staticmethod(time.perf_counter)
+
+    def is_ready(self, timestamp: Timestamp) -> bool:
+        """Whether the timestamp can be read: always."""
+        return True
+
+    def seconds(self, timestamp: float) -> float:
+        """Return the timestamp itself, in seconds of time.perf_counter."""
+        return timestamp
+
+    def seconds_between(self, start: float, end: float) -> float:
+        """Return the seconds from one timestamp to a later one."""
+        return end - start
+
+    def synchronize(self) -> None:
+        """Wait for nothing: no timestamp is pending."""
+
+
+class CudaTimestamps:
+    """Timestamps of a GPU: each is an event on the current stream, which happens when the kernels before it are done.
+
+    So what lies between two timestamps is the time of the kernels started between them; and a wait is as long as the
+    device had nothing to do because of it, however long the worker itself waited while kernels were still at work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._origin = self.record()
+        self.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def record(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def is_ready(self, timestamp: torch.cuda.Event) -> bool:
+        """Whether the stream has come to the event."""
+        return bool(timestamp.query())  # type: ignore[no-untyped-call]
+
+    def seconds(self, timestamp: torch.cuda.Event) -> float:
+        """Read a timestamp, in seconds of time.perf_counter.
+
+        The origin moves along with the timestamps: an event says how far it is from another in single precision.
+        """
+        distance_s = float(self._origin.elapsed_time(timestamp)) / 1e3
+        if distance_s > _MAX_DISTANCE_S:
+            self._origin, self._origin_s, distance_s = timestamp, self._origin_s + distance_s, 0.0
+        return self._origin_s + distance_s
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the seconds from one timestamp to a later one, to which the stream has come."""
+        return float(start.elapsed_time(end)) / 1e3
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that all timestamps can be read."""
+        torch.cuda.synchronize(self.device)
+
+
+def timestamps_of(device: torch.device) -> HostTimestamps | CudaTimestamps:
+    """Return the source of timestamps for what is computed on `device`."""
+    return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
+
+
+MAX_EVENTS = 5_000  # of actions and waits, and as many of messages: the first ones
+MIN_DRAWN_S = 50e-6  # a shorter wait does not divide the action that it is in
+
+
+@dataclass
+class TimeTotals:
+    """Sums over the minibatches of this worker.
+
+    Attributes:
+        forward_s, backward_s, update_s: seconds in actions, without their waits; zero-bubble's two backwards are one.
+        wait_s: seconds of waiting for messages of other stages, and at the end of an epoch to be rid of one's own.
+        allreduce_s: seconds of waiting for gradients of other workers, and at the end of an epoch for their buffers.
+        data_s: seconds of loading minibatches, or of waiting for loader workers, at the first stage.
+        send_s: seconds of handing over messages, a part of the times of actions; 0 on a GPU.
+        sent_bytes: bytes sent to other workers.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    wait_s: float = 0.0
+    allreduce_s: float = 0.0
+    data_s: float = 0.0
+    send_s: float = 0.0
+    sent_bytes: int = 0
+
+
+WaitTotal = Literal["wait_s", "allreduce_s", "data_s"]  # the total that a wait is added to
+_Span = tuple[str, str, str, float, float, int]  # track, name, kind, start and end in seconds, bytes
+_FIELD = {
+    ActionKind.FORWARD: "forward_s",
+    ActionKind.BACKWARD: "backward_s",
+    ActionKind.BACKWARD_INPUT: "backward_s",
+    ActionKind.BACKWARD_WEIGHT: "backward_s",
+    ActionKind.UPDATE: "update_s",
+}
+
+
+@dataclass
+class Timings:
+    """Totals and events of one worker; times are in seconds of time.perf_counter."""
+
+    totals: TimeTotals = field(default_factory=TimeTotals)
+    _actions: list[_Span] = field(default_factory=list)
+    _messages: list[_Span] = field(default_factory=list)
+
+    def add_action(
+        self, action: Action | None, start_s: float, end_s: float, waits: Sequence[tuple[float, float, WaitTotal]]
+    ) -> None:
+        """Add an action, or with None a wait between two actions.
+
+        Args:
+            waits: those in the action: start, end, and their total.
+        """
+        compute_s, drawn_from_s = end_s - start_s, start_s
+        for wait_start_s, wait_end_s, total in waits:
+            wait_s = wait_end_s - wait_start_s
+            compute_s -= wait_s
+            self._add(total, wait_s)
+            if wait_s > MIN_DRAWN_S:  # it divides the action
+                if wait_start_s - drawn_from_s > MIN_DRAWN_S:
+                    self._draw(action, drawn_from_s, wait_start_s)
+                self._draw("data" if total == "data_s" else "wait", wait_start_s, wait_end_s)
+                drawn_from_s = wait_end_s
+        if action:
+            self._add(_FIELD[action.kind], compute_s)
+            self._draw(action, drawn_from_s, end_s)
+
+    def add_message(self, track: str, name: str, start_s: float, end_s: float, size_bytes: int) -> None:
+        """Add a message to one of the trace's tracks: `send`, `receive` or `all-reduce`."""
+        if len(self._messages) < MAX_EVENTS:
+            self._messages.append((track, name, track, start_s, end_s, size_bytes))
+
+    def _add(self, total: str, seconds: float) -> None:
+        setattr(self.totals, total, getattr(self.totals, total) + seconds)
+
+    def _draw(self, action: Action | str | None, start_s: float, end_s: float) -> None:
+        """Draw a part of an action, or a wait by its name."""
+        if action and len(self._actions) < MAX_EVENTS:
+            kind = action.kind.name.lower() if isinstance(action, Action) else action
+            self._actions.append(("compute", str(action), kind, start_s, end_s, 0))
+
+    def events(self) -> list[TraceEvent]:
+        """Return the events in seconds of time.time.
+
+        So the tracks of several machines are comparable: perf_counter is finer but may start anywhere.
+        """
+        offset_s = time.time() - time.perf_counter()
+        return [  # rounded before they are subtracted: events that touch still do
+            TraceEvent(track, name, kind, start_s + offset_s, (end_s + offset_s) - (start_s + offset_s), size)
+            for track, name, kind, start_s, end_s, size in (*self._actions, *self._messages)
+        ]
+
+
+MAX_UNREAD = 1_000  # actions and waits whose timestamps are kept before they are read
+_NVTX_VARIABLE = "PDTOOL_NVTX"
+_Wait = tuple[Timestamp, Timestamp, WaitTotal]  # start, end, and the total that it is added to
+_is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+class WorkerMeter:
+    """Measures one worker: the times of its actions and waits, its messages, and its peak of memory.
+
+    What an action waits for other workers is not its own time.
+
+    A torch profiler that is active in the worker (the user's model.py may start one) sees each action as a range
+    `stage 2 forward 0`; so does Nsight Systems, on a GPU with PDTOOL_NVTX=1 in the environment. Otherwise no range is
+    made: it would cost ten microseconds.
+
+    Attributes:
+        memory: the most that the worker holds; the worker starts it.
+        timestamps: of the device.
+        waiting: context that times a wait for messages of other stages; one within another is part of it.
+        averaging: context that times a wait for gradients of other replicas, or of tied stages.
+        loading: context that times the loading of a minibatch, or a wait for the loader worker that does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = PeakMemory(device)
+        self._timings, self.timestamps = Timings(), timestamps_of(device)
+        self._is_on_host = device.type == "cpu"
+        self._uses_nvtx = not self._is_on_host and os.environ.get(_NVTX_VARIABLE, "0") != "0"
+        self._unread: list[tuple[Action | None, Timestamp, Timestamp, Sequence[_Wait]]] = []
+        self._action_context = _ActionContext(self)
+        self.waiting, self.averaging = _WaitContext(self, "wait_s"), _WaitContext(self, "allreduce_s")
+        self.loading = _WaitContext(self, "data_s", is_for_peers=False)
+        self._action: Action | None = None
+        self._waits: list[_Wait] = []
+
+    def action(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context that times one action."""
+        self._action = action
+        return self._action_context
+
+    def message_sent(self, consumer: str, minibatch: int, start_s: float, sent_bytes: int) -> None:
+        """Add a message from when it is handed over, at `start_s` of time.perf_counter, until now.
+
+        Args:
+            consumer: the action that takes it, without its minibatch: `2F`.
+        """
+        end_s, totals = perf_counter(), self._timings.totals
+        if self._is_on_host:  # else it is beside the kernels, whose times the actions are
+            totals.send_s += end_s - start_s
+        totals.sent_bytes += sent_bytes
+        self._timings.add_message("send", f"for {consumer}{minibatch}", start_s, end_s, sent_bytes)
+
+    def message_received(self, consumer: str, minibatch: int, start_s: float, tensors: Sequence[Tensor]) -> None:
+        """Add a message from when it is asked for, at `start_s` of time.perf_counter, until now.
+
+        Args:
+            consumer: the action that takes it, without its minibatch: `2F`.
+            tensors: of any shapes.
+        """
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._timings.add_message("receive", f"for {consumer}{minibatch}", start_s, perf_counter(), size_bytes)
+
+    def all_reduce_ended(self, start_s: float, size_bytes: int) -> None:
+        """Add an average of gradients, from the start of its first bucket until now."""
+        self._timings.add_message("all-reduce", "gradients", start_s, perf_counter(), size_bytes)
+
+    def count_sent(self, sent_bytes: int) -> None:
+        """Count bytes sent for an average."""
+        self._timings.totals.sent_bytes += sent_bytes
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing of what is done meanwhile (validation)."""
+        self.synchronize()
+        timings, self._timings = self._timings, Timings()
+        yield
+        self._unread.clear()
+        self._timings = timings
+
+    def restart(self) -> None:
+        """Forget what was measured (setting up, warming up); the trace keeps it."""
+        self.synchronize()
+        self._timings.totals = TimeTotals()
+        self.memory.restart()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was started, and read all timestamps: at the end of an epoch."""
+        self.timestamps.synchronize()
+        self._read()
+
+    @property
+    def totals(self) -> TimeTotals:
+        """The totals since the last `restart`."""
+        self.synchronize()
+        return self._timings.totals
+
+    @property
+    def events(self) -> list[TraceEvent]:
+        """What the trace shows of this worker."""
+        self.synchronize()
+        return self._timings.events()
+
+    def _keep(self, action: Action | None, start: Timestamp, end: Timestamp, waits: Sequence[_Wait]) -> None:
+        """Keep the timestamps of an action; without one, of a wait between two."""
+        self._unread.append((action, start, end, waits))
+        if len(self._unread) >= MAX_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Read timestamps, as far as the device has come."""
+        seconds, read = self.timestamps.seconds, 0
+        for action, start, end, waits in self._unread:
+            if not self.timestamps.is_ready(end):
+                break
+            read += 1
+            start_s, waits_s = seconds(start), [(seconds(a), seconds(b), total) for a, b, total in waits]
+            self._timings.add_action(action, start_s, seconds(end), waits_s)
+        del self._unread[:read]
+
+    def _profiler_range(self, action: Action) -> AbstractContextManager[Any]:
+        """What a profiler sees of an action."""
+        name = f"stage {action.stage} {action.kind.name.lower()} {action.minibatch}"
+        return torch.cuda.nvtx.range(name) if self._uses_nvtx else record_function(name)
+
+
+class _ActionContext:
+    """Around an action. It is entered for each of them, so it is no generator."""
+
+    def __init__(self, meter: WorkerMeter) -> None:
+        self._meter, self._record = meter, meter.timestamps.record
+        self._range: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        meter = self._meter
+        if meter._action and (_is_profiling() or meter._uses_nvtx):
+            self._range = meter._profiler_range(meter._action)
+            self._range.__enter__()
+        self._start = self._record()
+
+    def __exit__(self, *error: object) -> None:
+        meter = self._meter
+        end, action, waits = self._record(), meter._action, meter._waits
+        meter._action = None
+        if waits:
+            meter._waits = []
+        meter._keep(action, self._start, end, waits or ())
+        if self._range:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+
+class _WaitContext:
+    """Around a wait, one for other workers is shown by this worker's status; one within another is part of it."""
+
+    def __init__(self, meter: WorkerMeter, total: WaitTotal, *, is_for_peers: bool = True) -> None:
+        self._meter, self._record, self._total = meter, meter.timestamps.record, total
+        self._is_for_peers = is_for_peers
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._start = self._record()
+            if self._is_for_peers:
+                wait_begins()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            if self._is_for_peers and error[0] is None:
+                wait_ends()
+            wait = (self._start, self._record(), self._total)
+            if self._meter._action:
+                self._meter._waits.append(wait)
+            else:
+                self._meter._keep(None, wait[0], wait[1], (wait,))

@@ -1,0 +1,185 @@
+"""The norm of gradients, and clipping by it with the formula of torch.nn.utils.clip_grad_norm_."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _take_tensors
+
+from pdtool.runtime.groups import PeerErrorContext, ReplicaGroup
+from pdtool.runtime.meter import WorkerMeter
+from pdtool.runtime.stage.losses import RoundLoss
+
+_EPSILON = 1e-6  # as in clip_grad_norm_
+
+
+def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+    """Clip the gradients of the parameters, of any shapes, by the norm of all of them.
+
+    On a GPU the host does not read the norm, and a gradient that is not clipped is multiplied by 1.
+    """
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if norm.is_cuda:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    else:
+        scale(parameters, norm.double().item(), max_norm)
+
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """Return the square of the norm of all gradients, taken as one vector."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).double().item() ** 2
+
+
+def scale(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale gradients of norm `norm`, together with those of other workers, to `max_norm` if that is less."""
+    factor = max_norm / (norm + _EPSILON)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and not factor >= 1.0:  # nor where it is not a number, which shows in the weights as in a plain loop
+        torch._foreach_mul_(gradients, factor)
+
+
+class ReplicaAverager:
+    """Averages over the replicas of one stage; with one replica nothing is sent.
+
+    Gradients are summed in buckets, few large messages instead of many small ones. Each is started as soon as its last
+    gradient is there, while the backward goes on. All replicas start the buckets in the same order.
+
+    Args:
+        parameters: of the stage; those that need no gradient are left out.
+        bucket_bytes: of gradients in one message, or little more.
+    """
+
+    def __init__(
+        self, replicas: ReplicaGroup, parameters: Iterable[nn.Parameter], meter: WorkerMeter, bucket_bytes: int
+    ) -> None:
+        self._replicas, self._meter = replicas, meter
+        self._group = replicas.group
+        self.parameters = [p for p in parameters if p.requires_grad][::-1]  # the last gradient comes first
+        buckets = _take_tensors(self.parameters, bucket_bytes)  # type: ignore[no-untyped-call]  # each of one dtype
+        self._buckets: list[list[nn.Parameter]] = list(buckets)
+        self._bucket_of = {id(p): b for b, bucket in enumerate(self._buckets) for p in bucket}
+        self._begin_round()
+
+    @property
+    def sums_in_backward(self) -> bool:
+        """Whether sums are started while the backward goes on.
+
+        With NCCL only those of the first stage are: a sum that was started holds up whatever synchronises the device,
+        and gradients for the stage before could then be held up until the other replicas have theirs.
+        """
+        return self._group is not None and (self._replicas.stage == 0 or not self._replicas.uses_nccl)
+
+    def _begin_round(self) -> None:
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._started: list[tuple[Any, Tensor]] = []
+        self._started_s = 0.0
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Take note that the round's gradient of this parameter is complete, and start the buckets that are."""
+        if id(parameter) in self._bucket_of:
+            self._missing[self._bucket_of[id(parameter)]] -= 1
+            while len(self._started) < len(self._buckets) and not self._missing[len(self._started)]:
+                self._start_bucket()
+
+    def average_gradients(self, weight: float, loss: RoundLoss | None) -> RoundLoss | None:
+        """Replace each gradient, a sum over samples, by its mean over the samples of all replicas.
+
+        A parameter that no replica has a gradient for keeps none, so that the optimizer leaves it alone.
+
+        Args:
+            weight: samples behind this replica's gradients, in minibatches; 0 when it had none in a short round.
+            loss: of this round or an earlier one; all replicas give that of the same round, or none.
+
+        Returns:
+            The loss, summed over the replicas.
+
+        Raises:
+            PeerError: another replica did not answer.
+        """
+        if self._group:
+            losses = [loss.total, loss.weight] if loss else [0.0, 0.0]
+            numbers = [weight, *losses, *(p.grad is not None for p in self.parameters)]
+            while len(self._started) < len(self._buckets):
+                self._start_bucket()
+            weight, total, loss_weight, *replicas_with_gradient = self._sum(numbers)
+            loss = replace(loss, total=total, weight=loss_weight) if loss else None
+            self._take_sums()
+            for p, n in zip(self.parameters, replicas_with_gradient, strict=True):
+                p.grad = p.grad if n else None
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if weight != 1.0 and gradients:
+            torch._foreach_div_(gradients, weight)
+        return loss
+
+    def sum_loss(self, loss: RoundLoss) -> RoundLoss:
+        """Sum the loss of a round over the replicas; raises PeerError."""
+        if not self._group:
+            return loss
+        total, weight = self._sum([loss.total, loss.weight])
+        return replace(loss, total=total, weight=weight)
+
+    def average_buffers(self, buffers: Iterable[Tensor], minibatches: int) -> None:
+        """Let all replicas hold the same buffers.
+
+        Floating-point buffers (running statistics) are averaged, weighted by the minibatches that each replica saw; of
+        others (counters) those of replica 0 are taken.
+
+        Args:
+            buffers: of any shape, the same at every replica; changed in place.
+            minibatches: number of minibatches of the epoch that this replica saw.
+        """
+        if not self._group:
+            return
+        [total] = self._sum([minibatches])
+        for buffer in buffers:
+            with self._meter.averaging, self._peer_error("buffers"):
+                if buffer.is_floating_point():
+                    self._all_reduce(buffer.mul_(minibatches / total)).wait()
+                else:
+                    dist.broadcast(buffer, group=self._group, group_src=0)
+
+    def _start_bucket(self) -> None:
+        self._started_s = self._started_s or time.perf_counter()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._buckets[len(self._started)]]
+        flat = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in gradients])
+        self._started.append((self._all_reduce(flat), flat))
+
+    def _take_sums(self) -> None:
+        with self._meter.averaging, self._peer_error("gradients"):
+            for work, _ in self._started:
+                work.wait()
+        if self._started:
+            size_bytes = sum(self._ring_bytes(flat) for _, flat in self._started)
+            self._meter.all_reduce_ended(self._started_s, size_bytes)
+        for bucket, (_, flat) in zip(self._buckets, self._started, strict=True):
+            for p, gradient in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+                p.grad = gradient.view_as(p)
+        self._begin_round()
+
+    def _sum(self, numbers: Sequence[float]) -> list[float]:
+        total = torch.tensor(numbers, dtype=torch.float64)
+        self._meter.count_sent(self._ring_bytes(total))
+        with self._meter.averaging, self._peer_error("numbers"):
+            dist.all_reduce(total, group=self._replicas.host_group)
+        return total.tolist()
+
+    def _all_reduce(self, tensor: Tensor) -> Any:
+        self._meter.count_sent(self._ring_bytes(tensor))
+        with self._peer_error("gradients"):
+            return dist.all_reduce(tensor, group=self._group, async_op=True)
+
+    def _ring_bytes(self, tensor: Tensor) -> int:
+        """Bytes that each member of a ring sends (Patarasuk and Yuan, JPDC 2009)."""
+        size = len(self._replicas.ranks)
+        return round(2 * (size - 1) / size * tensor.nbytes)
+
+    def _peer_error(self, what: str) -> PeerErrorContext:
+        stage, ranks = self._replicas.stage, self._replicas.ranks
+        return PeerErrorContext(f"{what} were not averaged with the other replicas of stage {stage} (ranks {ranks})")

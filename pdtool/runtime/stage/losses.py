@@ -1,0 +1,161 @@
+"""The loss and the user's metrics of a validation: added up over the minibatches, then over the workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdtool.errors import PdtoolError
+from pdtool.frontend.model_file import ModelFile
+from pdtool.runtime.groups import all_gather
+from pdtool.runtime.status import wait_begins, wait_ends
+
+
+class MetricTotals:
+    """Sums and counts by name; those of a worker without the last stage stay empty."""
+
+    def __init__(self, file: ModelFile) -> None:
+        self._file = file
+        self._totals: dict[str, tuple[Any, float]] = {}
+
+    def add(self, output: Any, target: Any, samples: int) -> None:
+        """Add a minibatch: what the model and the dataset give for it, and its number of samples."""
+        loss = float(self._file.loss(output, target))
+        metrics = {"loss": (loss * samples, float(samples)), **self._file.metrics(output, target)}
+        self._totals = _sum([self._totals, metrics])
+
+    def summarize(self, group: Any, where: str) -> dict[str, float]:
+        """Return the loss and the figures over all workers of `group`, on each of them.
+
+        Args:
+            where: which validation it is, for an error.
+
+        Raises:
+            PdtoolError: one of them is not a number.
+        """
+        totals = _sum(all_gather(self._totals, group, "the validation metrics"))  # in order: the same on all
+        loss, samples = totals.pop("loss")
+        figures = {"loss": loss / samples} | self._file.summarize_metrics(totals)
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                raise PdtoolError(f"{where} gives {name} {value}", "try a lower learning rate")
+        return figures
+
+
+def _sum(parts: list[dict[str, tuple[Any, float]]]) -> dict[str, tuple[Any, float]]:
+    total: dict[str, tuple[Any, float]] = {}
+    for part in parts:
+        for name, (value, count) in part.items():
+            before = total.get(name, (0.0, 0.0))
+            total[name] = (before[0] + value, before[1] + count)
+    return total
+
+
+@dataclass(frozen=True)
+class RoundLoss:
+    """The loss of one round at one replica.
+
+    Attributes:
+        step: number of the update that ends the round, from 1.
+        total: sum of the loss over the samples, in minibatches.
+        weight: number of these samples, in minibatches.
+        lr: learning rate of that update; None where it is not known.
+    """
+
+    step: int
+    total: float
+    weight: float
+    lr: float | None = None
+
+
+class LossReader:
+    """Reads the losses of a replica of the last stage; those of other stages are 0.
+
+    Args:
+        device: where they are computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_late = is_read_late(device)
+        self._copies: dict[int, _HostCopy] = {}
+        self._unread: _Round | None = None
+
+    def add(self, minibatch: int, loss: Tensor) -> None:
+        """Start reading the loss of a minibatch, a scalar."""
+        self._copies[minibatch] = _HostCopy(loss.detach())
+
+    def end_round(
+        self, step: int, weights: Mapping[int, float], epoch: int, lr: float | None = None
+    ) -> RoundLoss | None:
+        """End a round; return the one that can be read now, which is the one before on a GPU.
+
+        Args:
+            step: number of the update that ends the round.
+            weights: minibatch of the round -> its samples over those of a full one.
+            lr: learning rate of that update.
+
+        Raises:
+            PdtoolError: a loss is not a number.
+        """
+        copies = {i: self._copies.pop(i) for i in weights if i in self._copies}
+        ended = _Round(step, epoch, dict(weights), copies, lr)
+        due, self._unread = (self._unread, ended) if self._is_late else (ended, None)
+        return due.read() if due else None
+
+    def end_epoch(self) -> RoundLoss | None:
+        """Return the round that was not read yet, if there is one; errors as of `end_round`."""
+        due, self._unread = self._unread, None
+        return due.read() if due else None
+
+
+def is_read_late(device: torch.device) -> bool:
+    """Whether losses are read a round later."""
+    return device.type == "cuda"
+
+
+class _HostCopy:
+    """A scalar on its way to the CPU."""
+
+    def __init__(self, scalar: Tensor) -> None:
+        self._value, self._copied = scalar, None
+        if scalar.is_cuda:
+            self._value = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True)
+            self._value.copy_(scalar, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> float:
+        """Wait for the copy, as for those whose messages it is computed from."""
+        if self._copied:
+            wait_begins()
+            self._copied.synchronize()
+            wait_ends()
+        return float(self._value.item())
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round that has ended, with the losses of its minibatches."""
+
+    step: int
+    epoch: int
+    weights: dict[int, float]
+    copies: dict[int, _HostCopy]
+    lr: float | None
+
+    def read(self) -> RoundLoss:
+        total = 0.0
+        for i, copy in self.copies.items():
+            loss = copy.read()
+            if not math.isfinite(loss):
+                raise PdtoolError(
+                    f"the loss is {loss} in minibatch {i} of epoch {self.epoch}",
+                    "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
+                )
+            total += self.weights[i] * loss
+        return RoundLoss(self.step, total, sum(self.weights.values()), self.lr)

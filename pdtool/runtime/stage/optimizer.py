@@ -1,0 +1,307 @@
+"""The user's learning-rate schedule of one optimizer: stepped after each update, or at the end of each epoch."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pdtool.errors import ModelError
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.random_numbers import derive_seed, seed_generators
+from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is, for schedules that end with it.
+
+    Attributes:
+        epochs: in all, those of the runs that it resumes included.
+        updates: of the optimizer, in all epochs.
+    """
+
+    epochs: int = 1
+    updates: int = 1
+
+
+class LearningRateSchedule:
+    """The user's schedule; without one nothing is done.
+
+    It is stepped after each update, or with `SCHEDULER_STEP = "epoch"` at the end of each epoch. ReduceLROnPlateau is
+    stepped at the end of each epoch, with the loss of its validation.
+    """
+
+    def __init__(self, file: ModelFile, optimizer: Optimizer, length: RunLength) -> None:
+        self._file, self._length = file, length
+        is_by_epoch = file.training.scheduler_step == "epoch"
+        self._steps = length.epochs if is_by_epoch else length.updates
+        self._scheduler = file.scheduler(optimizer, self._steps)
+        self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
+        self._is_by_epoch = is_by_epoch or self._takes_loss
+
+    @property
+    def length_warning(self) -> str:
+        """Say that OneCycleLR was made for another number of steps than the run will take; empty where it was not."""
+        if not isinstance(self._scheduler, OneCycleLR) or self._scheduler.total_steps == self._steps:
+            return ""
+        return (
+            f"OneCycleLR was made for {self._scheduler.total_steps} steps, and the run will take {self._steps}: let "
+            "scheduler(optimizer, total_steps) take their number"
+        )
+
+    def update_done(self) -> None:
+        """Step a schedule of updates; raises ModelError when it cannot be stepped."""
+        if not self._is_by_epoch:
+            self._step()
+
+    def epoch_done(self, validation_loss: float) -> None:
+        """Step a schedule of epochs; raises ModelError when it cannot be stepped."""
+        if self._is_by_epoch:
+            self._step(*([validation_loss] if self._takes_loss else []))
+
+    def catch_up(self, updates: int, validation_losses: Sequence[float]) -> None:
+        """Take the steps that were taken before a checkpoint was written.
+
+        A schedule that knows the length of the run goes to the same part of it, though another plan may have updated
+        the weights more or less often.
+
+        Args:
+            updates: of the optimizer until then.
+            validation_losses: of each epoch until then.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
+            if self._file.scheduler_takes_total:
+                updates = self._length.updates * len(validation_losses) // self._length.epochs
+            for _ in range(updates):
+                self.update_done()
+            for loss in validation_losses:
+                self.epoch_done(loss)
+
+    def _step(self, *metrics: Any) -> None:
+        if not self._scheduler:
+            return
+        name = type(self._scheduler).__name__
+        try:
+            self._scheduler.step(*metrics)
+        except TypeError as error:
+            raise self._file.error(
+                f"the learning-rate schedule {name} cannot be stepped ({error})",
+                "use ReduceLROnPlateau, or one whose step() takes no argument",
+            ) from error
+        except Exception as error:
+            raise self._file.error_at(error, f"the learning-rate schedule {name}") from error
+
+
+_LAST_STEP = "last_step"  # key of the delay compensation's state in a checkpoint
+_NUMBER = ":number"  # suffix of a key whose value is a Python number
+
+
+class NamedOptimizer:
+    """Steps some of the parameters, and saves and loads its state under their names.
+
+    Args:
+        model_parameters: all parameters of the model, each once, by their names there; what optimizer() is called with.
+            Those that are not among `parameters` may be fake tensors.
+        parameters: those of them that are stepped here, by their names in a stage.
+        length: of the run, in updates of these parameters.
+        compensation: for steps that come `delay` updates late.
+        seed: of the run. An optimizer of the user's own, and after_update(), draw random numbers that follow from it,
+            the update and the parameters alone: the same at all replicas and holders, and in a resumed run.
+
+    Attributes:
+        optimizer: None where nothing is trained: all parameters are frozen, or the user's optimizer takes none of them.
+        steps: the optimizer's steps, compensated for their delay.
+        updates: steps taken, including those of the runs that this one resumed.
+    """
+
+    def __init__(
+        self,
+        file: ModelFile,
+        model_parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
+        length: RunLength | None = None,
+        compensation: DelayCompensation | None = None,
+        delay: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._file, self.parameters = file, dict(parameters)
+        self._seed = derive_seed(seed, "update", *parameters)
+        self.updates, self._has_warned = 0, False
+        self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
+        stepped = list(self.parameters.values()) if self.optimizer else []
+        self.steps = CompensatedSteps(compensation, stepped, delay)
+        self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
+        self._may_draw = file.has("after_update") or _is_of_the_user(self.optimizer)
+
+    @property
+    def schedule_warning(self) -> str:
+        """See LearningRateSchedule.length_warning."""
+        return self._schedule.length_warning if self._schedule else ""
+
+    @property
+    def learning_rate(self) -> float | None:
+        """That of the first parameter group; None where there is none, or none that the CPU knows."""
+        rate = self.optimizer.param_groups[0].get("lr") if self.optimizer else None
+        if isinstance(rate, Tensor) and rate.device.type == "cpu":
+            rate = float(rate)
+        return rate if isinstance(rate, (int, float)) else None
+
+    def step(self) -> None:
+        """Take one step with the gradients of the parameters, and clear them; then what the user does after an update.
+
+        Raises:
+            ModelError: the optimizer or the learning-rate schedule cannot be stepped after each update.
+        """
+        if self._may_draw and self.parameters:
+            device = next(iter(self.parameters.values())).device
+            seed_generators(derive_seed(self._seed, self.updates), device)
+        if self.optimizer:
+            try:
+                self.steps.step(self.optimizer, self.updates)
+            except Exception as error:
+                raise self._file.error_at(error, f"step {self.updates} of {type(self.optimizer).__name__}") from error
+        for parameter in self.parameters.values():  # also of those that the user's optimizer does not take
+            parameter.grad = None
+        self.updates += 1
+        self._file.after_update(list(self.parameters.items()), self.updates)
+        if self._schedule:
+            self._schedule.update_done()
+
+    def epoch_done(self, validation_loss: float) -> None:
+        """Step a learning-rate schedule of epochs, at the end of an epoch and of its validation."""
+        if self._schedule:
+            self._schedule.epoch_done(validation_loss)
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (parameter, key, value): momentum and the like, and the number of updates; numbers as tensors."""
+        for name, parameter in self.parameters.items():
+            yield name, "updates", torch.tensor(self.updates)
+            state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield name, key, value
+                elif isinstance(value, (int, float)):
+                    yield name, f"{key}{_NUMBER}", torch.tensor(value)
+                elif value is not None:
+                    self._warn_of_lost_state(key, value)
+            if parameter in self.steps.last_steps:
+                yield name, _LAST_STEP, self.steps.last_steps[parameter]
+
+    def _warn_of_lost_state(self, key: str, value: object) -> None:
+        """Say once that a checkpoint cannot hold a value of the optimizer's state."""
+        if not self._has_warned:
+            self._has_warned = True
+            name = type(self.optimizer).__name__
+            sys.stderr.write(
+                f"warning: {name} keeps {key!r}, a {type(value).__name__}, for each parameter: "
+                "checkpoints hold tensors and numbers, so a resumed run begins without it\n"
+            )
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], validation_losses: Sequence[float] = ()) -> None:
+        """Take over what `state` yielded, as {parameter: {key: value}}; the learning-rate schedule catches up.
+
+        Args:
+            validation_losses: of each epoch until then.
+        """
+        for name, parameter in self.parameters.items():
+            for key, value in state.get(name, {}).items():
+                self._load_value(parameter, key, value)
+        if self._schedule:
+            self._schedule.catch_up(self.updates, validation_losses)
+
+    def _load_value(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        if key == "updates":
+            self.updates = int(value)
+        elif key == _LAST_STEP:
+            if parameter in self.steps.last_steps:
+                self.steps.last_steps[parameter].copy_(value)
+        elif self.optimizer and key.endswith(_NUMBER):
+            self.optimizer.state[parameter][key.removesuffix(_NUMBER)] = value.item()
+        elif self.optimizer:
+            is_on_device = value.dim() or self._keeps_counts_on_device(parameter)
+            self.optimizer.state[parameter][key] = value.to(parameter.device) if is_on_device else value
+
+    def _keeps_counts_on_device(self, parameter: nn.Parameter) -> bool:
+        """Whether the step count of a parameter is where the parameter is: Adam and its kind keep it on the CPU,
+        unless they are fused or capturable."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        own = [group for group in groups if any(p is parameter for p in group["params"])]
+        return any(group.get("fused") or group.get("capturable") for group in own)
+
+
+def _is_of_the_user(optimizer: Optimizer | None) -> bool:
+    """Whether the steps of an optimizer may draw random numbers: those of torch draw none."""
+    return optimizer is not None and not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _user_optimizer(
+    file: ModelFile, model_parameters: Mapping[str, nn.Parameter], kept: Mapping[str, nn.Parameter]
+) -> Optimizer | None:
+    """The user's optimizer, for the kept parameters alone; None where it has none of them to train.
+
+    Raises:
+        ModelError: it cannot be used; it reads values of parameters; or it has a parameter that is not the model's,
+            which no stage would update.
+    """
+    if not any(p.requires_grad for p in kept.values()):
+        return None
+    with _MissingReads() as missing:  # type: ignore[no-untyped-call]
+        try:
+            optimizer = file.optimizer(list(model_parameters.items()))
+        except ModelError as error:
+            if not missing.is_read:
+                raise
+            raise _reads_values(file) from error
+    if missing.is_read:  # and caught the error
+        raise _reads_values(file)
+    known = {id(p) for p in model_parameters.values()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in known:
+            what = f"optimizer() takes a parameter of shape {list(parameter.shape)} that is not one of the model's"
+            raise file.error(what, "take only those that it is called with")
+    keep_parameters(optimizer, {id(p) for p in kept.values()})
+    return optimizer if any(group["params"] for group in optimizer.param_groups) else None
+
+
+class _MissingReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether values are read of parameters that this worker does not have."""
+
+    is_read = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            self.is_read = True
+            raise
+
+
+def _reads_values(file: ModelFile) -> ModelError:
+    what = "optimizer() reads the values of parameters, of which a worker has those of its own stages only"
+    return file.error(what, "let it use names, shapes and types of parameters only")
+
+
+def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
+    """Let an optimizer keep some of its parameters, in the groups where they are; a group may become empty.
+
+    Args:
+        kept: ids of these parameters.
+    """
+    for group in optimizer.param_groups:
+        is_kept = [id(p) in kept for p in group["params"]]
+        for key in ("params", "param_names"):  # names where the optimizer was given them
+            if key in group:
+                group[key] = [value for value, keep in zip(group[key], is_kept, strict=True) if keep]
+    for parameter in [p for p in optimizer.state if id(p) not in kept]:
+        del optimizer.state[parameter]

@@ -1,0 +1,304 @@
+"""Recomputation: a stage keeps only what it received, and runs its forward again before its backward.
+
+Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost", with one checkpoint for a whole stage. The second
+forward sees what the first one saw: the same weight version and buffers, and the same random numbers, since the stage
+seeds them again. Running statistics are updated by the first only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdtool.errors import ModelError
+from pdtool.frontend.compute_mode import computing_in
+from pdtool.frontend.model_rules import check_gradient
+from pdtool.frontend.random_numbers import OperatorSeeds
+from pdtool.runtime.stage.split_backward import WeightBackward, backward_input
+from pdtool.runtime.stage.weight_versions import OnGradient, WeightVersion, WeightVersions
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """What a forward saw besides its weights and inputs.
+
+    Attributes:
+        buffers: name -> value, of those that forwards change.
+        target: of the minibatch; None unless the stage is the last.
+    """
+
+    buffers: dict[str, Tensor]
+    target: Any
+
+
+class Recomputation:
+    """Saves and restores what the forwards of one stage see."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: set[str] | None = None  # names of the buffers that a forward changes, known after the first one
+
+    @contextmanager
+    def first_forward(self, target: Any) -> Iterator[ForwardState]:
+        """Save, during the first forward, what it sees.
+
+        It is computed in the mode that makes a graph, which nobody keeps: without one torch takes other kernels, as of
+        an LSTM on a CPU, whose last bits differ.
+        """
+        buffers = dict(self._module.named_buffers())
+        names = buffers if self._changing is None else self._changing
+        state = ForwardState({name: buffers[name].clone() for name in names}, target)
+        yield state
+        if self._changing is None:
+            now = dict(self._module.named_buffers())  # by value: batch norm's kernels leave `_version` as it is
+            self._changing = {name for name, old in state.buffers.items() if not torch.equal(now[name], old)}
+            for name in state.buffers.keys() - self._changing:
+                del state.buffers[name]
+
+    @contextmanager
+    def second_forward(self, state: ForwardState) -> Iterator[None]:
+        """Restore, during the second forward, what the first one saw."""
+        entries = {name: _buffer_entry(self._module, name) for name in state.buffers}
+        newest = {name: owner[key] for name, (owner, key) in entries.items()}
+        try:
+            for name, (owner, key) in entries.items():
+                owner[key] = state.buffers[name]
+            with torch.enable_grad():
+                yield
+        finally:
+            for name, (owner, key) in entries.items():
+                owner[key] = newest[name]
+
+
+def _buffer_entry(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path)._buffers, key
+
+
+@dataclass(frozen=True)
+class StashedMinibatch:
+    """A minibatch between its forward and its backward.
+
+    Attributes:
+        outputs: with their graph; () with recomputation, which makes them again before the backward.
+        forward_state: with recomputation, what the forward saw.
+        weight_backward: the second part of a split backward, once the first one is done.
+    """
+
+    version: WeightVersion
+    inputs: list[Tensor]
+    outputs: tuple[Tensor, ...]
+    forward_state: ForwardState | None = None
+    weight_backward: WeightBackward | None = None
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Computing in bf16 where it is safe (torch.autocast); weights and what goes between stages keep their dtypes.
+
+    Attributes:
+        output_dtypes: of the stage's outputs, as the next stages take them.
+    """
+
+    device: torch.device
+    output_dtypes: Sequence[torch.dtype]
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Return the context of the stage's forward and of the loss."""
+        return computing_in("bf16", self.device)
+
+    def cast_outputs(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs, of any shapes, in the dtypes that the next stages take.
+
+        Outputs that do not fit are returned as they are: StageIO refuses them.
+        """
+        if len(outputs) != len(self.output_dtypes) or not all(isinstance(output, Tensor) for output in outputs):
+            return tuple(outputs)
+        return tuple(output.to(dtype) for output, dtype in zip(outputs, self.output_dtypes, strict=True))
+
+
+class PipelineStage:
+    """Forward and backward of one stage.
+
+    Args:
+        loss: of (output, target), both as the user's model and dataset give them; None unless the stage is the last.
+        recompute: whether each forward is run again before its backward, instead of keeping its graph.
+        stashing, extrapolates: see WeightVersions.
+        autocast: None computes in the dtypes of the weights.
+        compiled: whether the module goes through torch.compile, whose random operators are not seeded each.
+        seeds: None draws the random numbers of stage 0 on the CPU.
+
+    Attributes:
+        seeds: of the random numbers that forward draws.
+        stashed: minibatch -> its live graph.
+        peak_stashed: most graphs that were ever alive together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[Any, Any], Tensor] | None,
+        *,
+        recompute: bool = False,
+        stashing: bool = True,
+        extrapolates: bool = False,
+        autocast: Autocast | None = None,
+        compiled: bool = False,
+        seeds: OperatorSeeds | None = None,
+    ) -> None:
+        self.module, self._loss, self._autocast = module, loss, autocast
+        self._call: Callable[..., Any] = torch.compile(module) if compiled else module
+        self._recomputation = Recomputation(module) if recompute else None
+        self.seeds = seeds or OperatorSeeds()
+        if not compiled:
+            self.seeds.attach(module)
+        self.weights = WeightVersions(module, stashing=stashing, extrapolates=extrapolates)
+        self._is_loss_checked = False
+        self.stashed: dict[int, StashedMinibatch] = {}
+        self.peak_stashed = 0
+
+    def forward(self, minibatch: int, inputs: list[Tensor], target: Any = None) -> tuple[Tensor, ...]:
+        """Compute with the weight version that the minibatch reads, and keep the graph or, to recompute, the inputs.
+
+        Args:
+            inputs: what the module takes, [samples, ...] each; those that get a gradient are leaves.
+            target: of the minibatch, at the last stage.
+
+        Returns:
+            What the module returns, [samples, ...] each; at the last stage the loss, a scalar.
+        """
+        version = self.weights.acquire(minibatch)
+        self.seeds.begin_forward(minibatch)
+        if self._recomputation:
+            with self._recomputation.first_forward(target) as state:
+                outputs = without_graph(self._compute(inputs, target))
+            self.stashed[minibatch] = StashedMinibatch(version, inputs, (), state)
+        else:
+            outputs = self._compute(inputs, target)
+            self.stashed[minibatch] = StashedMinibatch(version, inputs, outputs)
+        self.peak_stashed = max(self.peak_stashed, len(self.stashed))
+        return outputs
+
+    def evaluate(self, minibatch: int, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Compute with the newest weights, without a graph.
+
+        Args:
+            inputs: what the module takes, [samples, ...] each.
+
+        Returns:
+            What the module returns, [samples, ...] each; at the last stage the model's own output alone.
+        """
+        self.weights.bind_newest()
+        self.seeds.begin_forward(minibatch)
+        return self._compute(inputs, None, with_loss=False)
+
+    def backward(
+        self, minibatch: int, gradients: Sequence[Tensor | None], weight: float = 1.0, on_gradient: OnGradient = None
+    ) -> list[Tensor | None]:
+        """Compute the gradients of a minibatch with the weights of its forward; those of parameters are accumulated.
+
+        Args:
+            gradients: one per output, of its shape; None for an output without gradient, and for the loss.
+            weight: factor of the parameters' gradients: the samples of the minibatch over those of a full one.
+            on_gradient: called with each parameter whose gradient is complete, while others are still computed.
+
+        Returns:
+            The gradients of the inputs, of their shapes; None where no path leads to one.
+        """
+        stashed = self.stashed.pop(minibatch)
+        outputs, output_gradients = self._differentiable_outputs(minibatch, stashed, gradients)
+        backward = partial(torch.autograd.backward, outputs, output_gradients)
+        self.weights.accumulate_gradients(stashed.version, backward, weight, on_gradient)
+        return [value.grad for value in stashed.inputs]
+
+    def backward_input(self, minibatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Do the first part of `backward`: compute the gradients of the inputs; arguments and result as there."""
+        stashed = self.stashed[minibatch]
+        outputs, output_gradients = self._differentiable_outputs(minibatch, stashed, gradients)
+        input_gradients, second_part = backward_input(outputs, stashed.inputs, output_gradients)
+        self.stashed[minibatch] = StashedMinibatch(stashed.version, [], (), weight_backward=second_part)
+        return input_gradients
+
+    def backward_weight(self, minibatch: int, weight: float = 1.0, on_gradient: OnGradient = None) -> None:
+        """Do the second part of `backward`: accumulate the gradients of the parameters; arguments as there."""
+        stashed = self.stashed.pop(minibatch)
+        assert stashed.weight_backward, "backward_input comes first"
+        self.weights.accumulate_gradients(stashed.version, stashed.weight_backward.run, weight, on_gradient)
+
+    def _compute(self, inputs: Sequence[Tensor], target: Any, *, with_loss: bool = True) -> tuple[Any, ...]:
+        with self._autocast.region() if self._autocast else nullcontext():
+            output = self._call(*inputs)
+            if self._loss is not None:
+                return as_tuple(self._differentiable_loss(output, target, inputs)) if with_loss else (output,)
+        return self._autocast.cast_outputs(as_tuple(output)) if self._autocast else as_tuple(output)
+
+    def _differentiable_loss(self, output: Any, target: Any, inputs: Sequence[Tensor]) -> Tensor:
+        """The user's loss of a training step, which must lead back to an output that can be trained.
+
+        Raises:
+            ModelError: it does not, or it leads to a parameter that is not the model's, which nobody would train.
+        """
+        assert self._loss
+        self.seeds.seed_user_code("loss")
+        loss = self._loss(output, target)
+        check_gradient(loss, output)
+        if loss.requires_grad and not self._is_loss_checked:  # once: its graph is the same in each minibatch
+            self._is_loss_checked = True
+            known = {id(tensor) for tensor in (*self.module.parameters(), *inputs)}
+            own = [leaf for leaf in graph_leaves(loss) if id(leaf) not in known]
+            if own:
+                raise ModelError(
+                    f"loss() depends on a parameter of its own, of shape {list(own[0].shape)}, which no stage trains",
+                    "make it a parameter of the model, which returns it for the loss; or let it not require a gradient",
+                )
+        return loss
+
+    def _outputs(self, minibatch: int, stashed: StashedMinibatch) -> tuple[Tensor, ...]:
+        """The outputs with their graph, computed again where it was not kept."""
+        if not self._recomputation or not stashed.forward_state:
+            return stashed.outputs
+        self.weights.bind(stashed.version)
+        self.seeds.begin_forward(minibatch)
+        with self._recomputation.second_forward(stashed.forward_state):
+            return self._compute(stashed.inputs, stashed.forward_state.target)
+
+    def _differentiable_outputs(
+        self, minibatch: int, stashed: StashedMinibatch, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs that a gradient goes back from, and the gradients."""
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(self._outputs(minibatch, stashed), gradients, strict=True)
+            if output.requires_grad and (self._loss is not None or gradient is not None)
+        ]
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def graph_leaves(tensor: Tensor) -> list[Tensor]:
+    """Return the leaves of the autograd graph of a tensor: parameters and inputs that get a gradient from it."""
+    nodes, leaves = [tensor.grad_fn], []
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        following = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        seen.update(following)
+        nodes += following
+    return leaves
+
+
+def without_graph(outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the outputs of a stage, the tensors among them without what led to them."""
+    return tuple(output.detach() if isinstance(output, Tensor) else output for output in outputs)
+
+
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    """Return what a stage returned as a tuple: one tensor alone, or several."""
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,)

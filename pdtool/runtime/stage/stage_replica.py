@@ -1,0 +1,245 @@
+"""A replica of one stage on this worker: its computation, its messages, and its updates.
+
+A worker has one; with an interleaved schedule it has several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pdtool.errors import UsageError
+from pdtool.runtime.groups import PeerErrorContext
+from pdtool.runtime.messages.stage_io import StageIO
+from pdtool.runtime.meter import WorkerMeter
+from pdtool.runtime.stage.averaging import ReplicaAverager, clip, scale, squared_norm
+from pdtool.runtime.stage.losses import LossReader, RoundLoss
+from pdtool.runtime.stage.optimizer import NamedOptimizer
+from pdtool.runtime.stage.pipeline_stage import PipelineStage
+from pdtool.runtime.stage.tied_parameters import TiedParameterSync
+from pdtool.runtime.worker import checkpoint
+
+
+@dataclass(kw_only=True)
+class StageReplica:
+    """A replica of one stage on this worker.
+
+    Attributes:
+        averager: averages over all replicas of the stage.
+        optimizer: of the parameters that are not tied.
+        tied: the tied parameters of the stage.
+        saved_names: parameters and persistent buffers of the stage that a checkpoint holds.
+        unused_state: what else of the model's state a checkpoint holds, by name: second names of this stage's own
+            parameters and buffers and, at the first stage, what no operator uses.
+        losses: of the minibatches, at the last stage.
+    """
+
+    stage: PipelineStage
+    io: StageIO
+    averager: ReplicaAverager
+    optimizer: NamedOptimizer
+    tied: list[TiedParameterSync]
+    saved_names: list[str]
+    unused_state: dict[str, Tensor]
+    losses: LossReader
+    _round: dict[int, float] = field(default_factory=dict)  # minibatch of the round -> weight
+
+    def backward_done(self, minibatch: int, weight: float) -> None:
+        """Add a minibatch to the round.
+
+        Args:
+            weight: its samples over those of a full minibatch.
+        """
+        self._round[minibatch] = weight
+
+    def end_round(self, epoch: int) -> RoundLoss | None:
+        """Average the gradients of a round over the replicas, and start summing those of tied parameters.
+
+        Returns:
+            The loss of a round over the replicas: of this one, on a GPU of the one before; None where none can be read.
+
+        Raises:
+            PdtoolError: a loss is not a number.
+            PeerError: another replica is lost.
+        """
+        optimizer = self.optimizer
+        loss = self.losses.end_round(optimizer.updates + 1, self._round, epoch, optimizer.learning_rate)
+        weight = sum(self._round.values())
+        self._round.clear()
+        for tied in self.tied:
+            tied.start_sum(weight)
+        return self.averager.average_gradients(weight, loss)
+
+    def step(self) -> None:
+        """Step to a new weight version with the gradients of the round; tied parameters have steps of their own."""
+        self.stage.weights.prepare_update()
+        self.optimizer.step()
+        self._extrapolate_weights()
+
+    def take_due_tied_steps(self) -> None:
+        """Take the steps of tied parameters that are due, before the stage's next action.
+
+        Not in the update itself: another holder may wait for what this worker's other stages have yet to do.
+        """
+        for tied in self.tied:
+            while tied.is_step_due:
+                tied.take_sum()
+                tied.step()
+                self._extrapolate_weights()
+
+    def end_epoch(self, minibatches: int) -> RoundLoss | None:
+        """Take the steps of tied parameters that are still due, and make the replicas' buffers equal.
+
+        The pipeline is empty.
+
+        Args:
+            minibatches: of the epoch that this replica computed.
+
+        Returns:
+            The loss of the last round over the replicas, where it was not read in the round itself.
+
+        Raises:
+            PdtoolError: it is not a number.
+        """
+        loss = self.losses.end_epoch()
+        self.io.end_phase()
+        self.stage.weights.bind_newest()
+        for tied in self.tied:
+            while not tied.is_drained:
+                tied.take_sum()
+                tied.step()
+        self._extrapolate_weights()
+        self.averager.average_buffers(self.stage.module.buffers(), minibatches)
+        return self.averager.sum_loss(loss) if loss else None
+
+    def epoch_done(self, validation_loss: float) -> None:
+        """Step learning-rate schedules of epochs."""
+        for optimizer in self._optimizers:
+            optimizer.epoch_done(validation_loss)
+
+    def state(self, canonical: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return this stage's part of a checkpoint; the state of a tied parameter's optimizer is its first holder's.
+
+        Args:
+            canonical: parameter name -> its first name in the whole model.
+        """
+        module_state = self.stage.module.state_dict()
+        state = {f"model.{name}": module_state[name] for name in self.saved_names}
+        state |= {f"model.{name}": value for name, value in self.unused_state.items()}
+        for optimizer in (self.optimizer, *(tied.optimizer for tied in self.tied if tied.holders.is_first)):
+            state |= {f"optimizer.{canonical[name]}.{key}": value for name, key, value in optimizer.state()}
+        return state
+
+    def load(self, folder: Path, canonical: Mapping[str, str], validation_losses: Sequence[float]) -> None:
+        """Take over what `state` returned from a checkpoint, also of another plan.
+
+        Args:
+            canonical: parameter name -> its first name in the whole model.
+            validation_losses: of each epoch until then.
+
+        Raises:
+            UsageError: the checkpoint is of another model.
+        """
+        names = {canonical[name]: name for optimizer in self._optimizers for name in optimizer.parameters}
+        model_keys = {f"model.{name}" for name in self.saved_names}
+        saved = checkpoint.load(folder, lambda key: key in model_keys or _parameter_name(key) in names)
+        self.stage.weights.bind_newest()
+        self._load_module(saved, folder)
+        by_parameter: dict[str, dict[str, Tensor]] = {}
+        for key, value in saved.items():
+            if key not in model_keys:
+                by_parameter.setdefault(names[_parameter_name(key)], {})[key.rpartition(".")[2]] = value
+        for optimizer in self._optimizers:
+            optimizer.load(by_parameter, validation_losses)
+        self._extrapolate_weights()
+
+    def _load_module(self, saved: Mapping[str, Tensor], folder: Path) -> None:
+        current = self.stage.module.state_dict()
+        for name in self.saved_names:
+            value, shape = saved.get(f"model.{name}"), list(current[name].shape)
+            if value is None or list(value.shape) != shape:
+                described = "none" if value is None else f"one of shape {list(value.shape)}"
+                raise UsageError(
+                    f"the model has {name} of shape {shape}, the checkpoint {folder} {described}",
+                    "resume from a run of the same model",
+                )
+            with torch.no_grad():
+                current[name].copy_(value)
+
+    @property
+    def _optimizers(self) -> list[NamedOptimizer]:
+        return [self.optimizer, *(tied.optimizer for tied in self.tied)]
+
+    def _extrapolate_weights(self) -> None:
+        """Let forwards read what the delay compensation says."""
+        values = {key: value for o in self._optimizers for key, value in o.steps.extrapolated_weights().items()}
+        self.stage.weights.set_extrapolated(values)
+
+
+def _parameter_name(key: str) -> str:
+    """`optimizer.features.0.weight.exp_avg` -> `features.0.weight`; "" for other keys."""
+    kind, _, rest = key.partition(".")
+    return rest.rpartition(".")[0] if kind == "optimizer" else ""
+
+
+class ClippedUpdates:
+    """Updates the stages of this worker.
+
+    Args:
+        max_norm: None clips nothing.
+        group: gloo group of all workers, which update at the same moment; None when stages do not.
+        stages: number of stages of this worker.
+        is_replica_0: whether this worker adds the norms of its stages to the sum; other replicas have the same ones.
+    """
+
+    def __init__(
+        self, max_norm: float | None, group: Any, *, stages: int, is_replica_0: bool, meter: WorkerMeter
+    ) -> None:
+        self._max_norm, self._group = max_norm, group
+        self._stages, self._is_replica_0, self._meter = stages, is_replica_0, meter
+        self._waiting: list[StageReplica] = []
+
+    def update(self, replica: StageReplica) -> None:
+        """Update a stage, whose gradients are averaged; together with the worker's other stages where these count."""
+        if not self._max_norm:
+            replica.step()
+        elif not self._group:
+            clip(replica.averager.parameters, self._max_norm)
+            replica.step()
+        else:
+            self._waiting.append(replica)
+            if len(self._waiting) == self._stages:
+                self._update_together(self._max_norm)
+
+    def _update_together(self, max_norm: float) -> None:
+        """Update all stages of the worker, at the end of its round: no other worker needs anything more of it."""
+        counted: list[nn.Parameter] = []
+        held: list[nn.Parameter] = []
+        for replica in self._waiting:
+            for tied in replica.tied:
+                tied.take_sum()
+            own = replica.averager.parameters
+            counted += [*own, *(tied.parameter for tied in replica.tied if tied.holders.is_first)]
+            held += [*own, *(tied.parameter for tied in replica.tied)]
+        norm = math.sqrt(self._sum_over_stages(counted))
+        scale(held, norm, max_norm)
+        for replica in self._waiting:
+            replica.step()
+            for tied in replica.tied:
+                tied.step()
+        self._waiting.clear()
+
+    def _sum_over_stages(self, parameters: Iterable[nn.Parameter]) -> float:
+        own = squared_norm(parameters) if self._is_replica_0 else 0.0
+        total = torch.tensor(own, dtype=torch.float64)
+        with self._meter.averaging, PeerErrorContext("the norm of the gradients was not summed over all workers"):
+            dist.all_reduce(total, group=self._group)
+        self._meter.count_sent(total.nbytes)
+        return total.item()

@@ -1,0 +1,162 @@
+"""Sum tensors over workers by gloo, which takes them from CPU memory; the worker's own thread waits for no GPU.
+
+host      start ───────────────────────────────── goes on to compute ─────────▶ wait
+stream            copy to pinned memory
+thread                                  wait for the copy, sum over the workers ──▶
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pdtool.runtime.groups import PeerErrorContext
+from pdtool.runtime.meter import WorkerMeter
+from pdtool.runtime.stage.averaging import clip
+from pdtool.runtime.stage.optimizer import NamedOptimizer
+
+
+class HostAllReduce:
+    """Sums tensors, one after the other, in the same order at all workers of a group.
+
+    Args:
+        group: of gloo.
+        device: where the tensors are.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._thread: ThreadPoolExecutor | None = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._thread = ThreadPoolExecutor(1, "pdtool-sum", torch.cuda.set_device, (device,))
+
+    def start(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start the sum of a tensor, of the same shape everywhere, whose memory it may take.
+
+        Returns:
+            What waits for the sum and returns it, in CPU memory; it raises what gloo raises when a worker is lost.
+        """
+        if self._thread is None:
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            return partial(_waited_for, work, tensor)
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copies):
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            copied.record(self._copies)
+        kept = tensor  # the stream reads it; nobody else may get its memory before
+        return self._thread.submit(self._sum_when_copied, copied, pinned, kept).result
+
+    def _sum_when_copied(self, copied: torch.cuda.Event, pinned: Tensor, kept: Tensor) -> Tensor:
+        copied.synchronize()
+        dist.all_reduce(pinned, group=self._group)
+        return pinned
+
+
+def _waited_for(work: Any, tensor: Tensor) -> Tensor:
+    work.wait()
+    return tensor
+
+
+@dataclass(frozen=True)
+class TiedHolders:
+    """The stages that hold a tied parameter, as one of them sees it.
+
+    Attributes:
+        group: gloo group of all replicas of all holders.
+        count: number of holders.
+        lag: rounds between a gradient and its step at this holder; 0 in flushing schedules.
+        is_first: whether this is the first holder.
+    """
+
+    group: Any
+    count: int
+    lag: int
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class _StartedSum:
+    """A sum under way.
+
+    Attributes:
+        wait: waits for the sum and returns it, in CPU memory.
+        at_s: when it was started, in seconds of time.perf_counter.
+    """
+
+    wait: Callable[[], Tensor]
+    at_s: float
+
+
+class TiedParameterSync:
+    """One tied parameter at one holder.
+
+    Args:
+        optimizer: of this parameter alone, under its name at the first holder.
+        max_norm: that its gradient is clipped to by itself; None where it is not clipped, or together with others.
+    """
+
+    def __init__(
+        self, optimizer: NamedOptimizer, holders: TiedHolders, meter: WorkerMeter, max_norm: float | None = None
+    ) -> None:
+        self.optimizer, self.holders, self._meter, self._max_norm = optimizer, holders, meter, max_norm
+        [(self._name, self.parameter)] = optimizer.parameters.items()
+        self._all_reduce = HostAllReduce(holders.group, self.parameter.device)
+        self._due: deque[_StartedSum] = deque()
+
+    def start_sum(self, weight: float) -> None:
+        """Take this round's gradient, a sum over samples, and start summing it over the holders.
+
+        Args:
+            weight: number of these samples, in minibatches.
+        """
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None:
+            gradient = torch.zeros_like(self.parameter)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        message = torch.cat([gradient.detach().reshape(-1), gradient.new_full((1,), weight)])
+        with self._peer_error():
+            wait = self._all_reduce.start(message)
+        self._due.append(_StartedSum(wait, time.perf_counter()))
+        self._meter.count_sent(message.nbytes)
+
+    @property
+    def is_step_due(self) -> bool:
+        """Whether a step is due in this round."""
+        return len(self._due) > self.holders.lag
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all steps were taken."""
+        return not self._due
+
+    def take_sum(self) -> None:
+        """Give the parameter its oldest gradient: summed over the holders, the mean over the samples of its round."""
+        started = self._due.popleft()
+        with self._meter.averaging, self._peer_error():
+            total = started.wait()
+        self._meter.all_reduce_ended(started.at_s, total.nbytes)
+        total = total.to(self.parameter.device, non_blocking=True)
+        gradient = total[:-1].div_(total[-1] / self.holders.count)
+        self.parameter.grad = gradient.view_as(self.parameter)
+        if self._max_norm:
+            clip([self.parameter], self._max_norm)
+
+    def step(self) -> None:
+        """Step with the gradient that `take_sum` has given."""
+        self.optimizer.step()
+
+    def _peer_error(self) -> PeerErrorContext:
+        return PeerErrorContext(
+            f"the gradient of the tied parameter {self._name} was not summed over the stages that hold it"
+        )

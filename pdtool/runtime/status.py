@@ -1,0 +1,217 @@
+"""What a worker is doing, in a small memory-mapped file: it can still be read after the worker was killed."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from pdtool import host as process_memory
+from pdtool.artifacts.metrics import METRICS_FILE
+from pdtool.errors import PdtoolError
+from pdtool.runtime.config import RankAssignment
+
+WORKERS_FOLDER = ".workers"
+FAILURE_FILE = "failure.txt"
+ANY_PEER, OWN_ERROR, NOBODY = -1, -2, -3  # where the rank of a peer may stand
+_HEADER = struct.Struct("<iqdi")  # fields of LastStatus: pid, oom_kills, since_s, waits_for
+_STATUS_BYTES = 160
+_STATE = struct.Struct("<di")  # since_s, waits_for
+_STATE_AT = _HEADER.size - _STATE.size
+_STATE_AND_TEXT = struct.Struct(f"<di{_STATUS_BYTES - _HEADER.size}s")
+_FAILURE_BYTES = 4096
+
+
+class Status:
+    """The status of one worker; setting it takes about a microsecond.
+
+    Attributes:
+        of_this_process: that of the worker that this process is; None in a process that is none.
+    """
+
+    of_this_process: ClassVar[Status | None] = None
+
+    def __init__(self, out: Path, assignment: RankAssignment) -> None:
+        path = _path(out, assignment.rank, "status")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(_STATUS_BYTES))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
+        _path(out, assignment.rank, "failure").write_bytes(b" " * _FAILURE_BYTES)
+        _HEADER.pack_into(self._memory, 0, os.getpid(), process_memory.oom_kills() or 0, time.time(), NOBODY)
+        self.set("the start")
+        Status.of_this_process = self
+
+    def set(self, text: str) -> None:
+        """Say what begins now: `1F7 of epoch 2`."""
+        self._waits = 0
+        _STATE_AND_TEXT.pack_into(self._memory, _STATE_AT, time.time(), NOBODY, text.encode())
+
+    def waits_for(self, peer: int) -> None:
+        """Say whom it waits for from now on: a rank, ANY_PEER or NOBODY."""
+        _STATE.pack_into(self._memory, _STATE_AT, time.time(), peer)
+
+    def wait_begins(self, peer: int) -> None:
+        """Say that a wait begins; one within another is part of it."""
+        self._waits += 1
+        if self._waits == 1 or peer != ANY_PEER:
+            self.waits_for(peer)
+
+    def wait_ends(self) -> None:
+        """Say that a wait is over."""
+        self._waits -= 1
+        if self._waits <= 0:
+            self.waits_for(NOBODY)
+
+
+def wait_begins(peer: int = ANY_PEER) -> None:
+    """Write into this worker's status that it waits for `peer`, a rank, or for one of several."""
+    if Status.of_this_process:
+        Status.of_this_process.wait_begins(peer)
+
+
+def waits_for(peer: int) -> None:
+    """Write into this worker's status which rank it waits for, now that this is known."""
+    if Status.of_this_process:
+        Status.of_this_process.waits_for(peer)
+
+
+def wait_ends() -> None:
+    """Write into this worker's status that it goes on to compute. After an error it is not called."""
+    if Status.of_this_process:
+        Status.of_this_process.wait_ends()
+
+
+@dataclass(frozen=True)
+class LastStatus:
+    """What a worker was last doing.
+
+    Attributes:
+        pid: of its process; 0 when it has not started.
+        since_s: when it began that, or began or ended to wait in it; of time.time, which machines nearly share.
+        waits_for: the rank that it waited for, ANY_PEER or NOBODY.
+        oom_kills: how many processes of its machine the kernel had killed for lack of memory when it started.
+    """
+
+    text: str = "the start"
+    pid: int = 0
+    since_s: float = 0.0
+    waits_for: int = NOBODY
+    oom_kills: int = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it was waiting for another worker."""
+        return self.waits_for != NOBODY
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """How a worker ended, in its own words.
+
+    Attributes:
+        exit_code: of the error that it raised.
+        peer: OWN_ERROR, or the rank that it waited for in vain (ANY_PEER: one of several).
+        at_s: when, in seconds of time.time.
+        stopped: ranks of its machine whose processes were stopped then (SIGSTOP).
+        gone: ranks of its machine whose processes had ended then.
+    """
+
+    what: str
+    remedy: str
+    exit_code: int
+    peer: int = OWN_ERROR
+    at_s: float = 0.0
+    stopped: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+
+
+def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
+    """Write a failure where `read_failure` reads it, into the bytes that were reserved for it."""
+    path = _path(out, rank, "failure")
+    with suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:  # the folder may be gone
+        file.write(json.dumps(asdict(failure)).encode().ljust(_FAILURE_BYTES))
+
+
+def read_failure(out: Path, rank: int) -> WorkerFailure | None:
+    """Return what the worker wrote when it failed; None when it wrote nothing."""
+    try:
+        return WorkerFailure(**json.loads(_path(out, rank, "failure").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_traceback(out: Path, rank: int, text: str) -> None:
+    """Keep the traceback of a worker's failure, for FAILURE_FILE."""
+    _path(out, rank, "traceback").write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def read_traceback(out: Path, rank: int) -> str:
+    """Return the traceback of a worker's failure; "" when it left none."""
+    try:
+        return _path(out, rank, "traceback").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def read_status(out: Path, rank: int) -> LastStatus:
+    """Return what the worker was last doing."""
+    try:
+        content = _path(out, rank, "status").read_bytes()
+        pid, oom_kills, since_s, waits_for = _HEADER.unpack_from(content)
+    except (OSError, struct.error):
+        return LastStatus()
+    text = content[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
+    return LastStatus(text or "the start", pid, since_s, waits_for, oom_kills)
+
+
+def read_pid(out: Path, rank: int) -> int:
+    """Return the worker's process id; raises ProcessLookupError when it has not started."""
+    pid = read_status(out, rank).pid
+    if not pid:
+        raise ProcessLookupError(f"rank {rank} has not started")
+    return pid
+
+
+def process_state(pid: int) -> str:
+    """Return the letter that Linux has for the state of a process of this machine: T is stopped, Z or "" has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def prepare_folder(out: Path, ranks: Sequence[int], *, keep_metrics: bool) -> None:
+    """Make the run's folder with the files of these ranks, so that their workers need no room on the disk to say how
+    they ended; what an earlier run left there of them, and of metrics, is removed.
+
+    Raises:
+        PdtoolError: the folder cannot be written.
+    """
+    if (out / METRICS_FILE).exists() and not (out / METRICS_FILE).is_file():
+        raise PdtoolError(f"{out / METRICS_FILE} is no regular file", "remove it")
+    try:
+        (out / WORKERS_FOLDER).mkdir(parents=True, exist_ok=True)
+        (out / FAILURE_FILE).unlink(missing_ok=True)
+        for rank in ranks:
+            _path(out, rank, "status").write_bytes(bytes(_STATUS_BYTES))
+            _path(out, rank, "failure").write_bytes(b" " * _FAILURE_BYTES)
+            _path(out, rank, "traceback").unlink(missing_ok=True)
+        if not keep_metrics:
+            (out / METRICS_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise PdtoolError(f"{out} cannot be written ({error.strerror})", "name another folder with -o") from error
+
+
+def _path(out: Path, rank: int, kind: str) -> Path:
+    return out / WORKERS_FOLDER / f"{rank}.{kind}"

@@ -1,0 +1,217 @@
+"""Checkpoints by original names, so that a run goes on under another plan; a folder that exists is complete.
+
+    checkpoints/epoch-3/   stage-0.safetensors, ...   the state of one stage: `model.NAME`, `optimizer.PARAMETER.KEY`
+                           checkpoint.json            epoch, seed, metrics, and the digest of each file
+
+Workers write together into `.epoch-3.partial`, which is renamed when all are done. A file is data: nothing in it is
+executed, and one that is not as it was written is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pdtool.artifacts.run_dir import _FOLDER, _MANIFEST, CheckpointManifest, StoredFile, _remedy, latest, read_manifest
+from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.files import check_replaceable, replacing
+from pdtool.runtime.groups import all_gather
+
+_ZIP = b"PK"  # how what torch.save writes begins
+_T = TypeVar("_T")
+
+
+def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[str, Tensor]], group: Any) -> Path:
+    """Write a checkpoint together with all workers of `group`; older ones stay as they are.
+
+    Args:
+        manifest: of the checkpoint, without files.
+        states: of the stages that this worker saves, by their number: key -> tensor of any shape.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        PdtoolError: on every worker, when one could not write, or when the first one does not see all the files.
+    """
+    folder = out / _FOLDER / f"epoch-{manifest.epoch}"
+    partial = folder.with_name(f".epoch-{manifest.epoch}.partial")
+    leader = dist.get_rank(group) == 0
+    try:
+        _on_all_workers(group, lambda: _make_empty(partial, out) if leader else None)
+        written = _on_all_workers(group, lambda: {_file_name(s): _write(partial, s, states[s]) for s in states})
+        files = {name: stored for files in written for name, stored in files.items()}
+        complete = manifest.model_copy(update={"files": dict(sorted(files.items()))})
+        _on_all_workers(group, lambda: _publish(partial, folder, complete) if leader else None)
+    except PdtoolError:
+        if leader:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder
+
+
+def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Return the tensors whose key is wanted, on the CPU, without any other worker.
+
+    Raises:
+        ArtifactError: a file that holds one of them, or whose keys cannot be read, is not as it was written; the
+            checkpoint before it is named.
+    """
+    state: dict[str, Tensor] = {}
+    for name, stored in read_manifest(checkpoint).files.items():
+        try:
+            state |= _read(checkpoint / name, stored, wanted)
+        except FileNotFoundError as error:
+            raise ArtifactError(checkpoint / name, "is missing", _remedy(checkpoint)) from error
+        except (OSError, ValueError, SafetensorError) as error:
+            what = f"is damaged ({getattr(error, 'strerror', None) or error})"
+            raise ArtifactError(checkpoint / name, what, _remedy(checkpoint)) from error
+    return state
+
+
+def export(run_dir: Path, out: Path) -> Path:
+    """Write the model of a run's last checkpoint as one ordinary state_dict, for `torch.load`; returns the checkpoint.
+
+    Tied names share one tensor in it, as in the state_dict of the model.
+
+    Args:
+        out: the file; `-` is stdout.
+
+    Raises:
+        UsageError: the run has no checkpoint; or another file than one of torch would be overwritten.
+        ArtifactError: its last one is damaged.
+        PdtoolError: the file could not be written; an older one stays.
+    """
+    if str(out) != "-":
+        check_replaceable(out, "one of torch.save", lambda head: head.startswith(_ZIP))
+    checkpoint = latest(run_dir)
+    saved = load(checkpoint, lambda key: key.startswith("model."))
+    state = _tied({key.removeprefix("model."): value for key, value in saved.items()}, read_manifest(checkpoint).tied)
+    if str(out) == "-":
+        _save_to_stdout(state)
+        return checkpoint
+    try:
+        with replacing(out) as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # of torch, when the disk is full
+        raise PdtoolError(f"{out} could not be written ({error})", "free some space or name another place") from error
+    return checkpoint
+
+
+def _save_to_stdout(state: Mapping[str, Tensor]) -> None:
+    """Write what torch.save does, by way of memory: of a pipe that nobody reads torch says that the disk is full."""
+    written = io.BytesIO()
+    torch.save(state, written)
+    sys.stdout.buffer.write(written.getbuffer())
+    sys.stdout.buffer.flush()
+
+
+def _tied(state: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the same state, in which names of one tensor share it, so that torch.save stores it once.
+
+    Args:
+        tied: name -> another name of the same tensor. One whose values differ keeps its own.
+    """
+    shared = dict(state)
+    for name, first in tied.items():
+        if name in state and first in state and _is_same(state[name], state[first]):
+            shared[name] = state[first]
+    return shared
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)
+
+
+def _on_all_workers(group: Any, step: Callable[[], _T]) -> list[_T]:
+    """Run a step on every worker and return what each returned, in order; when it fails on one it fails on all."""
+    failure, result = "", None
+    try:
+        result = step()
+    except (OSError, ValueError, RuntimeError, SafetensorError, PdtoolError) as error:
+        failure = " ".join(str(error).split())[-300:] or type(error).__name__
+    outcomes = all_gather((failure, result), group, "word of the checkpoint")
+    failures = [failure for failure, _ in outcomes if failure]
+    if failures:
+        raise PdtoolError(
+            f"the checkpoint could not be written ({failures[0]})",
+            "see that the folder can be written; the checkpoints before it, if any, are whole",
+        )
+    return [result for _, result in outcomes]
+
+
+def _file_name(stage: int) -> str:
+    return f"stage-{stage}.safetensors"
+
+
+def _make_empty(partial: Path, out: Path) -> None:
+    if not out.is_dir():
+        raise FileNotFoundError(f"the run's folder {out} was removed")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write(folder: Path, stage: int, state: Mapping[str, Tensor]) -> StoredFile:
+    """Write the state of a stage and return what must be found again."""
+    path = folder / _file_name(stage)
+    save_file(_separate(state), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return _describe(path)
+
+
+def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors on the CPU, each with memory of its own: safetensors stores none that share it."""
+    seen: set[int] = set()
+    separate = {}
+    for key, value in state.items():
+        if value.dtype is torch.complex128:
+            raise ValueError(f"{key} is {value.dtype}, which safetensors cannot store")
+        tensor = value.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        is_shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen
+        separate[key] = tensor.clone() if is_shared else tensor
+        seen.add(storage.data_ptr())
+    return separate
+
+
+def _describe(path: Path) -> StoredFile:
+    with path.open("rb") as file:
+        return StoredFile(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _publish(partial: Path, folder: Path, manifest: CheckpointManifest) -> None:
+    """Check that all files are here, and make the checkpoint complete."""
+    for name, stored in manifest.files.items():
+        path = partial / name
+        if not path.is_file() or path.stat().st_size != stored.bytes:
+            raise FileNotFoundError(
+                f"{path}, which another worker wrote, is not there: do all machines share {folder}?"
+            )
+    manifest.save(partial / _MANIFEST)
+    if folder.exists():
+        shutil.rmtree(folder)  # of an earlier run in this folder that went this far
+    os.replace(partial, folder)
+
+
+def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The wanted tensors of one file; raises OSError, ValueError or SafetensorError."""
+    if path.stat().st_size != stored.bytes:
+        raise ValueError(f"it has {path.stat().st_size} bytes, and was written with {stored.bytes}")
+    with safe_open(path, framework="pt") as file:
+        keys = [key for key in file.keys() if wanted(key)]  # noqa: SIM118
+        if keys and _describe(path) != stored:
+            raise ValueError("its content is not what was written")
+        return {key: file.get_tensor(key) for key in keys}

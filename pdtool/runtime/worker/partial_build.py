@@ -1,0 +1,328 @@
+"""Operators on tensors of the meta device, which stand for tensors with values: what they write, and would draw."""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from functools import partial
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+META = torch.device("meta")
+_DRAWN_IN_PIECES = {"aten::normal_", "aten::uniform_"}
+# These draw as much for a tensor as its shape says, whatever its values are.
+DRAWN_BY_SHAPE = _DRAWN_IN_PIECES | {
+    *("aten::random_", "aten::bernoulli_", "aten::exponential_", "aten::log_normal_", "aten::cauchy_"),
+    *("aten::geometric_", "aten::rand_like", "aten::randn_like"),
+}
+_PIECE = 2**18  # elements; a multiple of the 16 that normal_ draws together
+_DRAWN_TOGETHER = 16
+
+
+def move_to_meta(param: nn.Parameter) -> None:
+    """Move a parameter itself, not a copy, so that whoever holds it sees it there."""
+    moved = nn.Parameter(torch.empty_like(param, device=META), param.requires_grad)
+    moved.__dict__.update(param.__dict__)
+    with suppress(RuntimeError):  # there are views of it, or weak references: it stays
+        torch.utils.swap_tensors(param, moved)  # type: ignore[no-untyped-call]
+
+
+def draw(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Draw as many random numbers as `func` does to fill a tensor on the meta device, and drop them.
+
+    Args:
+        func: an operator of DRAWN_BY_SHAPE that works in place.
+        tensor: of any shape; a large one is drawn in pieces where that draws the same.
+    """
+    args = pytree.tree_map(with_memory, args)
+    scratch = [with_memory(tensor)]
+    if func._schema.name in _DRAWN_IN_PIECES and tensor.is_contiguous() and tensor.is_floating_point():
+        pieces = max(0, tensor.numel() - _DRAWN_TOGETHER) // _PIECE
+        rest = torch.empty(tensor.numel() - pieces * _PIECE, dtype=tensor.dtype)
+        scratch = [torch.empty(_PIECE, dtype=tensor.dtype)] * pieces + [rest]
+    for piece in scratch:
+        func(piece, *args, **kwargs)
+
+
+def is_random(func: Any) -> bool:
+    """Return whether an operator draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return what tells the storage of a tensor from others, as long as it lives; views share it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the arguments that an operator writes into."""
+    if "batch_norm" in func._schema.name:  # its schema does not say that it writes statistics
+        return tensors_in((args, kwargs))
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    return tensors_in([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
+
+
+def to_meta(value: Any) -> Any:
+    """Return a tensor without values, and the meta device in place of the CPU; anything else as it is."""
+    if isinstance(value, torch.device):
+        return META if value.type == "cpu" else value
+    return value.to(META) if isinstance(value, Tensor) else value
+
+
+def with_memory(value: Any) -> Any:
+    """Return memory of the shape and strides of a tensor on the meta device; anything else as it is."""
+    if not (isinstance(value, Tensor) and value.is_meta):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+
+
+_SEEN_ON_CPU = {
+    Tensor.device.__get__: torch.device("cpu"),
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_NEEDING_MEMORY = {
+    *(Tensor.data_ptr, Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__repr__),
+    *(Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__),
+}
+
+
+class MissingValuesError(RuntimeError):
+    """Values are needed that a partial build leaves out."""
+
+
+def build_partially(
+    build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]]
+) -> tuple[nn.Module, nn.Module]:
+    """Build a model twice: with all parameters on the meta device, and with the values of the tensors that are wanted.
+
+    Args:
+        build: seeds the generators and makes the model, with the same structure each time; shown is what the second
+            one prints.
+        wanted: finds the tensors in either model.
+
+    Returns:
+        The model of the first build and that of the second, where further tensors may have values, too.
+
+    Raises:
+        MissingValuesError: the construction needs values that are left out, or is not the same each time.
+        Exception: what `build` raises, perhaps for lack of values.
+    """
+    first = _PartialBuild(keeps=(), draws=False)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outline = first.run(build)
+    second = _PartialBuild(keeps=first.numbers(wanted(outline)), draws=True)
+    model = second.run(build)
+    if first.registered != second.registered:
+        raise MissingValuesError("model() makes other parameters when it is called again")
+    if any(tensor.is_meta for tensor in wanted(model)):
+        raise MissingValuesError("model() makes the values of a parameter in a way that cannot be followed")
+    return outline, model
+
+
+class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves parameters to the meta device when modules register them, and follows what is made of them.
+
+    A storage is known by its address, and kept alive, so that no other one has it.
+
+    Args:
+        keeps: numbers of the parameters that stay as they are; they are numbered as modules register them.
+        draws: whether to draw the random numbers of tensors on the meta device, and drop them.
+
+    Attributes:
+        registered: shape and type of each parameter, in the order of their numbers.
+    """
+
+    def __init__(self, keeps: Collection[int], *, draws: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps, self._draws = keeps, draws
+        self.registered: list[tuple[torch.Size, torch.dtype]] = []
+        self._numbers: dict[int, int] = {}  # storage of a registered parameter -> its number
+        self._sources: dict[int, set[int]] = {}  # storage -> those of the registered parameters that it is made of
+        self._storages: list[torch.UntypedStorage] = []
+        self._made_on_meta: dict[int, torch.UntypedStorage] = {}  # by model(), which has them there by itself, too
+        self._failure: Exception | None = None
+
+    def run(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Build a model in this mode.
+
+        Raises:
+            Exception: what an operator or `build` raised, also if the model's code caught it.
+        """
+        register, draw_truncated = nn.Module.register_parameter, init._no_grad_trunc_normal_
+
+        def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(module, name, param)
+            if type(param) is nn.Parameter:
+                self._register(param)
+
+        def draw_truncated_on_meta(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not self.follows(tensor):
+                return draw_truncated(tensor, *args, **kwargs)
+            if self._draws:  # how much depends on what is drawn
+                with DisableTorchFunction():
+                    draw_truncated(with_memory(tensor), *args, **kwargs)
+            return tensor
+
+        start = threading.Thread.start
+
+        def start_watched(thread: threading.Thread) -> None:
+            thread.run = partial(_run_watched, self, thread.run)  # type: ignore[method-assign]
+            start(thread)
+
+        with (
+            patch.object(threading.Thread, "start", start_watched),
+            patch.object(nn.Module, "register_parameter", register_on_meta),
+            patch.object(init, "_no_grad_trunc_normal_", draw_truncated_on_meta),
+            _SeenOnCpu(self),
+            self,
+        ):
+            model = build()
+        if self._failure:
+            raise self._failure
+        return model
+
+    def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Return the numbers of all parameters that the values of `tensors` are made of."""
+        found: set[int] = set()
+        left = {source for tensor in tensors for source in self._sources.get(storage_address(tensor), ())}
+        while left:
+            found |= left
+            left = {source for storage in left for source in self._sources[storage]} - found
+        return {self._numbers[source] for source in found}
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the meta device in place of one that has values in the whole model."""
+        with DisableTorchFunction():
+            return tensor.is_meta and storage_address(tensor) in self._sources
+
+    def set_data(self, param: Tensor, values: Tensor) -> None:
+        """Do `param.data = values` where one of them is followed; the parameter is then made of both."""
+        if not self.follows(param):
+            self.refuse(MissingValuesError("model() sets the data of a tensor to what it makes of a parameter"))
+        with DisableTorchFunction(), _disable_current_modes():
+            sources = self._sources[storage_address(param)] | self._sources.get(storage_address(values), set())
+            param.data = values.detach().to(META)
+            self._add(param, sources)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise an error that counts even if the model's code catches it."""
+        self._failure = self._failure or error
+        raise error
+
+    def _register(self, param: nn.Parameter) -> None:
+        """Give a parameter that is registered for the first time a number, and move it unless it is kept."""
+        with DisableTorchFunction(), _disable_current_modes():
+            is_on_cpu = param.device.type == "cpu" and param.layout is torch.strided
+            if storage_address(param) in self._numbers or not (is_on_cpu or self.follows(param)):
+                return
+            number = len(self.registered)
+            self.registered.append((param.shape, param.dtype))
+            if is_on_cpu and number not in self._keeps:
+                move_to_meta(param)
+            self._add(param, {storage_address(param)})
+            self._numbers[storage_address(param)] = number
+
+    def _add(self, tensor: Tensor, sources: set[int]) -> None:
+        self._storages.append(tensor.untyped_storage())
+        self._sources.setdefault(storage_address(tensor), set()).update(sources)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with DisableTorchFunction():
+            on_meta = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
+            try:
+                if any(self.follows(tensor) for tensor in on_meta):
+                    return self._run_followed(func, args, kwargs)
+                if is_random(func) and any(storage_address(tensor) not in self._made_on_meta for tensor in on_meta):
+                    raise MissingValuesError(f"model() draws with {func} for a copy of a parameter")
+                result = func(*args, **kwargs)
+            except Exception as error:
+                if on_meta:
+                    self.refuse(error)
+                raise
+            if kwargs.get("device") == META:
+                self._made_on_meta |= {
+                    storage_address(tensor): tensor.untyped_storage() for tensor in tensors_in(result)
+                }
+        return result
+
+    def _run_followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that reads or writes followed tensors; its outputs are followed, too."""
+        written = written_by(func, args, kwargs)
+        if not all(tensor.is_meta for tensor in written):
+            raise MissingValuesError(f"model() writes with {func} what it makes of a parameter into another tensor")
+        result = self._result(func, args, kwargs, written)
+        sources = {s for tensor in tensors_in((args, kwargs)) for s in self._sources.get(storage_address(tensor), ())}
+        for tensor in (*tensors_in(result), *written):
+            self._add(tensor, sources)
+        for source in sources:  # what meets in an operator must be on one device
+            self._sources[source].update(sources)
+        return result
+
+    def _result(self, func: Any, args: Any, kwargs: Any, written: Collection[Tensor]) -> Any:
+        if not is_random(func):
+            args, kwargs = pytree.tree_map(to_meta, (args, kwargs))
+            return func(*args, **kwargs)
+        if func._schema.name not in DRAWN_BY_SHAPE:
+            raise MissingValuesError(f"model() draws with {func} how much depends on the values of a parameter")
+        if not written:
+            return to_meta(func(with_memory(args[0]), *args[1:], **kwargs))
+        if self._draws:
+            draw(func, *args, **kwargs)
+        return args[0]
+
+
+def _run_watched(build: _PartialBuild, run: Callable[[], None]) -> None:
+    """Run a thread of model(), which the build does not follow."""
+    with _NoDraws(build):
+        run()
+
+
+class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses draws for tensors on the meta device, where nothing is drawn: the sequence would go on wrongly."""
+
+    def __init__(self, build: _PartialBuild) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._build = build
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_random(func) and any(tensor.is_meta for tensor in tensors_in((args, kwargs or {}))):
+            self._build.refuse(MissingValuesError(f"model() draws with {func} in another thread"))
+        return func(*args, **(kwargs or {}))
+
+
+class _SeenOnCpu(TorchFunctionMode):
+    """Lets code that asks where a followed tensor is see the CPU: on the meta device it may initialize otherwise."""
+
+    def __init__(self, build: _PartialBuild) -> None:
+        super().__init__()
+        self._build = build
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SEEN_ON_CPU and self._build.follows(args[0]):
+            return _SEEN_ON_CPU[func]
+        if func in _NEEDING_MEMORY and self._build.follows(args[0]):
+            self._build.refuse(MissingValuesError(f"model() reads a parameter with {func.__name__}()"))
+        if func == _SET_DATA and any(self._build.follows(tensor) for tensor in args):
+            return self._build.set_data(*args)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,268 @@
+"""Load the module of a stage that codegen wrote, with the parameters and buffers of the whole model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from pdtool.artifacts.bundle import Bundle, TiedParameter
+from pdtool.artifacts.plan import Plan
+from pdtool.errors import ArtifactError, PdtoolError, StaleError, TraceError, describe_error
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.operators import named_state
+from pdtool.frontend.user_code import user_modules_importable
+from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
+from pdtool.runtime.worker.partial_build import build_partially
+
+
+def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module) -> nn.Module:
+    """Import the stage's class and give it the parameters and buffers of `model`, by name, without copying them.
+
+    Raises:
+        StaleError: a file is not as codegen wrote it.
+        ArtifactError: it cannot be imported, or the parameters of the stage are not the model's.
+    """
+    bundle.check_files(folder)
+    described = bundle.stages[stage]
+    path = folder / described.file
+    spec = importlib.util.spec_from_file_location(f"pdtool_stage_{stage}", path)
+    assert spec
+    assert spec.loader
+    code = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = code
+    try:
+        with user_modules_importable():
+            spec.loader.exec_module(code)
+        kind = getattr(code, described.class_name)
+        with torch.device("meta"):  # its values are those of the model
+            module: nn.Module = kind(model) if described.opaque else kind()
+    except Exception as error:
+        what = f"cannot be used ({describe_error(error)})"
+        raise ArtifactError(path, what, "mend it, or let `pdtool codegen` write it again") from error
+    for kind in ("_parameters", "_buffers"):
+        _take_over(module, model, kind, path)
+    return module.train()
+
+
+def _take_over(module: nn.Module, model: nn.Module, kind: str, path: Path) -> None:
+    """Replace every entry of `kind` in `module` by the model's of the same name, so that what is tied stays tied."""
+    for prefix, owner in module.named_modules():
+        for key, value in getattr(owner, kind).items():
+            name = f"{prefix}.{key}" if prefix else key
+            original = _entry(model, kind, name)
+            if value is None and original is None:
+                continue
+            if _description(value) != _description(original):
+                raise ArtifactError(
+                    path,
+                    f"its {name} is {_description(value)}, the model's is {_description(original)}",
+                    "run `pdtool codegen` again",
+                )
+            setattr(owner, key, original)  # nn.LSTM makes its list of weights here
+
+
+def _entry(model: nn.Module, kind: str, name: str) -> Tensor | None:
+    """The model's parameter or buffer of this name; a tensor that is a mere attribute is a buffer of its stage."""
+    prefix, _, key = name.rpartition(".")
+    try:
+        owner = model.get_submodule(prefix)
+    except AttributeError:
+        return None
+    value = getattr(owner, kind).get(key)
+    if value is None and kind == "_buffers":
+        value = vars(owner).get(key)
+    return value if isinstance(value, Tensor) else None
+
+
+def _description(value: Tensor | None) -> str:
+    """`float32[4, 16]`, or `missing`."""
+    return "missing" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+_SMALL_BYTES = 4e9  # of the memory of all stages together
+
+
+def is_small(plan: Plan) -> bool:
+    """Return whether each worker can as well build the whole model: sooner, and model() is called only once."""
+    return plan.predicted is not None and sum(plan.predicted.memory_bytes) < _SMALL_BYTES
+
+
+@dataclass(frozen=True)
+class WorkerModel:
+    """A model with the values of some stages.
+
+    Attributes:
+        file, seed: what it was built of.
+        model: its tensors have the values of the whole model, or are on the meta device if no stage of this worker
+            uses them.
+        outline: the same model with all parameters on the meta device; None where the model was built as a whole.
+        why_whole: why it was, although this worker has not all stages; "" otherwise.
+    """
+
+    file: ModelFile
+    seed: int
+    model: nn.Module
+    outline: nn.Module | None = None
+    why_whole: str = ""
+
+    @classmethod
+    def build(
+        cls, file: ModelFile, seed: int, bundle: Bundle, stages: Collection[int], *, as_a_whole: bool = False
+    ) -> WorkerModel:
+        """Build the model for a worker that has `stages`; as a whole where that is asked for, or it needs all values.
+
+        Raises:
+            ModelError: the user's function fails, or returns what it made before.
+        """
+        why_whole = ""
+        if len(stages) < len(bundle.stages) and not as_a_whole:
+            try:
+                outline, model = build_partially(
+                    lambda: file.build(seed), lambda built: _stage_tensors(built, bundle, stages)
+                )
+                return cls(file, seed, model, outline)
+            except Exception as error:  # of the user's code as well, which may fail for lack of values
+                why_whole = str(error) if isinstance(error, PdtoolError) else describe_error(error)
+        model = file.build(seed)
+        if why_whole and any(parameter.is_meta for parameter in model.parameters()):
+            what = f"{file.ref.function}() returns parameters that it made when it was called before"
+            raise file.error(what, "let it make a new model each time it is called")
+        return cls(file, seed, model, why_whole=why_whole)
+
+    def check(self, check: Callable[[nn.Module], None]) -> None:
+        """Let `check` trace the model; without the values of parameters, as long as it finds nothing wrong.
+
+        Raises:
+            StaleError, TraceError: what `check` raises of the whole model.
+        """
+        if self.outline is None:
+            check(self.model)
+            return
+        try:
+            check(_allocated(self.outline))
+        except (StaleError, TraceError):  # perhaps for lack of values: to trace an opaque module it is called
+            check(self.file.build(self.seed))
+
+    def optimizer_parameters(self) -> dict[str, nn.Parameter]:
+        """Return all parameters by name, as optimizer() takes them: those on the meta device as fake CPU tensors.
+
+        A fake tensor takes no memory, and an optimizer that reads its values fails.
+        """
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def fake(parameter: nn.Parameter) -> nn.Parameter:
+            with mode:
+                values = torch.empty_like(parameter, device="cpu")
+            return nn.Parameter(values, parameter.requires_grad)
+
+        return {name: fake(p) if p.is_meta else p for name, p in self.model.named_parameters()}
+
+
+def _stage_tensors(model: nn.Module, bundle: Bundle, stages: Collection[int]) -> list[Tensor]:
+    """The tensors of a model that some stages use; for the first stage also the saved ones that no stage uses."""
+    state = named_state(model)
+    names = [name for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers)]
+    tensors = [state[name] for name in names if name in state]  # one that is missing is found by load_stage_module
+    if 0 in stages:
+        used = {id(state.get(name)) for stage in bundle.stages for name in (*stage.parameters, *stage.buffers)}
+        tensors += [tensor for tensor in model.state_dict(keep_vars=True).values() if id(tensor) not in used]
+    for path in (path for s in stages for path in bundle.stages[s].opaque):
+        tensors += _tensors_inside(model.get_submodule(path))
+    return tensors
+
+
+def _tensors_inside(module: nn.Module) -> Iterator[Tensor]:
+    """All tensors that a module and those in it hold, in lists and dicts as well."""
+    for inner in module.modules():
+        yield from (leaf for leaf in pytree.tree_leaves(dict(vars(inner))) if isinstance(leaf, Tensor))
+
+
+def _allocated(model: nn.Module) -> nn.Module:
+    """Give the tensors on the meta device memory, which the system provides only once something is written there."""
+    allocated: dict[int, Tensor] = {}
+
+    def allocate(tensor: Tensor) -> Tensor:
+        if id(tensor) not in allocated:
+            memory = torch.empty_like(tensor, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            allocated[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_parameter else memory
+        return allocated[id(tensor)]
+
+    for module in model.modules():
+        held: dict[str, Any] = {**vars(module), **module._parameters, **module._buffers}
+        for name, value in held.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                setattr(module, name, allocate(value))
+    return model
+
+
+def equalize_weights(
+    modules: Mapping[int, nn.Module], tied: Sequence[TiedParameter], groups: ProcessGroups
+) -> list[str]:
+    """Give parameters and buffers that differ between copies the values of the first worker that holds them.
+
+    All workers call it together.
+
+    Args:
+        modules: of this worker's stages, by their number; with the names of the whole model.
+
+    Returns:
+        The names of those that differed anywhere, on every worker.
+
+    Raises:
+        PeerError: a worker is lost.
+    """
+    shares = any(len(group.ranks) > 1 for group in groups.replicas) or bool(tied)
+    if not shares:
+        return []
+    own = {(s, name): tensor for s, module in modules.items() for name, tensor in _state(module).items()}
+    digests = all_gather({key: _digest(tensor) for key, tensor in own.items()}, groups.world, "the initial weights")
+    different: dict[str, None] = {}
+    for group in groups.replicas:
+        for key in [key for key in digests[group.ranks[0]] if key[0] == group.stage]:
+            if len({digests[rank][key] for rank in group.ranks}) > 1:
+                different[key[1]] = None
+                if key in own:
+                    _broadcast(own[key], group.ranks[0], group.group, group.device)
+    for parameter, tied_group in zip(tied, groups.tied, strict=True):
+        keys = list(zip(parameter.stages, parameter.names, strict=True))
+        source = groups.replicas[parameter.stages[0]].ranks[0]
+        if len({held[key] for held in digests for key in keys if key in held}) > 1:
+            different[parameter.names[0]] = None
+            for key in keys:
+                if key in own:
+                    _broadcast(own[key], source, tied_group, torch.device("cpu"))
+    return list(different)
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _digest(tensor: Tensor) -> bytes:
+    content = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(content.view(torch.uint8).numpy().data).digest()
+
+
+def _broadcast(tensor: Tensor, source: int, group: Any, device: torch.device) -> None:
+    """Give a tensor the values that it has at rank `source`.
+
+    Args:
+        device: where the group takes tensors.
+    """
+    values = tensor.detach().to(device).contiguous()
+    with PeerErrorContext(f"the initial weights did not come from rank {source}", source):
+        dist.broadcast(values, source, group=group)
+    with torch.no_grad():
+        tensor.copy_(values)

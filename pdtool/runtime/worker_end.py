@@ -1,0 +1,184 @@
+"""Files in /dev/shm that outlive their processes, unless somebody unlinks them.
+
+Named semaphores of multiprocessing, which torch elastic makes: its resource tracker unlinks them, unless it is killed
+with the launcher, as by a signal to the whole process group. So they are named after the launcher, and the next one
+unlinks those of launchers that are gone.
+
+Counters of torch, for memory of a GPU that is shared: torch unlinks them in destructors, which no worker lives to see.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.util
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from pdtool.errors import PdtoolError, WorkerDiedError, describe_error
+from pdtool.runtime.groups import PeerError
+from pdtool.runtime.status import OWN_ERROR, WorkerFailure, process_state, read_status, write_failure, write_traceback
+
+_FOLDER = Path("/dev/shm")
+_NAME = re.compile(r"sem\.pdtool-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\w+")
+
+
+def name_semaphores_after_this_process() -> None:
+    """Let the semaphores that this process will make have names that say whose they are."""
+    configuration = getattr(multiprocessing.current_process(), "_config", None)
+    with suppress(OSError):  # without /proc the names are as usual
+        if configuration:
+            configuration["semprefix"] = f"/pdtool-{_pid_namespace()}-{os.getpid()}-{_start_ticks(os.getpid())}"
+
+
+def remove_stale_semaphores() -> None:
+    """Unlink the semaphores of launchers that are gone."""
+    for path in _FOLDER.glob("sem.pdtool-*"):
+        with suppress(OSError):
+            if _is_stale(path.name):
+                path.unlink()
+
+
+def remove_counters(pid: int) -> None:
+    """Unlink the counters of shared tensors of a process that ends or is gone, of this container."""
+    for path in _FOLDER.glob(f"torch_{pid}_*"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _is_stale(name: str) -> bool:
+    owner = _NAME.fullmatch(name)
+    if owner is None or owner["namespace"] != _pid_namespace():  # in another container a pid is another process
+        return False
+    try:
+        return _start_ticks(int(owner["pid"])) != owner["start"]
+    except OSError:
+        return True
+
+
+def _pid_namespace() -> str:
+    """The number in `pid:[4026531836]`."""
+    return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+
+
+def _start_ticks(pid: int) -> str:
+    """When a process started, which tells it from a later one with its pid; raises OSError when there is none."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+
+
+_THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
+_ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
+end_process = os._exit  # kept, for `explain_exits` replaces it
+
+
+def record_failure(out: Path, rank: int, error: BaseException) -> int:
+    """Write what ended this worker where the launcher reads it; return the exit code of the process."""
+    if not isinstance(error, PeerError):  # whose traceback ends in our own waiting
+        with suppress(Exception):  # of a full disk or memory, or of an error that cannot be printed
+            write_traceback(out, rank, "".join(traceback.format_exception(error)))
+    failure = _failure(out, rank, error, time.time())
+    write_failure(out, rank, failure)
+    return failure.exit_code
+
+
+def exit_error(error: SystemExit) -> WorkerDiedError:
+    """Return the error of a worker whose user's code called sys.exit()."""
+    text = "" if error.code is None else repr(error.code)
+    return WorkerDiedError(f"sys.exit({text}) was called{_place(error)}", "raise an error in model.py instead")
+
+
+def describe_end(exit_code: int | None) -> str:
+    """Return how a process ended, as `was killed by SIGKILL`; None where only its silence tells of it."""
+    if exit_code is None:
+        return "died"
+    if exit_code < 0:
+        return f"was killed by {signal_name(-exit_code)}"
+    return f"ended with exit status {exit_code} and without a word"
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL` for 9."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def explain_exits(out: Path, rank: int) -> None:
+    """Let os._exit, when the user's code calls it in this process, say so first; the status is never 0."""
+    own_pid, own_code = os.getpid(), Path(__file__).parents[1]
+
+    def exit_with_a_word(status: int) -> NoReturn:
+        caller = sys._getframe(1)
+        file = Path(caller.f_code.co_filename)
+        if os.getpid() == own_pid and not file.is_relative_to(own_code):  # nor in a process forked from this one
+            what = f"os._exit({status}) was called ({file.name}:{caller.f_lineno})"
+            error = WorkerDiedError(what, "raise an error in model.py instead")
+            status = record_failure(out, rank, error)
+        end_process(status)
+
+    os._exit = exit_with_a_word
+
+
+def keep_threads_from_lingering() -> None:
+    """Let this process end when its work is done, even if the user's code has left threads and processes running."""
+    multiprocessing.util.Finalize(None, _terminate_children, exitpriority=0)
+    multiprocessing.util.Finalize(None, _end_worker, exitpriority=-1000)  # after all others
+
+
+def _terminate_children() -> None:
+    for child in multiprocessing.active_children():
+        child.terminate()
+
+
+def _end_worker() -> None:
+    end_despite_threads(1 if sys.exc_info()[0] else 0)  # an error on the way out of this process is still one
+
+
+def end_despite_threads(exit_code: int) -> NoReturn:
+    """End this process; threads that are not daemons get a moment to end by themselves."""
+    deadline_s = time.monotonic() + _THREADS_GRACE_S
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    remove_counters(os.getpid())
+    end_process(exit_code)
+
+
+def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerFailure:
+    if isinstance(error, PeerError):
+        stopped, gone = _silent_neighbours(out, rank)
+        while not stopped and not gone and time.time() < at_s + _ENDING_S:
+            time.sleep(0.01)
+            stopped, gone = _silent_neighbours(out, rank)
+        return WorkerFailure(error.what, error.remedy, error.exit_code, error.peer, at_s, stopped, gone)
+    if not isinstance(error, PdtoolError):
+        error = WorkerDiedError(f"{describe_error(error)}{_place(error)}")
+    return WorkerFailure(error.what, error.remedy, error.exit_code, OWN_ERROR, at_s)
+
+
+def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:
+    """The ranks of this machine whose processes are stopped, and those whose processes have ended."""
+    first = rank - int(os.environ["LOCAL_RANK"])
+    stopped, gone = [], []
+    for other in range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])):
+        pid = read_status(out, other).pid
+        state = process_state(pid) if pid else "?"
+        if state in ("T", "t"):
+            stopped.append(other)
+        elif state in ("", "Z", "X"):
+            gone.append(other)
+    return stopped, gone
+
+
+def _place(error: BaseException) -> str:
+    """` (model.py:12)`, the last line that an error came through; "" when it came through none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
