@@ -23,10 +23,9 @@ from pdtool.artifacts.cluster import ClusterSpec, make_cluster
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
 from pdtool.cli.console.report_view import emulation_view
-from pdtool.emulate.emulate_plans import choose_scaling, scaled_cluster, without_latency
-from pdtool.emulate.namespaces import check_tools, enter_own_network
-from pdtool.emulate.pretend_cluster import PretendCluster
-from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
+from pdtool.emulator.emulation import choose_scaling, scaled_cluster, without_latency
+from pdtool.emulator.pretend_cluster import PretendCluster, check_tools, enter_own_network
+from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
 from pdtool.host import resident_bytes, usable_cores
 from pdtool.planner.choice.make_plan import refresh
@@ -276,13 +275,13 @@ class TestCommand:
         assert "out holds an emulation already" in error()
 
     def test_more_workers_than_the_memory_holds_are_refused(self, folder, monkeypatch):
-        monkeypatch.setattr("pdtool.emulate.emulate_plans._WORKER_BYTES", 10**15)
+        monkeypatch.setattr("pdtool.emulator.emulation._WORKER_BYTES", 10**15)
         said = folder.pdtool("emulate", "net.yaml", "-o", "out", code=1).stderr
         assert "4 workers of 3-1 need about" in said
 
 
 def test_a_process_that_may_not_make_namespaces_is_told(monkeypatch):
-    monkeypatch.setattr("pdtool.emulate.namespaces._unshare", lambda flags: 1)
+    monkeypatch.setattr("pdtool.emulator.pretend_cluster._unshare", lambda flags: 1)
     with pytest.raises(PdtoolError, match=r"which this process may not make .*start it as root.*pdtool simulate"):
         enter_own_network()
 

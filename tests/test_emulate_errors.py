@@ -20,16 +20,16 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.cli.console.report_view import emulation_view
-from pdtool.emulate import namespaces as linux
-from pdtool.emulate.emulate_plans import (
+from pdtool.emulator import pretend_cluster as linux
+from pdtool.emulator.emulation import (
     EmulationSettings,
     check_minibatches,
     choose_scaling,
     minibatches_to_steady_state,
     sleeping_config,
 )
-from pdtool.emulate.pretend_cluster import PretendCluster
-from pdtool.emulate.sleeping_model import Scaling, write_sleeping_model
+from pdtool.emulator.pretend_cluster import PretendCluster
+from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.planner.choice.make_plan import refresh
 from pdtool.schedule.shape import steady_minibatches

@@ -14,8 +14,7 @@ import time
 from multiprocessing.connection import Connection
 
 from pdtool.artifacts.cluster import make_cluster
-from pdtool.emulate.namespaces import check_tools, enter_own_network
-from pdtool.emulate.pretend_cluster import INTERFACE, PretendCluster
+from pdtool.emulator.pretend_cluster import INTERFACE, PretendCluster, check_tools, enter_own_network
 from pdtool.host import end_with_parent
 from pdtool.rendezvous import GLOO_VARIABLE
 from pdtool.units import parse_bandwidth

@@ -20,8 +20,7 @@ from types import FrameType
 from typing import Any, cast
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.emulate.namespaces import check_tools, enter_own_network
-from pdtool.emulate.pretend_cluster import INTERFACE, PretendCluster
+from pdtool.emulator.pretend_cluster import INTERFACE, PretendCluster, check_tools, enter_own_network
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.host import end_with_parent
 from pdtool.rendezvous import GLOO_VARIABLE
