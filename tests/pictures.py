@@ -21,8 +21,8 @@ from pdtool.planner.choice.make_plan import reschedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
-from pdtool.report.drawings.timeline_drawing import TimelineGroup, timeline_drawing
-from pdtool.report.simulated import simulated_group
+from pdtool.reports.figures import simulated_group
+from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
 from pdtool.schedule import is_asynchronous
 from pdtool.units import format_seconds
 

@@ -20,7 +20,7 @@ from pdtool.planner.choice.comparison import SweepPoint, bandwidth_grid, crossin
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
-from pdtool.report.drawings.graphviz import dot
+from pdtool.reports.graph_drawing import dot
 
 
 @pytest.fixture

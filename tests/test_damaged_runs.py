@@ -68,7 +68,7 @@ def test_the_record_of_a_run_stands_for_its_folder(run, folder):
 def test_a_run_that_is_removed_while_it_is_watched_is_named(run, folder, monkeypatch):
     (run / "report.json").unlink()
     (run / "metrics.jsonl").write_text('{"split": "train", "epoch": 1, "step": 1, "loss": 1.0}\n')
-    monkeypatch.setattr("pdtool.report.page.is_unfinished", lambda subject: True)
+    monkeypatch.setattr("pdtool.reports.page.is_unfinished", lambda subject: True)
     monkeypatch.setattr(reporting.time, "sleep", lambda seconds: shutil.rmtree(run))
     error = folder.pdtool("report", "run", "--watch", code=1).stderr
     assert "run was removed, and is watched no more; report.html stays as it was" in error

@@ -36,8 +36,7 @@ from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
-from pdtool.report.drawings.graph_drawing import graph_drawing
-from pdtool.report.drawings.graphviz import dot
+from pdtool.reports.graph_drawing import dot, graph_drawing
 from pdtool.schedule import RIVALS
 
 INPUTS = int(os.environ.get("PDTOOL_FUZZ_INPUTS", "500"))

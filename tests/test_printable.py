@@ -12,8 +12,8 @@ import samples
 
 from pdtool.cli.console import terminal
 from pdtool.errors import printable
-from pdtool.report.drawings.graphviz import dot
-from pdtool.report.drawings.picture import Picture
+from pdtool.reports.graph_drawing import dot
+from pdtool.reports.picture import Picture
 
 HOSTILE = "\x9b2J\x7f\u202e[/b][red]:warning: &#27; <b>"  # what a Label may hold
 WORSE = f"\x1b[2J\r\x07{HOSTILE}"  # what a metric's name or an error may hold

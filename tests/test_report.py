@@ -32,15 +32,13 @@ from pdtool.planner.choice.make_plan import make_plan, under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
-from pdtool.report.drawings.chart import Curve, curve_chart, gain_chart
-from pdtool.report.drawings.graph_drawing import graph_drawing
-from pdtool.report.drawings.module_blocks import MAX_BLOCKS, module_blocks
-from pdtool.report.drawings.picture import FONT_SIZE, Picture, text_width
-from pdtool.report.drawings.scales import AxisScale, time_labels
-from pdtool.report.drawings.timeline_drawing import TimelineGroup, WorkerRow, timeline_drawing
-from pdtool.report.measured import differences, metric_charts
-from pdtool.report.sentences import gain_in_words
-from pdtool.report.simulated import simulated_group
+from pdtool.reports.chart import Curve, curve_chart, gain_chart
+from pdtool.reports.figures import differences, metric_charts, simulated_group
+from pdtool.reports.graph_drawing import graph_drawing
+from pdtool.reports.module_blocks import MAX_BLOCKS, module_blocks
+from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, time_labels
+from pdtool.reports.sentences import gain_in_words
+from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow, timeline_drawing
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = (1120, 358)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from pdtool.artifacts.artifact import declared_kind
@@ -16,31 +15,9 @@ from pdtool.artifacts.report import Emulation
 from pdtool.artifacts.run_dir import _EMULATION_FILE, _PLAN_FILE, _REPORT_FILE, _RUN_FILE, RunRecord, read_run
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.files import read_text
+from pdtool.reports.page import Subject
 
 Planned = Callable[[str], tuple[Plan, Profile]]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A plan, a run or an emulation.
-
-    Attributes:
-        name: as it was named on the command line.
-        profile: that the plan was made from; None where it is no longer there.
-        missing: why there is no plan or profile, for the reader of the page.
-    """
-
-    name: str
-    plan: Plan | None = None
-    profile: Profile | None = None
-    run: RunRecord | None = None
-    emulation: Emulation | None = None
-    missing: str = ""
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """What the predictions depend on; empty where there is no plan or profile."""
-        return (self.plan.plan_sha256, self.profile.content_sha256) if self.plan and self.profile else ()
 
 
 def read_subject(name: str, planned: Planned) -> Subject:

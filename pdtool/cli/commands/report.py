@@ -16,7 +16,7 @@ from pdtool.errors import PdtoolError, UsageError
 
 if TYPE_CHECKING:
     from pdtool.planner.choice.comparison import SimulatedPlan
-    from pdtool.report.subjects import Subject
+    from pdtool.reports.page import Subject
 
 _MAX_SUBJECTS = 4
 _WATCH_S = 2.0  # between two looks at a run
@@ -54,8 +54,8 @@ def _write(names: tuple[str, ...], path: Path, simulations: dict[str, SimulatedP
     """Write the page; simulations are taken from `simulations`, and new ones put there."""
     from pdtool.cli.inputs import planned
     from pdtool.files import write_atomically
-    from pdtool.report.page import page
     from pdtool.report.subjects import read_subject
+    from pdtool.reports.page import page
 
     subjects = [read_subject(name, planned) for name in names]
     with status("simulating"):
@@ -73,7 +73,7 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
     Raises:
         PdtoolError: what is watched was removed.
     """
-    from pdtool.report.page import is_unfinished
+    from pdtool.reports.page import is_unfinished
 
     simulations: dict[str, SimulatedPlan] = {}
     while any(map(is_unfinished, subjects)):
@@ -90,7 +90,7 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
 def _check_target(path: Path) -> None:
     """Check that no other file than such a page would be overwritten; raises UsageError."""
     from pdtool.files import check_replaceable
-    from pdtool.report.page import GENERATOR
+    from pdtool.reports.page import GENERATOR
 
     if str(path) != "-":
         check_replaceable(path, "a page of pdtool", lambda head: GENERATOR.encode() in head)

@@ -99,8 +99,7 @@ def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
     from pdtool.artifacts.plan import Plan
     from pdtool.cli.console.output import write_text
     from pdtool.cli.inputs import profile_of
-    from pdtool.report.drawings.graph_drawing import graph_drawing
-    from pdtool.report.drawings.graphviz import dot
+    from pdtool.reports.graph_drawing import dot, graph_drawing
 
     if not isinstance(artifact, Plan):
         raise UsageError(f"{file} is {with_article(artifact.KIND)}, and --graph draws plans", "name a plan")

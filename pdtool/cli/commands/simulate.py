@@ -69,9 +69,9 @@ def simulate(
     from pdtool.cli.console.output import write_text
     from pdtool.cli.inputs import planned
     from pdtool.planner.choice.comparison import simulated
-    from pdtool.report.drawings.chart import gain_chart
-    from pdtool.report.drawings.timeline_drawing import timeline_drawing
-    from pdtool.report.simulated import simulated_group
+    from pdtool.reports.chart import gain_chart
+    from pdtool.reports.figures import simulated_group
+    from pdtool.reports.timeline_drawing import timeline_drawing
     from pdtool.units import format_seconds
 
     rates = _rates(sweep) if sweep else []

@@ -10,8 +10,8 @@ from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import CheckpointManifest
 from pdtool.cli.console.table import Lines, table
 from pdtool.cli.console.training_progress import validated
-from pdtool.report.sentences import scaling_phrase
-from pdtool.report.slow_stages import slowest_stage_sentence
+from pdtool.reports.figures import slowest_stage_sentence
+from pdtool.reports.sentences import scaling_phrase
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _DIGITS = 12  # of a digest that are shown

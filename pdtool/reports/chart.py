@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdtool.planner.choice.comparison import SweepPoint, crossings
-from pdtool.report.drawings.picture import Picture, fitted, stage_class, text_width
-from pdtool.report.drawings.scales import AxisScale, number_labels
+from pdtool.reports.picture import AxisScale, Picture, fitted, number_labels, stage_class, text_width
 from pdtool.units import format_bits_rate
 
 _BOTTOM, _RIGHT = 40, 14  # pixels

@@ -1,26 +1,116 @@
-"""Makes the section of one subject, of what is planned, simulated and measured."""
+"""The page: one HTML file without a server or scripts, of one subject or of several beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from pdtool import __version__
 from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
-from pdtool.errors import PdtoolError
+from pdtool.artifacts.run_dir import RunPhase, RunRecord
+from pdtool.errors import PdtoolError, printable
 from pdtool.planner.choice.comparison import SimulatedPlan
-from pdtool.report.bars import emulation_bars, measured_bar, memory_bars, predicted_bar, rival_bars
-from pdtool.report.drawings.chart import gain_chart
-from pdtool.report.drawings.graph_drawing import graph_drawing
-from pdtool.report.drawings.picture import stage_class
-from pdtool.report.drawings.timeline_drawing import TimelineGroup
-from pdtool.report.measured import differences, measured_group
-from pdtool.report.sections import HALF, NARROW, WIDE, StageSection, SubjectSection, pictures_of
-from pdtool.report.sentences import device_name, emulation_sentence, plan_sentence, run_sentence, scaling_phrase
-from pdtool.report.simulated import simulated_group
-from pdtool.report.subjects import Subject
+from pdtool.reports.chart import curve_chart, gain_chart
+from pdtool.reports.figures import (
+    Bar,
+    ExtraTime,
+    differences,
+    emulation_bars,
+    measured_bar,
+    measured_group,
+    memory_bars,
+    metric_charts,
+    predicted_bar,
+    rival_bars,
+    simulated_group,
+)
+from pdtool.reports.graph_drawing import graph_drawing
+from pdtool.reports.picture import Picture, stage_class, stylesheet
+from pdtool.reports.sentences import device_name, emulation_sentence, plan_sentence, run_sentence, scaling_phrase
+from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
 from pdtool.units import format_bits_rate, format_seconds
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A plan, a run or an emulation.
+
+    Attributes:
+        name: as it was named on the command line.
+        profile: that the plan was made from; None where it is no longer there.
+        missing: why there is no plan or profile, for the reader of the page.
+    """
+
+    name: str
+    plan: Plan | None = None
+    profile: Profile | None = None
+    run: RunRecord | None = None
+    emulation: Emulation | None = None
+    missing: str = ""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """What the predictions depend on; empty where there is no plan or profile."""
+        return (self.plan.plan_sha256, self.profile.content_sha256) if self.plan and self.profile else ()
+
+
+WIDE, HALF, NARROW = 1120.0, 540.0, 358.0  # pixels, of drawings
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A drawing for wide and one for narrow screens."""
+
+    wide: Markup
+    narrow: Markup
+
+
+def pictures_of(drawings: Iterator[Picture]) -> Pictures:
+    """Return a drawing that was made for wide and then for narrow screens."""
+    wide, narrow = drawings
+    return Pictures(Markup(wide.inline()), Markup(narrow.inline()))
+
+
+@dataclass(frozen=True)
+class StageSection:
+    """One stage: what it holds, how it spends a minibatch's time, and its memory."""
+
+    number: int
+    colour: str
+    holds: str
+    workers: str
+    bars: list[Bar]
+
+
+@dataclass
+class SubjectSection:
+    """All that the page shows of one subject; what it does not have is empty."""
+
+    subject: Subject
+    title: str
+    sentence: str
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    graph: Pictures | None = None
+    stages: list[StageSection] = field(default_factory=list)
+    gain: Pictures | None = None
+    rivals: list[Bar] = field(default_factory=list)
+    left_out: tuple[str, ...] = ()
+    rejected: list[tuple[str, str, str]] = field(default_factory=list)
+    bottleneck: str = ""
+    certificate: str = ""
+    differences: list[ExtraTime] = field(default_factory=list)
+    is_measured: bool = False
+    emulated: list[Bar] = field(default_factory=list)
+
 
 _MAX_LISTED = 8  # names of what a stage holds
 
@@ -216,3 +306,64 @@ def _emulation_section(subject: Subject, emulation: Emulation) -> SubjectSection
     for plan in emulation.plans if emulation.compute == "sleep" else ():
         section.facts.append((f"scale of {plan.name}", scaling_phrase(emulation, plan)))
     return section
+
+
+GENERATOR = '<meta name="generator" content="pdtool report">'  # by which a page is known
+REFRESH_S = 5  # seconds after which the page of an unfinished run is loaded again
+
+
+def page(subjects: Sequence[Subject], simulations: dict[str, SimulatedPlan] | None = None) -> str:
+    """Return the page as HTML.
+
+    Args:
+        simulations: those of earlier pages, by the digest of the plan; new ones are put into it.
+
+    Raises:
+        PdtoolError: a plan cannot be simulated.
+    """
+    simulations = {} if simulations is None else simulations
+    views: list[SubjectView] = []
+    for subject in subjects:
+        is_repeated = any(subject.digests and view.subject.digests == subject.digests for view in views)
+        views.append(SubjectView(subject, simulations, is_repeated=is_repeated))
+    longest_s = max(view.time_s for view in views) or 1.0
+    sections = [view.section(longest_s) for view in views]
+    groups = [group for view in views for group in view.timelines(named=len(views) > 1)]
+    runs = [(s.name, s.run.metrics) for s in subjects if s.run and s.run.metrics]
+    template = _environment().get_template("page.html.j2")
+    return template.render(
+        generator=Markup(GENERATOR),
+        refresh_s=REFRESH_S if any(is_unfinished(s) for s in subjects) else 0,
+        title=printable(" and ".join(section.title for section in sections)),
+        sections=sections,
+        timeline=_timeline_pictures(groups),
+        charts=[
+            pictures_of(curve_chart(c.curves, w, c.title, "updates") for w in (HALF, NARROW))
+            for c in metric_charts(runs)
+        ],
+        drawing_css=Markup(stylesheet()),
+        version=__version__,
+        made=time.strftime("%Y-%m-%d %H:%M:%S"),
+    )
+
+
+def is_unfinished(subject: Subject) -> bool:
+    """Whether a run goes on."""
+    return subject.run is not None and subject.run.state is RunPhase.RUNNING
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("pdtool.reports", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    environment.filters.update(seconds=format_seconds, percent=lambda share: f"{share:.4f}")
+    return environment
+
+
+def _timeline_pictures(groups: Sequence[TimelineGroup]) -> Pictures | None:
+    return pictures_of(timeline_drawing(groups, width) for width in (WIDE, NARROW)) if groups else None

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from pdtool.artifacts.chrome_trace import TraceEvent
-from pdtool.report.drawings.picture import Picture, fitted, stage_class, text_width
-from pdtool.report.drawings.scales import AxisScale, time_labels
+from pdtool.reports.picture import AxisScale, Picture, fitted, stage_class, text_width, time_labels
 from pdtool.units import format_seconds
 
 COMPUTING = {

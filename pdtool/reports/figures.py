@@ -1,0 +1,336 @@
+"""Bars of the page: what a stage takes in time and in memory, and how fast plans are beside each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from pdtool.artifacts.chrome_trace import TraceEvent
+from pdtool.artifacts.report import Emulation, Report, StageReport
+from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, SimulatedPlan, StageShares
+from pdtool.planner.simulator.result import SimulationResult
+from pdtool.reports.chart import Curve
+from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow
+from pdtool.schedule import PipelineShape, is_asynchronous
+from pdtool.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class BarPart:
+    """A part of a bar: a class of page.css, its share of the whole bar, and what it says."""
+
+    style: str
+    share: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A named bar, with a figure at its end; `is_own`: of the plan that the page is about."""
+
+    name: str
+    parts: list[BarPart]
+    figure: str
+    note: str = ""
+    is_own: bool = False
+
+
+def predicted_bar(name: str, shares: StageShares, time_s: float, longest_s: float) -> Bar:
+    """The time per minibatch that is predicted for a stage, beside the longest of all stages."""
+    parts = (("computing", shares.computing), ("communicating", shares.communicating), ("idle", shares.idle))
+    scale = time_s / longest_s
+    return Bar(name, [_part(style, share * scale, share * time_s) for style, share in parts], format_seconds(time_s))
+
+
+def measured_bar(stage: StageReport, longest_s: float) -> Bar:
+    """The time per minibatch that a stage was measured to take, beside the longest of all stages."""
+    parts = (
+        ("computing", stage.busy_s),
+        ("waiting", stage.wait_s),
+        ("averaging", stage.allreduce_s),
+        ("loading", stage.data_s),
+        ("rest", stage.rest_s),
+    )
+    drawn = [_part(style, seconds / longest_s, seconds) for style, seconds in parts if seconds]
+    return Bar("measured", drawn, format_seconds(stage.time_s))
+
+
+def _part(style: str, share: float, seconds: float) -> BarPart:
+    return BarPart(style, share, format_seconds(seconds))
+
+
+def rival_bars(simulated: SimulatedPlan) -> list[Bar]:
+    """Samples per second of the plan and its rivals, the fastest first."""
+    own = next(plan for plan in simulated.comparison.plans if plan.label == THIS_PLAN)
+    rivals = [plan for plan in simulated.comparison.plans if plan is own or not _is_same(plan, own)]
+    plans = sorted(rivals, key=lambda plan: -plan.throughput_samples_per_s)
+    fastest = plans[0].throughput_samples_per_s or 1.0
+    bars = []
+    for plan in plans:
+        ratio = own.throughput_samples_per_s / (plan.throughput_samples_per_s or 1.0)
+        note = f"{plan.samples_per_update:,} samples per update, {format_bytes(plan.memory_bytes)} at most"
+        note += "" if plan.fits else ", does not fit"
+        label = plan.label if plan.label != THIS_PLAN else f"{THIS_PLAN}, {plan.config}"
+        figure = f"{plan.throughput_samples_per_s:,.0f} samples/s" + ("" if plan is own else f", {ratio:.3g} ×")
+        parts = [BarPart("speed", plan.throughput_samples_per_s / fastest, "")]
+        bars.append(Bar(label, parts, figure, note, is_own=plan is own))
+    return bars
+
+
+def _is_same(plan: ComparedPlan, own: ComparedPlan) -> bool:
+    """Whether a rival is the plan itself, as when a straight pipeline was asked for."""
+    return (plan.config, plan.time_per_minibatch_s) == (own.config, own.time_per_minibatch_s)
+
+
+def memory_bars(limit: int | None, simulated: StageShares | None, measured: StageReport | None) -> Iterator[Bar]:
+    """The memory that a stage takes, simulated and measured, beside that of a device.
+
+    Args:
+        limit: bytes of a device; None where the plan names none.
+    """
+    peaks = [
+        ("memory", simulated.memory_bytes if simulated else None),
+        ("memory, measured", measured.peak_memory_bytes if measured else None),
+    ]
+    whole = limit or max((peak for _, peak in peaks if peak), default=0) or 1
+    for name, peak in peaks:
+        if peak is not None:
+            share = min(1.0, peak / whole)
+            of = f" of {format_bytes(limit)}" if limit else ""
+            label = f"{share:.0%}" if limit else ""
+            yield Bar(name, [BarPart("memory", share, label)], format_bytes(peak) + of)
+
+
+def emulation_bars(emulation: Emulation) -> list[Bar]:
+    """The time per minibatch of each plan, emulated and simulated."""
+    bars = []
+    slowest_s = max(plan.bottleneck_s for plan in emulation.plans) or 1.0
+    for number, plan in enumerate(emulation.plans):
+        for name, seconds in (("emulated", plan.bottleneck_s), ("simulated", plan.simulated_s)):
+            label = f"{plan.name} ({plan.config}), {name}"
+            parts = [BarPart("speed" if name == "emulated" else "idle", min(1.0, seconds / slowest_s), "")]
+            bars.append(Bar(label, parts, format_seconds(seconds), is_own=number == 0))
+    return bars
+
+
+_MAX_DRAWN_MINIBATCHES = 96
+
+
+def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: str, title: str) -> TimelineGroup:
+    """Return the part of a simulation that shows its schedule: the pipeline fills, then two steady rounds.
+
+    A round is that after which the schedule repeats itself, or as many minibatches as are in flight if those are more;
+    with a flush two whole updates, which fill and drain the pipeline, are drawn.
+    """
+    in_flight = sum(w * r for w, r in zip(shape.in_flight[:1], shape.replicas[:1], strict=False))
+    round_minibatches = max(*shape.update_every, in_flight)
+    drawn = min(2 * round_minibatches, max(_MAX_DRAWN_MINIBATCHES, 2 * shape.pipeline_depth))
+    rows = worker_rows(result)
+    steady_s = filled_s(rows) if is_asynchronous(schedule) else 0.0
+    end_s = min(result.makespan_s, steady_s + drawn * result.time_per_minibatch_s)
+    return TimelineGroup(title, rows, 0.0, end_s, min(steady_s, end_s))
+
+
+def filled_s(rows: Sequence[WorkerRow], start_s: float = 0.0) -> float:
+    """Return when the pipeline is full: all workers have begun their first backward after `start_s`."""
+    backwards = ((e.start_s for e in row.events if "backward" in e.kind and e.start_s >= start_s) for row in rows)
+    return max((min(starts, default=start_s) for starts in backwards), default=start_s)
+
+
+def worker_rows(result: SimulationResult) -> Sequence[WorkerRow]:
+    """Return the events of each worker, for a drawing."""
+    pairs = zip(result.workers, result.events, strict=True)
+    return [WorkerRow(usage.worker, usage.stage, events) for usage, events in pairs]
+
+
+_MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer than that is named
+
+
+def slowest_stage_sentence(report: Report) -> str | None:
+    """Return `stage 0 computes 31 ms for 9.9 ms profiled: ...`, of the stage that computes longest.
+
+    None where it computes about as long as was profiled, and where another reason is known: workers that share cores,
+    or torch.compile at work.
+    """
+    if not report.predicted or not report.stages or report.is_crowded or report.includes_compilation:
+        return None
+    number = max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s)
+    profiled_s = sum(report.predicted.compute_s[number :: len(report.stages)])  # of all chunks, if interleaved
+    is_slow = is_much_slower(report.stages[number], profiled_s)
+    return slow_stage_sentence(report, number, profiled_s) if is_slow else None
+
+
+def is_much_slower(stage: StageReport, profiled_s: float) -> bool:
+    """Whether a stage computes a good deal longer than was profiled, in seconds per minibatch."""
+    return 0 < profiled_s * _MUCH_SLOWER < stage.busy_s
+
+
+def slow_stage_sentence(report: Report, number: int, profiled_s: float) -> str:
+    """Say how much longer a stage computes than was profiled, and what to look for."""
+    times = f"{format_seconds(report.stages[number].busy_s)} for {format_seconds(profiled_s)} profiled"
+    what = f"stage {number} computes {times}"
+    if report.cores is None:
+        why = "was the GPU busy with something else, or is it another one than was profiled?"
+    else:
+        why = (
+            "were the cores busy with something else, or had workers fewer threads than the profile "
+            "(--threads, OMP_NUM_THREADS)?"
+        )
+    return f"{what}: {why}" + (" One epoch alone includes warming up" if report.epochs == 1 else "")
+
+
+_WORKER = re.compile(r"rank ([0-9]+) \(stage ([0-9]+), replica [0-9]+\)")
+_NO_METRICS = {"split", "epoch", "step", "loss", "time", "lr", "samples_per_s"}  # of a line of metrics.jsonl
+_MAX_POINTS, _MAX_THIN_POINTS = 160, 500  # of a curve
+_MAX_VALUE = 1e30  # what is larger, or not finite, is not drawn
+_MAX_METRICS = 4  # charts of metrics besides the loss
+_NOTABLE = 0.05  # of the time per minibatch: smaller differences are not explained
+
+
+def measured_group(
+    events: dict[str, list[TraceEvent]], schedule: str, length_s: float, title: str
+) -> TimelineGroup | None:
+    """Return the beginning of the last epoch of a trace, `length_s` seconds of it; None where there is none."""
+    rows = []
+    for name, own in events.items():
+        if match := _WORKER.match(name):
+            rows.append(WorkerRow(int(match[1]), int(match[2]), own))
+    firsts = [e.start_s for row in rows for e in row.events if e.name == "0F0"]
+    if not firsts or not length_s:
+        return None
+    start_s = max(firsts)
+    steady_s = filled_s(rows, start_s) if is_asynchronous(schedule) else start_s
+    return TimelineGroup(title, rows, start_s, start_s + length_s, min(steady_s, start_s + length_s))
+
+
+@dataclass(frozen=True)
+class ChartCurves:
+    """The curves of one chart, and what it is called."""
+
+    title: str
+    curves: list[Curve]
+
+
+def metric_charts(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> list[ChartCurves]:
+    """Return charts of the loss, the metrics, the learning rate and the speed, over updates.
+
+    Args:
+        runs: name and lines of metrics.jsonl of each; with several, all curves of a run have its colour.
+    """
+    keys = {key: None for _, lines in runs for line in lines if line.get("split") == "valid" for key in line}
+    metrics = [key for key in keys if key not in _NO_METRICS][:_MAX_METRICS]
+    charts = [ChartCurves("loss", [curve for i, run in enumerate(runs) for curve in _loss(run, i, len(runs) > 1)])]
+    for key in metrics:
+        curves = [_curve(name, lines, "valid", key, i, dotted=True) for i, (name, lines) in enumerate(runs)]
+        charts.append(ChartCurves(f"{key}, validation", curves))
+    for key, title in (("lr", "learning rate"), ("samples_per_s", "samples per second")):
+        charts.append(
+            ChartCurves(title, [_curve(name, lines, "train", key, i) for i, (name, lines) in enumerate(runs)])
+        )
+    drawn = [ChartCurves(chart.title, [curve for curve in chart.curves if curve.points]) for chart in charts]
+    is_single = len(runs) == 1
+    return [
+        ChartCurves(c.title, [_unnamed(curve) for curve in c.curves] if is_single and c.title != "loss" else c.curves)
+        for c in drawn
+        if c.curves
+    ]
+
+
+def _unnamed(curve: Curve) -> Curve:
+    return Curve("", curve.points, curve.colour, curve.is_thin, curve.is_dotted)
+
+
+def _loss(run: tuple[str, Sequence[dict[str, Any]]], index: int, is_one_of_several: bool) -> list[Curve]:
+    """The loss of each update as a background, its mean over neighbours, and that of each validation."""
+    name, lines = run
+    prefix = f"{name}, " if is_one_of_several else ""
+    training = _points(lines, "train", "loss")
+    mean = _thinned(training, min(_MAX_POINTS, max(2, len(training) // 4)))
+    valid = Curve(
+        f"{prefix}validation", _points(lines, "valid", "loss"), index if is_one_of_several else 2, is_dotted=True
+    )
+    if is_one_of_several:
+        return [Curve(f"{prefix}training", mean, index, is_thin=True), valid]
+    return [Curve("training", mean), valid, Curve("", _thinned(training, _MAX_THIN_POINTS), is_thin=True)]
+
+
+def _curve(
+    name: str, lines: Sequence[dict[str, Any]], split: str, key: str, index: int, *, dotted: bool = False
+) -> Curve:
+    points = _thinned(_points(lines, split, key), _MAX_POINTS)
+    return Curve(name, points, index, is_dotted=dotted and len(points) <= 60)
+
+
+def _points(lines: Iterable[dict[str, Any]], split: str, key: str) -> list[tuple[float, float]]:
+    """Return (update, value) of the lines that have a finite number; of several learning rates the first counts."""
+    points = []
+    for line in lines:
+        value = line.get(key)
+        value = value[0] if isinstance(value, list) and value else value
+        step = line.get("step")
+        if line.get("split") == split and _is_finite(value) and _is_finite(step):
+            points.append((float(step), float(value)))  # type: ignore[arg-type]
+    return points
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MAX_VALUE
+
+
+def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Return means over neighbours, at most `most` of them, or all points if those are not more."""
+    if len(points) <= most:
+        return points
+    size = math.ceil(len(points) / most)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
+
+
+@dataclass(frozen=True)
+class ExtraTime:
+    """One part of what the busiest stage needs more per minibatch than predicted, in seconds, and its likely cause."""
+
+    what: str
+    more_s: float
+    cause: str
+
+
+def differences(report: Report, predicted: Sequence[StageShares], predicted_s: float) -> list[ExtraTime]:
+    """Divide the difference between measured and predicted time per minibatch, at the stage that computes longest.
+
+    The parts add up to the whole difference; the largest comes first.
+    """
+    if not report.stages or len(predicted) != len(report.stages):
+        return []
+    number = max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s + report.stages[s].data_s)
+    stage, share = report.stages[number], predicted[number]
+    waiting_s = stage.wait_s - (share.communicating + share.idle) * predicted_s
+    profiled_s = share.computing * predicted_s
+    parts = [
+        ExtraTime("computing", stage.busy_s - profiled_s, _computing_cause(report, number, profiled_s)),
+        ExtraTime("waiting for other stages", waiting_s, "another stage, or the link to it, is slower"),
+        ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
+        ExtraTime("loading", stage.data_s, "prediction leaves loading out; --loader-workers load in the background"),
+        ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
+    ]
+    notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12) * 0.2]
+    return sorted(notable, key=lambda part: -abs(part.more_s))
+
+
+def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
+    stage = report.stages[number]
+    if report.is_crowded:
+        return f"{report.local_workers} workers share {report.cores} cores, of which the profile had one to itself"
+    if is_much_slower(stage, profiled_s):
+        return slow_stage_sentence(report, number, profiled_s)
+    sending = f"; handing over messages is {format_seconds(stage.send_s)} of it" if stage.send_s else ""
+    return f"operators are slower than in the profile: other threads, memory bandwidth, temperature{sending}"
+
+
+def busiest_stage(report: Report) -> int:
+    """Return the stage that computes and loads longest."""
+    return max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s + report.stages[s].data_s)
