@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run a command; what it needs is imported here, where Ctrl-C ends it without a traceback."""
     try:
-        from pdtool.cli.app import main as command
+        from pdtool.cli.commands.app import main as command
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(130)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pdtool.cli.app import main
+from pdtool.cli.commands.app import main
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 _WIDTH = 80

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.cli.app import main
+from pdtool.cli.commands.app import main
 from pdtool.frontend.model_file import ModelFile
 from pdtool.generator.verify import compose
 from pdtool.runtime.loading.minibatches import sample_order

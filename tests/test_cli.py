@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.app import main
-from pdtool.cli.options import file_name
+from pdtool.cli.click_options import file_name
+from pdtool.cli.commands.app import main
 from pdtool.errors import (
     ArtifactError,
     ModelError,
@@ -525,7 +525,7 @@ def test_a_reader_that_stops_reading_costs_no_file(planned, monkeypatch, command
 
     operator = "forward_compute_time=1.0, backward_compute_time=1.0, activation_size=4.0, parameter_size=0.000"
     planned.write("graph.txt", f"node1 -- Add -- {operator}\n")
-    monkeypatch.setattr("pdtool.cli.console.terminal.click.echo", closed)
+    monkeypatch.setattr("pdtool.cli.terminal.click.echo", closed)
     planned.pdtool(*command, "-o", "written")
     assert (planned.path / "written").stat().st_size > 100
     planned.pdtool("show", "written", code=1)
@@ -535,7 +535,7 @@ def test_the_file_is_there_before_it_is_shown(planned, monkeypatch):
     def interrupted(*parts, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pdtool.cli.console.output.show", interrupted)
+    monkeypatch.setattr("pdtool.cli.terminal.show", interrupted)
     planned.pdtool("partition", "profiles/net.json", "--topology", "2", "-o", "written", code=130)
     assert (planned.path / "written").stat().st_size > 100
 
@@ -548,7 +548,7 @@ import sys
 class Finder:
     @staticmethod
     def find_spec(name, *rest):
-        if name == "pdtool.cli.app":
+        if name == "pdtool.cli.commands.app":
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Finder)

@@ -11,8 +11,8 @@ import samples
 
 from pdtool.artifacts.device import Devices
 from pdtool.artifacts.plan import Plan
-from pdtool.cli.app import main
-from pdtool.cli.command_line.help_sections import _SECTION_OF
+from pdtool.cli.command_line import _SECTION_OF
+from pdtool.cli.commands.app import main
 
 
 @pytest.fixture

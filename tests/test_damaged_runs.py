@@ -11,7 +11,7 @@ import pytest
 import samples
 
 from pdtool.artifacts.run_dir import RunPhase, RunState, last_update, read_run
-from pdtool.cli.commands import report as reporting
+from pdtool.cli.commands import show as reporting
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from pdtool import __version__, errors
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.app import main
+from pdtool.cli.commands.app import main
 from pdtool.planner.choice.plan_check import check_plan
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,7 @@ from graphs import chain, plan_of
 from pdtool.artifacts.cluster import ClusterSpec, make_cluster
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
-from pdtool.cli.console.report_view import emulation_view
+from pdtool.cli.run_view import emulation_view
 from pdtool.emulator.emulation import choose_scaling, scaled_cluster, without_latency
 from pdtool.emulator.pretend_cluster import PretendCluster, check_tools, enter_own_network
 from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model

@@ -19,7 +19,7 @@ from test_emulate import namespaces, net_and_plan
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Profile, SharedParameter
-from pdtool.cli.console.report_view import emulation_view
+from pdtool.cli.run_view import emulation_view
 from pdtool.emulator import pretend_cluster as linux
 from pdtool.emulator.emulation import (
     EmulationSettings,

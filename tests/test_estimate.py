@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import TABLE, Devices, DeviceSpec, find_device
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.app import main
+from pdtool.cli.commands.app import main
 from pdtool.errors import ArtifactError, ModelError, StaleError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.profiler.estimate import calibrate_device, estimate

@@ -26,9 +26,9 @@ from mutations import PROFILE, PROFILE_PATH, VALID, Forged
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.app import main
+from pdtool.cli.commands.app import main
 from pdtool.cli.commands.show import _view
-from pdtool.cli.console.terminal import show
+from pdtool.cli.terminal import show
 from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.planner.choice.comparison import compare
 from pdtool.planner.choice.make_plan import make_plan, refresh

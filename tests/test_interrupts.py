@@ -9,7 +9,7 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from pdtool.cli.command_line.interrupts import keep_interrupts
+from pdtool.cli.command_line import keep_interrupts
 
 
 @pytest.mark.parametrize(

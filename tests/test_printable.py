@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import samples
 
-from pdtool.cli.console import terminal
+from pdtool.cli import terminal
 from pdtool.errors import printable
 from pdtool.reports.graph_drawing import dot
 from pdtool.reports.picture import Picture

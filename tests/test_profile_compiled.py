@@ -17,9 +17,9 @@ from conftest import NET, Folder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdtool.api import training
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.commands import run
 from pdtool.errors import ArtifactError, ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Operator, Value
@@ -261,5 +261,5 @@ def test_run_warns_when_profile_and_run_differ(profiled, asked, warning, monkeyp
     monkeypatch.setattr(run, "note", notes.append)
     profile = samples.profile().model_copy(update={"compiled": profiled})
     device = "cpu" if profile.is_measured_on_cpu else "cuda"
-    run._warn_about_predictions(SimpleNamespace(device=device, precision="fp32", compiled=asked), profile)
+    training._warn_about_predictions(SimpleNamespace(device=device, precision="fp32", compiled=asked), profile)
     assert [note.endswith(warning) for note in notes] == ([True] if warning else [])

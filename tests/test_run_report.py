@@ -18,7 +18,7 @@ from harness import CONV2, CONV3, CONV4, TIED3
 from pdtool.artifacts.chrome_trace import TRACKS, chrome_trace
 from pdtool.artifacts.metrics import read_metrics
 from pdtool.artifacts.report import Report
-from pdtool.cli.console.report_view import report_view
+from pdtool.cli.run_view import report_view
 from pdtool.frontend.random_numbers import derive_seed
 from pdtool.host import usable_cores
 from pdtool.options import Target

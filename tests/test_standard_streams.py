@@ -8,7 +8,7 @@ import sys
 import pytest
 import samples
 
-from pdtool.cli.console import terminal
+from pdtool.cli import terminal
 
 
 def shell(text: str) -> subprocess.CompletedProcess[str]:

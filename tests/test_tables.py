@@ -11,12 +11,9 @@ import pytest
 import samples
 from conftest import Folder
 
-from pdtool.cli.console.bundle_view import bundle_view
-from pdtool.cli.console.cluster_view import cluster_view
-from pdtool.cli.console.plan_view import plan_view, worker_table
-from pdtool.cli.console.profile_view import profile_table
-from pdtool.cli.console.report_view import checkpoint_view, emulation_view, report_view
-from pdtool.cli.console.table import FittedTable, PlainConsole, table
+from pdtool.cli.artifact_views import bundle_view, cluster_view, plan_view, profile_table, worker_table
+from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view
+from pdtool.cli.table import FittedTable, PlainConsole, table
 
 COLUMNS = ("operator", "kind", "forward", "backward", "memory")
 ROWS = [

@@ -15,7 +15,7 @@ from conftest import NET
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.cli.app import main
+from pdtool.cli.commands.app import main
 from pdtool.host import usable_cores
 
 TRAIN = ("train", "model.py", "--topology", "2")

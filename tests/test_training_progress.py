@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from pdtool.artifacts.run_dir import RunState
-from pdtool.cli.command_line.verbosity import Verbosity
-from pdtool.cli.console import terminal
-from pdtool.cli.console.training_progress import clock, training_progress, validated
+from pdtool.cli import terminal
+from pdtool.cli.run_view import clock, training_progress, validated
+from pdtool.cli.terminal import Verbosity
 
 EPOCHS, UPDATES, SAMPLES = 3, 40, 320
 

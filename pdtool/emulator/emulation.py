@@ -14,7 +14,7 @@ from pdtool.artifacts.cluster import Cluster, ClusterSpec
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
-from pdtool.cli.console.terminal import note
+from pdtool.cli.terminal import note
 from pdtool.emulator.pretend_cluster import BURST_BYTES
 from pdtool.emulator.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
 from pdtool.emulator.workers import Emulator
@@ -29,7 +29,7 @@ from pdtool.schedule.shape import steady_minibatches
 from pdtool.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from pdtool.cli.inputs import Inputs
+    from pdtool.api.inputs import Inputs
 
     pass
 
@@ -137,7 +137,7 @@ def _check_length(inputs: Inputs, settings: EmulationSettings) -> None:
 
 def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> RunConfig:
     """Generate the stages of a plan, and return the configuration of a run that trains them."""
-    from pdtool.cli.commands.codegen import generated
+    from pdtool.api.training import generated
 
     pass
     from pdtool.runtime.config import RunConfig

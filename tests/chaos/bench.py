@@ -18,7 +18,7 @@ import torch
 from click.testing import CliRunner
 
 from pdtool.artifacts import run_dir
-from pdtool.cli.app import main
+from pdtool.cli.commands.app import main
 from pdtool.errors import PdtoolError
 from pdtool.runtime.worker import checkpoint
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from pdtool.cli import options
-from pdtool.cli.command_line.help_sections import command
-from pdtool.cli.console.terminal import note, show, write_stdout
+from pdtool.cli import click_options as options
+from pdtool.cli.command_line import command
+from pdtool.cli.terminal import note, show, write_stdout
 from pdtool.errors import ArtifactError, StaleError, UsageError, printable
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from pdtool.api.staleness import FreshnessFinding
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
-    from pdtool.cli.freshness import FreshnessFinding
     from pdtool.planner.choice.plan_check import Finding
 
 FindingT = TypeVar("FindingT", "Finding", "FreshnessFinding")
@@ -60,8 +60,8 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
 
 def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:
     """Read a plan and its profile, also, where it is to be updated, one that was made again since."""
+    from pdtool.api.inputs import of_profile_as_it_is, profile_of, read_profile, was_made_from
     from pdtool.artifacts.plan import Plan
-    from pdtool.cli.inputs import of_profile_as_it_is, profile_of, read_profile, was_made_from
 
     plan = Plan.load(path, may_be_pipe=True)
     if is_to_be_updated and not was_made_from(plan, profile := read_profile(plan, path)):
@@ -106,9 +106,9 @@ def _update(path: str) -> None:
 
 def _check_freshness(path: str, as_json: bool) -> None:
     """Print which of the plan's files are stale; raise StaleError for the first that is."""
+    from pdtool.api.inputs import read_profile
+    from pdtool.api.staleness import FreshnessCheck
     from pdtool.artifacts.plan import Plan
-    from pdtool.cli.freshness import FreshnessCheck
-    from pdtool.cli.inputs import read_profile
 
     plan = Plan.load(path, may_be_pipe=True)
     stale = _print(plan, list(FreshnessCheck(path, plan, read_profile(plan, path)).findings()), as_json)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from click.core import ParameterSource
 
-from pdtool.cli import options
-from pdtool.cli.command_line.help_sections import command
-from pdtool.cli.console.output import print_json
-from pdtool.cli.console.terminal import note, show
+from pdtool.cli import click_options as options
+from pdtool.cli.command_line import command
+from pdtool.cli.terminal import note, print_json, show
 from pdtool.emulator.emulation import (
     _configs,
     _others,
@@ -92,8 +91,8 @@ def emulate(
     Each worker is a process in a network namespace, behind links of the plan's bandwidths. It sleeps in place of
     computing, and sends real tensors. This needs Linux, iproute2, and root or user namespaces.
     """
+    from pdtool.api.inputs import Inputs, planned
     from pdtool.artifacts.run_dir import locked
-    from pdtool.cli.inputs import Inputs, planned
     from pdtool.emulator.emulation import assemble_emulation, without_latency
     from pdtool.emulator.emulation import emulate as on_pretend_cluster
     from pdtool.emulator.pretend_cluster import check_tools
@@ -146,7 +145,7 @@ def _target(compute: Literal["sleep", "real"], asked: Mapping[str, Any]) -> Targ
 
 def _folder(output: str | None, default: Path) -> Path:
     """Return the folder that is asked for, else a new one; raises UsageError when it holds an emulation."""
-    from pdtool.cli.commands.run import new_folder
+    from pdtool.api.training import new_folder
 
     if output == "-":
         raise UsageError("-o -: an emulation writes a folder, which is not for stdout", "name a folder")
@@ -158,7 +157,7 @@ def _folder(output: str | None, default: Path) -> Path:
 
 def _print_emulation(emulation: Emulation, folder: Path, as_json: bool) -> None:
     """Print the emulation; raises TargetMissedError when a plan did not reach the target."""
-    from pdtool.cli.console.report_view import emulation_view
+    from pdtool.cli.run_view import emulation_view
 
     if as_json:
         print_json(emulation)

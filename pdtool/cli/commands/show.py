@@ -1,21 +1,121 @@
-"""`show`: any artifact, as tables or as a graph."""
+"""`export`: write a run's last checkpoint as one ordinary state_dict."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pdtool.cli import options
-from pdtool.cli.command_line.help_sections import command
-from pdtool.cli.console import terminal
-from pdtool.cli.console.output import print_json
-from pdtool.errors import UsageError, with_article
+from pdtool.cli import click_options as options
+from pdtool.cli import terminal
+from pdtool.cli.command_line import command
+from pdtool.cli.terminal import note, print_json, status, write_stdout
+from pdtool.errors import PdtoolError, UsageError, with_article
 
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import Artifact
-    from pdtool.cli.console.table import Lines
+    from pdtool.cli.table import Lines
+    from pdtool.planner.choice.comparison import SimulatedPlan
+    from pdtool.reports.page import Subject
+
+
+@command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("model.pt"),
+    metavar="FILE",
+    help="File to write, for torch.load; - is stdout.",
+)
+def export(run_dir: Path, output: Path) -> None:
+    """Write RUN_DIR's last checkpoint as one ordinary state_dict."""
+    from pdtool.runtime.worker.checkpoint import export as write
+
+    checkpoint = write(run_dir, output)
+    note(f"wrote {output} from {checkpoint}")
+
+
+_MAX_SUBJECTS = 4
+_WATCH_S = 2.0  # between two looks at a run
+
+
+@command(
+    epilog="\b\nExamples:\n  pdtool report plans/vgg16-4x4.yaml -o vgg16.html\n"
+    "  pdtool report runs/digits-3 runs/digits-3.2 --watch"
+)
+@click.argument("what", nargs=-1, metavar="[PLAN|RUN]...")
+@options.output("The page to write, report.html if not given; - is stdout.")
+@click.option("--watch", is_flag=True, help="Write the page again as a run goes on, until it ends.")
+def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
+    """Draw plans, runs and emulations as one HTML page.
+
+    It needs no server; several plans and runs stand beside each other on it.
+    """
+    names = what or (options.candidate("plan", None),)
+    if len(names) > _MAX_SUBJECTS:
+        raise UsageError(f"{len(names)} plans and runs on one page", f"name at most {_MAX_SUBJECTS}")
+    path = Path(output or "report.html")
+    if watch and str(path) == "-":
+        raise UsageError("--watch -o -: a page that is written again needs a file", "name it with -o")
+    if names.count("-") > (0 if watch else 1):
+        raise UsageError("stdin can be read once only", "name a file in place of -")
+    _check_target(path)
+    subjects = _write(names, path, {})
+    if str(path) != "-":
+        note(f"wrote {path}; open it in a browser")
+    if watch:
+        _watch(names, path, subjects)
+
+
+def _write(names: tuple[str, ...], path: Path, simulations: dict[str, SimulatedPlan]) -> list[Subject]:
+    """Write the page; simulations are taken from `simulations`, and new ones put there."""
+    from pdtool.api.inputs import planned, read_subject
+    from pdtool.files import write_atomically
+    from pdtool.reports.page import page
+
+    subjects = [read_subject(name, planned) for name in names]
+    with status("simulating"):
+        text = page(subjects, simulations)
+    if str(path) == "-":
+        write_stdout(text)
+    else:
+        write_atomically(path, text)
+    return subjects
+
+
+def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
+    """Write the page again and again while a run goes on; Ctrl-C ends that, not the run.
+
+    Raises:
+        PdtoolError: what is watched was removed.
+    """
+    from pdtool.reports.page import is_unfinished
+
+    simulations: dict[str, SimulatedPlan] = {}
+    while any(map(is_unfinished, subjects)):
+        time.sleep(_WATCH_S)
+        try:
+            subjects = _write(names, path, simulations)
+        except (PdtoolError, OSError) as error:
+            if gone := [name for name in names if not os.path.exists(name)]:
+                raise PdtoolError(f"{gone[0]} was removed, and is watched no more; {path} stays as it was") from error
+            raise
+    note("no run is going on")
+
+
+def _check_target(path: Path) -> None:
+    """Check that no other file than such a page would be overwritten; raises UsageError."""
+    from pdtool.files import check_replaceable
+    from pdtool.reports.page import GENERATOR
+
+    if str(path) != "-":
+        check_replaceable(path, "a page of pdtool", lambda head: GENERATOR.encode() in head)
+
 
 _GRAPH_WIDTH = 1200  # pixels
 
@@ -33,8 +133,8 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     The figures of a plan that was edited by hand are computed for what it says now. One that cannot be executed is not
     shown, and the exit code is 3.
     """
+    from pdtool.api.inputs import as_it_is
     from pdtool.artifacts import load_any
-    from pdtool.cli.plans.edited_plan import as_it_is
 
     if output and not graph:
         raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")
@@ -64,12 +164,8 @@ def _view(artifact: Artifact, folder: Path | None = None) -> Lines:
     from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Emulation, Report
     from pdtool.artifacts.run_dir import CheckpointManifest, RunState
-    from pdtool.cli.console.bundle_view import bundle_view
-    from pdtool.cli.console.cluster_view import cluster_view
-    from pdtool.cli.console.plan_view import plan_view, timeline
-    from pdtool.cli.console.profile_view import devices_view, profile_table
-    from pdtool.cli.console.report_view import checkpoint_view, emulation_view, report_view
-    from pdtool.cli.console.run_standing import resumed_line, run_view
+    from pdtool.cli.artifact_views import bundle_view, cluster_view, devices_view, plan_view, profile_table, timeline
+    from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view, resumed_line, run_view
 
     match artifact:
         case Profile():
@@ -96,9 +192,9 @@ def _view(artifact: Artifact, folder: Path | None = None) -> Lines:
 
 def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
     """Draw the graph of a plan to `output` or stdout; raises UsageError for what is no plan."""
+    from pdtool.api.inputs import profile_of
     from pdtool.artifacts.plan import Plan
-    from pdtool.cli.console.output import write_text
-    from pdtool.cli.inputs import profile_of
+    from pdtool.cli.terminal import write_text
     from pdtool.reports.graph_drawing import dot, graph_drawing
 
     if not isinstance(artifact, Plan):

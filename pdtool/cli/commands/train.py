@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pdtool.cli import options
-from pdtool.cli.command_line.help_sections import command
-from pdtool.cli.commands.partition import partition
-from pdtool.cli.commands.profile import profile
-from pdtool.cli.commands.run import run
-from pdtool.cli.console.terminal import note
-from pdtool.cli.reuse import ASKED_FOR, asked_for, reusable_profile, why_plan_is_stale
+from pdtool.api.staleness import ASKED_FOR, asked_for, reusable_profile, why_plan_is_stale
+from pdtool.cli import click_options as options
+from pdtool.cli.command_line import command
+from pdtool.cli.commands.steps import partition, profile, run
+from pdtool.cli.terminal import note
 from pdtool.errors import StaleError, UsageError
 from pdtool.host import usable_cores
 
@@ -155,8 +153,8 @@ def _partition(context: click.Context, profile_path: str, path: str) -> None:
 
 def _tell_of_stage_files(plan_path: str) -> None:
     """Say it when the plan's stage files are there; `run` makes those that are not, and says so."""
+    from pdtool.api.inputs import bundle_folder, bundle_of
     from pdtool.artifacts.plan import Plan
-    from pdtool.cli.inputs import bundle_folder, bundle_of
 
     plan = Plan.load(plan_path)
     folder = bundle_folder(plan_path, plan)

@@ -1,16 +1,73 @@
-"""Plans: stages and predictions as a table, the schedule as a timeline, and which worker does what."""
+"""Bundles: the stage files and the tensors between them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rich.table import Table
 
 from pdtool import schedule
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.cluster import ClusterFile
+from pdtool.artifacts.device import Devices
 from pdtool.artifacts.plan import Plan, Predicted, Why
-from pdtool.cli.console.table import Lines, abbreviated, table
+from pdtool.artifacts.profile import Node, Profile
+from pdtool.cli.table import Lines, abbreviated, table
 from pdtool.errors import UsageError
 from pdtool.units import format_bytes, format_rate, format_seconds
+
+
+def bundle_view(bundle: Bundle) -> Lines:
+    """List the stage files, the tensors between them, and tied parameters."""
+    rows = []
+    for stage in bundle.stages:
+        takes, returns = ", ".join(stage.inputs), ", ".join(stage.outputs) or "the model's output"
+        rows.append([stage.file, takes, returns, len(stage.parameters), len(stage.buffers)])
+    title = f"{bundle.name}: minibatch of {bundle.batch_size}, proved by {bundle.proof}"
+    yield table(
+        ("file", "takes", "returns", "parameters", "buffers"),
+        rows,
+        names=3,
+        title=title,
+        drop=("buffers", "parameters"),
+    )
+    tensors = []
+    for tensor in bundle.tensors:
+        producer = "data" if tensor.producer < 0 else f"stage {tensor.producer}"
+        consumers, shape = ", ".join(f"stage {s}" for s in tensor.consumers), "×".join(map(str, tensor.shape))
+        tensors.append([tensor.name, producer, consumers, shape, tensor.dtype, "yes" if tensor.gradient else "no"])
+    yield table(
+        ("tensor", "from", "to", "shape", "dtype", "gradient back"), tensors, names=6, drop=("dtype", "gradient back")
+    )
+    yield from tied_lines(bundle)
+
+
+def tied_lines(bundle: Bundle) -> Iterator[str]:
+    """Tell which parameters several stages hold."""
+    for tied in bundle.tied:
+        places = (f"{name} (stage {s})" for s, name in zip(tied.stages, tied.names, strict=True))
+        yield f"tied: {', '.join(places)} are one parameter; their gradients are summed before each update"
+
+
+def cluster_view(cluster: ClusterFile) -> Lines:
+    """List the levels, outermost first."""
+    columns = ["level", "size", "bandwidth", "latency"]
+    rows: list[list[object]] = [
+        [depth, level.size, format_rate(level.bandwidth_bytes_per_s), format_seconds(level.latency_s)]
+        for depth, level in enumerate(cluster.levels)
+    ]
+    title = f"{cluster.name}: {cluster.cluster().workers} workers"
+    if cluster.memory_bytes:
+        title += f" of {format_bytes(cluster.memory_bytes)}"
+    if network := cluster.measured:
+        title += f", measured over {network.backend} (torch {network.torch})"
+        columns += ["one pair alone", "all-reduce", "of the ring formula"]
+        for row, level, measured in zip(rows, cluster.levels, network.levels, strict=True):
+            share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
+            row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
+    yield table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
+    yield "bandwidth: of one member's link to the others of its level, each way at once, shared by its workers"
+
 
 _RIVALS = (
     "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline; "
@@ -159,3 +216,47 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
             [ranks[worker], machine, f"stage {s}, replica {k}", f"minibatches {minibatches}, ...", holds, worker]
         )
     return table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5, drop=("worker", "of"))
+
+
+def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
+    """List the operators, or only the `largest` by time, with the totals."""
+    ranked = sorted(profile.nodes, key=_total_s, reverse=True)
+    shown = ranked[:largest] if largest else profile.nodes
+    rows = [[node.name, node.op, *_costs([node]), format_bytes(node.output_bytes)] for node in shown]
+    if len(shown) < len(profile.nodes):
+        rest = ranked[len(shown) :]
+        rows.append([f"({len(rest)} more)", "", *_costs(rest), ""])
+    parameters = format_bytes(profile.parameter_bytes(set(profile.by_name)))
+    rows.append(["total", "", *_costs(profile.nodes)[:-1], parameters, ""])
+    title = f"{profile.name}: minibatch of {profile.batch_size}, {profile.device.kind} for {profile.device.name}"
+    if profile.precision and profile.device.kind == "measured":  # the name of an estimate says it
+        title += f", in {profile.precision}"
+    if profile.compiled:
+        title += f"\ntimes are shares of those of {len(profile.segments)} compiled segment(s)"
+    if profile.step_s:
+        title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f}"
+    if profile.loading_s is not None:
+        title += f"\nloading {format_seconds(profile.loading_s)} a minibatch"
+    columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")
+    return table(columns, rows, names=2, title=title, drop=("output", "kind", "update", "parameters"))
+
+
+def _total_s(node: Node) -> float:
+    return node.forward_s + node.backward_s + node.update_s
+
+
+def _costs(nodes: Collection[Node]) -> list[str]:
+    """Sum forward, backward and update times and parameter bytes, as text."""
+    seconds = [format_seconds(sum(getattr(n, f) for n in nodes)) for f in ("forward_s", "backward_s", "update_s")]
+    return [*seconds, format_bytes(sum(n.parameter_bytes for n in nodes))]
+
+
+def devices_view(devices: Devices) -> Lines:
+    """List each device's figures, and the data sheets that they come from."""
+    rows = []
+    for key, device in devices.devices.items():
+        peaks = ", ".join(f"{precision} {peak / 1e12:g}" for precision, peak in device.peak_flops_per_s.items())
+        bandwidth, memory = format_rate(device.bandwidth_bytes_per_s), format_bytes(device.memory_bytes)
+        rows.append([key, device.name, peaks, bandwidth, memory])
+    yield table(("--device", "device", "Tflop/s", "bandwidth", "memory"), rows, names=3)
+    yield from dict.fromkeys(f"source: {d.source}" for d in devices.devices.values())

@@ -1,130 +1,46 @@
-"""`run`: train a plan's stages on their workers, plans/NAME.yaml -> runs/NAME/."""
+"""To be written."""
 
 from __future__ import annotations
 
 import os
+from contextlib import chdir
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from pdtool.cli import options
-from pdtool.cli.command_line.help_sections import command
-from pdtool.cli.commands.codegen import generated
-from pdtool.cli.console.output import print_json
-from pdtool.cli.console.terminal import note, show
-from pdtool.errors import ArtifactError, StaleError, TargetMissedError, UsageError
+from pdtool.cli.terminal import note, status
+from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.host import usable_cores
 from pdtool.machines import Machines, is_first_worker, is_worker
-from pdtool.schedule import SCHEDULES
 
 if TYPE_CHECKING:
+    from pdtool.api.inputs import Inputs
     from pdtool.artifacts.bundle import Bundle
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.artifacts.report import Report
-    from pdtool.cli.inputs import Inputs
     from pdtool.runtime.config import RunConfig
 
+
+def generated(inputs: Inputs, folder: Path) -> Bundle:
+    """Generate the bundle, and say on stderr what was proved."""
+    from pdtool.cli.artifact_views import tied_lines
+    from pdtool.generator.generate import generate
+
+    target = folder.absolute()  # the user's module may go to another folder
+    with chdir("."), status("generating") as step:
+        bundle = generate(inputs.plan, inputs.profile, inputs.model_file(), target, step)
+    proof = {
+        "values": "proved: outputs, gradients and buffers equal the model's, in training and evaluation",
+        "shapes": "the model is too large to run here: shapes and wiring are checked, values are not",
+    }
+    files = ", ".join(stage.file for stage in bundle.stages)
+    note("\n".join([f"wrote {folder}/ ({files}, bundle.yaml)", *tied_lines(bundle), proof[bundle.proof]]))
+    return bundle
+
+
 _SAME_FOLDER = "the folder of -o"
-_MAX_LOADER_WORKERS = 1000  # more is a slip
-
-
-@command(
-    epilog="\b\nExamples:\n  pdtool run plans/digits-3.yaml --epochs 10 --target accuracy=0.98\n"
-    "  pdtool run plans/digits-3.yaml -o runs/digits --epochs 20 --resume"
-)
-@click.argument("plan", required=False)
-@options.output("Folder of the run.  [default: a new one, runs/PLAN, runs/PLAN.2, ...]")
-@options.model
-@options.settings(
-    "Setting for those functions of model.py that have a parameter NAME, as optimizer(named_parameters, lr=0.1) has; "
-    "the plan holds as long as the model's operators stay the same. May be repeated."
-)
-@options.count("--epochs", help="Epochs in all.", default=1)
-@options.count(
-    "--steps",
-    help="Minibatches in an epoch, at most; needed for an IterableDataset without a length.",
-    unset="the whole training set",
-)
-@options.target
-@options.seed
-@click.option(
-    "--resume",
-    is_flag=False,
-    flag_value=_SAME_FOLDER,
-    metavar="[RUN_DIR]",
-    help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  "
-    "[without RUN_DIR: the folder of -o]",
-)
-@click.option("--dry-run", is_flag=True, help="Print which worker does what on which host, and stop.")
-@options.device("Device to train on; auto is cuda where there is one.")
-@options.timeout("300s")
-@options.schedule(SCHEDULES, unset=options.PLANNED)
-@options.microbatches(options.PLANNED)
-@options.weights
-@click.option(
-    "--correction",
-    metavar="NAME[=VALUE]",
-    show_default="none",
-    help="Correct for gradients of older weights, without a flush: lr-discount[=UPDATES], weight-prediction or "
-    "nesterov[=G].",
-)
-@options.choice(
-    "--precision",
-    choices=("fp32", "bf16"),
-    help="What stages compute in; bf16 is autocast, weights and messages stay fp32.",
-)
-@options.choice(
-    "--transport",
-    choices=("auto", "gloo", "shared"),
-    help="How tensors go between workers; auto shares memory, of GPUs too, within a machine.",
-)
-@options.choice(
-    "--wire-dtype", choices=("fp32", "fp16", "bf16"), help="What fp32 tensors are sent as to other workers."
-)
-@options.count(
-    "--loader-workers",
-    help="Processes that load for each replica of the first stage; 0 loads in the training process.",
-    unset="what the profile's loading time needs, at most the cores; 0 if that is under 1 ms or 2 % of a minibatch's",
-    within=click.IntRange(0, _MAX_LOADER_WORKERS),
-)
-@options.count(
-    "--threads", help="CPU threads of each worker.", unset="as many as the profile was measured with, at most the cores"
-)
-@options.count(
-    "--log-every", help="Updates between two lines where stderr is no terminal, which shows a bar.", unset="10 seconds"
-)
-@click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
-@click.option("--trust", is_flag=True, help="Run the stage files as they are, edited by hand or from elsewhere.")
-@options.machines
-@options.as_json
-def run(
-    plan: str | None, dry_run: bool, as_json: bool, model: str | None, model_settings: tuple[str, ...], **settings: Any
-) -> None:
-    """Train PLAN's stages, each on its workers."""
-    from pdtool.cli.console.plan_view import worker_table
-    from pdtool.cli.inputs import Inputs, rescheduled
-    from pdtool.cli.run_settings import with_settings
-    from pdtool.options import Target
-
-    inputs = with_settings(Inputs.load(options.candidate("plan", plan), model), model_settings)
-    changes = {name: settings.pop(name) for name in ("schedule", "microbatches", "weights", "update_every")}
-    asked = rescheduled(inputs.plan, inputs.profile, **changes)
-    settings["target"] = Target.parse(settings["target"]) if settings["target"] is not None else None
-    if settings["compiled"] and asked.schedule == "zb-h1":
-        note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
-    if dry_run:
-        show(worker_table(asked, settings["nnodes"]), err=False)
-        return
-    config, report = trained(inputs, asked, settings)
-    if is_first_worker(os.environ):
-        _print_report(config, report, as_json)
-    if report.target_reached is False:
-        what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
-        raise TargetMissedError(what, "give more --epochs, with --resume")
 
 
 def trained(inputs: Inputs, asked: Plan, settings: dict[str, Any]) -> tuple[RunConfig, Report]:
@@ -247,7 +163,7 @@ def new_folder(path: Path) -> Path:
 
 
 def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Report:
-    from pdtool.cli.console.training_progress import training_progress
+    from pdtool.cli.run_view import training_progress
     from pdtool.runtime.launch.launcher import launch
 
     if not is_first_worker(os.environ):
@@ -334,12 +250,3 @@ def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
     elif profile.compiled and not config.compiled:
         what = "the plan is for stages that go through torch.compile, which the run does not do"
         note(f"warning: {what}: its predictions do not hold; run with --compile, or profile without")
-
-
-def _print_report(config: RunConfig, report: Report, as_json: bool) -> None:
-    from pdtool.cli.console.report_view import report_view
-
-    if as_json:
-        print_json(report)
-    show(*report_view(report))
-    note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")

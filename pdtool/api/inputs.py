@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdtool.artifacts.artifact import ModelRef, fields_checked
+from pdtool.artifacts.artifact import Artifact, ModelRef, declared_kind, fields_checked
 from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.metrics import METRICS_FILE
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.console.terminal import note
-from pdtool.cli.options import file_name
-from pdtool.errors import ArtifactError, StaleError, UsageError
-from pdtool.files import file_sha256
+from pdtool.artifacts.report import Emulation
+from pdtool.artifacts.run_dir import _EMULATION_FILE, _PLAN_FILE, _REPORT_FILE, _RUN_FILE, RunRecord, read_run
+from pdtool.cli.click_options import file_name
+from pdtool.cli.terminal import note
+from pdtool.errors import ArtifactError, PdtoolError, StaleError, UsageError
+from pdtool.files import file_sha256, read_text
+from pdtool.machines import is_first_worker
+from pdtool.reports.page import Subject
 from pdtool.schedule import POLICIES, is_asynchronous
 
 if TYPE_CHECKING:
     from pdtool.frontend.model_file import ModelFile
+
+    pass
+    from pdtool.frontend.model_file import Setting
 
 
 @dataclass(frozen=True)
@@ -277,3 +288,135 @@ def rescheduled(
     else:
         interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
     return reschedule(plan, profile, {"schedule": name, "weights": weights or kept, **interval})
+
+
+def as_it_is(artifact: Artifact, file: str) -> tuple[Artifact, ArtifactError | None]:
+    """Return (an artifact, a plan edited by hand with figures of what it says now; why there are none).
+
+    Args:
+        file: where it stands, for errors.
+
+    Raises:
+        ArtifactError, ScheduleError: the edited plan cannot be executed.
+    """
+    if not isinstance(artifact, Plan) or not artifact.edited:
+        return artifact, None
+    artifact.check_schedule()
+    try:
+        profile = profile_of(artifact, file)
+    except ArtifactError as error:
+        return artifact, error
+    return checked(artifact, profile), None
+
+
+def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:
+    """Return what a run starts from with other settings of model.py, and say them; as it is where none are given.
+
+    Args:
+        given: as `lr=0.01`.
+
+    Raises:
+        UsageError: no function of model.py takes one of them; or one changes the operators that were planned.
+        ModelError: the model cannot be built with them.
+    """
+    from pdtool.frontend.user_code import parse_settings
+
+    if not given:
+        return inputs
+    changes = parse_settings(given)
+    model = inputs.model.model_copy(update={"settings": {**inputs.model.settings, **changes}})
+    changed = replace(inputs, model=model)
+    with chdir("."):  # the user's module may go to another folder
+        file = changed.model_file()
+        _check_names(file, changes)
+        if any(inputs.model.settings.get(key) != value for key, value in file.model_settings.items()):
+            _check_operators(file, inputs.profile, changes)
+    if is_first_worker(os.environ):
+        note(f"settings of this run: {', '.join(f'{key}={value}' for key, value in changes.items())}")
+    return changed
+
+
+def _check_names(file: ModelFile, changes: Mapping[str, Setting]) -> None:
+    """Raise UsageError for a setting that no function has a parameter for."""
+    for key in (key for key in changes if not file.takes_setting(key)):
+        takers = {function: names for function, names in file.setting_names.items() if names}
+        near = difflib.get_close_matches(key, [name for names in takers.values() for name in names], n=1)
+        listed = ", ".join(f"{function}({', '.join(names)})" for function, names in takers.items())
+        known = f"settings can be given to {listed}" if listed else "none of them takes a setting"
+        add = f"give one a parameter, as in optimizer(..., {key}=...); {known}"
+        what = f"--set {key}: no function of {file.path.name} has a parameter {key}"
+        raise UsageError(what, f"did you mean {near[0]}?" if near else add)
+
+
+def _check_operators(file: ModelFile, profile: Profile, changes: Mapping[str, Setting]) -> None:
+    """Raise UsageError where the model has other operators with these settings than were profiled."""
+    from pdtool.frontend.graph_digest import check_profile
+    from pdtool.frontend.tracing import trace_file
+
+    settings = " ".join(f"--set {key}={value}" for key, value in changes.items())
+    remedy = f"profile it with {settings} and partition it again"
+    if profile.graph_sha256 is None:
+        raise UsageError(f"{settings} reaches {file.ref.function}(), and the profile records no operators", remedy)
+    try:
+        check_profile(trace_file(file, file.build(), profile.batch_size), profile, file.ref.source)
+    except StaleError as error:
+        raise UsageError(f"{settings} changes the model's operators: {error.what}", remedy) from error
+
+
+Planned = Callable[[str], tuple[Plan, Profile]]
+
+
+def read_subject(name: str, planned: Planned) -> Subject:
+    """Read a plan, the folder of a run or of an emulation, or the artifact in it (`-` is stdin, a plan).
+
+    Args:
+        planned: reads a plan and its profile, and checks that they go together.
+
+    Raises:
+        UsageError: it is none of these.
+        ArtifactError: a file is damaged, or a plan's profile is missing or has changed.
+    """
+    path = Path(name)
+    if os.path.isdir(name):
+        return _read_folder(path, planned)
+    if path.name in (_REPORT_FILE, METRICS_FILE, _RUN_FILE):
+        return _read_folder(path.parent, planned)
+    kind = declared_kind(read_text(name, may_be_pipe=True)) if name != "-" else Plan.KIND
+    if kind == Emulation.KIND:
+        return Subject(name, emulation=Emulation.load(path))
+    if kind != Plan.KIND:
+        what = f"{name} is a {kind}, no plan or run" if kind else f"{name} is no artifact of pdtool"
+        raise UsageError(what, "name a plan, or the folder of a run or an emulation")
+    plan, profile = planned(name)
+    return Subject(name, plan=plan, profile=profile)
+
+
+def _read_folder(folder: Path, planned: Planned) -> Subject:
+    if (folder / _EMULATION_FILE).is_file() and not (folder / _REPORT_FILE).is_file():
+        return Subject(str(folder), emulation=Emulation.load(folder / _EMULATION_FILE))
+    if not any((folder / name).is_file() for name in (_REPORT_FILE, METRICS_FILE, _PLAN_FILE)):
+        what = f"{folder} holds neither {_REPORT_FILE} nor {METRICS_FILE}"
+        raise UsageError(what, "name a plan, or the folder of a run or an emulation")
+    run = read_run(folder)
+    path = _plan_path(run)
+    if path is None:
+        return Subject(str(folder), run=run, missing="the plan of this run was not found: nothing is predicted here")
+    try:
+        plan, profile = planned(str(path))
+    except PdtoolError as error:
+        return Subject(str(folder), run=run, missing=f"nothing is predicted here: {error}")
+    return Subject(str(folder), plan=plan, profile=profile, run=run)
+
+
+def _plan_path(run: RunRecord) -> Path | None:
+    """Return the file of the plan that a run keeps, or of that of its report where it still is in plans/."""
+    if (run.folder / _PLAN_FILE).is_file():
+        return run.folder / _PLAN_FILE
+    wanted = run.report.digests.get("plan") if run.report else None
+    return next((path for path, plan in _plans_here() if wanted and plan.plan_sha256 == wanted), None)
+
+
+def _plans_here() -> Iterator[tuple[Path, Plan]]:
+    for path in sorted(Path("plans").glob("*.yaml")):
+        with suppress(ArtifactError):
+            yield path, Plan.load(path)

@@ -17,32 +17,18 @@ from typing import Any
 import click
 
 from pdtool import __version__
-from pdtool.cli.command_line.help_sections import CONTEXT_SETTINGS
-from pdtool.cli.command_line.interrupts import keep_interrupts
-from pdtool.cli.command_line.project_defaults import ProjectDefaults
-from pdtool.cli.command_line.verbosity import Verbosity
-from pdtool.cli.command_line.verbosity_options import verbosity_options
+from pdtool.cli.command_line import CONTEXT_SETTINGS, keep_interrupts, verbosity_options
 from pdtool.cli.commands.check import check
-from pdtool.cli.commands.codegen import codegen
-from pdtool.cli.commands.completion import completion
-from pdtool.cli.commands.devices import devices
+from pdtool.cli.commands.clusters import devices, import_, probe
 from pdtool.cli.commands.diff import diff
 from pdtool.cli.commands.emulate import emulate
-from pdtool.cli.commands.export import export
-from pdtool.cli.commands.help import help_
-from pdtool.cli.commands.import_ import import_
-from pdtool.cli.commands.init import init
-from pdtool.cli.commands.makefile import makefile
-from pdtool.cli.commands.partition import partition
-from pdtool.cli.commands.probe import probe
-from pdtool.cli.commands.profile import profile
-from pdtool.cli.commands.report import report
-from pdtool.cli.commands.run import run
-from pdtool.cli.commands.schema import schema
-from pdtool.cli.commands.show import show
+from pdtool.cli.commands.project import completion, help_, init, makefile, schema
+from pdtool.cli.commands.show import export, report, show
 from pdtool.cli.commands.simulate import simulate
+from pdtool.cli.commands.steps import codegen, partition, profile, run
 from pdtool.cli.commands.train import train
-from pdtool.cli.console.terminal import note, open_closed_streams
+from pdtool.cli.project_defaults import ProjectDefaults
+from pdtool.cli.terminal import Verbosity, note, open_closed_streams
 from pdtool.errors import PdtoolError, UsageError, describe_error, printable, suggestion
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {

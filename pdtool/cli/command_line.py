@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
 import click
+
+from pdtool.cli.terminal import Verbosity, note
 
 _FEW = 9  # so many options are taken in at a glance without groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
@@ -62,3 +67,73 @@ def _as_given(param: click.Option, ctx: click.Context) -> click.Option:
 def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], SectionedCommand]:
     """Define a command of pdtool, as `click.command` does; its help is the same with and without the group."""
     return click.command(name, cls=SectionedCommand, context_settings=CONTEXT_SETTINGS, **settings)
+
+
+_LATER_S = 0.05  # when the object is gone
+
+
+def keep_interrupts() -> None:
+    """Let a signal whose exception was forgotten come again a moment later."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        number = _signal_of(unraisable.exc_value)
+        if number is None:
+            before(unraisable)
+            return
+        timer = threading.Timer(_LATER_S, _send_to_main_thread, (number,))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = hook
+
+
+def _send_to_main_thread(number: int) -> None:
+    """Send a signal to the thread that handles it, also where it waits."""
+    if main := threading.main_thread().ident:
+        signal.pthread_kill(main, number)
+
+
+def _signal_of(error: BaseException | None) -> int | None:
+    """Return the signal that an exception stands for, torch's `SignalException` too; None for any other."""
+    if isinstance(error, KeyboardInterrupt):
+        return int(signal.SIGINT)
+    number = getattr(error, "sigval", None)
+    return int(number) if isinstance(number, signal.Signals) else None
+
+
+_FLAGS = {
+    "quiet": ("-q", "--quiet", "Print results, warnings and errors only."),
+    "verbose": ("-v", "--verbose", "Print what is loaded and searched, and tracebacks of errors, too."),
+}
+
+
+def verbosity_options() -> Sequence[click.Option]:
+    """Make the options `-q` and `-v`, which stand before or after the name of a command."""
+    return [
+        click.Option((short, long, name), is_flag=True, expose_value=False, callback=_take, help=text)
+        for name, (short, long, text) in _FLAGS.items()
+    ]
+
+
+def _take(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:
+    if not is_given or ctx.resilient_parsing:
+        return
+    setattr(Verbosity, f"is_{parameter.name}", True)
+    if Verbosity.is_verbose:
+        _print_log()
+
+
+def _print_log() -> None:
+    """Print what pdtool's logger hears on stderr, each line once."""
+    import logging
+
+    class _Printed(logging.Handler):
+        def emit(self, record: Any) -> None:
+            if Verbosity.is_verbose:  # the next command of this process may not be
+                note(record.getMessage())
+
+    logger = logging.getLogger("pdtool")
+    if not logger.handlers:
+        logger.addHandler(_Printed())
+    logger.setLevel(logging.DEBUG)

@@ -1,19 +1,14 @@
-"""`profile`: measure or estimate a model's operators, model.py -> profiles/NAME.json."""
+"""To be written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import click
-
-from pdtool.cli import options
-from pdtool.cli.command_line.help_sections import command
-from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note, progress
-from pdtool.cli.reuse import asked_for, reusable_profile
+from pdtool.cli import click_options as options
+from pdtool.cli.terminal import note, progress
 from pdtool.errors import ModelError, UsageError
 from pdtool.units import format_seconds
 
@@ -24,77 +19,6 @@ if TYPE_CHECKING:
 
 _MEASURED_DEVICES = ("auto", "cpu", "cuda")
 _MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
-
-
-@command(
-    epilog="\b\nExamples:\n  pdtool profile pdtool/zoo/digits.py --set width=64 --batch-size 64\n"
-    "  pdtool profile pdtool.zoo.llm --device a100-80gb --precision bf16 --batch-size 4"
-)
-@click.argument("model")
-@options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
-@options.settings(
-    "Setting for model(), or for other functions of model.py that have a parameter NAME; may be repeated."
-)
-@options.count("--batch-size", help="Samples in one minibatch, the size that will run.", default=32)
-@click.option(
-    "--device",
-    default="auto",
-    metavar="NAME",
-    help="On cpu or cuda, measure on this machine; auto is cuda where there is one, as of `run`. For any other (v100, "
-    "a100, ...; an unknown one lists them) or a YAML file of your own, estimate without running the model.",
-)
-@options.count("--threads", help="CPU threads to measure with, as many as each worker will have.", unset="all cores")
-@options.choice(
-    "--precision",
-    choices=("fp32", "tf32", "bf16", "fp16"),
-    help="Measure what `run` computes in: fp32, the model as it is, or bf16 by autocast. Or estimate as if the model "
-    "were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
-    unset="the model's own",
-)
-@click.option(
-    "--compile",
-    "compiled",
-    is_flag=True,
-    help="Measure what `run --compile` runs. What torch.compile fuses is timed in segments; operators get shares.",
-)
-@click.option(
-    "--calibrate",
-    metavar="PROFILE",
-    help="Estimate with factors fitted to a profile of any model that was measured on that device.",
-)
-@click.option(
-    "--if-stale",
-    is_flag=True,
-    help="Leave the file as it is where it is a profile of the same operators, with the options given.",
-)
-@options.as_json
-@click.pass_context
-def profile(
-    ctx: click.Context, /, model: str, output: str | None, as_json: bool, if_stale: bool, **settings: Any
-) -> None:
-    """Measure what each operator of MODEL costs, or estimate it.
-
-    On this machine it is measured; for another device, which need not be here, it is estimated.
-
-    MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
-    """
-    from pdtool.cli.console.profile_view import profile_table
-
-    if if_stale and _is_fresh(ctx, model, output, settings["model_settings"]):
-        return
-    result, target = profiled(model, output, **settings)
-    notes = [*_opaque_modules(result), *_coverage_warnings(result)]
-    write_artifact(result, target, as_json=as_json, view=[profile_table(result, largest=12), *notes])
-
-
-def _is_fresh(ctx: click.Context, model: str, output: str | None, model_settings: tuple[str, ...]) -> bool:
-    """Say whether the file to write is there, and is what would be measured."""
-    from pdtool.frontend.user_code import find_source, model_name, parse_ref
-
-    ref = parse_ref(model, model_settings)
-    target = output or f"profiles/{options.file_name(model_name(find_source(ref.source), ref.function))}.json"
-    known, _ = reusable_profile(target, ref, asked_for(ctx))
-    return known is not None
 
 
 def profiled(

@@ -21,21 +21,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pdtool.api import planning, profiling, training
+from pdtool.api.inputs import Inputs, checked, path_of_profile, profile_of, rescheduled
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.cli.commands import partition as partitioning
-from pdtool.cli.commands import profile as profiling
-from pdtool.cli.commands import run as running
+from pdtool.cli.click_options import file_name, option_values
 from pdtool.cli.commands import simulate as simulating
-from pdtool.cli.inputs import Inputs, checked, path_of_profile, profile_of, rescheduled
-from pdtool.cli.options import file_name, option_values
+from pdtool.cli.commands import steps as partitioning
+from pdtool.cli.commands import steps as profiling
+from pdtool.cli.commands import steps as running
 from pdtool.errors import UsageError
 
 if TYPE_CHECKING:
-    from pdtool.cli.command_line.help_sections import SectionedCommand
-    from pdtool.cli.freshness import FreshnessFinding
+    from pdtool.api.staleness import FreshnessFinding
+    from pdtool.cli.command_line import SectionedCommand
     from pdtool.planner.choice.comparison import Simulation
     from pdtool.planner.choice.plan_check import Finding
 
@@ -128,9 +129,9 @@ def partition(
     given |= {"memory": memory, "strategy": strategy, "replicas": replicas, "schedule": schedule}
     values = _values(partitioning.partition, given | {"microbatches": microbatches} | options)
     path = path_of_profile(profile, "-") if isinstance(profile, Profile) else str(profile)
-    plan = partitioning.plan_for(path, **values)
+    plan = planning.plan_for(path, **values)
     target = _text(output) or _file(plan)
-    partitioning.keep_edits(target)
+    planning.keep_edits(target)
     plan.save(target)
     return plan
 
@@ -187,8 +188,8 @@ def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] 
         ModelError: with `fresh`, the model cannot be traced.
     """
     if fresh:
-        from pdtool.cli.freshness import FreshnessCheck
-        from pdtool.cli.inputs import read_profile
+        from pdtool.api.inputs import read_profile
+        from pdtool.api.staleness import FreshnessCheck
 
         chosen, path = _plan(plan)
         return list(FreshnessCheck(path, chosen, read_profile(chosen, path)).findings())
@@ -211,7 +212,7 @@ def codegen(plan: Plan | Path | str, *, model: str | None = None, output: Path |
         ModelError: the model cannot be imported or traced.
         PdtoolError: the stages are not equal to the model; nothing is written.
     """
-    from pdtool.cli.commands.codegen import generated
+    from pdtool.api.training import generated
 
     inputs = Inputs.of(*_read(plan), model)
     return generated(inputs, Path(output) if output else inputs.folder)
@@ -258,7 +259,7 @@ def run(
         WorkerDiedError: a worker ended, or did not answer.
         KeyboardInterrupt: Ctrl-C; all workers are gone.
     """
-    from pdtool.cli.run_settings import with_settings
+    from pdtool.api.inputs import with_settings
     from pdtool.options import Target
 
     if of_commands := sorted({"dry_run", "as_json", "model_settings"} & options.keys()):
@@ -269,7 +270,7 @@ def run(
     inputs = with_settings(Inputs.of(*_read(plan), model), _assignments(settings))
     changes = {name: values.pop(name) for name in ("schedule", "microbatches", "weights", "update_every")}
     values["target"] = Target.parse(target) if target is not None else None
-    return running.trained(inputs, rescheduled(inputs.plan, inputs.profile, **changes), values)[1]
+    return training.trained(inputs, rescheduled(inputs.plan, inputs.profile, **changes), values)[1]
 
 
 def _values(command: SectionedCommand, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Notes and progress on stderr, tables on stdout or stderr, data on stdout.
-
-All that pdtool prints goes through here, and nothing of it is obeyed by the terminal or read as markup.
-"""
+"""How much pdtool says: with `-q` results and errors only, with `-v` more than usual."""
 
 from __future__ import annotations
 
@@ -11,15 +8,31 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pdtool.cli.command_line.verbosity import Verbosity
 from pdtool.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from pdtool.artifacts.artifact import Artifact
+    from pdtool.cli.table import Lines
+
+
+class Verbosity:
+    """What the command line asked for; one command runs in a process."""
+
+    is_quiet = False
+    is_verbose = False
+
+    @classmethod
+    def reset(cls) -> None:
+        """Say as much as usual: a new command line begins."""
+        cls.is_quiet = cls.is_verbose = False
+
 
 OnProgress = Callable[[int, int], None]  # called with (done, total)
 _NEVER_QUIET = ("error: ", "warning: ", "interrupted")
@@ -83,7 +96,7 @@ def write_stdout(text: str) -> None:
 
 def console(*, err: bool) -> Console:
     """Return a rich console on stderr or stdout, as wide as it is; without colours when that is no terminal."""
-    from pdtool.cli.console.table import PlainConsole
+    from pdtool.cli.table import PlainConsole
 
     stream = sys.stderr if err else sys.stdout
     width = None if stream.isatty() else _columns()
@@ -154,3 +167,52 @@ def _description(text: str) -> str:
     from rich.markup import escape
 
     return escape(printable(text))
+
+
+_BEGIN_CHARACTERS = 7  # of drawings, graphs and traces, which tell these from other files
+
+
+def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines = ()) -> None:
+    """Write an artifact to `path` (`-` is stdout), then print what it shows and name the file on stderr.
+
+    The file comes first: who reads what is printed, as `| head` does, may stop reading.
+
+    Args:
+        as_json: print the artifact's JSON on stdout as well.
+        view: the artifact for people.
+    """
+    if path != "-":
+        artifact.save(path)
+    show(*view)
+    if path != "-":
+        note(f"wrote {path}")
+    if as_json:
+        print_json(artifact)
+    elif path == "-":
+        write_stdout(artifact.dump())
+
+
+def write_text(text: str, path: Path, hint: str = "") -> None:
+    """Write a text that is no artifact to `path` (`-` is stdout); `hint` says what to do with the file.
+
+    Raises:
+        UsageError: a file is there that begins otherwise, a plan or a model.py by mistake.
+        PdtoolError: the file could not be written.
+    """
+    from pdtool.files import check_replaceable, write_atomically
+
+    if str(path) == "-":
+        write_stdout(text)
+        return
+    begin = text[:_BEGIN_CHARACTERS].encode()
+    check_replaceable(path, "an earlier one", lambda head: head.startswith(begin))
+    write_atomically(path, text)
+    note(f"wrote {path}{hint}")
+
+
+def print_json(artifact: Artifact) -> None:
+    """Print an artifact's JSON on stdout; a kind whose file has a digest is printed with it."""
+    from pdtool.artifacts.text_formats import write_json
+
+    text = artifact.dump()
+    write_stdout(text if text.startswith("{") else write_json(artifact.model_dump(mode="json", exclude={"sha256"})))

@@ -1,105 +1,75 @@
-"""`partition`: plan a profile for a cluster, profiles/NAME.json -> plans/NAME-4x4.yaml."""
+"""The memory that each worker may use: what `--memory` gives, or else that of the device that was profiled."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from pdtool.cli import options
-from pdtool.cli.command_line.help_sections import command
-from pdtool.cli.console.output import write_artifact
-from pdtool.cli.console.terminal import note
-from pdtool.cli.worker_memory import with_worker_memory
+from pdtool.cli.terminal import note
 from pdtool.errors import ArtifactError, UsageError
-from pdtool.schedule import SCHEDULES, STRATEGIES
+from pdtool.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from pdtool.artifacts.cluster import Cluster
     from pdtool.artifacts.plan import Plan
+    from pdtool.artifacts.profile import Profile
+
+NO_LIMIT = "none"  # what --memory takes besides a size
+
+
+def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) -> Cluster:
+    """Return the cluster with the memory that the tensors of one worker can have, and tell where the figure is from.
+
+    Args:
+        given: of `--memory`, a size or NO_LIMIT; None: that of the cluster's file, or else of the profiled device.
+
+    Raises:
+        UsageError: the size cannot be read, or the reserve of a GPU leaves nothing of it.
+    """
+    if given == NO_LIMIT:
+        return replace(cluster, memory_bytes=None)
+    if given:
+        memory_bytes: int | None = parse_bytes(given)
+    else:
+        memory_bytes = cluster.memory_bytes or _profiled_bytes(cluster, profile)
+    if memory_bytes is not None and profile.reserved_bytes:
+        memory_bytes = _less_reserve(memory_bytes, profile.reserved_bytes)
+    return replace(cluster, memory_bytes=memory_bytes)
+
+
+def _profiled_bytes(cluster: Cluster, profile: Profile) -> int | None:
+    """Return the memory of the profiled device, or a worker's share of the memory of a machine whose CPU was profiled.
+
+    The workers of one member of the innermost level are taken to be on one machine, so a single level is one machine.
+    """
+    device = profile.device
+    if device.memory_bytes is None:
+        note("no --memory given, and the profile does not say how much its device has: planning without a limit")
+        return None
+    remedy = f"(--memory {NO_LIMIT}: no limit)"
+    if not profile.is_measured_on_cpu:
+        note(f"no --memory given: planning for the {format_bytes(device.memory_bytes)} of {device.name} {remedy}")
+        return device.memory_bytes
+    sharing = cluster.levels[-1].size
+    share_bytes = max(1, device.memory_bytes // sharing)
+    of_all = f", the machine's {format_bytes(device.memory_bytes)} shared by {sharing}" if sharing > 1 else ""
+    note(f"no --memory given: planning for {format_bytes(share_bytes)} a worker{of_all} {remedy}")
+    return share_bytes
+
+
+def _less_reserve(memory_bytes: int, reserved_bytes: int) -> int:
+    """Subtract what no tensor gets; raises UsageError where nothing is left."""
+    whole, reserved = format_bytes(memory_bytes), format_bytes(reserved_bytes)
+    purpose = "CUDA's context, communicators and workspaces"
+    if memory_bytes <= reserved_bytes:
+        raise UsageError(f"{whole} of memory, of which {reserved} are for {purpose}", "give the memory of a device")
+    note(f"of {whole} of memory {reserved} are left for {purpose}")
+    return memory_bytes - reserved_bytes
+
 
 _OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
-
-
-@command(
-    epilog="\b\nExamples:\n  pdtool partition --topology 3\n"
-    "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB"
-)
-@click.argument("profile", required=False)
-@options.topology(required=False)
-@click.option("--cluster", metavar="FILE", help="The same and all bandwidths, as `pdtool probe` writes them.")
-@click.option(
-    "--bandwidth",
-    metavar="RATE,...",
-    show_default=f"{_OUTER_BANDWIDTH} outside, {_INNER_BANDWIDTH} at inner levels",
-    help="Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
-)
-@click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    show_default="that of the device profiled",
-    help="Of each device, as 16GB or 16GiB; none: no limit.",
-)
-@options.count("--workers", help="Number of workers to use.", unset="all of the topology")
-@click.option(
-    "--replicas",
-    callback=lambda ctx, parameter, text: _replicas(text),
-    metavar="R-R-R",
-    show_default="whatever is fastest",
-    help="Workers of each stage, as 15-1: find where to cut the model into exactly these stages.",
-)
-@options.choice(
-    "--strategy",
-    choices=tuple(STRATEGIES),
-    help="The fastest plan of any kind (auto), or the best of one kind, to compare it with.",
-)
-@click.option("--straight", is_flag=True, help="The same as --strategy straight.")
-@options.schedule([*SCHEDULES, "auto"], unset="1f1b, or what --strategy has")
-@options.microbatches("4 with a flushing --schedule, as many as workers with --strategy gpipe")
-@options.count(
-    "--global-batch-size",
-    help="Samples in one update: the same as --microbatches, times the profiled minibatch; with 1f1b-flush unless "
-    "another flushing --schedule is given.",
-    unset="what --microbatches makes",
-)
-@options.count(
-    "--chunks", help="Stages on each worker with --schedule interleaved.", default=2, within=click.IntRange(2, 100)
-)
-@click.option("--recompute/--no-recompute", default=True, help="Let stages that lack memory run their forward twice.")
-@options.choice(
-    "--cost",
-    "cost_model",
-    choices=("ours", "pipedream", "pipedream-free"),
-    help="Whose formulas; those of PipeDream's optimizer, with or without the traffic of activations, to compare.",
-)
-@click.option(
-    "--simplest",
-    default="3%",
-    callback=lambda ctx, parameter, text: _share(text),
-    metavar="SHARE",
-    help="Prefer fewer stages, and borders between modules, as long as the plan is at most this much slower than the "
-    "fastest.",
-)
-@options.count(
-    "--cuts",
-    "max_cuts",
-    help="Places to cut a branchy graph that are searched at most; more take longer (the square) and miss less.",
-    default=1200,
-    within=click.IntRange(100, 100_000),
-)
-@options.as_json
-@options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
-def partition(profile: str | None, output: str | None, as_json: bool, **settings: Any) -> None:
-    """Divide PROFILE's model into stages for the fastest pipeline."""
-    from pdtool.cli.console.plan_view import plan_view
-
-    plan = plan_for(options.candidate("profile", profile), **settings)
-    path = output or f"plans/{options.file_name(plan.name)}.yaml"
-    keep_edits(path)
-    write_artifact(plan, path, as_json=as_json, view=plan_view(plan))
 
 
 def plan_for(
@@ -112,8 +82,8 @@ def plan_for(
         ArtifactError: the profile or the cluster's file cannot be read.
         NoPlanError: no plan fits the memory, the pins or the number of operators.
     """
+    from pdtool.api.inputs import path_of_profile
     from pdtool.artifacts.profile import Profile
-    from pdtool.cli.inputs import path_of_profile
     from pdtool.planner.choice.make_plan import make_plan
     from pdtool.planner.choice.strategies import of_global_batch_size, strategy_options
 

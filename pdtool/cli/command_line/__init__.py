@@ -1,1 +1,0 @@
-"""The command line itself: options in groups, -q and -v, and a project's defaults."""

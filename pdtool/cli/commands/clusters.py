@@ -1,0 +1,126 @@
+"""`devices`: the devices that a profile can be estimated for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pdtool.cli import click_options as options
+from pdtool.cli.command_line import command
+from pdtool.cli.terminal import note, print_json, show, status, write_artifact
+
+
+@command(epilog="\b\nExamples:\n  pdtool devices\n  pdtool devices h100 --json")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@options.as_json
+def devices(names: tuple[str, ...], as_json: bool) -> None:
+    """Print the devices that `profile --device` estimates for.
+
+    Each with its memory, its rates and the data sheet that they come from. NAME is one of the table, or a YAML file of
+    your own.
+    """
+    from pdtool.artifacts.device import TABLE, Devices, find_device
+    from pdtool.cli.artifact_views import devices_view
+
+    table = Devices.load(TABLE)
+    if names:
+        table = Devices(devices={_key(name): find_device(name) for name in names})
+    if as_json:
+        print_json(table)
+    else:
+        show(*devices_view(table), err=False)
+
+
+def _key(name: str) -> str:
+    """`lab` for `lab.yaml`, a file of the user's; names of the table are keys as they are."""
+    from pathlib import Path
+
+    return Path(name).stem.lower().replace("_", "-")
+
+
+@command(
+    "import",
+    epilog="\b\nExamples:\n  pdtool import vgg16.graph.txt\n"
+    "  pdtool import profiles/gnmt/graph.txt --name gnmt8 --batch-size 32 -o -",
+)
+@click.argument("graph")
+@options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
+@options.count(
+    "--batch-size",
+    help="Samples in the minibatch it was measured at.",
+    unset="what the sizes in GRAPH tell, or else 128",
+)
+@click.option("--name", metavar="NAME", show_default="that of the file or its folder", help="Name of the profile.")
+@options.as_json
+def import_(graph: str, output: str | None, batch_size: int | None, name: str | None, as_json: bool) -> None:
+    """Write PipeDream's published profile GRAPH as one of pdtool's.
+
+    GRAPH is a graph.txt; - is stdin. There is no model behind it: it can be planned for, but not run.
+    """
+    from pdtool.cli.artifact_views import profile_table
+    from pdtool.files import read_text
+    from pdtool.profiler.pipedream_import import read_pipedream_profile
+
+    text = read_text(graph, "name a graph.txt of PipeDream's profiler", may_be_pipe=True)
+    path = "stdin" if graph == "-" else graph
+    profile, batch_source = read_pipedream_profile(text, path, name=name or _name(graph), batch_size=batch_size)
+    lines = ["the file knows no optimizer step, and of what a backward keeps only the operators' outputs"]
+    if batch_source:
+        lines.insert(0, f"minibatch of {profile.batch_size}, {batch_source}; name another with --batch-size")
+    path = output or f"profiles/{options.file_name(profile.name)}.json"
+    write_artifact(profile, path, as_json=as_json, view=[profile_table(profile, largest=12), *lines])
+
+
+def _name(path: str) -> str:
+    """Return `vgg16` for vgg16.graph.txt and for vgg16/graph.txt."""
+    if path == "-":
+        return "imported"
+    stem = Path(path).name.removesuffix(".txt").removesuffix("graph").rstrip(".")
+    return stem or Path(path).resolve().parent.name or "imported"
+
+
+@command(
+    epilog="\b\nExamples:\n  pdtool probe --topology 4 -o cluster.yaml\n"
+    "  pdtool probe --topology 2x4 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29511 -o cluster.yaml"
+)
+@options.topology(required=True)
+@options.output("File to write; - is stdout, the default.")
+@click.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
+@options.device("Where the tensors are; auto is cuda where every worker has a CUDA device.")
+@options.timeout("60s")
+@options.machines
+@options.as_json
+def probe(
+    topology: str,
+    output: str | None,
+    name: str | None,
+    device: str,
+    timeout: str,
+    nnodes: int,
+    node_rank: int,
+    rdzv_endpoint: str,
+    as_json: bool,
+) -> None:
+    """Measure the network between the workers of a launch.
+
+    Starts one process per worker of this machine; on several machines, start it on each. Per level: what a member's
+    link carries with all its workers sending and receiving at once, one pair alone, a small message, an all-reduce.
+    """
+    from pdtool.artifacts.artifact import title
+    from pdtool.artifacts.cluster import parse_topology
+    from pdtool.cli.artifact_views import cluster_view
+    from pdtool.units import parse_seconds
+
+    sizes, timeout_s = parse_topology(topology), parse_seconds(timeout)
+    from pdtool.machines import Machines
+    from pdtool.profiler.probe import ProbeRequest
+    from pdtool.profiler.probe_launcher import probe
+
+    request = ProbeRequest(name=title(name or topology), sizes=sizes, device=device, timeout_s=timeout_s)
+    with status("starting the workers") as step:
+        cluster = probe(request, Machines(nnodes, node_rank, rdzv_endpoint), step, note)
+    if cluster is None:
+        note("measured; the first machine has the figures")
+        return
+    write_artifact(cluster, output or "-", as_json=as_json, view=cluster_view(cluster))

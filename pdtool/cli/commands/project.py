@@ -1,0 +1,108 @@
+"""`completion`: the script by which a shell completes pdtool's commands."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shlex
+from pathlib import Path
+
+import click
+from click.shell_completion import get_completion_class
+
+from pdtool.cli.command_line import command
+from pdtool.cli.terminal import note, write_stdout
+from pdtool.errors import UsageError
+
+
+@command(
+    epilog="\b\nExamples:\n  pdtool completion bash >> ~/.bashrc\n"
+    "  pdtool completion fish > ~/.config/fish/completions/pdtool.fish"
+)
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that completes pdtool's commands in SHELL."""
+    completion_class = get_completion_class(shell)
+    assert completion_class  # the choices are click's own
+    write_stdout(completion_class(ctx.find_root().command, {}, "pdtool", "_PDTOOL_COMPLETE").source() + "\n")
+
+
+@command("help", epilog="\b\nExamples:\n  pdtool help\n  pdtool help partition")
+@click.argument("name", required=False, metavar="[COMMAND]")
+@click.pass_context
+def help_(ctx: click.Context, name: str | None) -> None:
+    """Print how COMMAND is used, or list all commands."""
+    root = ctx.find_root()
+    group = root.command
+    assert isinstance(group, click.Group)
+    if name is None:
+        write_stdout(group.get_help(root) + "\n")
+        return
+    if name not in group.commands:
+        close = difflib.get_close_matches(name, group.commands, n=1)
+        remedy = f"did you mean {close[0]}?" if close else "`pdtool help` lists the commands"
+        raise UsageError(f"there is no command {name!r:.80}", remedy)
+    with click.Context(group.commands[name], info_name=name, parent=root) as sub:
+        write_stdout(group.commands[name].get_help(sub) + "\n")
+
+
+STARTER = Path(__file__).parent.parent / "starter"
+_FILES = {  # in the user's folder -> the text that it begins with
+    "model.py": "model.py.in",
+    "pdtool.toml": "pdtool.toml.in",
+    "Makefile": "Makefile.in",
+    ".github/workflows/pdtool.yml": "workflow.yml",
+}
+
+
+@command(epilog="\b\nExamples:\n  pdtool init\n  pdtool init myproject")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".", required=False)
+@click.option("--force", is_flag=True, help="Replace files that are there.")
+def init(folder: Path, force: bool) -> None:
+    """Write a model.py that trains as it is, and files around it.
+
+    Into FOLDER, by default the current one: model.py with every function explained, pdtool.toml with defaults of the
+    commands, a Makefile, and a job for GitHub Actions. Files that are there are kept.
+    """
+    from pdtool.files import write_atomically
+
+    for name, starter in _FILES.items():
+        path = folder / name
+        if path.exists() and not force:
+            note(f"kept {path}, which was there (--force replaces it)")
+            continue
+        write_atomically(path, (STARTER / starter).read_text(encoding="utf-8"))
+        note(f"wrote {path}")
+    where = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    note(f"next: {where}pdtool train model.py")
+
+
+RULES = Path(__file__).parent.parent / "starter" / "pdtool.mk"
+
+
+@command(
+    epilog="\b\nExamples:\n  pdtool makefile\n  pdtool makefile -v\n"
+    "\n\b\nIn a shell, and in a Makefile of your own:\n"
+    "  make -f $(pdtool makefile) plans/mymodel-2.yaml\n  include $(shell pdtool makefile)"
+)
+def makefile() -> None:
+    """Print the path of make's rules for any model.py.
+
+    They make profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, its stage files and its run from NAME.py, where that has
+    changed. Their variables stand at the top of the file.
+    """
+    write_stdout(f"{RULES}\n")
+
+
+KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "run", "emulation", "checkpoint")
+
+
+@command(epilog="\b\nExamples:\n  pdtool schema plan\n  pdtool schema profile > profile.schema.json")
+@click.argument("kind", type=click.Choice(KINDS))
+def schema(kind: str) -> None:
+    """Print the JSON Schema of an artifact."""
+    from pdtool.artifacts import artifact_class
+
+    content = {"$schema": "https://json-schema.org/draft/2020-12/schema", **artifact_class(kind).model_json_schema()}
+    write_stdout(json.dumps(content, indent=2) + "\n")

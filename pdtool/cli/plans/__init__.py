@@ -1,1 +1,0 @@
-"""Plans, and other artifacts, as commands show and compare them."""

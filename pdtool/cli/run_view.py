@@ -1,0 +1,438 @@
+"""Reports of runs: where each stage's time went, predicted beside measured. Emulations, and files of checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
+from pdtool.artifacts.run_dir import CheckpointManifest, RunState, _checkpoints, is_locked, last_update
+from pdtool.cli.table import Lines, table
+from pdtool.cli.terminal import above, console, is_progress_shown, note
+from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.reports.figures import slowest_stage_sentence
+from pdtool.reports.sentences import scaling_phrase
+from pdtool.units import format_bits_rate, format_bytes, format_seconds
+
+OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
+_NOTE_S = 10.0  # between two lines, where no number of updates is asked for
+_BAR_S = 0.1  # between two changes of the bar
+_NO_METRICS = ("split", "epoch", "step", "time")  # of the line of a validation
+_RATE_S = 10.0  # over which a rate is taken
+
+
+@contextmanager
+def training_progress(out: Path, epochs: int, log_every: int | None = None) -> Iterator[OnEvent]:
+    """Show how a training goes on, on stderr; nothing that a worker would wait for.
+
+    Args:
+        out: the run's folder, whose run.json says how many updates an epoch has.
+        epochs: that the run is to have in all.
+        log_every: without a terminal, updates between two lines; None: a line every ten seconds.
+    """
+    training = _Training(out, epochs)
+    if not is_progress_shown():
+        yield _Notes(training, log_every)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(separator="/"))
+    figures = TextColumn("{task.fields[figures]}")
+    bar = Progress(*columns, figures, console=console(err=True), transient=True, expand=True, refresh_per_second=5)
+    try:
+        with above(bar.console):
+            yield _TrainingBar(training, bar)
+    finally:
+        bar.stop()
+
+
+@dataclass
+class _Training:
+    """How far a training is, from the lines of metrics.jsonl.
+
+    Attributes:
+        updates: of an epoch; None until run.json says.
+        samples: of an update, on average.
+    """
+
+    out: Path
+    epochs: int
+    updates: int | None = None
+    samples: float = 0.0
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)  # time and step of updates of this epoch
+    _first: tuple[float, int] | None = None
+    _losses: list[float] = field(default_factory=list)  # of this epoch
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take note of an update."""
+        at = (event["time"], event["step"])
+        self._first = self._first or at
+        self._losses.append(event["loss"])
+        self._recent.append(at)
+        while at[0] - self._recent[0][0] > _RATE_S:
+            self._recent.popleft()
+
+    def end_epoch(self) -> float | None:
+        """Begin anew after a validation; return the mean training loss of the epoch, if there was an update."""
+        losses, self._losses = self._losses, []
+        self._recent.clear()
+        return sum(losses) / len(losses) if losses else None
+
+    @property
+    def total(self) -> int | None:
+        """Updates in all epochs."""
+        if self.updates is None:
+            try:
+                state = RunState.load(self.out / "run.json")
+            except PdtoolError:  # on another machine it may be seen later
+                return None
+            self.updates, self.samples = state.updates, (state.samples or 0) / (state.updates or 1)
+        return self.updates and self.updates * self.epochs
+
+    def rate(self, event: dict[str, Any]) -> float:
+        """Return samples per second, over the last seconds of the epoch."""
+        (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
+        if last_s <= first_s or not self.samples:
+            return float(event["samples_per_s"])
+        return (last - first) * self.samples / (last_s - first_s)
+
+    def left(self, event: dict[str, Any]) -> str:
+        """Return about how long the rest will take, validations so far included, as `12:05 left`; "" if unknown."""
+        first_s, first = self._first or (0.0, 0)
+        if not self.total or event["step"] <= first:
+            return ""
+        per_update_s = (event["time"] - first_s) / (event["step"] - first)
+        return f"{clock(per_update_s * max(0, self.total - event['step']))} left"
+
+    def is_epoch_over(self, event: dict[str, Any]) -> bool:
+        """Whether this was the last update of its epoch."""
+        return bool(self.updates) and event["step"] == event["epoch"] * (self.updates or 0)
+
+    def validation_line(self, event: dict[str, Any]) -> str:
+        """Write a validation as `epoch 3/10: training loss 0.1301, validation loss 0.1234, accuracy 0.9810`."""
+        loss = self.end_epoch()
+        trained = "" if loss is None else f"training loss {loss:.4f}, "
+        return f"epoch {event['epoch']}/{self.epochs}: {trained}{validated(event)}"
+
+
+def validated(metrics: Mapping[str, Any]) -> str:
+    """Write the figures of a validation as `validation loss 0.1234, accuracy 0.9810`."""
+    figures = {name: value for name, value in metrics.items() if name not in _NO_METRICS}
+    return ", ".join(f"{'validation ' * (name == 'loss')}{name} {value:.4f}" for name, value in figures.items())
+
+
+def clock(seconds: float) -> str:
+    """Write seconds as `1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class _Notes:
+    """Writes lines: after validations, and between them every so often."""
+
+    def __init__(self, training: _Training, log_every: int | None) -> None:
+        self._training, self._log_every = training, log_every
+        self._noted_s: float | None = None
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if event["split"] == "valid":
+            note(self._training.validation_line(event))
+            self._noted_s = event["time"]
+            return
+        self._training.add(event)
+        if self._is_due(event):
+            self._noted_s = event["time"]
+            note(self._line(event))
+
+    def _is_due(self, event: dict[str, Any]) -> bool:
+        if self._log_every:
+            return bool(event["step"] % self._log_every == 0)
+        self._noted_s = self._noted_s or event["time"]
+        return bool(event["time"] - self._noted_s >= _NOTE_S)
+
+    def _line(self, event: dict[str, Any]) -> str:
+        training = self._training
+        total = f"/{training.total}" if training.total else ""
+        figures = [f"training loss {event['loss']:.4f}"]
+        figures += [f"lr {event['lr']:.3g}"] if event["lr"] is not None else []
+        figures += [f"{training.rate(event):.4g} samples/s", training.left(event)]
+        place = f"epoch {event['epoch']}/{training.epochs}, update {event['step']}{total}"
+        return f"{place}: {', '.join(filter(None, figures))}"
+
+
+class _TrainingBar:
+    """Moves a bar, and writes a line above it after each validation."""
+
+    def __init__(self, training: _Training, bar: Any) -> None:
+        self._training, self._bar = training, bar
+        self._task = bar.add_task("starting", total=None, figures="")
+        self._moved_s = 0.0
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        training = self._training
+        if event["split"] == "valid":
+            note(training.validation_line(event))
+            return
+        self._bar.start()  # with the first update: workers that start print their warnings where a bar would be
+        training.add(event)
+        over = training.is_epoch_over(event)
+        if not over and event["time"] - self._moved_s < _BAR_S:
+            return
+        self._moved_s = event["time"]
+        doing = "validating" if over else f"epoch {event['epoch']}/{training.epochs}"
+        figures = f"training loss {event['loss']:.4f} {training.rate(event):.4g} samples/s {training.left(event)}"
+        self._bar.update(
+            self._task, description=doing, total=training.total, completed=event["step"], figures=figures.rstrip()
+        )
+
+
+_DIGITS = 12  # of a digest that are shown
+_MUCH_LOADING = 0.1  # of the first stage's time
+_COMPILED = "one epoch: the time that torch.compile took is part of these figures; train two or more to leave it out"
+_NOT_STEADY = "epochs of {minibatches} minibatches have no steady state: filling and draining are measured, too"
+
+
+def report_view(report: Report) -> Lines:
+    """Show where each stage's time went, and predicted beside measured."""
+    yield _time_table(report)
+    yield (
+        "waits: until what other stages send has arrived; averaging: waits for "
+        "gradients of other workers; data: loading, or waits for loader workers; rest: between actions"
+    )
+    yield from _loading_limit(report)
+    yield _prediction_table(report)
+    yield f"per minibatch: {_compared(report)}"
+    if reason := slowest_stage_sentence(report):
+        yield reason
+    if not report.measured.is_steady:
+        yield _NOT_STEADY.format(minibatches=report.minibatches)
+    if report.includes_compilation:
+        yield _COMPILED
+    if report.is_crowded:
+        yield _crowded(report.local_workers, report.cores)
+    yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
+    yield validated(report.metrics)
+    if report.target:
+        yield f"target {report.target}: {'reached' if report.target_reached else 'not reached'}"
+
+
+def _time_table(report: Report) -> Table:
+    """List each stage's shares of the whole time, and its times per minibatch."""
+    rows = []
+    for s, stage in enumerate(report.stages):
+        parts = (stage.busy_s, stage.wait_s, stage.allreduce_s, stage.data_s, stage.rest_s)
+        shares = (f"{part / (stage.time_s or 1.0):.0%}" for part in parts)
+        times = map(format_seconds, (stage.forward_s, stage.backward_s, stage.update_s, stage.send_s))
+        rows.append([s, stage.replicas, *shares, *times])
+    columns = (
+        "stage",
+        "replicas",
+        "busy",
+        "waits",
+        "averaging",
+        "data",
+        "rest",
+        "forward",
+        "backward",
+        "update",
+        "sending",
+    )
+    epochs = ", ".join(f"{n} epoch(s) of {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
+    title = (
+        f"{report.plan}: {report.config}, schedule {report.schedule}, {epochs} minibatches of {report.batch_size}\n"
+        "where the time went, and how long a minibatch took:"
+    )
+    return table(columns, rows, title=title, drop=("sending", "rest", "update", "backward", "forward", "replicas"))
+
+
+def _loading_limit(report: Report) -> Iterator[str]:
+    """Say that loading slows a run: the first stage would not be as slow as the slowest without it."""
+    if not report.stages:
+        return
+    first, *others = report.stages
+    share = first.data_s / (first.time_s or 1.0)
+    if share >= _MUCH_LOADING and first.busy_s + first.data_s > max((other.busy_s for other in others), default=0.0):
+        yield (
+            f"loading slows this run: stage 0 spends {share:.0%} of its time on data; more --loader-workers load in "
+            "the background, as long as there are cores for them"
+        )
+
+
+def _prediction_table(report: Report) -> Table:
+    """List what each stage was predicted to need and what it needed; a worker's chunks (interleaved) share a row."""
+    predicted, depth = report.predicted, len(report.stages)
+    rows = []
+    for s, stage in enumerate(report.stages):
+        compute, memory = "?", "?"
+        if predicted:
+            compute = format_seconds(sum(predicted.compute_s[s::depth]))
+            memory = format_bytes(sum(predicted.memory_bytes[s::depth]))
+        peak = "?" if stage.peak_memory_bytes is None else format_bytes(stage.peak_memory_bytes)
+        busy, sent = format_seconds(stage.busy_s), format_bytes(stage.sent_bytes)
+        rows.append([s, compute, busy, memory, peak, stage.peak_versions, stage.peak_stashed, sent])
+    columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
+    return table(
+        columns, rows, title="busy for one minibatch, and memory at its peak:", drop=("sent", "stashed", "versions")
+    )
+
+
+def _compared(report: Report) -> str:
+    """Compare measured seconds with those of the simulation, or of the formulas if the plan was not simulated.
+
+    No error is given of workers that shared cores, or of epochs without a steady state: the prediction is for others.
+    """
+    predicted, measured_s = report.predicted, report.measured.bottleneck_s
+    if not predicted:
+        return f"measured {format_seconds(measured_s)}"
+    is_comparable = report.measured.is_steady and not (report.is_crowded or report.includes_compilation)
+    source, predicted_s = "simulated", predicted.simulated_s
+    if predicted_s is None:
+        source, predicted_s = "predicted", predicted.bottleneck_s
+    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s and is_comparable else ""
+    return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
+
+
+def checkpoint_view(manifest: CheckpointManifest) -> Lines:
+    """List the metrics of the epoch, and the files."""
+    title = f"epoch {manifest.epoch}, seed {manifest.seed}: {validated(manifest.metrics)}"
+    rows = [[name, format_bytes(file.bytes), file.sha256[:_DIGITS]] for name, file in manifest.files.items()]
+    yield table(("file", "bytes", "sha256"), rows, title=title)
+
+
+def emulation_view(emulation: Emulation) -> Lines:
+    """Show each plan's time per minibatch, emulated beside simulated, and the gain of the first over each."""
+    own = emulation.plans[0]
+    rows = []
+    for plan in emulation.plans:
+        error = f"{plan.error:+.1%}" if plan.is_steady and not _is_crowded(emulation, plan) else ""
+        gain = "" if plan is own else f"{plan.bottleneck_s / own.bottleneck_s:.3g} ×"
+        times, speed = (
+            map(format_seconds, (plan.bottleneck_s, plan.simulated_s)),
+            f"{plan.throughput_samples_per_s:.4g}",
+        )
+        rows.append([plan.name, plan.config, *times, error, speed, gain, format_bytes(plan.sent_bytes)])
+    columns = ("emulated", "plan", "per minibatch", "simulated", "error", "samples/s", "gain", "sent")
+    cluster = emulation.cluster.cluster()
+    speeds = ", ".join(format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels)
+    title, drop = f"{emulation.plan}: {cluster.topology} at {speeds}", ("sent", "samples/s", "simulated")
+    yield table(columns, rows, names=2, title=title, drop=drop)
+    if emulation.compute == "sleep":
+        yield "workers slept the times of the profile"
+        yield from _scalings(emulation)
+    else:
+        yield "workers trained the model on this machine"
+    if any(level.latency_s for level in cluster.levels):
+        yield "the links had no latency: the simulated times are those without it"
+    for minibatches in {plan.minibatches for plan in emulation.plans if not plan.is_steady}:
+        yield _NOT_STEADY.format(minibatches=minibatches)
+    if emulation.target:
+        yield from _target_lines(emulation)
+    if any(_is_crowded(emulation, plan) for plan in emulation.plans):
+        workers = max(plan.workers for plan in emulation.plans)
+        yield _crowded(workers, emulation.cores)
+
+
+def _scalings(emulation: Emulation) -> Lines:
+    """What bytes and times were scaled with, and for which plans where that differs."""
+    names: dict[str, list[str]] = {}
+    for plan in emulation.plans:
+        names.setdefault(scaling_phrase(emulation, plan), []).append(plan.name)
+    for scaling, of_plans in names.items():
+        yield scaling if len(names) == 1 else f"{', '.join(of_plans)}: {scaling}"
+
+
+def _target_lines(emulation: Emulation) -> Lines:
+    """How long each plan trained until it reached the target."""
+    own = emulation.plans[0]
+    for plan in emulation.plans:
+        took = f"{plan.epochs} epoch(s), {format_seconds(plan.training_s)} of training"
+        if not plan.target_reached:
+            yield f"{plan.name}: {emulation.target} not reached in {took}"
+        elif plan is own or not own.target_reached:
+            yield f"{plan.name}: {emulation.target} after {took}"
+        else:
+            ratio = plan.training_s / own.training_s
+            yield f"{plan.name}: {emulation.target} after {took}: {own.name} was {ratio:.3g} times as fast"
+
+
+def _crowded(workers: int | None, cores: int | None) -> str:
+    return f"{workers} workers shared {cores} core(s): on devices of their own they would be faster"
+
+
+def _is_crowded(emulation: Emulation, plan: EmulatedPlan) -> bool:
+    """Whether its workers computed on fewer cores than they are."""
+    return emulation.compute == "real" and plan.workers > emulation.cores
+
+
+def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
+    """Say where a run stands.
+
+    Args:
+        folder: of the run; None where only its record is known.
+    """
+    resumed = f", resumed after epoch {state.epochs_done}" if state.epochs_done else ""
+    yield f"{state.plan}: {state.config}, schedule {state.schedule}, {state.epochs} epoch(s) in all{resumed}"
+    if folder is None:
+        yield _end(state, is_running=False)
+        return
+    is_running = state.end is None and is_locked(folder)
+    yield _end(state, is_running=is_running)
+    if update := last_update(folder):
+        yield _place(state, update)
+    checkpoints = _checkpoints(folder)
+    yield _last_checkpoint(checkpoints)
+    if not is_running and state.end != "done":
+        yield f"{'go on' if checkpoints else 'start it again'} with {_command(state, folder, bool(checkpoints))}"
+
+
+def resumed_line(folder: Path) -> Iterator[str]:
+    """Say of a finished run that it had gone on from another, which its report does not tell."""
+    with suppress(ArtifactError):
+        state = RunState.load(folder / "run.json")
+        if state.end == "done" and state.epochs_done:
+            yield f"resumed after epoch {state.epochs_done}: what was measured is of the epochs since"
+
+
+def _end(state: RunState, *, is_running: bool) -> str:
+    if is_running:
+        return "it is running"
+    match state.end:
+        case "done":
+            return "it has finished"
+        case "stopped":
+            return f"it was stopped by {state.reason}" if state.reason else "it was stopped"
+        case "failed":
+            return f"it failed: {state.reason}"
+    return "it ended without a word: it was killed, or its machine went down"
+
+
+def _place(state: RunState, update: dict[str, Any]) -> str:
+    total = f"/{state.updates * state.epochs}" if state.updates else ""
+    rate = update.get("samples_per_s")
+    figures = [f"training loss {update['loss']:.4f}"] + ([f"{rate:.4g} samples/s"] if rate else [])
+    return f"last update: {update['step']}{total}, in epoch {update['epoch']}/{state.epochs}: {', '.join(figures)}"
+
+
+def _last_checkpoint(checkpoints: dict[int, Path]) -> str:
+    if not checkpoints:
+        return "no checkpoint: the first is written after the first epoch"
+    epoch = max(checkpoints)
+    try:
+        manifest = CheckpointManifest.load(checkpoints[epoch] / "checkpoint.json")
+    except ArtifactError as error:
+        return f"last checkpoint: epoch {epoch}, which is damaged ({error.what})"
+    return f"last checkpoint: epoch {epoch}, {validated(manifest.metrics)}"
+
+
+def _command(state: RunState, folder: Path, resumes: bool) -> str:
+    plan = f"plans/{state.plan}.yaml"
+    named = plan if os.path.isfile(plan) else "PLAN"
+    return f"`pdtool run {named} -o {folder}{' --resume' if resumes else ''} --epochs {state.epochs}`"
