@@ -16,7 +16,7 @@ from pdtool.artifacts.metrics import METRICS_FILE
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation
-from pdtool.artifacts.run_dir import _EMULATION_FILE, _PLAN_FILE, _REPORT_FILE, _RUN_FILE, RunRecord, read_run
+from pdtool.artifacts.run_dir import EMULATION_FILE, PLAN_FILE, REPORT_FILE, RUN_FILE, RunRecord, read_run
 from pdtool.cli.click_options import file_name
 from pdtool.cli.terminal import note
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, UsageError
@@ -26,10 +26,7 @@ from pdtool.reports.page import Subject
 from pdtool.schedule import POLICIES, is_asynchronous
 
 if TYPE_CHECKING:
-    from pdtool.frontend.model_file import ModelFile
-
-    pass
-    from pdtool.frontend.model_file import Setting
+    from pdtool.frontend.model_file import ModelFile, Setting
 
 
 @dataclass(frozen=True)
@@ -379,7 +376,7 @@ def read_subject(name: str, planned: Planned) -> Subject:
     path = Path(name)
     if os.path.isdir(name):
         return _read_folder(path, planned)
-    if path.name in (_REPORT_FILE, METRICS_FILE, _RUN_FILE):
+    if path.name in (REPORT_FILE, METRICS_FILE, RUN_FILE):
         return _read_folder(path.parent, planned)
     kind = declared_kind(read_text(name, may_be_pipe=True)) if name != "-" else Plan.KIND
     if kind == Emulation.KIND:
@@ -392,10 +389,10 @@ def read_subject(name: str, planned: Planned) -> Subject:
 
 
 def _read_folder(folder: Path, planned: Planned) -> Subject:
-    if (folder / _EMULATION_FILE).is_file() and not (folder / _REPORT_FILE).is_file():
-        return Subject(str(folder), emulation=Emulation.load(folder / _EMULATION_FILE))
-    if not any((folder / name).is_file() for name in (_REPORT_FILE, METRICS_FILE, _PLAN_FILE)):
-        what = f"{folder} holds neither {_REPORT_FILE} nor {METRICS_FILE}"
+    if (folder / EMULATION_FILE).is_file() and not (folder / REPORT_FILE).is_file():
+        return Subject(str(folder), emulation=Emulation.load(folder / EMULATION_FILE))
+    if not any((folder / name).is_file() for name in (REPORT_FILE, METRICS_FILE, PLAN_FILE)):
+        what = f"{folder} holds neither {REPORT_FILE} nor {METRICS_FILE}"
         raise UsageError(what, "name a plan, or the folder of a run or an emulation")
     run = read_run(folder)
     path = _plan_path(run)
@@ -410,8 +407,8 @@ def _read_folder(folder: Path, planned: Planned) -> Subject:
 
 def _plan_path(run: RunRecord) -> Path | None:
     """Return the file of the plan that a run keeps, or of that of its report where it still is in plans/."""
-    if (run.folder / _PLAN_FILE).is_file():
-        return run.folder / _PLAN_FILE
+    if (run.folder / PLAN_FILE).is_file():
+        return run.folder / PLAN_FILE
     wanted = run.report.digests.get("plan") if run.report else None
     return next((path for path, plan in _plans_here() if wanted and plan.plan_sha256 == wanted), None)
 

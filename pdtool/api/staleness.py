@@ -108,7 +108,6 @@ def _recorded_in_profile(profile: Profile) -> dict[str, Any]:
 
 
 def _why_model_differs(profile: Profile, path: str) -> str:
-    pass
     from pdtool.frontend.model_file import ModelFile
     from pdtool.frontend.tracing import trace_file
 

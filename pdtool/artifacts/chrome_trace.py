@@ -77,7 +77,7 @@ def _rows(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
 _MAX_NAME = 200  # characters of a worker's name
 
 
-def _read_trace(path: Path) -> dict[str, list[TraceEvent]]:
+def read_trace(path: Path) -> dict[str, list[TraceEvent]]:
     """Read a Chrome trace that a run wrote; {} where it is missing or damaged: the page does without."""
     try:
         return _events(json.loads(read_text(path))["traceEvents"])

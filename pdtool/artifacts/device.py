@@ -61,7 +61,7 @@ class Devices(YamlArtifact):
                 raise FieldError(f"devices.{name}.peak_flops_per_s", "needs at least fp32")
 
 
-_THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of a CPU: `AMD EPYC, 2 threads`
+CPU_THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of a CPU: `AMD EPYC, 2 threads`
 
 
 class Device(FrozenModel):

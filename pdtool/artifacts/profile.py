@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from pdtool.artifacts.artifact import Artifact, FrozenModel, ModelRef
-from pdtool.artifacts.device import _THREADS, Device, Precision
+from pdtool.artifacts.device import CPU_THREADS, Device, Precision
 from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, Seconds, StageIndex, Title
 from pdtool.errors import FieldError
 from pdtool.graph import Graph
@@ -124,7 +124,7 @@ class Profile(Artifact):
     @property
     def threads(self) -> int | None:
         """The CPU threads that the times were measured with; None when they were not measured on a CPU."""
-        match = _THREADS.search(self.device.name)
+        match = CPU_THREADS.search(self.device.name)
         return int(match[1]) if match and self.device.kind == "measured" else None
 
     @property

@@ -1,4 +1,13 @@
-"""The artifact Checkpoint: what was trained, and which files hold it; its presence makes a checkpoint complete."""
+"""The folder of a run: its files, its lock, its checkpoints, and how far it is; nothing here needs torch.
+
+runs/NAME/run.json         what was asked for, and how it ended (RunState)
+         /plan.yaml        what is trained
+         /metrics.jsonl    a line for each update and each validation
+         /report.json      where the time went, written at the end
+         /trace.json       when each worker did what
+         /checkpoints/epoch-N/checkpoint.json    a checkpoint is complete when this file is there
+         /.lock            held by the process that trains
+"""
 
 from __future__ import annotations
 
@@ -19,11 +28,23 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from pdtool.artifacts.artifact import Artifact, FrozenModel
-from pdtool.artifacts.chrome_trace import TraceEvent, _read_trace
+from pdtool.artifacts.chrome_trace import TraceEvent, read_trace
 from pdtool.artifacts.fields import Bytes, Count, Digest, Label, Number
 from pdtool.artifacts.metrics import METRICS_FILE, read_metrics
 from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
+
+RUN_FILE, PLAN_FILE, REPORT_FILE, TRACE_FILE = "run.json", "plan.yaml", "report.json", "trace.json"
+EMULATION_FILE = "emulation.json"
+CHECKPOINTS_FOLDER, MANIFEST_FILE = "checkpoints", "checkpoint.json"
+UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: the record is no reason to end a run
+_LOCK_FILE, _OLD_MANIFEST_FILE = ".lock", "epoch.json"
+_FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks is used without one
+_TAIL_BYTES = 65_536  # of metrics.jsonl, which hold its last lines
+_MAX_FIGURE = 1e18
+_MAX_RUNS = 5  # that an error lists
+
 
 StageFile = Annotated[str, StringConstraints(pattern=r"^stage-[0-9]{1,6}\.safetensors$")]
 
@@ -97,56 +118,6 @@ class RunState(Artifact):
     reason: Annotated[str, StringConstraints(max_length=10_000)] = ""
 
 
-_TAIL_BYTES = 65_536  # of metrics.jsonl, which hold its last lines
-_MAX_FIGURE = 1e18
-_FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
-
-
-def last_update(folder: Path) -> dict[str, Any] | None:
-    """Return the last line of metrics.jsonl about an update; None when there is none."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():  # a FIFO would be waited for, a device has no end
-        return None
-    with suppress(OSError), path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        for line in reversed(file.read().split(b"\n")):
-            with suppress(ValueError, RecursionError):
-                event = json.loads(line)
-                if isinstance(event, dict) and event.get("split") == "train" and _is_whole(event):
-                    return event
-    return None
-
-
-def _is_whole(event: dict[str, Any]) -> bool:
-    """Whether a line is one that a run has written, not a stranger."""
-    figures = [event.get(name) for name in ("loss", "epoch", "step")] + [event.get("samples_per_s", 0)]
-    return all(
-        isinstance(figure, (int, float)) and not isinstance(figure, bool) and abs(figure) < _MAX_FIGURE
-        for figure in figures
-    )
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a run holds the folder; the lock is asked for, never taken."""
-    with suppress(OSError, struct.error, ValueError), (folder / ".lock").open("rb+") as file:
-        answer = fcntl.fcntl(file, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-    return False
-
-
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run, by epoch."""
-    manifests = folder.glob("checkpoints/epoch-*/checkpoint.json")
-    named = ((re.fullmatch(r"epoch-([0-9]+)", path.parent.name), path.parent) for path in manifests)
-    return {int(match[1]): path for match, path in named if match}
-
-
-_PLAN_FILE, _REPORT_FILE, _TRACE_FILE, _LOCK_FILE = "plan.yaml", "report.json", "trace.json", ".lock"
-_EMULATION_FILE, _RUN_FILE = "emulation.json", "run.json"
-_FLOCK = "hhqqixxxx"  # struct flock of Linux: type, whence, start, length, process
-
-
 class RunPhase(StrEnum):
     """Where a run stands."""
 
@@ -169,17 +140,42 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Read what a run has written so far; a report of fewer epochs than there are metrics of is an earlier one."""
     metrics = read_metrics(folder / METRICS_FILE)
-    report = Report.load(folder / _REPORT_FILE) if (folder / _REPORT_FILE).is_file() else None
+    report = Report.load(folder / REPORT_FILE) if (folder / REPORT_FILE).is_file() else None
     if is_running(folder):
         return RunRecord(folder, RunPhase.RUNNING, None, metrics, {})
     if not report or max((line["epoch"] for line in metrics), default=0) > report.epochs:
         return RunRecord(folder, RunPhase.STOPPED, None, metrics, {})
-    return RunRecord(folder, RunPhase.FINISHED, report, metrics, _read_trace(folder / _TRACE_FILE))
+    return RunRecord(folder, RunPhase.FINISHED, report, metrics, read_trace(folder / TRACE_FILE))
+
+
+def last_update(folder: Path) -> dict[str, Any] | None:
+    """Return the last line of metrics.jsonl about an update; None when there is none."""
+    path = folder / METRICS_FILE
+    if not path.is_file():  # a FIFO would be waited for, a device has no end
+        return None
+    with suppress(OSError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        for line in reversed(file.read().split(b"\n")):
+            with suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if isinstance(event, dict) and event.get("split") == "train" and _is_whole(event):
+                    return event
+    return None
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Whether a line is one that a run has written, not a stranger."""
+    figures = [event.get(name) for name in ("loss", "epoch", "step")] + [event.get("samples_per_s", 0)]
+    return all(
+        isinstance(figure, (int, float)) and not isinstance(figure, bool) and abs(figure) < _MAX_FIGURE
+        for figure in figures
+    )
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds the lock of a run's folder; it is asked for the lock, which is not taken."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    """Return whether a process holds the lock of a run's folder; it is asked for the lock, which is not taken."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         if not (folder / _LOCK_FILE).is_file():  # a FIFO would be waited for
             return False
@@ -187,31 +183,27 @@ def is_running(folder: Path) -> bool:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
     except OSError:  # no such file, or a file system without locks
         return False
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
-
-
-_FOLDER = "checkpoints"
-_MANIFEST = "checkpoint.json"
-_OLD_MANIFEST = "epoch.json"
-_MAX_RUNS = 5  # that an error lists
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints of a run's folder, by their epoch."""
     return {
         epoch: path
-        for path in folder.glob(f"{_FOLDER}/epoch-*")
-        if (epoch := _epoch(path)) is not None and (path / _MANIFEST).is_file()
+        for path in folder.glob(f"{CHECKPOINTS_FOLDER}/epoch-*")
+        if (epoch := _epoch(path)) is not None and (path / MANIFEST_FILE).is_file()
     }
 
 
 def latest(folder: Path) -> Path:
     """Return the last complete checkpoint of a run's folder, or the folder itself if it is one; raises UsageError."""
-    if (folder / _MANIFEST).is_file():
+    if (folder / MANIFEST_FILE).is_file():
         return folder
     checkpoints = complete_checkpoints(folder)
     if not checkpoints:
-        if (folder / _OLD_MANIFEST).is_file() or any(folder.glob(f"{_FOLDER}/epoch-*/{_OLD_MANIFEST}")):
+        if (folder / _OLD_MANIFEST_FILE).is_file() or any(
+            folder.glob(f"{CHECKPOINTS_FOLDER}/epoch-*/{_OLD_MANIFEST_FILE}")
+        ):
             raise UsageError(
                 f"the checkpoints in {folder} are of an older pdtool, whose files could hold code",
                 "export them with the pdtool that wrote them",
@@ -225,7 +217,7 @@ def latest(folder: Path) -> Path:
 
 def _runs_beside(folder: Path) -> str:
     """Return `: runs/a, runs/b`, the newest runs beside a folder that is not there; "" when there are none."""
-    runs = {path.parent for path in folder.parent.glob(f"*/{_FOLDER}") if complete_checkpoints(path.parent)}
+    runs = {path.parent for path in folder.parent.glob(f"*/{CHECKPOINTS_FOLDER}") if complete_checkpoints(path.parent)}
     newest = sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True)[:_MAX_RUNS]
     return f": {', '.join(map(str, newest))}" if newest else ""
 
@@ -236,12 +228,12 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     Raises:
         ArtifactError: it is missing, damaged, or of another epoch than its folder; the checkpoint before it is named.
     """
-    path = checkpoint / _MANIFEST
+    path = checkpoint / MANIFEST_FILE
     try:
         manifest = CheckpointManifest.load(path)
     except ArtifactError as error:
         reason = error.what.removeprefix(f"{path}: ")
-        raise ArtifactError(path, f"is damaged ({reason})", _remedy(checkpoint)) from error
+        raise ArtifactError(path, f"is damaged ({reason})", checkpoint_remedy(checkpoint)) from error
     if _epoch(checkpoint) not in (None, manifest.epoch):
         what = f"is of epoch {manifest.epoch}, and stands in a folder of another epoch"
         raise ArtifactError(path, what, f"name the folder epoch-{manifest.epoch}, or remove it")
@@ -254,7 +246,7 @@ def _epoch(checkpoint: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _remedy(checkpoint: Path) -> str:
+def checkpoint_remedy(checkpoint: Path) -> str:
     """What to do when a checkpoint is damaged."""
     last, complete = _epoch(checkpoint), complete_checkpoints(checkpoint.parent.parent)
     earlier = [epoch for epoch in complete if last and epoch < last]
@@ -263,27 +255,17 @@ def _remedy(checkpoint: Path) -> str:
     return "there is none before it in this run: train again, in another folder"
 
 
-RUN_FILE = "run.json"
-REPORT_FILE = "report.json"
-_UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: the record is no reason to end a run
-
-
 def update_record(out: Path, **changes: Any) -> None:
     """Change fields of the record in a run's folder, as far as it is there and can be written."""
     path = out / RUN_FILE
-    with suppress(*_UNWRITABLE):
+    with suppress(*UNWRITABLE):
         RunState.load(path).model_copy(update=changes).save(path)
 
 
-def _put_report_aside(out: Path, epochs_done: int) -> None:
+def put_report_aside(out: Path, epochs_done: int) -> None:
     """Keep the report of the run that is resumed in this folder under another name: it is not that of this run."""
     with suppress(OSError):
         os.replace(out / REPORT_FILE, out / f"report.epoch-{epochs_done}.json")
-
-
-PLAN_FILE = "plan.yaml"  # what is trained, for whoever looks at the run
-_LOCK_FILE = ".lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks is used without one
 
 
 @contextmanager

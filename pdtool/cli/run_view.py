@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
-from pdtool.artifacts.run_dir import CheckpointManifest, RunState, _checkpoints, is_locked, last_update
+from pdtool.artifacts.run_dir import CheckpointManifest, RunState, complete_checkpoints, is_running, last_update
 from pdtool.cli.table import Lines, table
 from pdtool.cli.terminal import above, console, is_progress_shown, note
 from pdtool.errors import ArtifactError, PdtoolError
@@ -383,13 +383,13 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
     if folder is None:
         yield _end(state, is_running=False)
         return
-    is_running = state.end is None and is_locked(folder)
-    yield _end(state, is_running=is_running)
+    goes_on = state.end is None and is_running(folder)
+    yield _end(state, is_running=goes_on)
     if update := last_update(folder):
         yield _place(state, update)
-    checkpoints = _checkpoints(folder)
+    checkpoints = complete_checkpoints(folder)
     yield _last_checkpoint(checkpoints)
-    if not is_running and state.end != "done":
+    if not goes_on and state.end != "done":
         yield f"{'go on' if checkpoints else 'start it again'} with {_command(state, folder, bool(checkpoints))}"
 
 

@@ -31,7 +31,6 @@ from pdtool.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from pdtool.api.inputs import Inputs
 
-    pass
 
 _BUSY_PART_OF_CORES = 0.5
 
@@ -68,7 +67,6 @@ def _settings(
     plans: Mapping[str, Plan], profile: Profile, compute: Literal["sleep", "real"], asked: Mapping[str, Any]
 ) -> EmulationSettings:
     """Return how the plans are emulated; raises UsageError where that would show nothing of one of them."""
-    pass
     from pdtool.units import parse_seconds
 
     for plan in plans.values():
@@ -86,7 +84,6 @@ def _scalings(
     plans: Mapping[str, Plan], profile: Profile, compute: Literal["sleep", "real"], asked: Mapping[str, Any]
 ) -> dict[str, Scaling]:
     """Return the scaling of each plan: what it needs, for others may need more; warn where the user's is too small."""
-    pass
     from pdtool.emulator.sleeping_model import Scaling
 
     if compute == "real":
@@ -113,8 +110,6 @@ def _configs(
     """
     from pdtool.artifacts.profile import Profile
 
-    pass
-
     folders = {name: folder / name.replace(" ", "-") for name in plans}
     if isinstance(source, Profile):
         return {
@@ -138,8 +133,6 @@ def _check_length(inputs: Inputs, settings: EmulationSettings) -> None:
 def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> RunConfig:
     """Generate the stages of a plan, and return the configuration of a run that trains them."""
     from pdtool.api.training import generated
-
-    pass
     from pdtool.runtime.config import RunConfig
 
     in_steady_state = None if settings.target else minibatches_to_steady_state(inputs.plan, inputs.profile)

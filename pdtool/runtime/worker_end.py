@@ -110,7 +110,7 @@ def signal_name(number: int) -> str:
 
 def explain_exits(out: Path, rank: int) -> None:
     """Let os._exit, when the user's code calls it in this process, say so first; the status is never 0."""
-    own_pid, own_code = os.getpid(), Path(__file__).parents[1]
+    own_pid, own_code = os.getpid(), Path(__file__).parent
 
     def exit_with_a_word(status: int) -> NoReturn:
         caller = sys._getframe(1)

@@ -23,7 +23,6 @@ from pdtool.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from pdtool.cli.table import Lines
 
-    pass
 
 _MAX_OPERATORS = 12  # of two profiles that are listed
 
@@ -46,7 +45,6 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
 
     The exit code is 0 whether they differ or not, but for --exit-code; 3 where one of them cannot be used.
     """
-    pass
 
     a, b = _loaded(first), _loaded_beside(second, first)
     if a.KIND != b.KIND:
@@ -93,8 +91,6 @@ def _config(artifact: Artifact) -> str:
 def _moved(a: Artifact, b: Artifact, first: str, second: str) -> list[MovedOperators]:
     """The operators that are in another stage, where both are plans."""
     from pdtool.artifacts.plan import Plan
-
-    pass
 
     if not isinstance(a, Plan) or not isinstance(b, Plan):
         return []

@@ -73,10 +73,8 @@ def simulate(
     An update of data parallelism takes a minibatch of every worker; one of GPipe as many samples, or what the plan
     takes if that flushes, too.
     """
-    from pdtool.artifacts.chrome_trace import chrome_trace
-
-    pass
     from pdtool.api.inputs import planned
+    from pdtool.artifacts.chrome_trace import chrome_trace
     from pdtool.cli.terminal import write_text
     from pdtool.planner.choice.comparison import simulated
     from pdtool.reports.chart import gain_chart

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 from pdtool.planner.simulator.job import SimulationJob, TiedGroup
 from pdtool.planner.simulator.network import EventQueue, Flow, Link, Network
 from pdtool.planner.simulator.result import Consumer, NullRecorder
 from pdtool.schedule import Action, ActionKind
 
-Averaged = TiedGroup | int  # the gradients of a group of tied parameters, or of a stage
+Averaged: TypeAlias = TiedGroup | int  # the gradients of a group of tied parameters, or of a stage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,15 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from pdtool.artifacts import run_dir
 from pdtool.artifacts.metrics import following_metrics
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.run_dir import (
-    _UNWRITABLE,
-    PLAN_FILE,
-    RUN_FILE,
-    RunState,
-    _put_report_aside,
-    locked,
-    update_record,
-)
+from pdtool.artifacts.run_dir import PLAN_FILE, RUN_FILE, UNWRITABLE, RunState, locked, put_report_aside, update_record
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError, describe_error
 from pdtool.files import write_remedy
 from pdtool.frontend.compute_mode import check_autocast
@@ -65,12 +57,12 @@ def recorded(config: RunConfig, epochs_done: int) -> Iterator[None]:
     Args:
         epochs_done: those of the run that it resumes.
     """
-    _put_report_aside(config.out, epochs_done)
+    put_report_aside(config.out, epochs_done)
     plan = config.plan
     state = RunState(
         plan=plan.name, config=plan.config, schedule=plan.schedule, epochs=config.epochs, epochs_done=epochs_done
     )
-    with suppress(*_UNWRITABLE):
+    with suppress(*UNWRITABLE):
         state.save(config.out / RUN_FILE)
     try:
         yield

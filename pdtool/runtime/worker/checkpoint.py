@@ -24,7 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pdtool.artifacts.run_dir import _FOLDER, _MANIFEST, CheckpointManifest, StoredFile, _remedy, latest, read_manifest
+from pdtool.artifacts.run_dir import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST_FILE,
+    CheckpointManifest,
+    StoredFile,
+    checkpoint_remedy,
+    latest,
+    read_manifest,
+)
 from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.files import check_replaceable, replacing
 from pdtool.runtime.groups import all_gather
@@ -46,7 +54,7 @@ def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[s
     Raises:
         PdtoolError: on every worker, when one could not write, or when the first one does not see all the files.
     """
-    folder = out / _FOLDER / f"epoch-{manifest.epoch}"
+    folder = out / CHECKPOINTS_FOLDER / f"epoch-{manifest.epoch}"
     partial = folder.with_name(f".epoch-{manifest.epoch}.partial")
     leader = dist.get_rank(group) == 0
     try:
@@ -74,10 +82,10 @@ def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         try:
             state |= _read(checkpoint / name, stored, wanted)
         except FileNotFoundError as error:
-            raise ArtifactError(checkpoint / name, "is missing", _remedy(checkpoint)) from error
+            raise ArtifactError(checkpoint / name, "is missing", checkpoint_remedy(checkpoint)) from error
         except (OSError, ValueError, SafetensorError) as error:
             what = f"is damaged ({getattr(error, 'strerror', None) or error})"
-            raise ArtifactError(checkpoint / name, what, _remedy(checkpoint)) from error
+            raise ArtifactError(checkpoint / name, what, checkpoint_remedy(checkpoint)) from error
     return state
 
 
@@ -200,7 +208,7 @@ def _publish(partial: Path, folder: Path, manifest: CheckpointManifest) -> None:
             raise FileNotFoundError(
                 f"{path}, which another worker wrote, is not there: do all machines share {folder}?"
             )
-    manifest.save(partial / _MANIFEST)
+    manifest.save(partial / MANIFEST_FILE)
     if folder.exists():
         shutil.rmtree(folder)  # of an earlier run in this folder that went this far
     os.replace(partial, folder)
