@@ -1,50 +1,74 @@
 """pdtool: turn an ordinary PyTorch model into a pipeline-parallel training job.
 
-`pdtool.profile(...)`, `.partition`, `.simulate`, `.check`, `.codegen` and `.run` are the commands in Python: see
-pdtool/api.py, which is imported when one of them is first called. Types: `__init__.pyi`.
+`pdtool.profile(...)`, `.partition`, `.codegen`, `.run` and the others are the commands in Python, and `pdtool.Plan` and
+its like the files that they exchange. Each is loaded when it is first asked for: importing pdtool loads nothing else.
 """
 
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdtool.api.emulation import emulate as emulate
+    from pdtool.api.planning import check as check
+    from pdtool.api.planning import partition as partition
+    from pdtool.api.planning import simulate as simulate
+    from pdtool.api.profiling import profile as profile
+    from pdtool.api.reporting import export as export
+    from pdtool.api.reporting import report as report
+    from pdtool.api.training import codegen as codegen
+    from pdtool.api.training import run as run
+    from pdtool.artifacts.bundle import Bundle as Bundle
+    from pdtool.artifacts.cluster import ClusterFile as ClusterFile
+    from pdtool.artifacts.device import Devices as Devices
+    from pdtool.artifacts.plan import Plan as Plan
+    from pdtool.artifacts.profile import Profile as Profile
+    from pdtool.artifacts.report import Emulation as Emulation
+    from pdtool.artifacts.report import Report as Report
+    from pdtool.artifacts.run_dir import CheckpointManifest as CheckpointManifest
+    from pdtool.artifacts.run_dir import RunState as RunState
 
 __version__ = "0.1.0"
 
-_PACKAGES = ()  # of this name is a function of the API, and the package behind it
-_FUNCTIONS = ("run", "codegen", "partition", "profile", "simulate", "check")
-
-
-class _CallablePackage(ModuleType):
-    """A package that can be called: `pdtool.run(plan)`; what is in it is imported as from any other."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.__wrapped__(*args, **options)
-
-    @property
-    def __wrapped__(self) -> Any:  # what inspect.signature and notebooks show
-        return getattr(import_module("pdtool.api"), self.__name__.rpartition(".")[2])
-
-
-class _Pdtool(ModuleType):
-    """This package, whose subpackages of the names of commands can be called as soon as something imports them."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _PACKAGES and isinstance(value, ModuleType):
-            value.__class__ = _CallablePackage
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Pdtool
+_FUNCTIONS = {
+    "profile": "profiling",
+    "partition": "planning",
+    "simulate": "planning",
+    "check": "planning",
+    "codegen": "training",
+    "run": "training",
+    "emulate": "emulation",
+    "report": "reporting",
+    "export": "reporting",
+}
+_ARTIFACTS = {
+    "Profile": "profile",
+    "ClusterFile": "cluster",
+    "Devices": "device",
+    "Plan": "plan",
+    "Bundle": "bundle",
+    "Report": "report",
+    "Emulation": "report",
+    "RunState": "run_dir",
+    "CheckpointManifest": "run_dir",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return import_module(f"pdtool.{name}")
+    from importlib import import_module
+
     if name in _FUNCTIONS:
-        return getattr(import_module("pdtool.api"), name)
-    raise AttributeError(f"module 'pdtool' has no attribute {name!r}")
+        from pdtool.cli.terminal import install_terminal
+
+        install_terminal()  # functions say what they do as commands do: on stderr, with bars on a terminal
+        value = getattr(import_module(f"pdtool.api.{_FUNCTIONS[name]}"), name)
+    elif name in _ARTIFACTS:
+        value = getattr(import_module(f"pdtool.artifacts.{_ARTIFACTS[name]}"), name)
+    else:
+        raise AttributeError(f"module 'pdtool' has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGES, *_FUNCTIONS})
+    return sorted({*globals(), *_FUNCTIONS, *_ARTIFACTS})

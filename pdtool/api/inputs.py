@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import chdir, suppress
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdtool.artifacts.artifact import Artifact, ModelRef, declared_kind, fields_checked
+from pdtool.api.console import note
+from pdtool.artifacts.artifact import Artifact, ModelRef, fields_checked
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.metrics import METRICS_FILE
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.artifacts.report import Emulation
-from pdtool.artifacts.run_dir import EMULATION_FILE, PLAN_FILE, REPORT_FILE, RUN_FILE, RunRecord, read_run
-from pdtool.cli.click_options import file_name
-from pdtool.cli.terminal import note
-from pdtool.errors import ArtifactError, PdtoolError, StaleError, UsageError
-from pdtool.files import file_sha256, read_text
+from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.files import file_sha256
 from pdtool.machines import is_first_worker
-from pdtool.reports.page import Subject
 from pdtool.schedule import POLICIES, is_asynchronous
+
+_KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
+Settings = Mapping[str, str | int | float | bool]
 
 if TYPE_CHECKING:
     from pdtool.frontend.model_file import ModelFile, Setting
@@ -360,60 +360,62 @@ def _check_operators(file: ModelFile, profile: Profile, changes: Mapping[str, Se
         raise UsageError(f"{settings} changes the model's operators: {error.what}", remedy) from error
 
 
-Planned = Callable[[str], tuple[Plan, Profile]]
-
-
-def read_subject(name: str, planned: Planned) -> Subject:
-    """Read a plan, the folder of a run or of an emulation, or the artifact in it (`-` is stdin, a plan).
-
-    Args:
-        planned: reads a plan and its profile, and checks that they go together.
+def candidate(kind: str, given: str | None) -> str:
+    """Return the path given, or else the only profile in `profiles/` or plan in `plans/`.
 
     Raises:
-        UsageError: it is none of these.
-        ArtifactError: a file is damaged, or a plan's profile is missing or has changed.
+        UsageError: there is none, or there are several, which are listed.
     """
-    path = Path(name)
-    if os.path.isdir(name):
-        return _read_folder(path, planned)
-    if path.name in (REPORT_FILE, METRICS_FILE, RUN_FILE):
-        return _read_folder(path.parent, planned)
-    kind = declared_kind(read_text(name, may_be_pipe=True)) if name != "-" else Plan.KIND
-    if kind == Emulation.KIND:
-        return Subject(name, emulation=Emulation.load(path))
-    if kind != Plan.KIND:
-        what = f"{name} is a {kind}, no plan or run" if kind else f"{name} is no artifact of pdtool"
-        raise UsageError(what, "name a plan, or the folder of a run or an emulation")
-    plan, profile = planned(name)
-    return Subject(name, plan=plan, profile=profile)
+    if given:
+        return given
+    folder, pattern, maker = _KINDS[kind]
+    paths = sorted(str(path) for path in Path(folder).glob(pattern))
+    if not paths:
+        raise UsageError(f"no {kind} is named and {folder}/ holds none", f"name one, or write one with `{maker}`")
+    if len(paths) > 1:
+        raise UsageError(f"no {kind} is named and {folder}/ holds {len(paths)}", f"name one of {', '.join(paths)}")
+    return paths[0]
 
 
-def _read_folder(folder: Path, planned: Planned) -> Subject:
-    if (folder / EMULATION_FILE).is_file() and not (folder / REPORT_FILE).is_file():
-        return Subject(str(folder), emulation=Emulation.load(folder / EMULATION_FILE))
-    if not any((folder / name).is_file() for name in (REPORT_FILE, METRICS_FILE, PLAN_FILE)):
-        what = f"{folder} holds neither {REPORT_FILE} nor {METRICS_FILE}"
-        raise UsageError(what, "name a plan, or the folder of a run or an emulation")
-    run = read_run(folder)
-    path = _plan_path(run)
-    if path is None:
-        return Subject(str(folder), run=run, missing="the plan of this run was not found: nothing is predicted here")
-    try:
-        plan, profile = planned(str(path))
-    except PdtoolError as error:
-        return Subject(str(folder), run=run, missing=f"nothing is predicted here: {error}")
-    return Subject(str(folder), plan=plan, profile=profile, run=run)
+def file_name(name: str) -> str:
+    """Make a file name of an artifact's name; a name in an artifact never leads to another folder."""
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", name).lstrip(".") or "unnamed"
 
 
-def _plan_path(run: RunRecord) -> Path | None:
-    """Return the file of the plan that a run keeps, or of that of its report where it still is in plans/."""
-    if (run.folder / PLAN_FILE).is_file():
-        return run.folder / PLAN_FILE
-    wanted = run.report.digests.get("plan") if run.report else None
-    return next((path for path, plan in _plans_here() if wanted and plan.plan_sha256 == wanted), None)
+def default_plan_path(plan: Plan) -> str:
+    """Return where `partition` writes a plan unless told otherwise."""
+    return f"plans/{file_name(plan.name)}.yaml"
 
 
-def _plans_here() -> Iterator[tuple[Path, Plan]]:
-    for path in sorted(Path("plans").glob("*.yaml")):
-        with suppress(ArtifactError):
-            yield path, Plan.load(path)
+def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
+    """Return a plan and its path; one that is given as it is stands where `partition` writes it.
+
+    Raises:
+        TypeError: it is neither a plan nor a path.
+    """
+    if not isinstance(plan, (Plan, Path, str)):
+        raise TypeError(f"a plan or its path is needed, and this is a {type(plan).__name__}")
+    return (
+        (plan, default_plan_path(plan))
+        if isinstance(plan, Plan)
+        else (Plan.load(str(plan), may_be_pipe=True), str(plan))
+    )
+
+
+def read_plan(plan: Plan | Path | str) -> tuple[Plan, Profile, str]:
+    """Return a plan, its profile and its path; raises StaleError when the profile has changed since."""
+    chosen, path = located_plan(plan)
+    return chosen, profile_of(chosen, path), path
+
+
+def assignments(settings: Settings | None) -> tuple[str, ...]:
+    """Write settings as the command line has them, with texts in quotes: "8" stays a text; raises UsageError."""
+    for name, value in (settings or {}).items():
+        if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
+            raise UsageError(f"setting {name}={value!r:.80} is no text, number or truth", "give one of these")
+    return tuple(f"{name}={value!r}" for name, value in (settings or {}).items())
+
+
+def optional_text(path: Path | str | None) -> str | None:
+    """Return a path as a text; None stays None."""
+    return None if path is None else str(path)

@@ -1,22 +1,212 @@
-"""The memory that each worker may use: what `--memory` gives, or else that of the device that was profiled."""
+"""Plan a profiled model for a cluster, simulate a plan, check what it claims; nothing here loads torch.
+
+The memory that a worker may use is what `--memory` gives, or else that of the device that was profiled.
+"""
 
 from __future__ import annotations
 
-import re
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdtool.cli.terminal import note
+from pdtool.api.console import note
+from pdtool.api.inputs import (
+    checked,
+    default_plan_path,
+    located_plan,
+    optional_text,
+    path_of_profile,
+    read_plan,
+    read_profile,
+)
+from pdtool.artifacts.cluster import Cluster, ClusterFile, make_cluster, parse_topology
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.text_formats import has_comments
 from pdtool.errors import ArtifactError, UsageError
-from pdtool.units import format_bytes, parse_bytes
+from pdtool.files import read_text
+from pdtool.options import INNER_BANDWIDTH, OUTER_BANDWIDTH, PartitionOptions, SimulateOptions, read_options
+from pdtool.planner.choice.comparison import Simulation, simulated
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.choice.plan_check import Finding, check_plan
+from pdtool.planner.choice.strategies import of_global_batch_size, strategy_options
+from pdtool.units import format_bytes, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from pdtool.artifacts.cluster import Cluster
-    from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.profile import Profile
+    from pdtool.api.staleness import FreshnessFinding
 
 NO_LIMIT = "none"  # what --memory takes besides a size
+_OF_SEARCH = (
+    "workers",
+    "replicas",
+    "schedule",
+    "microbatches",
+    "chunks",
+    "recompute",
+    "cost_model",
+    "simplest",
+    "max_cuts",
+)
+
+
+def partition(
+    profile: Profile | Path | str,
+    *,
+    topology: str | None = None,
+    cluster: Path | str | None = None,
+    bandwidth: str | None = None,
+    latency: str | None = None,
+    memory: str | None = None,
+    strategy: str = "auto",
+    replicas: str | None = None,
+    schedule: str | None = None,
+    microbatches: int | None = None,
+    output: Path | str | None = None,
+    **options: Any,
+) -> Plan:
+    """Divide a profiled model into stages for the fastest pipeline on a cluster.
+
+    Args:
+        profile: the profile, or the path of its file.
+        topology: sizes of the cluster's nested levels, the outermost first, as "4x4".
+        cluster: a file that `pdtool probe` wrote, in place of `topology`, `bandwidth` and `latency`.
+        bandwidth: of one link of each level, in bits or bytes per second, as "10Gbit/s,12GB/s".
+        latency: of one message at each level, as "50us,5us".
+        memory: of each device, as "16GB", or "none" for no limit; None: that of the profiled device.
+        strategy: the kind of plan, as "straight"; "auto" takes the fastest of any kind.
+        replicas: workers of each stage, as "15-1".
+        schedule: as "1f1b" or "gpipe".
+        microbatches: minibatches in one update of a flushing schedule.
+        output: file to write; None: plans/NAME-TOPOLOGY.yaml.
+        options: others of `pdtool partition --help`, as `workers=3` or `simplest="0%"`.
+
+    Returns:
+        the plan; `plan.predicted` has seconds per minibatch, and bytes of memory of each stage.
+
+    Raises:
+        UsageError: the options make no sense together, or on this cluster.
+        ArtifactError: a file cannot be read.
+        NoPlanError: no plan fits the memory, the pins or the number of operators.
+    """
+    given = {"topology": topology, "cluster": optional_text(cluster), "bandwidth": bandwidth, "latency": latency}
+    given |= {"memory": memory, "strategy": strategy, "replicas": replicas, "schedule": schedule}
+    asked = read_options("partition", PartitionOptions, given | {"microbatches": microbatches} | options)
+    path = path_of_profile(profile, "-") if isinstance(profile, Profile) else str(profile)
+    plan = planned_for(path, asked)
+    target = optional_text(output) or default_plan_path(plan)
+    keep_edits(target)
+    plan.save(target)
+    return plan
+
+
+def simulate(
+    plan: Plan | Path | str,
+    *,
+    schedule: str | None = None,
+    minibatches: int | None = None,
+    against: Sequence[str] = ("data-parallel",),
+    bandwidths: Sequence[float] = (),
+) -> Simulation:
+    """Execute a plan on a simulated clock, beside its rivals.
+
+    Args:
+        plan: the plan, or the path of its file.
+        schedule: another than the plan's.
+        minibatches: length of the simulation; None: enough to fill the pipeline, run steadily and drain.
+        against: rivals by strategy, as "gpipe".
+        bandwidths: bytes per second of the outermost level, to compare the plan with data parallelism at each.
+
+    Returns:
+        seconds per minibatch and samples per second of the plan (`.result`), its rivals (`.comparison`), and both over
+        bandwidths (`.sweep`).
+
+    Raises:
+        ArtifactError: the plan or its profile cannot be read, or do not belong together.
+        UsageError: the schedule goes with other stages; or an option has no such value.
+    """
+    names = against if isinstance(against, str) else ",".join(against)
+    given = {"schedule": schedule, "minibatches": minibatches, "against": names}
+    asked = read_options("simulate", SimulateOptions, given)
+    if wrong := [rate for rate in bandwidths if not 0 < rate < math.inf]:
+        raise UsageError(f"bandwidth {wrong[0]} is no rate in bytes per second", "give positive numbers, as 1.25e9")
+    chosen, profile, _ = read_plan(plan)
+    return simulated(checked(chosen, profile), profile, asked.schedule, asked.minibatches, asked.against, bandwidths)
+
+
+def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] | Sequence[FreshnessFinding]:
+    """Compute a plan's figures and certificate again.
+
+    Args:
+        plan: the plan, or the path of its file.
+        fresh: compare the model as it is now, the profile, the plan and the stage files instead.
+
+    Returns:
+        what was found of each claim: `.holds` is True, False, or None where that cannot be said, `.words` says it.
+
+    Raises:
+        ArtifactError: the plan or its profile cannot be read, or do not belong together.
+        ModelError: with `fresh`, the model cannot be traced.
+    """
+    if fresh:
+        from pdtool.api.staleness import FreshnessCheck  # which traces the model, and loads torch for that
+
+        chosen, path = located_plan(plan)
+        return list(FreshnessCheck(path, chosen, read_profile(chosen, path)).findings())
+    return list(check_plan(*read_plan(plan)[:2]))
+
+
+def planned_for(path: str, asked: PartitionOptions) -> Plan:
+    """Plan the profile in `path` (`-` is stdin), as `asked` says.
+
+    Raises:
+        UsageError: the options make no sense together or on this cluster.
+        ArtifactError: the profile or the cluster's file cannot be read.
+        NoPlanError: no plan fits the memory, the pins or the number of operators.
+    """
+    cluster = _cluster(asked)
+    if asked.straight and asked.strategy not in ("auto", "straight"):
+        raise UsageError(f"--straight together with --strategy {asked.strategy}", "give one of them")
+    strategy = "straight" if asked.straight else asked.strategy
+    profile = Profile.load(path, may_be_pipe=True)
+    settings = {name: getattr(asked, name) for name in _OF_SEARCH}
+    if asked.global_batch_size:
+        settings |= of_global_batch_size(asked.global_batch_size, profile.batch_size, strategy, **settings)
+    search_options = strategy_options(strategy, cluster, **settings)
+    cluster = with_worker_memory(cluster, profile, asked.memory)
+    return make_plan(profile, path_of_profile(profile, path), cluster, search_options)
+
+
+def keep_edits(path: str) -> None:
+    """Raise UsageError where a plan that someone has edited, or written comments into, would be overwritten."""
+    if path == "-" or not Path(path).is_file():
+        return
+    try:
+        text = read_text(path)
+        was_edited = Plan.parse(text, path).edited or has_comments(text)
+    except ArtifactError:  # another file, which is refused, or one that nobody can use
+        return
+    if was_edited:
+        raise UsageError(f"{path} was edited by hand, and would be overwritten", "give another -o, or delete it first")
+
+
+def _cluster(asked: PartitionOptions) -> Cluster:
+    """Read the cluster from its file, or make it of the figures given; raises UsageError for both and for neither."""
+    file, topology, bandwidth, latency = asked.cluster, asked.topology, asked.bandwidth, asked.latency
+    if file:
+        if figures := topology or bandwidth or latency:
+            raise UsageError(f"--cluster {file} together with {figures!r}", "give the file or the figures, not both")
+        return ClusterFile.load(file, may_be_pipe=True).cluster()
+    if topology is None:
+        raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
+    sizes = parse_topology(topology)
+    if bandwidth is None:
+        bandwidth = ",".join([OUTER_BANDWIDTH, *[INNER_BANDWIDTH] * (len(sizes) - 1)])
+        note(f"no --bandwidth given: assuming {bandwidth}")
+    bandwidths = [parse_bandwidth(text) for text in bandwidth.split(",")]
+    latencies = [parse_seconds(text) for text in latency.split(",")] if latency else None
+    return make_cluster(sizes, bandwidths, latencies=latencies)
 
 
 def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) -> Cluster:
@@ -67,92 +257,3 @@ def _less_reserve(memory_bytes: int, reserved_bytes: int) -> int:
         raise UsageError(f"{whole} of memory, of which {reserved} are for {purpose}", "give the memory of a device")
     note(f"of {whole} of memory {reserved} are left for {purpose}")
     return memory_bytes - reserved_bytes
-
-
-_OUTER_BANDWIDTH, _INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
-
-
-def plan_for(
-    path: str, *, strategy: str, straight: bool, memory: str | None, global_batch_size: int | None, **settings: Any
-) -> Plan:
-    """Plan the profile in `path` (`-` is stdin), with the values of the command's options.
-
-    Raises:
-        UsageError: the options make no sense together or on this cluster.
-        ArtifactError: the profile or the cluster's file cannot be read.
-        NoPlanError: no plan fits the memory, the pins or the number of operators.
-    """
-    from pdtool.api.inputs import path_of_profile
-    from pdtool.artifacts.profile import Profile
-    from pdtool.planner.choice.make_plan import make_plan
-    from pdtool.planner.choice.strategies import of_global_batch_size, strategy_options
-
-    cluster = _cluster(*(settings.pop(name) for name in ("cluster", "topology", "bandwidth", "latency")))
-    if straight and strategy not in ("auto", "straight"):
-        raise UsageError(f"--straight together with --strategy {strategy}", "give one of them")
-    strategy = "straight" if straight else strategy
-    profiled = Profile.load(path, may_be_pipe=True)
-    if global_batch_size:
-        settings |= of_global_batch_size(global_batch_size, profiled.batch_size, strategy, **settings)
-    search_options = strategy_options(strategy, cluster, **settings)
-    cluster = with_worker_memory(cluster, profiled, memory)
-    return make_plan(profiled, path_of_profile(profiled, path), cluster, search_options)
-
-
-def keep_edits(path: str) -> None:
-    """Raise UsageError where a plan that someone has edited, or written comments into, would be overwritten."""
-    from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.text_formats import has_comments
-    from pdtool.files import read_text
-
-    if path == "-" or not Path(path).is_file():
-        return
-    try:
-        text = read_text(path)
-        was_edited = Plan.parse(text, path).edited or has_comments(text)
-    except ArtifactError:  # another file, which is refused, or one that nobody can use
-        return
-    if was_edited:
-        raise UsageError(f"{path} was edited by hand, and would be overwritten", "give another -o, or delete it first")
-
-
-def _cluster(file: str | None, topology: str | None, bandwidth: str | None, latency: str | None) -> Cluster:
-    """Read the cluster from `file`, or make it of the figures given; raises UsageError for both and for neither."""
-    from pdtool.artifacts.cluster import ClusterFile, make_cluster, parse_topology
-    from pdtool.units import parse_bandwidth, parse_seconds
-
-    if file:
-        if figures := topology or bandwidth or latency:
-            raise UsageError(f"--cluster {file} together with {figures!r}", "give the file or the figures, not both")
-        return ClusterFile.load(file, may_be_pipe=True).cluster()
-    if topology is None:
-        raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
-    sizes = parse_topology(topology)
-    if bandwidth is None:
-        bandwidth = ",".join([_OUTER_BANDWIDTH, *[_INNER_BANDWIDTH] * (len(sizes) - 1)])
-        note(f"no --bandwidth given: assuming {bandwidth}")
-    bandwidths = [parse_bandwidth(text) for text in bandwidth.split(",")]
-    latencies = [parse_seconds(text) for text in latency.split(",")] if latency else None
-    return make_cluster(sizes, bandwidths, latencies=latencies)
-
-
-def _replicas(text: str | None) -> tuple[int, ...] | None:
-    """Read `15-1`; raises UsageError."""
-    if text is None:
-        return None
-    if not re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})*", text):  # the cluster is the limit, or the digits are
-        raise UsageError(
-            f"--replicas {text!r:.80} is no number of workers for each stage", "write 15-1 for 15 workers and then one"
-        )
-    return tuple(map(int, text.split("-")))
-
-
-def _share(text: str) -> float:
-    """Read `3%` or `0.03`; raises UsageError."""
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise UsageError(f"--simplest {text!r} is not a share below 100%", "write 3% or 0.03")
-    return value

@@ -1,51 +1,79 @@
-"""To be written."""
+"""Profile a model: measure its operators on this machine, or estimate them for a device that is not here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from pdtool.cli import click_options as options
-from pdtool.cli.terminal import note, progress
+from pdtool.api.console import note, progress
+from pdtool.api.inputs import Settings, assignments, file_name, optional_text
+from pdtool.artifacts.device import DeviceSpec, Precision, find_device
+from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
-from pdtool.units import format_seconds
+from pdtool.files import file_sha256
+from pdtool.options import ProfileOptions, read_options
 
 if TYPE_CHECKING:
-    from pdtool.artifacts.device import DeviceSpec, Precision
-    from pdtool.artifacts.profile import Profile
     from pdtool.frontend.model_file import ModelFile
 
 _MEASURED_DEVICES = ("auto", "cpu", "cuda")
-_MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
 
 
-def profiled(
-    model: str,
-    output: str | None,
+def profile(
+    model: Path | str,
     *,
-    model_settings: tuple[str, ...],
-    batch_size: int,
-    device: str,
-    threads: int | None,
-    precision: Precision | None,
-    compiled: bool,
-    calibrate: str | None,
-) -> tuple[Profile, str]:
-    """Profile a model with the values of the command's options; return the profile, and the path to write it to.
+    settings: Settings | None = None,
+    batch_size: int = 32,
+    device: str = "auto",
+    threads: int | None = None,
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None,
+    compile: bool = False,
+    calibrate: str | None = None,
+    output: Path | str | None = None,
+) -> Profile:
+    """Measure what each operator of a model costs, or estimate it for a device that is not here.
+
+    Args:
+        model: `model.py`, `model.py:FUNCTION`, `package.module` or `package.module:FUNCTION`.
+        settings: keyword arguments of the model's function.
+        batch_size: samples in one minibatch, the size that will run.
+        device: `cpu` or `cuda` measures here, `auto` on cuda where there is one; a name of `pdtool devices`, or a YAML
+            file, estimates.
+        threads: CPU threads to measure with, as many as each worker will have; None: all cores.
+        precision: what is measured or estimated; None: what the model has.
+        compile: measure what `run(compile=True)` runs.
+        calibrate: path of a measured profile, to which the estimate is fitted.
+        output: file to write; None: profiles/NAME.json.
+
+    Returns:
+        the profile, with times in seconds and sizes in bytes.
+
+    Raises:
+        UsageError: the options make no sense together, or the file to write is another than a profile.
+        ModelError: the model cannot be imported, traced or executed.
+    """
+    given = {"batch_size": batch_size, "device": device, "threads": threads, "precision": precision}
+    given |= {"compiled": compile, "calibrate": calibrate, "model_settings": assignments(settings)}
+    asked = read_options("profile", ProfileOptions, given)
+    result, path = profiled(str(model), optional_text(output), asked)
+    result.save(path)
+    return result
+
+
+def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Profile, str]:
+    """Profile a model as `asked` says; return the profile, and the path to write it to.
 
     Raises:
         UsageError: the options make no sense together; or the file to write is another than a profile.
         ModelError: the model cannot be imported, traced or executed.
     """
-    from pdtool.artifacts.device import find_device
     from pdtool.frontend.compute_mode import default_device
 
-    _check_options(device, threads, precision, compiled, calibrate)
+    _check_options(asked)
+    device, precision = asked.device, asked.precision
     spec = None if device in _MEASURED_DEVICES else find_device(device)
     # From here on torch is imported, which takes seconds: the options were checked before.
-    from pdtool.artifacts.profile import Profile
     from pdtool.frontend.model_file import ModelFile
     from pdtool.frontend.user_code import is_local, parse_ref
     from pdtool.profiler.estimate import estimate
@@ -53,53 +81,53 @@ def profiled(
 
     folder = Path.cwd()
     with chdir("."), progress(f"{'estimating' if spec else 'measuring'} operators") as on_progress:
-        file = ModelFile.load(parse_ref(model, model_settings), trusted=True)  # which may go to another folder
+        file = ModelFile.load(parse_ref(model, asked.model_settings), trusted=True)  # which may go to another folder
         if not is_local(file.path, folder):
             note(f"{model} is outside of this folder: name it to codegen and run, too, with --model {file.ref.source}")
-        target = output or f"profiles/{options.file_name(file.name)}.json"
+        target = output or f"profiles/{file_name(file.name)}.json"
         Profile.check_target(folder / target)  # now, not when all is measured
         if spec is None:
             result = measure(
                 file,
-                batch_size=batch_size,
+                batch_size=asked.batch_size,
                 device=default_device() if device == "auto" else device,
-                threads=threads,
+                threads=asked.threads,
                 precision="bf16" if precision == "bf16" else "fp32",
-                compiled=compiled,
+                compiled=asked.compiled,
                 progress=on_progress,
                 note=note,
             )
             result = _with_loading(result, file)
         else:
-            spec = _calibrated(spec, calibrate, precision) if calibrate else spec
-            result = estimate(file, batch_size=batch_size, device=spec, precision=precision, progress=on_progress)
+            spec = _calibrated(spec, asked.calibrate, precision) if asked.calibrate else spec
+            result = estimate(file, batch_size=asked.batch_size, device=spec, precision=precision, progress=on_progress)
     if spec:
         note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
         note(f"source: {spec.source}")
-        result = _with_digests(result, device, calibrate)
+        result = _with_digests(result, device, asked.calibrate)
     return result, target
 
 
-def _check_options(
-    device: str, threads: int | None, precision: Precision | None, compiled: bool, calibrate: str | None
-) -> None:
+def _check_options(asked: ProfileOptions) -> None:
     """Raise UsageError for options that only measuring, or only estimating, takes."""
+    device = asked.device
     if device not in _MEASURED_DEVICES:
-        if threads:
+        if asked.threads:
             raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
-        if compiled:
+        if asked.compiled:
             what = f"--device {device} estimates operator by operator; what torch.compile makes of them can be measured"
             raise UsageError(what, "leave --compile out, or measure with --device cpu or cuda")
         return
-    if calibrate:
+    if asked.calibrate:
         raise UsageError(f"--device {device} measures; --calibrate is for estimates", "leave it out")
-    if precision not in (None, "fp32", "bf16"):
-        raise UsageError(f"--device {device} measures what `run` computes in, not {precision}", "give fp32 or bf16")
+    if asked.precision not in (None, "fp32", "bf16"):
+        raise UsageError(
+            f"--device {device} measures what `run` computes in, not {asked.precision}", "give fp32 or bf16"
+        )
 
 
 def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> DeviceSpec:
     """Fit the device's factors to the measured profile in `path`."""
-    from pdtool.artifacts.profile import Profile
     from pdtool.profiler.estimate import calibrate_device
 
     spec = calibrate_device(spec, Profile.load(path, may_be_pipe=True), path, tf32=precision == "tf32")
@@ -121,34 +149,5 @@ def _with_loading(result: Profile, file: ModelFile) -> Profile:
 
 def _with_digests(result: Profile, *paths: str | None) -> Profile:
     """Record the files that an estimate was made from besides the model's."""
-    from pdtool.files import file_sha256
-
     files = [path for path in paths if path and path != "-" and Path(path).is_file()]
     return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in files}}})
-
-
-def _opaque_modules(result: Profile) -> Iterator[str]:
-    """Say which modules are called whole, and why."""
-    reasons: dict[str, list[str]] = {}
-    for path, why in result.opaque.items():
-        reasons.setdefault(why, []).append(path)
-    for why, paths in reasons.items():
-        names = ", ".join(paths[:5]) + f" and {len(paths) - 5} more" * (len(paths) > 5)
-        reason = "as HINTS says" if why == "HINTS" else f"since its operators cannot be seen ({why})"
-        yield f"{names}: called whole, and never cut, {reason}"
-
-
-def _coverage_warnings(result: Profile) -> Iterator[str]:
-    if result.launch_s > result.step_s:
-        yield (
-            f"warning: the kernels of a step take {format_seconds(result.step_s)}, but the host needs "
-            f"{format_seconds(result.launch_s)} to launch them: a run will be slower than its plan; "
-            "take a larger --batch-size"
-        )
-    is_long_enough = result.step_s >= _MIN_STEP_S
-    if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
-        why = "in segments torch.compile can fuse less than in the whole model; or " if result.compiled else ""
-        yield (
-            f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
-            f"{why}is something else running on this machine?"
-        )

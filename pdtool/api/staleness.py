@@ -1,4 +1,8 @@
-"""Say which of a plan's files are stale: `pdtool check --fresh`, one line for each."""
+"""Say what is stale: a profile, plan or bundle that the model, or the options that are given, do not fit any more.
+
+`check --fresh` says it of each file of a plan; `train` and `profile --if-stale` ask whether a file can be used again.
+The model is traced for that, so this module loads torch.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +11,25 @@ from contextlib import chdir
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import click
-from click.core import ParameterSource
-
-from pdtool.api.inputs import bundle_folder, find_model, was_made_from
+from pdtool.api.console import note, status
+from pdtool.api.inputs import bundle_folder, file_name, find_model, was_made_from
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli import click_options as options
-from pdtool.cli.terminal import note, status
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.files import file_sha256
+from pdtool.frontend.compute_mode import default_device
 from pdtool.frontend.graph_digest import first_difference, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing import trace_file
-from pdtool.frontend.user_code import find_source
+from pdtool.frontend.user_code import find_source, model_name, parse_ref
 from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
-if TYPE_CHECKING:
-    pass
-
-ASKED_FOR = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT)
-_NOT_OF_A_FILE = {"output", "as_json", "if_stale"}  # options that say nothing of what stands in it
 Given = Mapping[str, Any]  # the options that were asked for, by parameter
-
-
-def asked_for(context: click.Context) -> dict[str, Any]:
-    """Return the options of a command that were given, wherever."""
-    names = {param.name for param in context.command.params if isinstance(param, click.Option)} - _NOT_OF_A_FILE
-    given = {name: value for name, value in context.params.items() if name in names}
-    return {name: value for name, value in given.items() if context.get_parameter_source(name) in ASKED_FOR}
 
 
 def reusable_profile(path: str, ref: ModelRef, given: Given) -> tuple[Profile | None, str]:
@@ -64,8 +53,6 @@ def reusable_profile(path: str, ref: ModelRef, given: Given) -> tuple[Profile | 
 
 def readable_profile(path: str) -> Profile | None:
     """Read the profile in a file; None where there is none that can be read."""
-    from pdtool.artifacts.profile import Profile
-
     try:
         return Profile.load(path)
     except ArtifactError:
@@ -80,8 +67,6 @@ def why_profile_is_stale(profile: Profile, path: str, ref: ModelRef, given: Give
     Raises:
         ModelError: the model cannot be traced.
     """
-    from pdtool.frontend.compute_mode import default_device
-
     if profile.model is None or (profile.model.source, profile.model.function) != (ref.source, ref.function):
         return f"it is of {profile.model or 'no model'}"
     if "model_settings" in given and profile.model.settings != ref.settings:
@@ -108,9 +93,6 @@ def _recorded_in_profile(profile: Profile) -> dict[str, Any]:
 
 
 def _why_model_differs(profile: Profile, path: str) -> str:
-    from pdtool.frontend.model_file import ModelFile
-    from pdtool.frontend.tracing import trace_file
-
     assert profile.model
     with chdir("."):  # the user's module may go to another folder
         file = ModelFile.load(profile.model, trusted=True)
@@ -121,8 +103,6 @@ def _why_model_differs(profile: Profile, path: str) -> str:
 
 def why_plan_is_stale(plan: Plan, profile: Profile, path: str, given: Given) -> str:
     """Say why the plan is not one that is asked for, of this profile, which stands in `path`; "" when it is."""
-    from pdtool.api.inputs import was_made_from
-
     if plan.profile != path or not was_made_from(plan, profile):
         return f"it was made from another profile than {path} as it is"
     for option, value in given.items():
@@ -174,13 +154,17 @@ _PLAN_OPTIONS: dict[str, Callable[[Plan, Profile, Any], bool]] = {
 }
 
 
-def _is_fresh(ctx: click.Context, model: str, output: str | None, model_settings: tuple[str, ...]) -> bool:
-    """Say whether the file to write is there, and is what would be measured."""
-    from pdtool.frontend.user_code import find_source, model_name, parse_ref
+def is_fresh(model: str, output: str | None, settings: tuple[str, ...], given: Given) -> bool:
+    """Return whether the file that `profile` would write is there and is what it would measure; say so if it is.
 
-    ref = parse_ref(model, model_settings)
-    target = output or f"profiles/{options.file_name(model_name(find_source(ref.source), ref.function))}.json"
-    known, _ = reusable_profile(target, ref, asked_for(ctx))
+    Args:
+        model: as the command takes it.
+        output: file to write; None: profiles/NAME.json.
+        settings: of the model, as `width=64`.
+    """
+    ref = parse_ref(model, settings)
+    target = output or f"profiles/{file_name(model_name(find_source(ref.source), ref.function))}.json"
+    known, _ = reusable_profile(target, ref, given)
     return known is not None
 
 

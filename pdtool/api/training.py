@@ -1,4 +1,8 @@
-"""To be written."""
+"""Write a plan's stage files, and train them: what `pdtool codegen` and `pdtool run` do.
+
+A run takes the stage files beside its plan, and has them written where they are missing. What is unusual about a run is
+said before its workers start.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,97 @@ from contextlib import chdir
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from pdtool.cli.terminal import note, status
+from pdtool.api.console import note, status, training_progress
+from pdtool.api.inputs import Inputs, Settings, assignments, optional_text, read_plan, rescheduled, with_settings
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Report
+from pdtool.artifacts.run_dir import complete_checkpoints, latest, read_manifest
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.host import usable_cores
 from pdtool.machines import Machines, is_first_worker, is_worker
+from pdtool.options import SAME_FOLDER, RunOptions, read_options
+from pdtool.reports.sentences import tied_lines
+from pdtool.units import parse_seconds
 
 if TYPE_CHECKING:
-    from pdtool.api.inputs import Inputs
-    from pdtool.artifacts.bundle import Bundle
-    from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.profile import Profile
-    from pdtool.artifacts.report import Report
     from pdtool.runtime.config import RunConfig
+
+
+def codegen(plan: Plan | Path | str, *, model: str | None = None, output: Path | str | None = None) -> Bundle:
+    """Write one PyTorch file per stage, and prove them equal to the model.
+
+    Args:
+        plan: the plan, or the path of its file.
+        model: the model's file, when it has moved since.
+        output: folder to write; None: the plan's path without `.yaml`.
+
+    Raises:
+        StaleError: the profile or the model's operators changed after the plan was made.
+        ArtifactError: the plan does not hold together.
+        ModelError: the model cannot be imported or traced.
+        PdtoolError: the stages are not equal to the model; nothing is written.
+    """
+    inputs = Inputs.of(*read_plan(plan), model)
+    return generated(inputs, Path(output) if output else inputs.folder)
+
+
+def run(
+    plan: Plan | Path | str,
+    *,
+    epochs: int = 1,
+    steps: int | None = None,
+    target: str | None = None,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    precision: Literal["fp32", "bf16"] = "fp32",
+    compile: bool = False,
+    resume: Path | str | None = None,
+    output: Path | str | None = None,
+    model: str | None = None,
+    settings: Settings | None = None,
+    **options: Any,
+) -> Report:
+    """Train a plan's stages, each on its workers, which this process starts and waits for.
+
+    Stage files that are missing are written first. `report.target_reached` says whether the target was reached.
+
+    Args:
+        plan: the plan, or the path of its file.
+        epochs: in all, those of a resumed run included.
+        steps: minibatches in an epoch, at most; None: the whole training set.
+        target: stop when the validation reaches it, as "accuracy>=0.98".
+        seed: fixes everything drawn.
+        device: to train on; "auto" is cuda where there is one.
+        precision: what stages compute in.
+        compile: put each stage through torch.compile.
+        resume: folder of a run to go on from.
+        output: folder of the run; None: a new one in runs/, or that of `resume`.
+        model: the model's file, when it has moved since.
+        settings: of the functions of model.py, in place of those of the plan, as {"lr": 0.01}.
+        options: others of `pdtool run --help`, as `schedule="gpipe"` or `timeout="60s"`.
+
+    Raises:
+        StaleError: the profile or the model's operators changed after the plan was made, or stage files were edited.
+        ModelError: the user's functions fail.
+        WorkerDiedError: a worker ended, or did not answer.
+        KeyboardInterrupt: Ctrl-C; all workers are gone.
+    """
+    if of_commands := sorted({"dry_run", "as_json", "model_settings"} & options.keys()):
+        raise TypeError(f"run() has no option {of_commands[0]!r}; settings are given as settings={{'lr': 0.01}}")
+    given = {"epochs": epochs, "steps": steps, "target": target, "seed": seed, "device": device}
+    given |= {"precision": precision, "compiled": compile, "resume": optional_text(resume)}
+    given |= {"output": optional_text(output)}
+    asked = read_options("run", RunOptions, given | options)
+    inputs = with_settings(Inputs.of(*read_plan(plan), model), assignments(settings))
+    return trained(inputs, rescheduled_as(inputs, asked), asked)[1]
 
 
 def generated(inputs: Inputs, folder: Path) -> Bundle:
     """Generate the bundle, and say on stderr what was proved."""
-    from pdtool.cli.artifact_views import tied_lines
     from pdtool.generator.generate import generate
 
     target = folder.absolute()  # the user's module may go to another folder
@@ -40,18 +116,27 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
     return bundle
 
 
-_SAME_FOLDER = "the folder of -o"
+def rescheduled_as(inputs: Inputs, asked: RunOptions) -> Plan:
+    """Return the plan with the schedule, microbatches and weights that are asked for; raises UsageError."""
+    return rescheduled(
+        inputs.plan,
+        inputs.profile,
+        schedule=asked.schedule,
+        microbatches=asked.microbatches,
+        weights=asked.weights,
+        update_every=asked.update_every,
+    )
 
 
-def trained(inputs: Inputs, asked: Plan, settings: dict[str, Any]) -> tuple[RunConfig, Report]:
-    """Train, with the values of the command's options, and return what was run and what came of it.
+def trained(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig, Report]:
+    """Train as `asked` says, and return what was run and what came of it.
 
     Args:
-        asked: the plan of `inputs`, with the schedule that was asked for.
+        plan: the plan of `inputs`, with the schedule that was asked for.
     """
-    config = replace(_config(inputs, _bundle(inputs, trust=settings["trust"]), settings), plan=asked)
-    config = _with_loader_workers(config, inputs.profile.loading_s, settings["loader_workers"])
-    return config, _launched(config, inputs.profile, settings["log_every"])
+    config = replace(_config(inputs, _bundle(inputs, trust=asked.trust), asked), plan=plan)
+    config = _with_loader_workers(config, inputs.profile.loading_s, asked.loader_workers)
+    return config, _launched(config, inputs.profile, asked.log_every)
 
 
 def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
@@ -64,7 +149,6 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
         StaleError: a stage file was edited, and is not trusted; or the bundle is to be generated, and this process is
             one worker of several, started by torchrun or srun.
     """
-    from pdtool.artifacts.bundle import Bundle
 
     folder = inputs.folder
     if trust:
@@ -81,7 +165,6 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
 
 def _refuse_edited_files(folder: Path) -> None:
     """Raise StaleError when a stage file was edited: what someone wrote is not overwritten unasked."""
-    from pdtool.artifacts.bundle import Bundle
 
     try:
         bundle = Bundle.load(folder / "bundle.yaml")
@@ -93,18 +176,16 @@ def _refuse_edited_files(folder: Path) -> None:
         raise StaleError(edited[0], "was changed since codegen wrote it", remedy)
 
 
-def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConfig:
+def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
     from pdtool.generator.generate import check_stage_files
     from pdtool.runtime.config import RunConfig
     from pdtool.runtime.corrections import DelayCompensation
-    from pdtool.units import parse_seconds
 
     stages = inputs.plan.stage_nodes(inputs.profile)
     check = partial(check_stage_files, inputs.plan, stages, bundle, inputs.folder)
-    if settings["output"] == "-":
+    if asked.output == "-":
         raise UsageError("-o -: a run writes a folder, which is not for stdout", "name a folder")
-    out, resume = _folders(inputs, settings["output"], settings["resume"], settings["nnodes"])
-    correction = settings["correction"]
+    out, resume = _folders(inputs, asked.output, asked.resume, asked.nnodes)
     names = ("epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype", "target")
     return RunConfig(
         plan=inputs.plan,
@@ -114,13 +195,13 @@ def _config(inputs: Inputs, bundle: Bundle, settings: dict[str, Any]) -> RunConf
         trusted=inputs.trusted,
         out=out,
         resume=resume,
-        timeout_s=parse_seconds(settings["timeout"]),
-        delay_compensation=DelayCompensation.parse(correction) if correction else None,
-        threads=settings["threads"] or inputs.profile.threads,
-        threads_given=settings["threads"] is not None,
-        machines=Machines(settings["nnodes"], settings["node_rank"], settings["rdzv_endpoint"]),
-        check_stage_files=None if settings["trust"] else check,
-        **{name: settings[name] for name in names},
+        timeout_s=parse_seconds(asked.timeout),
+        delay_compensation=DelayCompensation.parse(asked.correction) if asked.correction else None,
+        threads=asked.threads or inputs.profile.threads,
+        threads_given=asked.threads is not None,
+        machines=Machines(asked.nnodes, asked.node_rank, asked.rdzv_endpoint),
+        check_stage_files=None if asked.trust else check,
+        **{name: getattr(asked, name) for name in names},
     )
 
 
@@ -137,9 +218,7 @@ def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int 
 
 def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:
     """Return the run's folder and the one to resume from; with one of them given, the other is the same."""
-    from pdtool.artifacts.run_dir import complete_checkpoints
-
-    if resume == _SAME_FOLDER:
+    if resume == SAME_FOLDER:
         if output is None:
             raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
         resume = output
@@ -163,7 +242,6 @@ def new_folder(path: Path) -> Path:
 
 
 def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Report:
-    from pdtool.cli.run_view import training_progress
     from pdtool.runtime.launch.launcher import launch
 
     if not is_first_worker(os.environ):
@@ -188,8 +266,6 @@ def _note_start(config: RunConfig, profile: Profile) -> None:
 
 def _note_resumption(config: RunConfig) -> None:
     """Say after which epoch a resumed run goes on, and how many are left."""
-    from pdtool.artifacts.run_dir import latest, read_manifest
-
     if config.resume:
         done = read_manifest(latest(config.resume)).epoch
         note(f"going on after epoch {done} of {config.resume}, with {config.epochs - done} epoch(s) to train")
@@ -218,8 +294,6 @@ def _note_crowding(config: RunConfig) -> None:
 
 def _note_another_seed(config: RunConfig) -> None:
     """Say it when a resumed run draws other random numbers than the one that it goes on from."""
-    from pdtool.artifacts.run_dir import latest, read_manifest
-
     if config.resume:
         seed = read_manifest(latest(config.resume)).seed
         if seed != config.seed:

@@ -14,6 +14,7 @@ from pdtool.artifacts.plan import Plan, Predicted, Why
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, abbreviated, table
 from pdtool.errors import UsageError
+from pdtool.reports.sentences import tied_lines
 from pdtool.units import format_bytes, format_rate, format_seconds
 
 
@@ -40,13 +41,6 @@ def bundle_view(bundle: Bundle) -> Lines:
         ("tensor", "from", "to", "shape", "dtype", "gradient back"), tensors, names=6, drop=("dtype", "gradient back")
     )
     yield from tied_lines(bundle)
-
-
-def tied_lines(bundle: Bundle) -> Iterator[str]:
-    """Tell which parameters several stages hold."""
-    for tied in bundle.tied:
-        places = (f"{name} (stage {s})" for s, name in zip(tied.stages, tied.names, strict=True))
-        yield f"tied: {', '.join(places)} are one parameter; their gradients are summed before each update"
 
 
 def cluster_view(cluster: ClusterFile) -> Lines:
@@ -260,3 +254,38 @@ def devices_view(devices: Devices) -> Lines:
         rows.append([key, device.name, peaks, bandwidth, memory])
     yield table(("--device", "device", "Tflop/s", "bandwidth", "memory"), rows, names=3)
     yield from dict.fromkeys(f"source: {d.source}" for d in devices.devices.values())
+
+
+_MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
+
+
+def measured_view(profile: Profile) -> Lines:
+    """List the operators that cost most, what is called whole, and what makes the figures doubtful."""
+    return [profile_table(profile, largest=12), *_opaque_modules(profile), *_coverage_warnings(profile)]
+
+
+def _opaque_modules(result: Profile) -> Iterator[str]:
+    """Say which modules are called whole, and why."""
+    reasons: dict[str, list[str]] = {}
+    for path, why in result.opaque.items():
+        reasons.setdefault(why, []).append(path)
+    for why, paths in reasons.items():
+        names = ", ".join(paths[:5]) + f" and {len(paths) - 5} more" * (len(paths) > 5)
+        reason = "as HINTS says" if why == "HINTS" else f"since its operators cannot be seen ({why})"
+        yield f"{names}: called whole, and never cut, {reason}"
+
+
+def _coverage_warnings(result: Profile) -> Iterator[str]:
+    if result.launch_s > result.step_s:
+        yield (
+            f"warning: the kernels of a step take {format_seconds(result.step_s)}, but the host needs "
+            f"{format_seconds(result.launch_s)} to launch them: a run will be slower than its plan; "
+            "take a larger --batch-size"
+        )
+    is_long_enough = result.step_s >= _MIN_STEP_S
+    if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
+        why = "in segments torch.compile can fuse less than in the whole model; or " if result.compiled else ""
+        yield (
+            f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
+            f"{why}is something else running on this machine?"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +12,16 @@ from typing import Any
 
 from rich.table import Table
 
+from pdtool.api.console import OnEvent
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
-from pdtool.artifacts.run_dir import CheckpointManifest, RunState, complete_checkpoints, is_running, last_update
+from pdtool.artifacts.run_dir import (
+    RUN_FILE,
+    CheckpointManifest,
+    RunState,
+    complete_checkpoints,
+    is_running,
+    last_update,
+)
 from pdtool.cli.table import Lines, table
 from pdtool.cli.terminal import above, console, is_progress_shown, note
 from pdtool.errors import ArtifactError, PdtoolError
@@ -21,7 +29,6 @@ from pdtool.reports.figures import slowest_stage_sentence
 from pdtool.reports.sentences import scaling_phrase
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
-OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
 _NOTE_S = 10.0  # between two lines, where no number of updates is asked for
 _BAR_S = 0.1  # between two changes of the bar
 _NO_METRICS = ("split", "epoch", "step", "time")  # of the line of a validation
@@ -90,7 +97,7 @@ class _Training:
         """Updates in all epochs."""
         if self.updates is None:
             try:
-                state = RunState.load(self.out / "run.json")
+                state = RunState.load(self.out / RUN_FILE)
             except PdtoolError:  # on another machine it may be seen later
                 return None
             self.updates, self.samples = state.updates, (state.samples or 0) / (state.updates or 1)
@@ -396,7 +403,7 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
 def resumed_line(folder: Path) -> Iterator[str]:
     """Say of a finished run that it had gone on from another, which its report does not tell."""
     with suppress(ArtifactError):
-        state = RunState.load(folder / "run.json")
+        state = RunState.load(folder / RUN_FILE)
         if state.end == "done" and state.epochs_done:
             yield f"resumed after epoch {state.epochs_done}: what was measured is of the epochs since"
 

@@ -1,18 +1,24 @@
-"""How much pdtool says: with `-q` results and errors only, with `-v` more than usual."""
+"""What commands print: notes and bars on stderr, tables and data on stdout, and the files that they write.
+
+`Verbosity` says how much: with `-q` results and errors only, with `-v` more than usual. `Terminal` shows what the
+functions of the API say.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from pdtool.api.console import Console as ApiConsole
+from pdtool.api.console import OnEvent, OnProgress, OnStep, install
 from pdtool.errors import printable
 
 if TYPE_CHECKING:
@@ -34,7 +40,6 @@ class Verbosity:
         cls.is_quiet = cls.is_verbose = False
 
 
-OnProgress = Callable[[int, int], None]  # called with (done, total)
 _NEVER_QUIET = ("error: ", "warning: ", "interrupted")
 _LAST_STANDARD = 2  # number of stderr
 _bars: list[Console] = []  # which show a bar now
@@ -150,7 +155,7 @@ def progress(label: str) -> Iterator[OnProgress]:
 
 
 @contextmanager
-def status(label: str) -> Iterator[Callable[[str], None]]:
+def status(label: str) -> Iterator[OnStep]:
     """Show the step that a part is at on one line; show nothing with -q, and when stderr is no terminal."""
     if not is_progress_shown():
         yield lambda step: None
@@ -160,6 +165,29 @@ def status(label: str) -> Iterator[Callable[[str], None]]:
     bottom = console(err=True)
     with bottom.status(Text(printable(label))) as line, above(bottom):
         yield lambda step: line.update(Text(printable(step)))
+
+
+class Terminal(ApiConsole):
+    """Shows what the functions of the API say as commands do: with bars on a terminal, with lines elsewhere."""
+
+    def note(self, text: str) -> None:
+        note(text)
+
+    def progress(self, label: str) -> AbstractContextManager[OnProgress]:
+        return progress(label)
+
+    def status(self, label: str) -> AbstractContextManager[OnStep]:
+        return status(label)
+
+    def training(self, out: Path, epochs: int, log_every: int | None) -> AbstractContextManager[OnEvent]:
+        from pdtool.cli.run_view import training_progress
+
+        return training_progress(out, epochs, log_every)
+
+
+def install_terminal() -> None:
+    """Let this process's stderr show what the functions of the API say."""
+    install(Terminal())
 
 
 def _description(text: str) -> str:

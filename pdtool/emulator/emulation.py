@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pdtool.artifacts.cluster import Cluster, ClusterSpec
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
-from pdtool.cli.terminal import note
 from pdtool.emulator.pretend_cluster import BURST_BYTES
 from pdtool.emulator.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
 from pdtool.emulator.workers import Emulator
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
-from pdtool.host import memory_limits, usable_cores
+from pdtool.host import memory_limits
 from pdtool.options import Target
 from pdtool.planner.choice.make_plan import refresh
 from pdtool.planner.stage_costs import tied_bytes
@@ -29,129 +28,7 @@ from pdtool.schedule.shape import steady_minibatches
 from pdtool.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from pdtool.api.inputs import Inputs
-
-
-_BUSY_PART_OF_CORES = 0.5
-
-
-def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:
-    """Return the rivals that are not the chosen plan, whose two emulations would differ by noise alone."""
-    others = {name: plan for name, plan in rivals.items() if _run_by(plan) != _run_by(chosen)}
-    for name in rivals.keys() - others.keys():
-        note(f"{name} is this plan, and is not emulated again")
-    return others
-
-
-def _warn_of_busy_cores() -> None:
-    """Warn where other programs keep the cores busy: workers that sleep would wake late."""
-    cores, busy = len(usable_cores()), os.getloadavg()[0]
-    if busy > _BUSY_PART_OF_CORES * cores:
-        what = f"other programs keep {busy:.1f} of {cores} core(s) busy"
-        note(f"warning: {what}: what is emulated takes longer than it should")
-
-
-def _warn_of_another_device(profile: Profile, compute: Literal["sleep", "real"]) -> None:
-    """Warn where a model computes here, and its simulated times are those of a device that is not here."""
-    if compute == "real" and not profile.is_measured_on_cpu:
-        name = profile.device.name
-        note(f"warning: the simulated times are those of {name} ({profile.device.kind}), and the model computes here")
-
-
-def _run_by(plan: Plan) -> tuple[object, ...]:
-    """Return what decides how a plan's workers run."""
-    return plan.stages, plan.schedule, plan.weights, plan.microbatches, plan.update_every, plan.chunks, plan.copies
-
-
-def _settings(
-    plans: Mapping[str, Plan], profile: Profile, compute: Literal["sleep", "real"], asked: Mapping[str, Any]
-) -> EmulationSettings:
-    """Return how the plans are emulated; raises UsageError where that would show nothing of one of them."""
-    from pdtool.units import parse_seconds
-
-    for plan in plans.values():
-        check_minibatches(plan, profile, asked["minibatches"])
-    return EmulationSettings(
-        minibatches=asked["minibatches"],
-        epochs=asked["epochs"] or {"sleep": 1, "real": 2}[compute],
-        target=asked["target"],
-        seed=asked["seed"],
-        timeout_s=parse_seconds(asked["timeout"]),
-    )
-
-
-def _scalings(
-    plans: Mapping[str, Plan], profile: Profile, compute: Literal["sleep", "real"], asked: Mapping[str, Any]
-) -> dict[str, Scaling]:
-    """Return the scaling of each plan: what it needs, for others may need more; warn where the user's is too small."""
-    from pdtool.emulator.sleeping_model import Scaling
-
-    if compute == "real":
-        return dict.fromkeys(plans, Scaling())
-    factors = asked["scale"], asked["slowdown"]
-    scalings = {name: choose_scaling(plan, profile, *factors) for name, plan in plans.items()}
-    for name, scaling in scalings.items() if any(factors) else ():
-        for warning in scaling_warnings(plans[name], profile, scaling):
-            note(f"warning: {name}, bytes / {scaling.scale:g}, times x {scaling.slowdown:g}: {warning}")
-    return scalings
-
-
-def _configs(
-    plans: Mapping[str, Plan],
-    source: Inputs | Profile,
-    folder: Path,
-    scalings: Mapping[str, Scaling],
-    settings: EmulationSettings,
-) -> dict[str, RunConfig]:
-    """Write what each plan's workers execute into `folder`, and return the configuration of their run.
-
-    Args:
-        source: of what they do: the model that they train, or the profile whose times they sleep.
-    """
-    from pdtool.artifacts.profile import Profile
-
-    folders = {name: folder / name.replace(" ", "-") for name in plans}
-    if isinstance(source, Profile):
-        return {
-            name: sleeping_config(plan, source, folders[name], scalings[name], settings) for name, plan in plans.items()
-        }
-    _check_length(source, settings)
-    return {name: _training_config(replace(source, plan=plan), folders[name], settings) for name, plan in plans.items()}
-
-
-def _check_length(inputs: Inputs, settings: EmulationSettings) -> None:
-    """Check that an epoch has a number of minibatches; raises UsageError for a stream without a length."""
-    from pdtool.runtime.loading.minibatches import NO_LENGTH
-
-    if settings.minibatches or not settings.target:
-        return
-    file = inputs.model_file()
-    if file.samples(file.dataset("train"), "dataset('train')") is None:
-        raise UsageError(NO_LENGTH, "give it with --minibatches")
-
-
-def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> RunConfig:
-    """Generate the stages of a plan, and return the configuration of a run that trains them."""
-    from pdtool.api.training import generated
-    from pdtool.runtime.config import RunConfig
-
-    in_steady_state = None if settings.target else minibatches_to_steady_state(inputs.plan, inputs.profile)
-    return RunConfig(
-        plan=inputs.plan,
-        bundle=generated(inputs, out / "stages"),
-        bundle_dir=out / "stages",
-        model=inputs.model,
-        trusted=inputs.trusted,
-        out=out,
-        epochs=settings.epochs,
-        steps=settings.minibatches or in_steady_state,
-        target=settings.target,
-        seed=settings.seed,
-        device="cpu",
-        transport="gloo",
-        threads=inputs.profile.threads,
-        timeout_s=settings.timeout_s,
-    )
+    pass
 
 
 MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down

@@ -28,7 +28,7 @@ from pdtool.cli.commands.simulate import simulate
 from pdtool.cli.commands.steps import codegen, partition, profile, run
 from pdtool.cli.commands.train import train
 from pdtool.cli.project_defaults import ProjectDefaults
-from pdtool.cli.terminal import Verbosity, note, open_closed_streams
+from pdtool.cli.terminal import Verbosity, install_terminal, note, open_closed_streams
 from pdtool.errors import PdtoolError, UsageError, describe_error, printable, suggestion
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {
@@ -75,6 +75,7 @@ class CommandGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         Verbosity.reset()
+        install_terminal()
         with _usage_errors_as_ours(ctx):
             return super().parse_args(ctx, args)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from pdtool.cli import click_options as options
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, show, write_stdout
 from pdtool.errors import ArtifactError, StaleError, UsageError, printable
@@ -47,7 +46,9 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     With --fresh, trace the model as it is now and compare it with what was profiled, planned and generated. Exit with 3
     when something is stale.
     """
-    path = options.candidate("plan", plan)
+    from pdtool.api.inputs import candidate
+
+    path = candidate("plan", plan)
     if fresh and update:
         raise UsageError("--fresh together with --update", "give one of them")
     if fresh:

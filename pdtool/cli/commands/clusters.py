@@ -1,4 +1,4 @@
-"""`devices`: the devices that a profile can be estimated for."""
+"""Clusters and devices: `probe` measures a network, `devices` lists data sheets, `import` reads published profiles."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ def devices(names: tuple[str, ...], as_json: bool) -> None:
 
 def _key(name: str) -> str:
     """`lab` for `lab.yaml`, a file of the user's; names of the table are keys as they are."""
-    from pathlib import Path
-
     return Path(name).stem.lower().replace("_", "-")
 
 
@@ -58,6 +56,7 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
 
     GRAPH is a graph.txt; - is stdin. There is no model behind it: it can be planned for, but not run.
     """
+    from pdtool.api.inputs import file_name
     from pdtool.cli.artifact_views import profile_table
     from pdtool.files import read_text
     from pdtool.profiler.pipedream_import import read_pipedream_profile
@@ -68,7 +67,7 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
     lines = ["the file knows no optimizer step, and of what a backward keeps only the operators' outputs"]
     if batch_source:
         lines.insert(0, f"minibatch of {profile.batch_size}, {batch_source}; name another with --batch-size")
-    path = output or f"profiles/{options.file_name(profile.name)}.json"
+    path = output or f"profiles/{file_name(profile.name)}.json"
     write_artifact(profile, path, as_json=as_json, view=[profile_table(profile, largest=12), *lines])
 
 
@@ -110,10 +109,10 @@ def probe(
     from pdtool.artifacts.artifact import title
     from pdtool.artifacts.cluster import parse_topology
     from pdtool.cli.artifact_views import cluster_view
+    from pdtool.machines import Machines
     from pdtool.units import parse_seconds
 
-    sizes, timeout_s = parse_topology(topology), parse_seconds(timeout)
-    from pdtool.machines import Machines
+    sizes, timeout_s = parse_topology(topology), parse_seconds(timeout)  # before torch is imported
     from pdtool.profiler.probe import ProbeRequest
     from pdtool.profiler.probe_launcher import probe
 

@@ -1,4 +1,4 @@
-"""`export`: write a run's last checkpoint as one ordinary state_dict."""
+"""What there is, shown: `show` prints an artifact, `report` draws pages of HTML, `export` writes a run's weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from pdtool.cli import click_options as options
 from pdtool.cli import terminal
 from pdtool.cli.command_line import command
-from pdtool.cli.terminal import note, print_json, status, write_stdout
+from pdtool.cli.terminal import note, print_json, write_stdout
 from pdtool.errors import PdtoolError, UsageError, with_article
 
 if TYPE_CHECKING:
@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 )
 def export(run_dir: Path, output: Path) -> None:
     """Write RUN_DIR's last checkpoint as one ordinary state_dict."""
-    from pdtool.runtime.worker.checkpoint import export as write
+    from pdtool.api.reporting import export as write
 
-    checkpoint = write(run_dir, output)
-    note(f"wrote {output} from {checkpoint}")
+    write(run_dir, output)
 
 
-_MAX_SUBJECTS = 4
 _WATCH_S = 2.0  # between two looks at a run
 
 
@@ -56,15 +54,16 @@ def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
 
     It needs no server; several plans and runs stand beside each other on it.
     """
-    names = what or (options.candidate("plan", None),)
-    if len(names) > _MAX_SUBJECTS:
-        raise UsageError(f"{len(names)} plans and runs on one page", f"name at most {_MAX_SUBJECTS}")
+    from pdtool.api.inputs import candidate
+    from pdtool.api.reporting import check_page
+
+    names = what or (candidate("plan", None),)
     path = Path(output or "report.html")
     if watch and str(path) == "-":
         raise UsageError("--watch -o -: a page that is written again needs a file", "name it with -o")
     if names.count("-") > (0 if watch else 1):
         raise UsageError("stdin can be read once only", "name a file in place of -")
-    _check_target(path)
+    check_page(names, path)
     subjects = _write(names, path, {})
     if str(path) != "-":
         note(f"wrote {path}; open it in a browser")
@@ -73,14 +72,11 @@ def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
 
 
 def _write(names: tuple[str, ...], path: Path, simulations: dict[str, SimulatedPlan]) -> list[Subject]:
-    """Write the page; simulations are taken from `simulations`, and new ones put there."""
-    from pdtool.api.inputs import planned, read_subject
+    """Write the page to `path` or stdout; simulations are taken from `simulations`, and new ones put there."""
+    from pdtool.api.reporting import page_of
     from pdtool.files import write_atomically
-    from pdtool.reports.page import page
 
-    subjects = [read_subject(name, planned) for name in names]
-    with status("simulating"):
-        text = page(subjects, simulations)
+    text, subjects = page_of(names, simulations)
     if str(path) == "-":
         write_stdout(text)
     else:
@@ -106,15 +102,6 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
                 raise PdtoolError(f"{gone[0]} was removed, and is watched no more; {path} stays as it was") from error
             raise
     note("no run is going on")
-
-
-def _check_target(path: Path) -> None:
-    """Check that no other file than such a page would be overwritten; raises UsageError."""
-    from pdtool.files import check_replaceable
-    from pdtool.reports.page import GENERATOR
-
-    if str(path) != "-":
-        check_replaceable(path, "a page of pdtool", lambda head: GENERATOR.encode() in head)
 
 
 _GRAPH_WIDTH = 1200  # pixels

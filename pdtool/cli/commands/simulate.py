@@ -18,9 +18,9 @@ from pdtool.cli.command_line import command
 from pdtool.cli.table import Lines, table
 from pdtool.cli.terminal import show, status, write_stdout
 from pdtool.errors import UsageError, suggestion
+from pdtool.options import SimulateOptions
 from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Comparison, SweepPoint, crossings
 from pdtool.planner.simulator.result import SimulationResult
-from pdtool.schedule import SCHEDULES
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _SWEEP_POINTS = 13
@@ -32,10 +32,15 @@ _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
     "  pdtool simulate plans/vgg16-4x4.yaml --sweep bandwidth=0.1..25Gbit/s --svg gain.svg"
 )
 @click.argument("plan", required=False)
-@options.count("--minibatches", help="Length of the simulation.", unset="enough to fill, run steadily and drain")
+@options.count(
+    "--minibatches",
+    of=SimulateOptions,
+    help="Length of the simulation.",
+    unset="enough to fill, run steadily and drain",
+)
 @options.choice(
     "--schedule",
-    choices=SCHEDULES,
+    of=SimulateOptions,
     help="Another order of work; interleaved and zb-h1 are for plans with as many replicas of each stage.",
     unset=options.PLANNED,
 )
@@ -56,7 +61,7 @@ _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
     metavar="bandwidth=LOW..HIGH",
     help="Give the outermost level other bandwidths, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
 )
-@options.against("data-parallel,straight,gpipe,model-parallel")
+@options.against(SimulateOptions)
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON on stdout.")
 def simulate(
     plan: str | None,
@@ -73,7 +78,7 @@ def simulate(
     An update of data parallelism takes a minibatch of every worker; one of GPipe as many samples, or what the plan
     takes if that flushes, too.
     """
-    from pdtool.api.inputs import planned
+    from pdtool.api.inputs import candidate, planned
     from pdtool.artifacts.chrome_trace import chrome_trace
     from pdtool.cli.terminal import write_text
     from pdtool.planner.choice.comparison import simulated
@@ -84,7 +89,7 @@ def simulate(
 
     rates = _rates(sweep) if sweep else []
     piped = _is_piped(trace, svg, as_json)
-    chosen, profile = planned(options.candidate("plan", plan))
+    chosen, profile = planned(candidate("plan", plan))
     with status("simulating"):
         simulation = simulated(chosen, profile, schedule, minibatches, against, rates)
     name, result, points = simulation.schedule, simulation.result, simulation.sweep

@@ -1,4 +1,4 @@
-"""`codegen`: write a plan's stage files, plans/NAME.yaml -> plans/NAME/, and prove them equal to the model."""
+"""The four steps as commands: `profile`, `partition`, `codegen` and `run`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdtool.api.planning import _INNER_BANDWIDTH, _OUTER_BANDWIDTH, _replicas, _share, keep_edits, plan_for
-from pdtool.api.profiling import _coverage_warnings, _opaque_modules, profiled
-from pdtool.api.staleness import _is_fresh
-from pdtool.api.training import _SAME_FOLDER, generated, trained
 from pdtool.cli import click_options as options
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, show, write_artifact
 from pdtool.errors import TargetMissedError, UsageError
 from pdtool.machines import is_first_worker
-from pdtool.schedule import SCHEDULES, STRATEGIES
+from pdtool.options import INNER_BANDWIDTH, OUTER_BANDWIDTH, SAME_FOLDER, PartitionOptions, ProfileOptions, RunOptions
 
 if TYPE_CHECKING:
     from pdtool.artifacts.report import Report
@@ -33,11 +29,12 @@ if TYPE_CHECKING:
 @options.as_json
 def codegen(plan: str | None, output: str | None, model: str | None, as_json: bool) -> None:
     """Write one PyTorch file per stage of PLAN, and prove them right."""
-    from pdtool.api.inputs import Inputs
+    from pdtool.api.inputs import Inputs, candidate
+    from pdtool.api.training import generated
 
     if output == "-":
         raise UsageError("-o -: codegen writes a folder, which is not for stdout", "name a folder")
-    inputs = Inputs.load(options.candidate("plan", plan), model)
+    inputs = Inputs.load(candidate("plan", plan), model)
     bundle = generated(inputs, Path(output) if output else inputs.folder)
     if as_json:
         print_json(bundle)
@@ -53,7 +50,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 @click.option(
     "--bandwidth",
     metavar="RATE,...",
-    show_default=f"{_OUTER_BANDWIDTH} outside, {_INNER_BANDWIDTH} at inner levels",
+    show_default=f"{OUTER_BANDWIDTH} outside, {INNER_BANDWIDTH} at inner levels",
     help="Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
 )
 @click.option("--latency", metavar="TIME,...", show_default="0s", help="Of one message per level, as 50us,5us.")
@@ -63,42 +60,45 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
     show_default="that of the device profiled",
     help="Of each device, as 16GB or 16GiB; none: no limit.",
 )
-@options.count("--workers", help="Number of workers to use.", unset="all of the topology")
-@click.option(
+@options.count("--workers", of=PartitionOptions, help="Number of workers to use.", unset="all of the topology")
+@options.text(
     "--replicas",
-    callback=lambda ctx, parameter, text: _replicas(text),
+    of=PartitionOptions,
     metavar="R-R-R",
     show_default="whatever is fastest",
     help="Workers of each stage, as 15-1: find where to cut the model into exactly these stages.",
 )
 @options.choice(
     "--strategy",
-    choices=tuple(STRATEGIES),
+    of=PartitionOptions,
     help="The fastest plan of any kind (auto), or the best of one kind, to compare it with.",
 )
 @click.option("--straight", is_flag=True, help="The same as --strategy straight.")
-@options.schedule([*SCHEDULES, "auto"], unset="1f1b, or what --strategy has")
-@options.microbatches("4 with a flushing --schedule, as many as workers with --strategy gpipe")
+@options.schedule(PartitionOptions, unset="1f1b, or what --strategy has")
+@options.microbatches(PartitionOptions, unset="4 with a flushing --schedule, as many as workers with --strategy gpipe")
 @options.count(
     "--global-batch-size",
+    of=PartitionOptions,
     help="Samples in one update: the same as --microbatches, times the profiled minibatch; with 1f1b-flush unless "
     "another flushing --schedule is given.",
     unset="what --microbatches makes",
 )
-@options.count(
-    "--chunks", help="Stages on each worker with --schedule interleaved.", default=2, within=click.IntRange(2, 100)
+@options.count("--chunks", of=PartitionOptions, help="Stages on each worker with --schedule interleaved.")
+@click.option(
+    "--recompute/--no-recompute",
+    default=PartitionOptions.recompute,
+    help="Let stages that lack memory run their forward twice.",
 )
-@click.option("--recompute/--no-recompute", default=True, help="Let stages that lack memory run their forward twice.")
 @options.choice(
     "--cost",
     "cost_model",
-    choices=("ours", "pipedream", "pipedream-free"),
+    of=PartitionOptions,
     help="Whose formulas; those of PipeDream's optimizer, with or without the traffic of activations, to compare.",
 )
-@click.option(
+@options.text(
     "--simplest",
-    default="3%",
-    callback=lambda ctx, parameter, text: _share(text),
+    of=PartitionOptions,
+    default=f"{PartitionOptions.simplest:.0%}",
     metavar="SHARE",
     help="Prefer fewer stages, and borders between modules, as long as the plan is at most this much slower than the "
     "fastest.",
@@ -106,18 +106,19 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 @options.count(
     "--cuts",
     "max_cuts",
+    of=PartitionOptions,
     help="Places to cut a branchy graph that are searched at most; more take longer (the square) and miss less.",
-    default=1200,
-    within=click.IntRange(100, 100_000),
 )
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(profile: str | None, output: str | None, as_json: bool, **settings: Any) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline."""
+    from pdtool.api.inputs import candidate, default_plan_path
+    from pdtool.api.planning import keep_edits, planned_for
     from pdtool.cli.artifact_views import plan_view
 
-    plan = plan_for(options.candidate("profile", profile), **settings)
-    path = output or f"plans/{options.file_name(plan.name)}.yaml"
+    plan = planned_for(candidate("profile", profile), PartitionOptions(**settings))
+    path = output or default_plan_path(plan)
     keep_edits(path)
     write_artifact(plan, path, as_json=as_json, view=plan_view(plan))
 
@@ -131,18 +132,23 @@ def partition(profile: str | None, output: str | None, as_json: bool, **settings
 @options.settings(
     "Setting for model(), or for other functions of model.py that have a parameter NAME; may be repeated."
 )
-@options.count("--batch-size", help="Samples in one minibatch, the size that will run.", default=32)
+@options.count("--batch-size", of=ProfileOptions, help="Samples in one minibatch, the size that will run.")
 @click.option(
     "--device",
-    default="auto",
+    default=ProfileOptions.device,
     metavar="NAME",
     help="On cpu or cuda, measure on this machine; auto is cuda where there is one, as of `run`. For any other (v100, "
     "a100, ...; an unknown one lists them) or a YAML file of your own, estimate without running the model.",
 )
-@options.count("--threads", help="CPU threads to measure with, as many as each worker will have.", unset="all cores")
+@options.count(
+    "--threads",
+    of=ProfileOptions,
+    help="CPU threads to measure with, as many as each worker will have.",
+    unset="all cores",
+)
 @options.choice(
     "--precision",
-    choices=("fp32", "tf32", "bf16", "fp16"),
+    of=ProfileOptions,
     help="Measure what `run` computes in: fp32, the model as it is, or bf16 by autocast. Or estimate as if the model "
     "were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
     unset="the model's own",
@@ -174,16 +180,16 @@ def profile(
 
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """
-    from pdtool.cli.artifact_views import profile_table
+    from pdtool.api.profiling import profiled
+    from pdtool.cli.artifact_views import measured_view
 
-    if if_stale and _is_fresh(ctx, model, output, settings["model_settings"]):
-        return
-    result, target = profiled(model, output, **settings)
-    notes = [*_opaque_modules(result), *_coverage_warnings(result)]
-    write_artifact(result, target, as_json=as_json, view=[profile_table(result, largest=12), *notes])
+    if if_stale:
+        from pdtool.api.staleness import is_fresh
 
-
-_MAX_LOADER_WORKERS = 1000  # more is a slip
+        if is_fresh(model, output, settings["model_settings"], options.asked_for(ctx)):
+            return
+    result, target = profiled(model, output, ProfileOptions(**settings))
+    write_artifact(result, target, as_json=as_json, view=measured_view(result))
 
 
 @command(
@@ -197,9 +203,10 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
     "Setting for those functions of model.py that have a parameter NAME, as optimizer(named_parameters, lr=0.1) has; "
     "the plan holds as long as the model's operators stay the same. May be repeated."
 )
-@options.count("--epochs", help="Epochs in all.", default=1)
+@options.count("--epochs", of=RunOptions, help="Epochs in all.")
 @options.count(
     "--steps",
+    of=RunOptions,
     help="Minibatches in an epoch, at most; needed for an IterableDataset without a length.",
     unset="the whole training set",
 )
@@ -208,16 +215,16 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
 @click.option(
     "--resume",
     is_flag=False,
-    flag_value=_SAME_FOLDER,
+    flag_value=SAME_FOLDER,
     metavar="[RUN_DIR]",
     help="Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  "
     "[without RUN_DIR: the folder of -o]",
 )
 @click.option("--dry-run", is_flag=True, help="Print which worker does what on which host, and stop.")
 @options.device("Device to train on; auto is cuda where there is one.")
-@options.timeout("300s")
-@options.schedule(SCHEDULES, unset=options.PLANNED)
-@options.microbatches(options.PLANNED)
+@options.timeout()
+@options.schedule(RunOptions, unset=options.PLANNED)
+@options.microbatches(RunOptions, unset=options.PLANNED)
 @options.weights
 @click.option(
     "--correction",
@@ -227,29 +234,31 @@ _MAX_LOADER_WORKERS = 1000  # more is a slip
     "nesterov[=G].",
 )
 @options.choice(
-    "--precision",
-    choices=("fp32", "bf16"),
-    help="What stages compute in; bf16 is autocast, weights and messages stay fp32.",
+    "--precision", of=RunOptions, help="What stages compute in; bf16 is autocast, weights and messages stay fp32."
 )
 @options.choice(
     "--transport",
-    choices=("auto", "gloo", "shared"),
+    of=RunOptions,
     help="How tensors go between workers; auto shares memory, of GPUs too, within a machine.",
 )
-@options.choice(
-    "--wire-dtype", choices=("fp32", "fp16", "bf16"), help="What fp32 tensors are sent as to other workers."
-)
+@options.choice("--wire-dtype", of=RunOptions, help="What fp32 tensors are sent as to other workers.")
 @options.count(
     "--loader-workers",
+    of=RunOptions,
     help="Processes that load for each replica of the first stage; 0 loads in the training process.",
     unset="what the profile's loading time needs, at most the cores; 0 if that is under 1 ms or 2 % of a minibatch's",
-    within=click.IntRange(0, _MAX_LOADER_WORKERS),
 )
 @options.count(
-    "--threads", help="CPU threads of each worker.", unset="as many as the profile was measured with, at most the cores"
+    "--threads",
+    of=RunOptions,
+    help="CPU threads of each worker.",
+    unset="as many as the profile was measured with, at most the cores",
 )
 @options.count(
-    "--log-every", help="Updates between two lines where stderr is no terminal, which shows a bar.", unset="10 seconds"
+    "--log-every",
+    of=RunOptions,
+    help="Updates between two lines where stderr is no terminal, which shows a bar.",
+    unset="10 seconds",
 )
 @click.option("--compile", "compiled", is_flag=True, help="Put each stage through torch.compile.")
 @click.option("--trust", is_flag=True, help="Run the stage files as they are, edited by hand or from elsewhere.")
@@ -259,20 +268,19 @@ def run(
     plan: str | None, dry_run: bool, as_json: bool, model: str | None, model_settings: tuple[str, ...], **settings: Any
 ) -> None:
     """Train PLAN's stages, each on its workers."""
-    from pdtool.api.inputs import Inputs, rescheduled, with_settings
+    from pdtool.api.inputs import Inputs, candidate, with_settings
+    from pdtool.api.training import rescheduled_as, trained
     from pdtool.cli.artifact_views import worker_table
-    from pdtool.options import Target
 
-    inputs = with_settings(Inputs.load(options.candidate("plan", plan), model), model_settings)
-    changes = {name: settings.pop(name) for name in ("schedule", "microbatches", "weights", "update_every")}
-    asked = rescheduled(inputs.plan, inputs.profile, **changes)
-    settings["target"] = Target.parse(settings["target"]) if settings["target"] is not None else None
-    if settings["compiled"] and asked.schedule == "zb-h1":
+    asked = RunOptions(**settings)
+    inputs = with_settings(Inputs.load(candidate("plan", plan), model), model_settings)
+    chosen = rescheduled_as(inputs, asked)
+    if asked.compiled and chosen.schedule == "zb-h1":
         note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
     if dry_run:
-        show(worker_table(asked, settings["nnodes"]), err=False)
+        show(worker_table(chosen, asked.nnodes), err=False)
         return
-    config, report = trained(inputs, asked, settings)
+    config, report = trained(inputs, chosen, asked)
     if is_first_worker(os.environ):
         _print_report(config, report, as_json)
     if report.target_reached is False:

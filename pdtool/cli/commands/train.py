@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pdtool.api.staleness import ASKED_FOR, asked_for, reusable_profile, why_plan_is_stale
-from pdtool.cli import click_options as options
+from pdtool.cli.click_options import ASKED_FOR, asked_for
 from pdtool.cli.command_line import command
 from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
@@ -56,12 +55,13 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
 
     An option of these commands that is missing here can stand in pdtool.toml.
     """
+    from pdtool.api.inputs import file_name
     from pdtool.frontend.user_code import find_source, is_local, model_name, parse_ref
 
     profiling = _step(ctx, profile, model)
     ref = parse_ref(model, profiling.params["model_settings"])
     source = find_source(ref.source)
-    name = options.file_name(model_name(source, ref.function))
+    name = file_name(model_name(source, ref.function))
     profile_path = f"profiles/{name}.json"
     partitioning = _step(ctx, partition, profile_path)
     topology = _topology(**partitioning.params)
@@ -111,6 +111,7 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
     Args:
         workers: that will share the cores of this machine: without `--threads` each has as many as it will have then.
     """
+    from pdtool.api.staleness import reusable_profile
     from pdtool.frontend.compute_mode import default_device
 
     given = asked_for(context)
@@ -133,6 +134,7 @@ def _partition(context: click.Context, profile_path: str, path: str) -> None:
         StaleError: someone edited the plan, and it is not what is asked for any more.
         ArtifactError: it cannot be read; someone may have edited it.
     """
+    from pdtool.api.staleness import why_plan_is_stale
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
 

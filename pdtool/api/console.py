@@ -1,0 +1,75 @@
+"""What the functions of the API say while they work, and where it goes.
+
+By default notes are lines on stderr, and nothing shows how far something is. The command line installs its terminal,
+with bars and a line for each epoch, and so does `pdtool.run(...)` in Python.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from pdtool.errors import printable
+
+OnProgress = Callable[[int, int], None]  # called with (done, total)
+OnStep = Callable[[str], None]  # called with what is done now
+OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
+
+
+class Console:
+    """Where notes and progress go; a subclass shows more of it."""
+
+    def note(self, text: str) -> None:
+        """Print a line; where nobody reads it any more the work goes on."""
+        with suppress(OSError):
+            print(printable(text), file=sys.stderr)  # noqa: T201
+
+    def progress(self, label: str) -> AbstractContextManager[OnProgress]:
+        """Show how much is done while the context lasts."""
+        return nullcontext(lambda done, total: None)
+
+    def status(self, label: str) -> AbstractContextManager[OnStep]:
+        """Show which step is done while the context lasts."""
+        return nullcontext(lambda step: None)
+
+    def training(self, out: Path, epochs: int, log_every: int | None) -> AbstractContextManager[OnEvent]:
+        """Show how a training goes on, from the lines of its metrics.jsonl.
+
+        Args:
+            out: the run's folder.
+            epochs: that the run is to have in all.
+            log_every: updates between two lines; None: as often as the console sees fit.
+        """
+        return nullcontext(lambda event: None)
+
+
+_installed = Console()  # one for the process: stderr is, too
+
+
+def install(console: Console) -> None:
+    """Let `console` show what the functions of the API say from now on."""
+    global _installed
+    _installed = console
+
+
+def note(text: str) -> None:
+    """Print a line for the user."""
+    _installed.note(text)
+
+
+def progress(label: str) -> AbstractContextManager[OnProgress]:
+    """Show how much is done while the context lasts."""
+    return _installed.progress(label)
+
+
+def status(label: str) -> AbstractContextManager[OnStep]:
+    """Show which step is done while the context lasts."""
+    return _installed.status(label)
+
+
+def training_progress(out: Path, epochs: int, log_every: int | None) -> AbstractContextManager[OnEvent]:
+    """Show how the training in the folder `out` goes on while the context lasts."""
+    return _installed.training(out, epochs, log_every)

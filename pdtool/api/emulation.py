@@ -1,0 +1,238 @@
+"""Run a plan's workers, and those of its rivals, on a pretend cluster of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pdtool.api.console import note
+from pdtool.api.inputs import Inputs, checked, optional_text, read_plan
+from pdtool.api.training import generated, new_folder
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Emulation
+from pdtool.artifacts.run_dir import EMULATION_FILE, locked
+from pdtool.emulator import emulation as emulations
+from pdtool.emulator.emulation import (
+    EmulationSettings,
+    assemble_emulation,
+    check_minibatches,
+    choose_scaling,
+    minibatches_to_steady_state,
+    scaling_warnings,
+    sleeping_config,
+    without_latency,
+)
+from pdtool.emulator.pretend_cluster import check_tools
+from pdtool.emulator.sleeping_model import Scaling
+from pdtool.errors import UsageError
+from pdtool.host import usable_cores
+from pdtool.options import EmulateOptions, read_options
+from pdtool.planner.choice.comparison import rival_plans
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.loading.minibatches import NO_LENGTH
+from pdtool.units import parse_seconds
+
+_BUSY_PART_OF_CORES = 0.5
+
+
+def emulate(
+    plan: Plan | Path | str,
+    *,
+    against: Sequence[str] = ("data-parallel",),
+    compute: Literal["sleep", "real"] = "sleep",
+    minibatches: int | None = None,
+    epochs: int | None = None,
+    target: str | None = None,
+    seed: int = 0,
+    output: Path | str | None = None,
+    model: str | None = None,
+    **options: Any,
+) -> Emulation:
+    """Run a plan's workers on a pretend cluster of this machine, each behind links of the plan's bandwidths.
+
+    Args:
+        plan: the plan, or the path of its file.
+        against: rivals by strategy, which are emulated, too.
+        compute: "sleep" the times of the profile, or train the "real" model on this CPU.
+        minibatches: in an epoch; None: enough for steady state.
+        epochs: at most; None: 1, or 2 with "real", of which the first is to warm up.
+        target: at which a model that computes is trained enough, as "accuracy>=0.98".
+        seed: fixes everything that a model that computes draws.
+        output: folder of the emulation; None: a new one in runs/.
+        model: the model's file, when it has moved since; for "real".
+        options: others of `pdtool emulate --help`: `scale`, `slowdown`, `timeout`.
+
+    Returns:
+        times and bytes of each plan, as they would be on the cluster itself.
+
+    Raises:
+        UsageError: the options make no sense together, or the folder holds an emulation.
+        PdtoolError: this machine can make no such links, or the workers would not fit in its memory.
+        WorkerDiedError: a worker ended or did not answer.
+    """
+    names = against if isinstance(against, str) else ",".join(against)
+    given = {"against": names, "compute": compute, "minibatches": minibatches, "epochs": epochs, "target": target}
+    asked = read_options("emulate", EmulateOptions, given | {"seed": seed} | options)
+    check_emulation(asked)
+    found = read_plan(plan)
+    inputs = Inputs.of(*found, model) if asked.compute == "real" else None
+    chosen, profile = (inputs.plan, inputs.profile) if inputs else (checked(*found[:2]), found[1])
+    return emulated(chosen, profile, inputs, optional_text(output), asked)[0]
+
+
+def check_emulation(asked: EmulateOptions) -> None:
+    """Check that this machine has the tools for an emulation, and that workers which sleep, or compute, can do it.
+
+    Raises:
+        UsageError: they cannot.
+        PdtoolError: a tool is missing.
+    """
+    if asked.compute == "sleep" and asked.target is not None:
+        raise UsageError(f"--target {asked.target}: workers that sleep learn nothing", "add --compute real")
+    if asked.compute == "real" and any(factor not in (None, 1.0) for factor in (asked.scale, asked.slowdown)):
+        what = "with --compute real the model computes: neither its bytes nor its times can be scaled"
+        raise UsageError(what, "leave --scale and --slowdown out")
+    check_tools()
+
+
+def emulated(
+    chosen: Plan, profile: Profile, inputs: Inputs | None, output: str | None, asked: EmulateOptions
+) -> tuple[Emulation, Path]:
+    """Emulate a plan and its rivals as `asked` says; return the emulation, which is saved, and its folder.
+
+    Args:
+        inputs: of a model that computes; None: workers sleep the times of the profile.
+        output: the folder; None: a new one.
+    """
+    cluster, folder = chosen.cluster.cluster(), _folder(output, Path("runs") / f"{chosen.name}-emulated")
+    others = _others(chosen, rival_plans(profile, cluster, chosen, asked.against))
+    plans = {name: without_latency(plan, profile) for name, plan in {"this plan": chosen, **others}.items()}
+    settings, scalings = _settings(plans, profile, asked), _scalings(plans, profile, asked)
+    _warn_of_busy_cores()
+    _warn_of_another_device(profile, asked.compute)
+    with locked(folder):
+        configs = _configs(plans, inputs or profile, folder, scalings, settings)
+        reports = emulations.emulate(
+            configs, cluster, scalings, lambda name: note(f"emulating {name} ({plans[name].config})")
+        )
+    emulation = assemble_emulation(plans, reports, scalings, settings, asked.compute)
+    emulation.save(folder / EMULATION_FILE)
+    return emulation, folder
+
+
+def _folder(output: str | None, default: Path) -> Path:
+    """Return the folder that is asked for, else a new one; raises UsageError when it holds an emulation."""
+    if output == "-":
+        raise UsageError("-o -: an emulation writes a folder, which is not for stdout", "name a folder")
+    folder = Path(output) if output else new_folder(default)
+    if (folder / EMULATION_FILE).exists():
+        raise UsageError(f"{folder} holds an emulation already", "name another folder with -o")
+    return folder
+
+
+def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Return the rivals that are not the chosen plan, whose two emulations would differ by noise alone."""
+    others = {name: plan for name, plan in rivals.items() if _run_by(plan) != _run_by(chosen)}
+    for name in rivals.keys() - others.keys():
+        note(f"{name} is this plan, and is not emulated again")
+    return others
+
+
+def _warn_of_busy_cores() -> None:
+    """Warn where other programs keep the cores busy: workers that sleep would wake late."""
+    cores, busy = len(usable_cores()), os.getloadavg()[0]
+    if busy > _BUSY_PART_OF_CORES * cores:
+        what = f"other programs keep {busy:.1f} of {cores} core(s) busy"
+        note(f"warning: {what}: what is emulated takes longer than it should")
+
+
+def _warn_of_another_device(profile: Profile, compute: Literal["sleep", "real"]) -> None:
+    """Warn where a model computes here, and its simulated times are those of a device that is not here."""
+    if compute == "real" and not profile.is_measured_on_cpu:
+        name = profile.device.name
+        note(f"warning: the simulated times are those of {name} ({profile.device.kind}), and the model computes here")
+
+
+def _run_by(plan: Plan) -> tuple[object, ...]:
+    """Return what decides how a plan's workers run."""
+    return plan.stages, plan.schedule, plan.weights, plan.microbatches, plan.update_every, plan.chunks, plan.copies
+
+
+def _settings(plans: Mapping[str, Plan], profile: Profile, asked: EmulateOptions) -> EmulationSettings:
+    """Return how the plans are emulated; raises UsageError where that would show nothing of one of them."""
+    for plan in plans.values():
+        check_minibatches(plan, profile, asked.minibatches)
+    return EmulationSettings(
+        minibatches=asked.minibatches,
+        epochs=asked.epochs or {"sleep": 1, "real": 2}[asked.compute],
+        target=asked.target,
+        seed=asked.seed,
+        timeout_s=parse_seconds(asked.timeout),
+    )
+
+
+def _scalings(plans: Mapping[str, Plan], profile: Profile, asked: EmulateOptions) -> dict[str, Scaling]:
+    """Return the scaling of each plan: what it needs, for others may need more; warn where the user's is too small."""
+    if asked.compute == "real":
+        return dict.fromkeys(plans, Scaling())
+    factors = asked.scale, asked.slowdown
+    scalings = {name: choose_scaling(plan, profile, *factors) for name, plan in plans.items()}
+    for name, scaling in scalings.items() if any(factors) else ():
+        for warning in scaling_warnings(plans[name], profile, scaling):
+            note(f"warning: {name}, bytes / {scaling.scale:g}, times x {scaling.slowdown:g}: {warning}")
+    return scalings
+
+
+def _configs(
+    plans: Mapping[str, Plan],
+    source: Inputs | Profile,
+    folder: Path,
+    scalings: Mapping[str, Scaling],
+    settings: EmulationSettings,
+) -> dict[str, RunConfig]:
+    """Write what each plan's workers execute into `folder`, and return the configuration of their run.
+
+    Args:
+        source: of what they do: the model that they train, or the profile whose times they sleep.
+    """
+    folders = {name: folder / name.replace(" ", "-") for name in plans}
+    if isinstance(source, Profile):
+        return {
+            name: sleeping_config(plan, source, folders[name], scalings[name], settings) for name, plan in plans.items()
+        }
+    _check_length(source, settings)
+    return {name: _training_config(replace(source, plan=plan), folders[name], settings) for name, plan in plans.items()}
+
+
+def _check_length(inputs: Inputs, settings: EmulationSettings) -> None:
+    """Check that an epoch has a number of minibatches; raises UsageError for a stream without a length."""
+    if settings.minibatches or not settings.target:
+        return
+    file = inputs.model_file()
+    if file.samples(file.dataset("train"), "dataset('train')") is None:
+        raise UsageError(NO_LENGTH, "give it with --minibatches")
+
+
+def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> RunConfig:
+    """Generate the stages of a plan, and return the configuration of a run that trains them."""
+    in_steady_state = None if settings.target else minibatches_to_steady_state(inputs.plan, inputs.profile)
+    return RunConfig(
+        plan=inputs.plan,
+        bundle=generated(inputs, out / "stages"),
+        bundle_dir=out / "stages",
+        model=inputs.model,
+        trusted=inputs.trusted,
+        out=out,
+        epochs=settings.epochs,
+        steps=settings.minibatches or in_steady_state,
+        target=settings.target,
+        seed=settings.seed,
+        device="cpu",
+        transport="gloo",
+        threads=inputs.profile.threads,
+        timeout_s=settings.timeout_s,
+    )

@@ -1,0 +1,141 @@
+"""Draw plans, runs and emulations as one HTML page, and write the weights that a run has trained as one file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdtool.api.console import note, status
+from pdtool.api.inputs import planned
+from pdtool.artifacts.artifact import declared_kind
+from pdtool.artifacts.metrics import METRICS_FILE
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.report import Emulation
+from pdtool.artifacts.run_dir import EMULATION_FILE, PLAN_FILE, REPORT_FILE, RUN_FILE, RunRecord, read_run
+from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.files import check_replaceable, read_text, write_atomically
+from pdtool.reports.page import GENERATOR, Subject, page
+
+if TYPE_CHECKING:
+    from pdtool.planner.choice.comparison import SimulatedPlan
+
+_MAX_SUBJECTS = 4
+
+
+def report(*what: Path | str, output: Path | str = "report.html") -> Path:
+    """Draw plans, runs and emulations as one HTML page, beside each other.
+
+    Args:
+        what: paths of plans, or folders of runs and emulations; at most four.
+        output: the page to write.
+
+    Returns:
+        the path of the page.
+
+    Raises:
+        UsageError: one of them is none of these, or the file to write is something else than such a page.
+        ArtifactError: a file is damaged, or a plan's profile is missing or has changed.
+    """
+    names, path = tuple(map(str, what)), Path(output)
+    check_page(names, path)
+    write_atomically(path, page_of(names)[0])
+    return path
+
+
+def check_page(names: Sequence[str], path: Path) -> None:
+    """Check that so many can stand on one page, and that no other file would be overwritten; raises UsageError."""
+    if not names:
+        raise UsageError("no plan or run is named", "name one, as plans/digits-3.yaml or runs/digits-3")
+    if len(names) > _MAX_SUBJECTS:
+        raise UsageError(f"{len(names)} plans and runs on one page", f"name at most {_MAX_SUBJECTS}")
+    if str(path) != "-":
+        check_replaceable(path, "a page of pdtool", lambda head: GENERATOR.encode() in head)
+
+
+def page_of(names: Sequence[str], simulations: dict[str, SimulatedPlan] | None = None) -> tuple[str, list[Subject]]:
+    """Return the page of some plans and runs, and what it shows.
+
+    Args:
+        simulations: taken from here, and new ones put there, for who makes the page again and again.
+    """
+    subjects = [read_subject(name) for name in names]
+    with status("simulating"):
+        return page(subjects, {} if simulations is None else simulations), subjects
+
+
+def export(run_dir: Path | str, output: Path | str = "model.pt") -> Path:
+    """Write a run's last checkpoint as one ordinary state_dict, for torch.load.
+
+    Args:
+        run_dir: folder of the run, or of one of its checkpoints.
+        output: file to write.
+
+    Returns:
+        the path of the file.
+
+    Raises:
+        UsageError: there is no complete checkpoint.
+        ArtifactError: the checkpoint is damaged.
+    """
+    from pdtool.runtime.worker.checkpoint import export as write  # loads torch
+
+    path = Path(output)
+    checkpoint = write(Path(run_dir), path)
+    note(f"wrote {path} from {checkpoint}")
+    return path
+
+
+def read_subject(name: str) -> Subject:
+    """Read a plan, the folder of a run or of an emulation, or the artifact in it (`-` is stdin, a plan).
+
+    Raises:
+        UsageError: it is none of these.
+        ArtifactError: a file is damaged, or a plan's profile is missing or has changed.
+    """
+    path = Path(name)
+    if os.path.isdir(name):
+        return _read_folder(path)
+    if path.name in (REPORT_FILE, METRICS_FILE, RUN_FILE):
+        return _read_folder(path.parent)
+    kind = declared_kind(read_text(name, may_be_pipe=True)) if name != "-" else Plan.KIND
+    if kind == Emulation.KIND:
+        return Subject(name, emulation=Emulation.load(path))
+    if kind != Plan.KIND:
+        what = f"{name} is a {kind}, no plan or run" if kind else f"{name} is no artifact of pdtool"
+        raise UsageError(what, "name a plan, or the folder of a run or an emulation")
+    plan, profile = planned(name)
+    return Subject(name, plan=plan, profile=profile)
+
+
+def _read_folder(folder: Path) -> Subject:
+    if (folder / EMULATION_FILE).is_file() and not (folder / REPORT_FILE).is_file():
+        return Subject(str(folder), emulation=Emulation.load(folder / EMULATION_FILE))
+    if not any((folder / name).is_file() for name in (REPORT_FILE, METRICS_FILE, PLAN_FILE)):
+        what = f"{folder} holds neither {REPORT_FILE} nor {METRICS_FILE}"
+        raise UsageError(what, "name a plan, or the folder of a run or an emulation")
+    run = read_run(folder)
+    path = _plan_path(run)
+    if path is None:
+        return Subject(str(folder), run=run, missing="the plan of this run was not found: nothing is predicted here")
+    try:
+        plan, profile = planned(str(path))
+    except PdtoolError as error:
+        return Subject(str(folder), run=run, missing=f"nothing is predicted here: {error}")
+    return Subject(str(folder), plan=plan, profile=profile, run=run)
+
+
+def _plan_path(run: RunRecord) -> Path | None:
+    """Return the file of the plan that a run keeps, or of that of its report where it still is in plans/."""
+    if (run.folder / PLAN_FILE).is_file():
+        return run.folder / PLAN_FILE
+    wanted = run.report.digests.get("plan") if run.report else None
+    return next((path for path, plan in _plans_here() if wanted and plan.plan_sha256 == wanted), None)
+
+
+def _plans_here() -> Iterator[tuple[Path, Plan]]:
+    for path in sorted(Path("plans").glob("*.yaml")):
+        with suppress(ArtifactError):
+            yield path, Plan.load(path)
