@@ -1,7 +1,6 @@
-"""Schedules: what each worker does, in which order, as plain data.
+"""Schedules: what each worker does, in which order, as plain data; other folders import all of it from here.
 
-A schedule is one list of actions per worker. Workers are listed stage by stage, replica by replica, so a
-"2-1" plan has three lists. The simulator and the worker execute the same lists.
+A schedule is one list of actions per worker, stage by stage, replica by replica: a "2-1" plan has three lists.
 
     p: number of stages        r[s]: replicas of stage s      n: number of minibatches
     w[s]: minibatches in flight at one replica of stage s     k: minibatches in one update of a stage

@@ -1,4 +1,8 @@
-"""Build the action lists of every schedule, as a pure function of its shape."""
+"""The kinds of schedules: the weight policies, the shape and the action lists of each.
+
+`build` makes the lists as a pure function of a shape. `pipeline_shape` returns the shape of a plan, and `default_shape`
+the one that a schedule is defined for. The simulator and the workers execute the lists without knowing the kind.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,36 @@ POLICIES = {  # of each schedule, the usual one first
     "interleaved": ("flush",),
     "zb-h1": ("flush",),
 }
+SCHEDULES = tuple(POLICIES)
+SEARCHED_SCHEDULES = ("1f1b", "1f1b-flush", "gpipe")  # those that the planner has formulas for
+_EQUAL_REPLICAS = ("interleaved", "zb-h1")
+Round = tuple[int, list[int]]  # (number, the minibatches of one worker in it)
 
 
 def is_asynchronous(schedule: str) -> bool:
     """Tell whether minibatches are in flight while the weights change."""
     return POLICIES[schedule] != ("flush",)
+
+
+def build(name: str, shape: PipelineShape, minibatches: int) -> list[Actions]:
+    """Build the action lists of schedule `name` for minibatches 0 .. minibatches - 1 of one epoch.
+
+    All rounds are closed at the end; the last one is short when `update_every` does not divide `minibatches`.
+
+    Raises:
+        UsageError: the name is unknown, or the shape does not fit the schedule.
+    """
+    if name not in SCHEDULES:
+        raise UsageError(f"schedule {name!r} is unknown", f"choose one of {', '.join(SCHEDULES)}")
+    if name in _EQUAL_REPLICAS and len(set(shape.replicas)) > 1:
+        config = "-".join(map(str, shape.replicas[: shape.pipeline_depth]))
+        raise UsageError(
+            f"schedule {name} needs as many replicas of each stage, but the plan is {config}",
+            "use a straight plan, or 1f1b-flush",
+        )
+    if name != "interleaved" and shape.chunks > 1:
+        raise UsageError(f"schedule {name} has one chunk a worker, not {shape.chunks}", "use interleaved")
+    return [_worker_actions(name, shape, s, k, minibatches) for s, k in shape.stage_replicas()]
 
 
 def default_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
@@ -71,20 +100,6 @@ def default_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chu
     )
 
 
-def interleaved_groups(p: int, microbatches: int) -> list[int]:
-    """Return the sizes of the groups that pass one chunk before the next: p, as in Megatron-LM (SC'21, section 2.2).
-
-    Where p does not divide them the groups are even and larger than p: one smaller than p would deadlock.
-    """
-    count = max(1, microbatches // p)
-    return [microbatches // count + (i < microbatches % count) for i in range(count)]
-
-
-def interleaved_warm_up(p: int, worker: int, microbatches: int, chunks: int) -> int:
-    """Count the forwards before the first 1F1B pair: the first minibatch must pass all chunks of the last worker."""
-    return 2 * (p - worker - 1) + (chunks - 1) * interleaved_groups(p, microbatches)[0]
-
-
 def pipeline_shape(
     schedule: str,
     *,
@@ -101,7 +116,7 @@ def pipeline_shape(
     Args:
         replicas: of each stage.
         in_flight: of each stage; with chunks of the first stage on each worker.
-        weights: the policy, one of versions.POLICIES.
+        weights: the policy, one of POLICIES.
         microbatches: in one update of a flushing schedule.
         update_every: minibatches in one update of every stage, without a flush; None: as many as the stage has
             replicas (PipeDream), and with vertical sync or 2BW the fewest that suit all stages.
@@ -129,31 +144,18 @@ def pipeline_shape(
     )
 
 
-SCHEDULES = tuple(POLICIES)
-SEARCHED_SCHEDULES = ("1f1b", "1f1b-flush", "gpipe")  # those that the planner has formulas for
-_EQUAL_REPLICAS = ("interleaved", "zb-h1")
-Round = tuple[int, list[int]]  # (number, the minibatches of one worker in it)
+def interleaved_groups(p: int, microbatches: int) -> list[int]:
+    """Return the sizes of the groups that pass one chunk before the next: p, as in Megatron-LM (SC'21, section 2.2).
 
-
-def build(name: str, shape: PipelineShape, minibatches: int) -> list[Actions]:
-    """Build the action lists of schedule `name` for minibatches 0 .. minibatches - 1 of one epoch.
-
-    All rounds are closed at the end; the last one is short when `update_every` does not divide `minibatches`.
-
-    Raises:
-        UsageError: the name is unknown, or the shape does not fit the schedule.
+    Where p does not divide them the groups are even and larger than p: one smaller than p would deadlock.
     """
-    if name not in SCHEDULES:
-        raise UsageError(f"schedule {name!r} is unknown", f"choose one of {', '.join(SCHEDULES)}")
-    if name in _EQUAL_REPLICAS and len(set(shape.replicas)) > 1:
-        config = "-".join(map(str, shape.replicas[: shape.pipeline_depth]))
-        raise UsageError(
-            f"schedule {name} needs as many replicas of each stage, but the plan is {config}",
-            "use a straight plan, or 1f1b-flush",
-        )
-    if name != "interleaved" and shape.chunks > 1:
-        raise UsageError(f"schedule {name} has one chunk a worker, not {shape.chunks}", "use interleaved")
-    return [_worker_actions(name, shape, s, k, minibatches) for s, k in shape.stage_replicas()]
+    count = max(1, microbatches // p)
+    return [microbatches // count + (i < microbatches % count) for i in range(count)]
+
+
+def interleaved_warm_up(p: int, worker: int, microbatches: int, chunks: int) -> int:
+    """Count the forwards before the first 1F1B pair: the first minibatch must pass all chunks of the last worker."""
+    return 2 * (p - worker - 1) + (chunks - 1) * interleaved_groups(p, microbatches)[0]
 
 
 def _worker_actions(name: str, shape: PipelineShape, stage: int, replica: int, minibatches: int) -> Actions:
@@ -196,9 +198,7 @@ def _one_f_one_b(stage: int, rounds: Sequence[Round], in_flight: int) -> Actions
             if i == minibatches[-1]:
                 actions.append(Action(stage, ActionKind.UPDATE, number))
             actions += [Action(stage, ActionKind.FORWARD, j) for j in islice(waiting, 1)]
-        if (
-            not minibatches
-        ):  # a replica without minibatches in a short round joins its update: all-reduce needs everyone
+        if not minibatches:  # in a short round; the replica joins its update, for all-reduce needs everyone
             actions.append(Action(stage, ActionKind.UPDATE, number))
     return actions
 

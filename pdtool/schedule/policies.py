@@ -1,4 +1,12 @@
-"""The minibatches and weight versions that one worker holds at each point of its action list."""
+"""Weight policies: the version of the weights that each minibatch is computed with, from the action lists alone.
+
+stash          the newest when its forward runs, for its backward too (PipeDream, SOSP'19, section 3.3)
+vertical-sync  the one that the first stage had when its forward ran there, at every stage (ibid.)
+2bw            version j - 1 in round j at every stage, one update late everywhere; updates are so rare that two
+               versions are enough (Narayanan et al., ICML'21, section 3.1)
+flush          the newest; nothing is in flight when it changes
+none           the newest when its forward runs, and the newest when its backward runs, which may be another
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,16 @@
-"""Which minibatches of an epoch are in steady state: after the pipeline has filled, and before it drains."""
+"""The shape of a pipeline: its stages, their replicas, and the bounds that a schedule keeps.
+
+The shape also tells when a schedule is in steady state: after the pipeline has filled, and before it drains.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+_MIN_STEADY = 32  # minibatches
+_LONGEST_PERIOD = 512  # minibatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +22,7 @@ class PipelineShape:
         in_flight: w[s], for each stage, see `default_in_flight`; with chunks for each worker, over all its chunks.
         update_every: k[s], minibatches in one update of stage s, over all its replicas.
         chunks: v, stages on one worker: of p v stages, worker k holds k, k + p, k + 2p, ...
-        weights: the policy, one of versions.POLICIES.
+        weights: the policy, one of kinds.POLICIES.
     """
 
     replicas: tuple[int, ...]
@@ -67,28 +73,12 @@ def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
 
 
 def tied_update_lag(shape: PipelineShape, holders: Sequence[int], stage: int) -> int:
-    """Return by how many rounds `stage` runs ahead of the first holder f of a tied parameter (see pdtool/run).
+    """Return by how many rounds `stage` runs ahead of the first holder f of a tied parameter (runtime/stage).
 
     ceil((r[f] w[f] - r[s] w[s]) / k), at least 0.
     """
     first, this = (shape.replicas[s] * shape.in_flight[s] for s in (min(holders), stage))
     return max(0, math.ceil((first - this) / shape.update_every[stage]))
-
-
-_MIN_STEADY = 32  # minibatches
-_LONGEST_PERIOD = 512  # minibatches
-
-
-def _filling(shape: PipelineShape) -> int:
-    """Return the minibatches that are begun before the pipeline is in steady state."""
-    in_flight = (w * r for w, r in zip(shape.in_flight, shape.replicas, strict=False))
-    return max(*in_flight, *shape.update_every)
-
-
-def _period(shape: PipelineShape) -> int:
-    """Return the minibatches after which a schedule repeats itself."""
-    common = math.lcm(*shape.update_every)
-    return common if common <= _LONGEST_PERIOD else max(shape.update_every)
 
 
 def steady_run(shape: PipelineShape, steady: int = _MIN_STEADY) -> int:
@@ -106,3 +96,15 @@ def steady_minibatches(minibatches: int, shape: PipelineShape) -> range:
     draining; there may be none."""
     first = _filling(shape)
     return range(first, first + (minibatches - 2 * first) // _period(shape) * _period(shape))
+
+
+def _filling(shape: PipelineShape) -> int:
+    """Return the minibatches that are begun before the pipeline is in steady state."""
+    in_flight = (w * r for w, r in zip(shape.in_flight, shape.replicas, strict=False))
+    return max(*in_flight, *shape.update_every)
+
+
+def _period(shape: PipelineShape) -> int:
+    """Return the minibatches after which a schedule repeats itself."""
+    common = math.lcm(*shape.update_every)
+    return common if common <= _LONGEST_PERIOD else max(shape.update_every)
