@@ -1,4 +1,8 @@
-"""The files that the parts exchange: one class per kind, which alone decides how it is read, checked and written."""
+"""The files that the parts of pdtool exchange: one class per kind decides how it is read, checked and written.
+
+Other folders import a kind from its module (`plan`, `profile`, `cluster`, `device`, `bundle`, `report`, `run_dir`), its
+parts from `artifact`, `metrics` or `chrome_trace`, and read a file of any kind with `load_any`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The base of all artifacts: format tag, digests, checked reading and atomic writing."""
+"""The base of all artifacts, the files that the parts of pdtool exchange.
+
+It hides the format tag, the seal that shows whether a file was altered, the digests of what an artifact was made from,
+and the strict reading of JSON and YAML. Its errors name the file, the field, and the command that writes it again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`trace.json`: what workers did when, for chrome://tracing and Perfetto, of runs and simulations alike."""
+"""`trace.json`: what each worker did when, for chrome://tracing and Perfetto, of runs and of simulations.
+
+`chrome_trace` writes events in the Chrome trace format, and `read_trace` reads them back.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pdtool.files import read_text
 
 MESSAGE_TRACKS = ("all-reduce", "send", "receive")
 TRACKS = ("compute", *MESSAGE_TRACKS)
+_MAX_NAME = 200  # characters of a worker's name
 
 
 class TraceEvent(NamedTuple):
@@ -72,9 +76,6 @@ def _rows(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
         else:
             free.append(event)
     return rows
-
-
-_MAX_NAME = 200  # characters of a worker's name
 
 
 def read_trace(path: Path) -> dict[str, list[TraceEvent]]:

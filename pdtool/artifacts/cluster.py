@@ -1,4 +1,11 @@
-"""The artifact ClusterFile: the workers, the links between them, and what `pdtool probe` measured on those."""
+"""Clusters: nested levels of workers, the link that two workers share, and the artifact ClusterFile.
+
+`4x4` is four servers of four devices. Workers are numbered with the innermost level fastest:
+
+    level 0 (4 servers)   |  0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15 |
+    level 1 (4 devices)      \\__level 1__/
+                          \\_________________ level 0 (between servers) __________/
+"""
 
 from __future__ import annotations
 
@@ -14,6 +21,8 @@ from pydantic import Field
 from pdtool.artifacts.artifact import FrozenModel, YamlArtifact
 from pdtool.artifacts.fields import MAX_WORKERS, Count, Label, PositiveBytes, Rate, Seconds, Title
 from pdtool.errors import FieldError, UsageError
+
+_MAX_LEVELS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +102,6 @@ def make_cluster(
         levels=tuple(Level(size=n, bandwidth_bytes_per_s=b, latency_s=t) for n, b, t in levels),
         memory_bytes=memory_bytes,
     )
-
-
-_MAX_LEVELS = 10
 
 
 class LevelSpec(FrozenModel):

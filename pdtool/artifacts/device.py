@@ -1,4 +1,7 @@
-"""The artifact Devices: the data sheets of devices that a profile can be estimated for."""
+"""Devices: the one that a profile holds the times of, and the data sheets that a profile can be estimated from.
+
+`find_device` finds the data sheet that `--device` names, in the table beside this file or in a YAML file of the user's.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,22 @@ from pdtool.errors import FieldError, UsageError, suggestion
 
 Factor = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-RESERVED_BYTES = 2**30  # stated, not measured: a context of CUDA has half of it, communicators of NCCL the rest
 OperatorKind = Literal["conv", "matmul", "rnn", "norm", "embedding", "elementwise", "update"]
+RESERVED_BYTES = 2**30  # stated, not measured: a context of CUDA has half of it, communicators of NCCL the rest
+CPU_THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of a CPU: `AMD EPYC, 2 threads`
+TABLE = Path(__file__).with_name("devices.yaml")
+
+
+class Device(FrozenModel):
+    """The device that the times are for, and whether they were measured on it or estimated.
+
+    Attributes:
+        memory_bytes: all that it has; of a CPU that of its machine, which workers share. None: not recorded.
+    """
+
+    name: Label
+    kind: Literal["measured", "estimated"]
+    memory_bytes: PositiveBytes | None = None
 
 
 class DeviceSpec(FrozenModel):
@@ -59,24 +76,6 @@ class Devices(YamlArtifact):
         for name, device in self.devices.items():
             if "fp32" not in device.peak_flops_per_s:
                 raise FieldError(f"devices.{name}.peak_flops_per_s", "needs at least fp32")
-
-
-CPU_THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of a CPU: `AMD EPYC, 2 threads`
-
-
-class Device(FrozenModel):
-    """The device that the times are for, and whether they were measured on it or estimated.
-
-    Attributes:
-        memory_bytes: all that it has; of a CPU that of its machine, which workers share. None: not recorded.
-    """
-
-    name: Label
-    kind: Literal["measured", "estimated"]
-    memory_bytes: PositiveBytes | None = None
-
-
-TABLE = Path(__file__).with_name("devices.yaml")
 
 
 def find_device(name: str) -> DeviceSpec:

@@ -1,8 +1,8 @@
-"""metrics.jsonl: one line per update and one per validation, written by one worker of the last stage.
+"""`metrics.jsonl`: a line for each update and each validation, written by one worker of the last stage.
 
-Lines of updates have `epoch`, `step`, `loss` (the training loss), `time` (Unix time, in seconds), `lr` (of the first
-parameter group; null where it is not known) and `samples_per_s` (since the line before, or the beginning of the epoch);
-those of validations have `epoch`, `step`, `time`, `loss` (the validation loss) and the metrics.
+A line of an update has `epoch`, `step`, `loss` (the training loss), `time` (Unix time, in seconds), `lr` (of the first
+parameter group; null where it is not known) and `samples_per_s` (since the line before, or the beginning of the epoch).
+A line of a validation has `epoch`, `step`, `time`, `loss` (the validation loss) and the metrics.
 """
 
 from __future__ import annotations

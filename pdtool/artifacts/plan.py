@@ -112,7 +112,7 @@ class Plan(YamlArtifact):
         profile: path of the profile it was made from.
         schedule: without a flush `1f1b` (PipeDream) and `2bw` (PipeDream-2BW); with one `1f1b-flush`, `gpipe`,
             `interleaved` and `zb-h1`.
-        weights: which version each minibatch is computed with, see pdtool.schedule.versions.
+        weights: which version each minibatch is computed with, see pdtool.schedule.policies.
         microbatches: in one update of a schedule with a flush; each has `batch_size` samples.
         update_every: of a schedule without a flush, minibatches in one update of every stage. None: each stage updates
             after as many as it has replicas (PipeDream), with vertical sync and 2bw all after the smallest number that

@@ -44,8 +44,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system with
 _TAIL_BYTES = 65_536  # of metrics.jsonl, which hold its last lines
 _MAX_FIGURE = 1e18
 _MAX_RUNS = 5  # that an error lists
-
-
 StageFile = Annotated[str, StringConstraints(pattern=r"^stage-[0-9]{1,6}\.safetensors$")]
 
 
@@ -173,19 +171,6 @@ def _is_whole(event: dict[str, Any]) -> bool:
     )
 
 
-def is_running(folder: Path) -> bool:
-    """Return whether a process holds the lock of a run's folder; it is asked for the lock, which is not taken."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        if not (folder / _LOCK_FILE).is_file():  # a FIFO would be waited for
-            return False
-        with (folder / _LOCK_FILE).open("rb") as file:
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
-    except OSError:  # no such file, or a file system without locks
-        return False
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-
-
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints of a run's folder, by their epoch."""
     return {
@@ -240,12 +225,6 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     return manifest
 
 
-def _epoch(checkpoint: Path) -> int | None:
-    """The epoch that the folder's name tells; None for another name."""
-    match = re.fullmatch(r"epoch-([0-9]+)", checkpoint.name)
-    return int(match[1]) if match else None
-
-
 def checkpoint_remedy(checkpoint: Path) -> str:
     """What to do when a checkpoint is damaged."""
     last, complete = _epoch(checkpoint), complete_checkpoints(checkpoint.parent.parent)
@@ -253,6 +232,12 @@ def checkpoint_remedy(checkpoint: Path) -> str:
     if earlier:
         return f"go on from the one before it, in another folder: with --resume {complete[max(earlier)]} and without -o"
     return "there is none before it in this run: train again, in another folder"
+
+
+def _epoch(checkpoint: Path) -> int | None:
+    """The epoch that the folder's name tells; None for another name."""
+    match = re.fullmatch(r"epoch-([0-9]+)", checkpoint.name)
+    return int(match[1]) if match else None
 
 
 def update_record(out: Path, **changes: Any) -> None:
@@ -300,3 +285,16 @@ def _lock(descriptor: int, out: Path) -> None:
             raise UsageError(f"{out} is in use by a run ({holder})", remedy) from None
         if error.errno not in _NO_LOCKS:
             raise PdtoolError(f"{out} cannot be locked ({error.strerror})", "name another folder with -o") from error
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a process holds the lock of a run's folder; it is asked for the lock, which is not taken."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        if not (folder / _LOCK_FILE).is_file():  # a FIFO would be waited for
+            return False
+        with (folder / _LOCK_FILE).open("rb") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+    except OSError:  # no such file, or a file system without locks
+        return False
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
