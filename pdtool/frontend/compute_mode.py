@@ -1,4 +1,7 @@
-"""What `--precision bf16` means, in a measured profile as in a run: torch.autocast in forward and loss."""
+"""How a model computes: on which device, in which precision, and through torch.compile or not.
+
+`--precision bf16` means torch.autocast in forward and loss, in a measured profile as in a run.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import torch
 from pdtool.errors import PdtoolError, UsageError, describe_error
 
 RunPrecision = Literal["fp32", "bf16"]
+_COMPILERS = ("torch._dynamo.", "torch._inductor.")  # modules of the errors of torch.compile
+_NO_COMPILER = "No working C++ compiler"
 
 
 def computing_in(precision: RunPrecision, device: torch.device) -> AbstractContextManager[Any]:
@@ -40,13 +45,7 @@ def check_autocast(precision: RunPrecision, autocast_off: Sequence[str]) -> None
 
 def default_device() -> Literal["cpu", "cuda"]:
     """Return the device that `run` trains on unless told otherwise: cuda where there is one."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-_COMPILERS = ("torch._dynamo.", "torch._inductor.")  # modules of the errors of torch.compile
-_NO_COMPILER = "No working C++ compiler"
 
 
 def is_compiler_error(error: Exception) -> bool:

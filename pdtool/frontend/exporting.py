@@ -1,4 +1,7 @@
-"""Run torch.export on a model as PyTorch's users write it: with what it cannot tell, or gets wrong, left out."""
+"""Run torch.export on a model as PyTorch's users write it.
+
+Each context manager closes one gap of torch.export: it leaves out what torch.export cannot tell, or gets wrong.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,7 @@ from pdtool.frontend.leaf_calls import calls
 from pdtool.frontend.model_io import LEAVES, ModelInputs, named_leaves, register_containers
 from pdtool.frontend.opaque_modules import untraceable_refused
 
-
-@contextmanager
-def symbolic_len(model: nn.Module) -> Iterator[None]:
-    """Put a `len` of our own into the files that define the model's modules."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
-    with ExitStack() as stack:
-        for name in sorted({kind.__module__ for kind in kinds}):
-            if name in sys.modules and name.partition(".")[0] != "torch":
-                stack.enter_context(patch.object(sys.modules[name], "len", _len, create=True))
-        yield
-
-
-def _len(value: Any) -> Any:
-    return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
+_DIVIDING = (torch.chunk, Tensor.chunk, torch.split, Tensor.split)
 
 
 def exported(
@@ -73,6 +63,24 @@ def forget_last_export() -> None:
 
 
 @contextmanager
+def symbolic_len(model: nn.Module) -> Iterator[None]:
+    """Let `len(x)` of a tensor be x.shape[0], by a `len` of our own in the files that define the model's modules.
+
+    Python makes a plain integer of a length, which would bind the model to one size of the minibatch.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
+    with ExitStack() as stack:
+        for name in sorted({kind.__module__ for kind in kinds}):
+            if name in sys.modules and name.partition(".")[0] != "torch":
+                stack.enter_context(patch.object(sys.modules[name], "len", _len, create=True))
+        yield
+
+
+def _len(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
+
+
+@contextmanager
 def _named_arguments(model: nn.Module, inputs: ModelInputs) -> Iterator[None]:
     """Let `forward(**batch)` have a signature with the names in `batch`, without which torch.export misses some."""
     forward, signature = model.forward, inspect.signature(model.forward)
@@ -103,9 +111,6 @@ class _EvenChunks(TorchFunctionMode):
             if sizes := _even_sizes(tensor.shape[dim], number, is_count=func in _DIVIDING[:2]):
                 return tensor.split(sizes, dim)
         return func(*args, **(kwargs or {}))
-
-
-_DIVIDING = (torch.chunk, Tensor.chunk, torch.split, Tensor.split)
 
 
 def _even_sizes(whole: Any, number: Any, *, is_count: bool) -> list[Any] | None:

@@ -1,4 +1,7 @@
-"""Compare a model with the operator graph that an artifact was made for."""
+"""Tell whether a model is still the one that an artifact was made for, by the digest of its operator graph.
+
+A profile, a plan and stage files record the digest. Where it differs, `first_difference` says which operator changed.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,29 @@ _BATCH_SIZES = (2, 3, 5, 64, 1009)
 
 
 def graph_sha256(traced: Traced) -> str | None:
-    """SHA-256 of the operator graph, in hex; None when it holds a constant whose value a fake tensor hides."""
+    """Return the SHA-256 of the operator graph, in hex; None when a fake tensor hides the value of a constant.
+
+    The digest is the same in every process and for every minibatch size that the model is traced with. It must stay the
+    same in later versions of pdtool as well, or they would refuse the artifacts written before. What counts is
+    everything that a stage file or a placement follows from:
+
+    - each operator in order: its name, module path, ATen overload or module type, and its arguments (strides,
+      probabilities, constants, sizes), those that differ between training and evaluation with both values; of a leaf
+      module also its constructor arguments. An argument with the default of its schema or constructor is left out, so
+      that a release of torch that adds an option changes nothing;
+    - the connections: which operator takes which output, and what the model returns;
+    - the shape of each tensor as a function of the minibatch's size, its dtype, and whether a gradient flows through;
+    - the parameters and buffers that operators use: names, shapes, dtypes, which of them are trainable or persistent,
+      and which are tied;
+    - of an opaque module, the source of its class and of the classes of the modules inside it, without comments; of an
+      autograd.Function its source;
+    - groups of operators that share changing state, and so must stand in one stage.
+
+    What does not count: the values of parameters and buffers, which the model brings along at each run; parameters that
+    no operator uses; where a line stands in the source, comments, and anything else in the file; the loss, the
+    optimizer and the dataset, which belong to the run; HINTS, which are wishes for the partitioner, recorded in the
+    profile as `together` and `pin`.
+    """
     arguments = [(op.args, op.kwargs) for op in traced.operators]
     if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((arguments, traced.output))):
         return None

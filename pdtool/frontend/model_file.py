@@ -1,4 +1,9 @@
-"""Load the user's model.py: an ordinary Python file with plain functions (README, "What you write: model.py")."""
+"""The user's model.py, an ordinary Python file with plain functions (README, "What you write: model.py").
+
+A ModelFile calls these functions, checks what they return, and names the line where they fail. It has the functions
+that give data (DataFunctions) and those that say how to train (TrainingFunctions). The model that it builds is changed
+so that stages can compute it: no data parallelism, no sparse gradients, no caches.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +45,7 @@ from pdtool.frontend.user_code import (
 )
 
 Setting = str | int | float | bool
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
 DATA_FUNCTIONS = {"example_inputs": 1, "dataset": 1}
 # Functions that take settings besides what pdtool passes them, so many arguments.
 OWN_ARGUMENTS = {
@@ -53,6 +59,9 @@ OWN_ARGUMENTS = {
     "summarize_metrics": 1,
     "after_update": 2,
 }
+RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
+_MAX_METRIC_NAME = 100
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -242,55 +251,6 @@ class DataFunctions(UserFile):
         return collate(self.path, samples, indices, name, function)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of torch.compile, for which `run` has --compile, or of data parallelism, which plans
-    replace."""
-    while True:
-        if type(model).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
-            model = model.get_submodule("_orig_mod")
-        elif isinstance(model, (DataParallel, DistributedDataParallel)):
-            model = model.module
-        else:
-            return model
-
-
-def keep_evaluation(model: nn.Module) -> None:
-    """Let the modules that model() put into evaluation mode stay in it, whatever mode the model is put into.
-
-    Such are a frozen batch norm, or a teacher; an overridden train() decides for itself. Where all of the model is in
-    evaluation mode, as what `from_pretrained` returns, nothing is meant by it.
-    """
-    for module in model.modules() if model.training else ():
-        if not module.training:
-            module.train = partial(_train_children, module)  # type: ignore[method-assign]
-
-
-def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
-    for child in module.children():
-        child.train(mode)
-    return module
-
-
-def make_gradients_dense(model: nn.Module) -> None:
-    """Let embeddings have the same gradients as dense tensors: stages, replicas and messages have no sparse ones."""
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            module.sparse = False
-
-
-def switch_off_caches(model: nn.Module) -> None:
-    """Let a model of `transformers` make no cache of keys, which is for generation and would be among its outputs."""
-    for module in model.modules() if hasattr(model, "config") else ():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "__dict__", {}).get("use_cache") is True:
-            config.use_cache = False
-
-
-RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
-_MAX_METRIC_NAME = 100
-NamedParameters = Iterable[tuple[str, nn.Parameter]]
-
-
 class TrainingFunctions(UserFile):
     """The functions and constants of a user's file that say how to train."""
 
@@ -388,14 +348,6 @@ class TrainingFunctions(UserFile):
                 raise self.error(f"{function}() names {name!r}, which pdtool logs itself", "rename it")
 
 
-def _tensor_or_number(total: Any) -> Any:
-    """A sum as it is added up and sent to other workers."""
-    return total.detach().cpu() if isinstance(total, Tensor) else float(total)
-
-
-_LOG = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class ModelFile(DataFunctions, TrainingFunctions):
     """A user's model file, imported."""
@@ -409,7 +361,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
             trusted: the user named it on the command line. Of the files that an artifact names, only those under the
                 current folder and pdtool's own zoo are imported.
             digests: those of the artifact that names the model. Where the operator graph is not among them, the file
-                must have the bytes that it had; where it is, compare the graph after tracing (graph_check.py).
+                must have the bytes that it had; where it is, compare the graph after tracing (graph_digest).
 
         Raises:
             UsageError: no such file or module.
@@ -497,3 +449,52 @@ class ModelFile(DataFunctions, TrainingFunctions):
             return Hints.of(getattr(self.module, "HINTS", {}))
         except FieldError as fault:
             raise self.error(f"{fault.field}: {fault}") from fault
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of torch.compile, for which `run` has --compile, or of data parallelism, which plans
+    replace."""
+    while True:
+        if type(model).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def keep_evaluation(model: nn.Module) -> None:
+    """Let the modules that model() put into evaluation mode stay in it, whatever mode the model is put into.
+
+    Such are a frozen batch norm, or a teacher; an overridden train() decides for itself. Where all of the model is in
+    evaluation mode, as what `from_pretrained` returns, nothing is meant by it.
+    """
+    for module in model.modules() if model.training else ():
+        if not module.training:
+            module.train = partial(_train_children, module)  # type: ignore[method-assign]
+
+
+def make_gradients_dense(model: nn.Module) -> None:
+    """Let embeddings have the same gradients as dense tensors: stages, replicas and messages have no sparse ones."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False
+
+
+def switch_off_caches(model: nn.Module) -> None:
+    """Let a model of `transformers` make no cache of keys, which is for generation and would be among its outputs."""
+    for module in model.modules() if hasattr(model, "config") else ():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "__dict__", {}).get("use_cache") is True:
+            config.use_cache = False
+
+
+def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
+    for child in module.children():
+        child.train(mode)
+    return module
+
+
+def _tensor_or_number(total: Any) -> Any:
+    """A sum as it is added up and sent to other workers."""
+    return total.detach().cpu() if isinstance(total, Tensor) else float(total)

@@ -113,6 +113,13 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def dtype_of(tensor: TensorSpec) -> torch.dtype:
+    """Return the tensor's dtype, whose name the artifact has checked: `float32` -> torch.float32."""
+    dtype = getattr(torch, tensor.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def _ordered(value: Any) -> Any:
     """The same with the keys of plain dicts in alphabetical order."""
     if type(value) is dict:
@@ -144,10 +151,3 @@ def _made_dataclass(kind: type, values: Sequence[Any], keys: Sequence[Any]) -> A
     for key, value in zip(keys, values, strict=True):
         object.__setattr__(made, key, value)
     return made
-
-
-def dtype_of(tensor: TensorSpec) -> torch.dtype:
-    """Return the tensor's dtype, whose name the artifact has checked: `float32` -> torch.float32."""
-    dtype = getattr(torch, tensor.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -1,4 +1,8 @@
-"""`HINTS` of the user's model.py: which modules must stay together, belong to a certain stage, or are called whole."""
+"""The rules of model.py beside its functions: what `HINTS` and the constants may say, and what functions may return.
+
+`HINTS` says which modules stay together, belong to a certain stage, or are called whole. The constants of training are
+`MAX_GRAD_NORM`, `SCHEDULER_STEP` and `DROP_LAST`. An optimizer or a loss that a pipeline cannot use is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ from torch.optim import Optimizer, SparseAdam
 from pdtool.artifacts.fields import MAX_WORKERS
 from pdtool.errors import FieldError, ModelError
 from pdtool.frontend.model_io import tensors_of
+
+_LOOKS_AT_ALL = re.compile(r"clip_grad|grad_norm|total_norm|global_norm")
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,6 @@ def _check_pin(path: object, stage: object) -> None:
     if not isinstance(stage, int) or isinstance(stage, bool) or abs(stage) >= MAX_WORKERS:
         where = f'HINTS["pin"][{path!r:.80}]'
         raise FieldError(where, f"{stage!r:.80} is no stage; write 0 for the first or -1 for the last")
-
-
-_LOOKS_AT_ALL = re.compile(r"clip_grad|grad_norm|total_norm|global_norm")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""Passes over the operators that were read: drop dead ones, mark constants, group those that share state, find ties."""
+"""Build the operators of a model, each with a name of its own, what it returns, and where it stands in the source.
+
+OperatorBuilder appends the operators. NodeValues knows what the nodes of the exported graph stand for, as far as it was
+read. The functions are passes over the finished list: they drop dead operators, mark constants, group operators that
+share state, and find tied parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,127 +21,7 @@ from torch.utils import _pytree as pytree
 from pdtool.errors import TraceError
 from pdtool.frontend.operators import BATCH, Operator, Size, State, Value, values_in
 
-
-def drop_dead_operators(operators: Sequence[Operator], output: Any, changed_buffers: Collection[str]) -> list[Operator]:
-    """Keep the model inputs, and the operators that the output or a changed buffer depends on."""
-    used = {value.operator for value in values_in(output)}
-    kept = []
-    for op in reversed(operators):
-        if op.is_input or op.name in used or not set(op.buffers).isdisjoint(changed_buffers):
-            kept.append(op)
-            used |= {value.operator for value in op.values}
-    return kept[::-1]
-
-
-def mark_constants(operators: Sequence[Operator], changed_buffers: Collection[str]) -> list[Operator]:
-    """Set `constant` on the ATen operators that only constants and unchanging buffers go into."""
-    constants: set[str] = set()
-    for op in operators:
-        if op.target is None or torch.Tag.nondeterministic_seeded in op.target.tags:
-            continue
-        stateful = op.parameters or not set(op.buffers).isdisjoint(changed_buffers)
-        if not stateful and all(value.operator in constants for value in op.values):
-            constants.add(op.name)
-    return [replace(op, constant=op.name in constants) for op in operators]
-
-
-def operators_sharing_state(
-    operators: Sequence[Operator], changed_buffers: Collection[str]
-) -> tuple[tuple[str, ...], ...]:
-    """Group the names of operators that use a buffer which one of them changes, or that call one opaque module."""
-    users: dict[str, list[str]] = {}
-    for op in operators:
-        if op.opaque:
-            users.setdefault(op.module, []).append(op.name)
-        for name in op.buffers:
-            if name in changed_buffers and not op.constant:
-                users.setdefault(name, []).append(op.name)
-    return tuple(dict.fromkeys(tuple(names) for names in users.values() if len(names) > 1))
-
-
-def first_names(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Map each name of a parameter to the first name of the same parameter."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
-
-
 _TORCH = str(Path(torch.__file__).parent)
-
-
-class NodeValues:
-    """What each node stands for: a Value, a State, a constant, a size, or a list of these."""
-
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
-        self._values: dict[fx.Node, Any] = {}
-        self._batch = _batch_symbol(program)
-        self._order = {node: i for i, node in enumerate(program.graph.nodes)}
-
-    def __setitem__(self, node: fx.Node, value: Any) -> None:
-        self._values[node] = value
-
-    def argument(self, argument: Any) -> Any:
-        """Return an argument of a node, nested in containers, with what nodes and sizes stand for."""
-        return pytree.tree_map(lambda a: self._values[a] if isinstance(a, fx.Node) else self.size(a), argument)
-
-    def size(self, value: Any, node: fx.Node | None = None) -> Any:
-        """Return a symbolic integer as a Size, or as a number; anything else as it is.
-
-        Raises:
-            TraceError: it follows from something else than the number of samples; `node` tells the line.
-        """
-        if not isinstance(value, torch.SymInt):
-            return value
-        expression = value.node.expr.subs(self._batch, BATCH) if self._batch is not None else value.node.expr
-        if expression.is_number:
-            return int(expression)
-        if expression.free_symbols != {BATCH}:
-            what = f"the size {value} depends on the values of a tensor"
-            remedy = "give every tensor a shape that follows from the minibatch size alone"
-            raise TraceError(what, remedy, location=location(node) if node else "")
-        return Size(sympy.sympify(expression))
-
-    def source(self, value: Any) -> fx.Node | None:
-        """The latest node that stands for `value`."""
-        return next((n for n in reversed(self._values) if self._values[n] is value), None)
-
-    def is_shared_view(self, node: fx.Node, writer: fx.Node) -> bool:
-        """Whether `node` is a view of a tensor that is still used after `writer`."""
-        while isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(node.args[0], fx.Node):
-            alias = node.target._schema.returns[0].alias_info
-            if alias is None or alias.is_write:
-                return False
-            node = node.args[0]
-            if any(self._order[user] > self._order[writer] for user in node.users):
-                return True
-        return False
-
-    def replace(self, old: Value, new: Value) -> None:
-        """Let later users of `old`, which was written in place, take `new`."""
-        for node, value in self._values.items():
-            if value is old:
-                self._values[node] = new
-            elif isinstance(value, list):
-                self._values[node] = [new if v is old else v for v in value]
-
-
-def _batch_symbol(program: torch.export.ExportedProgram) -> Any:
-    """The symbol of the minibatch's size in the shapes of the inputs; None where there is none."""
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, Tensor):
-            for dim in value.shape:
-                if isinstance(dim, torch.SymInt):
-                    return next(iter(dim.node.expr.free_symbols))
-    return None
-
-
-def location(node: fx.Node) -> str:
-    """Return `file.py:12`: the innermost line outside torch that made this node."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [
-        (file, number) for file, number in lines if not file.startswith(_TORCH) and "/pdtool/frontend/" not in file
-    ]
-    return f"{Path(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""
 
 
 class OperatorBuilder:
@@ -219,7 +104,126 @@ class OperatorBuilder:
         return value
 
 
+class NodeValues:
+    """What each node stands for: a Value, a State, a constant, a size, or a list of these."""
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        self._values: dict[fx.Node, Any] = {}
+        self._batch = _batch_symbol(program)
+        self._order = {node: i for i, node in enumerate(program.graph.nodes)}
+
+    def __setitem__(self, node: fx.Node, value: Any) -> None:
+        self._values[node] = value
+
+    def argument(self, argument: Any) -> Any:
+        """Return an argument of a node, nested in containers, with what nodes and sizes stand for."""
+        return pytree.tree_map(lambda a: self._values[a] if isinstance(a, fx.Node) else self.size(a), argument)
+
+    def size(self, value: Any, node: fx.Node | None = None) -> Any:
+        """Return a symbolic integer as a Size, or as a number; anything else as it is.
+
+        Raises:
+            TraceError: it follows from something else than the number of samples; `node` tells the line.
+        """
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = value.node.expr.subs(self._batch, BATCH) if self._batch is not None else value.node.expr
+        if expression.is_number:
+            return int(expression)
+        if expression.free_symbols != {BATCH}:
+            what = f"the size {value} depends on the values of a tensor"
+            remedy = "give every tensor a shape that follows from the minibatch size alone"
+            raise TraceError(what, remedy, location=location(node) if node else "")
+        return Size(sympy.sympify(expression))
+
+    def source(self, value: Any) -> fx.Node | None:
+        """The latest node that stands for `value`."""
+        return next((n for n in reversed(self._values) if self._values[n] is value), None)
+
+    def is_shared_view(self, node: fx.Node, writer: fx.Node) -> bool:
+        """Whether `node` is a view of a tensor that is still used after `writer`."""
+        while isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(node.args[0], fx.Node):
+            alias = node.target._schema.returns[0].alias_info
+            if alias is None or alias.is_write:
+                return False
+            node = node.args[0]
+            if any(self._order[user] > self._order[writer] for user in node.users):
+                return True
+        return False
+
+    def replace(self, old: Value, new: Value) -> None:
+        """Let later users of `old`, which was written in place, take `new`."""
+        for node, value in self._values.items():
+            if value is old:
+                self._values[node] = new
+            elif isinstance(value, list):
+                self._values[node] = [new if v is old else v for v in value]
+
+
+def _batch_symbol(program: torch.export.ExportedProgram) -> Any:
+    """The symbol of the minibatch's size in the shapes of the inputs; None where there is none."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, Tensor):
+            for dim in value.shape:
+                if isinstance(dim, torch.SymInt):
+                    return next(iter(dim.node.expr.free_symbols))
+    return None
+
+
+def location(node: fx.Node) -> str:
+    """Return `file.py:12`: the innermost line outside torch that made this node."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [
+        (file, number) for file, number in lines if not file.startswith(_TORCH) and "/pdtool/frontend/" not in file
+    ]
+    return f"{Path(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""
+
+
 def module_path(node: fx.Node) -> str:
     """Return the path of the module whose forward runs this node; "" for the model."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return re.sub(r"@\d+", "", str(stack[-1][0])) if stack else ""
+
+
+def drop_dead_operators(operators: Sequence[Operator], output: Any, changed_buffers: Collection[str]) -> list[Operator]:
+    """Keep the model inputs, and the operators that the output or a changed buffer depends on."""
+    used = {value.operator for value in values_in(output)}
+    kept = []
+    for op in reversed(operators):
+        if op.is_input or op.name in used or not set(op.buffers).isdisjoint(changed_buffers):
+            kept.append(op)
+            used |= {value.operator for value in op.values}
+    return kept[::-1]
+
+
+def mark_constants(operators: Sequence[Operator], changed_buffers: Collection[str]) -> list[Operator]:
+    """Set `constant` on the ATen operators that only constants and unchanging buffers go into."""
+    constants: set[str] = set()
+    for op in operators:
+        if op.target is None or torch.Tag.nondeterministic_seeded in op.target.tags:
+            continue
+        stateful = op.parameters or not set(op.buffers).isdisjoint(changed_buffers)
+        if not stateful and all(value.operator in constants for value in op.values):
+            constants.add(op.name)
+    return [replace(op, constant=op.name in constants) for op in operators]
+
+
+def operators_sharing_state(
+    operators: Sequence[Operator], changed_buffers: Collection[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Group the names of operators that use a buffer which one of them changes, or that call one opaque module."""
+    users: dict[str, list[str]] = {}
+    for op in operators:
+        if op.opaque:
+            users.setdefault(op.module, []).append(op.name)
+        for name in op.buffers:
+            if name in changed_buffers and not op.constant:
+                users.setdefault(name, []).append(op.name)
+    return tuple(dict.fromkeys(tuple(names) for names in users.values() if len(names) > 1))
+
+
+def first_names(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Map each name of a parameter to the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}

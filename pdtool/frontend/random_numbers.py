@@ -1,4 +1,8 @@
-"""Say which modules and which ATen operators draw random numbers, and like which tensors."""
+"""Random numbers that do not depend on the plan: who draws them, and from which seed.
+
+The functions say which modules and ATen operators draw, and like which tensors. OperatorSeeds seeds the generators for
+each random operator of a stage, so that it draws the same wherever the cuts are.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,7 @@ _MODULES_DRAWING_BY_INDEX = (
     nn.MultiheadAttention,
     nn.RNNBase,
 )
+_FUNCTION = "seed_operator"  # of the stage files
 
 
 def module_draws(module: nn.Module) -> bool:
@@ -66,17 +71,17 @@ def _drops(module: nn.Module) -> bool:
     return bool(getattr(module, "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout", 0))
 
 
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed for `parts`, such as (seed, epoch, stage, minibatch), unrelated to that of other parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
+
+
 def seed_all_generators(seed: int) -> None:
     """Seed torch, Python and, where something has loaded it, numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return a seed for `parts`, such as (seed, epoch, stage, minibatch), unrelated to that of other parts."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
 
 
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
@@ -97,11 +102,19 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     np.random.seed(seed % 2**32)
 
 
-_FUNCTION = "seed_operator"  # of the stage files
-
-
 class OperatorSeeds:
     """Seeds the generators for the random operators of one stage.
+
+    The seed follows from the run's seed, the epoch, the minibatch and the operator's name, so that an operator draws
+    the same wherever the cuts are, whoever computes its stage and how often (recomputation). A leaf module that is
+    called once has its path as name, and is seeded by a hook. Before any other random operator the stage file calls
+    `seed_operator` with its name, a function that does nothing until a run puts its own in place. What is neither, such
+    as an operator of a stage that torch.compile takes, draws from generators that are seeded at the beginning of the
+    stage's forward.
+
+    Which element of a tensor gets which random number depends on the tensor's layout in memory, and a tensor that has
+    crossed a stage border is contiguous, whatever it was before. So operators that draw like their inputs get
+    contiguous ones.
 
     Args:
         stage: its number.

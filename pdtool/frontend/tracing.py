@@ -1,9 +1,8 @@
-"""Trace a model with torch.export.
+"""Trace a model: run torch.export until it takes the model, in training and in evaluation mode.
 
-Each whole call of a leaf module (leaf_modules.py) is a single operator; what lies between them arrives as ATen
-operators. The model is traced twice, in training and in evaluation mode: what differs between the two depends on
-`self.training`. A module that torch.export cannot see through becomes opaque, one operator as well, and the model is
-traced again.
+Each whole call of a leaf module (`leaf_modules`) is a single operator; what lies between them arrives as ATen
+operators. What differs between the two modes depends on `self.training`. A module that torch.export cannot see through
+becomes opaque, one operator as well, and the model is traced again.
 """
 
 from __future__ import annotations
