@@ -1,4 +1,8 @@
-"""Put a model through torch.compile: in segments, whose times are measured, and as a whole, for the step they make."""
+"""Put a model through torch.compile: in segments, whose times are measured, and as a whole, for the step they make.
+
+What torch.compile has fused has no times of its own. So the seconds of a segment are measured, and only their division
+among its operators is not: each gets its share in proportion to what it takes when operators run one by one.
+"""
 
 from __future__ import annotations
 
@@ -16,180 +20,12 @@ from pdtool.errors import describe_error
 from pdtool.frontend.operators import Operator, Value
 from pdtool.profiler.execute import Executor, OnProgress, ProfiledModel, Work
 
-
-def segment_module(
-    run: Executor, operators: Sequence[Operator], inputs: Sequence[Value], outputs: Sequence[Value]
-) -> fx.GraphModule:
-    """Return a module that takes `inputs`, runs the operators as `run` does, and returns a tuple of `outputs`.
-
-    It shares parameters, buffers and modules with the model.
-    """
-    writer = _GraphWriter(run)
-    for value in inputs:
-        writer.nodes[value] = writer.graph.placeholder(f"input_{len(writer.nodes)}")
-    for op in operators:
-        writer.add(op)
-    writer.graph.output(tuple(writer.nodes[value] for value in outputs))
-    return fx.GraphModule(writer.attributes, writer.graph)
-
-
-class _FunctionCall(nn.Module):
-    """Calls a function that a graph cannot name, such as the `apply` of a user's autograd.Function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-
-@dataclass
-class _GraphWriter:
-    """Appends operators to a graph.
-
-    Attributes:
-        attributes: what the graph takes from its module, by name: tensors and modules.
-        nodes: what computes each tensor.
-    """
-
-    run: Executor
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    attributes: dict[str, Any] = field(default_factory=dict)
-    nodes: dict[Value, fx.Node] = field(default_factory=dict)
-
-    def add(self, op: Operator) -> None:
-        """Append an operator whose inputs are there."""
-        if op.branch:
-            for part in op.branch.training:
-                self.add(part)
-            for (value, _), output in zip(op.branch.results, op.outputs, strict=True):
-                self.nodes[output] = self.nodes[value] if value else self._zeros(output)
-            return
-        result = self._call(op)
-        for path, index in pytree.tree_flatten_with_path(op.structure)[0]:
-            if index is not None:
-                self.nodes[op.outputs[index]] = self._part(result, path)
-
-    def _call(self, op: Operator) -> fx.Node:
-        arguments = self.run.resolved((op.args, op.kwargs), self.nodes)
-        args, kwargs = pytree.tree_map_only(Tensor, self._tensor, arguments)
-        if op.target:
-            return self.graph.call_function(op.target, args, kwargs)
-        callee = self.run.callee(op)
-        module = callee if isinstance(callee, nn.Module) else _FunctionCall(callee)
-        return self.graph.call_module(self._attribute("module", module), args, kwargs)
-
-    def _part(self, result: fx.Node, path: Sequence[Any]) -> fx.Node:
-        """Return the part of what an operator returned that stands at a path in it."""
-        for key in path:
-            if isinstance(key, pytree.GetAttrKey):
-                result = self.graph.call_function(getattr, (result, key.name))
-            else:
-                index = key.idx if isinstance(key, pytree.SequenceKey) else key.key
-                result = self.graph.call_function(operator.getitem, (result, index))
-        return result
-
-    def _zeros(self, output: Value) -> fx.Node:
-        """Return what stands for an output that only evaluation computes."""
-        meta = output.meta(self.run.batch)
-        options: dict[str, Any] = {"dtype": meta.dtype, "device": self.run.device}
-        return self.graph.call_function(torch.zeros, (tuple(meta.shape),), options)
-
-    def _tensor(self, tensor: Tensor) -> fx.Node:
-        return self.graph.get_attr(self._attribute("tensor", tensor))
-
-    def _attribute(self, kind: str, value: Tensor | nn.Module) -> str:
-        name = f"{kind}_{len(self.attributes)}"
-        self.attributes[name] = value
-        return name
-
-
+OnNote = Callable[[str], None]  # called with a line for the user
 Seconds = Mapping[str, float]  # by name of an operator, or of a segment
-
-
-def cut_into_segments(
-    operators: Sequence[Operator], outputs: Sequence[Value], seconds: Seconds, shortest_s: float
-) -> list[list[Operator]]:
-    """Cut operators into contiguous segments of `shortest_s` to four times that, or of one longer operator.
-
-    Among the borders that this allows the one is taken that the fewest tensors cross; among these one between modules
-    rather than inside of one, and one before a long operator rather than before a short one, which is likelier to be
-    fused with what comes before it.
-
-    Args:
-        operators: in topological order.
-        outputs: the tensors that the model returns.
-        seconds: of each operator; one that is missing takes none.
-    """
-    crossing = _crossing_tensors(operators, outputs)
-
-    def cost(border: int) -> tuple[int, int, float]:
-        before, after = operators[border - 1], operators[border]
-        return crossing[border], _common_depth(before.module, after.module), -seconds.get(after.name, 0.0)
-
-    elapsed_s = [0.0, *accumulate(seconds.get(op.name, 0.0) for op in operators)]
-    borders = [0]
-    while candidates := list(_candidates(elapsed_s, borders[-1], shortest_s)):
-        borders.append(min(candidates, key=cost))
-    return [list(operators[start:end]) for start, end in pairwise([*borders, len(operators)])]
-
-
-def _candidates(elapsed_s: Sequence[float], start: int, shortest_s: float) -> Iterator[int]:
-    """Yield where the segment that begins at `start` may end, and leave enough for another one."""
-    last_s = elapsed_s[-1] - shortest_s
-    ends = [i for i in range(start + 1, len(elapsed_s) - 1) if elapsed_s[start] + shortest_s <= elapsed_s[i] <= last_s]
-    yield from ends[:1]
-    yield from (end for end in ends[1:] if elapsed_s[end] <= elapsed_s[start] + 4 * shortest_s)
-
-
-def _common_depth(path: str, other: str) -> int:
-    """Count the modules around both of two modules: 2 for `layer.0.conv` and `layer.0.norm`."""
-    pairs = zip(path.split("."), other.split("."), strict=False)
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-
-def _crossing_tensors(operators: Sequence[Operator], outputs: Sequence[Value]) -> list[int]:
-    """Count for each position in `operators` the tensors that are made before it, and taken at it or after it."""
-    last_use = {value: index for index, op in enumerate(operators) for value in op.values}
-    last_use.update(dict.fromkeys(outputs, len(operators)))
-    changes = [0] * (len(operators) + 2)
-    for index, op in enumerate(operators):
-        for value in op.outputs:
-            if value in last_use:
-                changes[index + 1] += 1
-                changes[last_use[value] + 1] -= 1
-    return list(accumulate(changes))
-
-
-def apportion(measured: Seconds, segments: Mapping[str, Sequence[str]], one_by_one: Seconds) -> dict[str, float]:
-    """Give each operator of a segment its share of the seconds that were measured of the segment.
-
-    The shares of a segment's operators add up to its seconds. What is in no segment keeps what was measured of it.
-
-    Args:
-        measured: seconds of segments, and of operators that are in none.
-        segments: name of a segment -> its operators.
-        one_by_one: seconds of the operators when each runs alone, to which the shares are proportional.
-    """
-    shares: dict[str, float] = {}
-    for name, seconds in measured.items():
-        shares |= _shares(seconds, segments.get(name, (name,)), one_by_one)
-    return shares
-
-
-def _shares(seconds: float, operators: Sequence[str], one_by_one: Seconds) -> dict[str, float]:
-    total_s = sum(one_by_one.get(name, 0.0) for name in operators)
-    if not total_s:
-        return dict.fromkeys(operators, seconds / len(operators))
-    return {name: seconds * one_by_one.get(name, 0.0) / total_s for name in operators}
-
-
+Segments = dict[str, list[Operator]]  # by name
 _MAX_SEGMENTS = 16  # each takes seconds to compile
 _MIN_SEGMENT_S = {"cpu": 1e-2, "cuda": 1e-3}  # of a shorter one much is calling it, and copies at its borders
 _MAX_REASON = 300  # characters, why something cannot be compiled
-OnNote = Callable[[str], None]  # called with a line for the user
-Segments = dict[str, list[Operator]]  # by name
 
 
 @dataclass(frozen=True)
@@ -311,3 +147,168 @@ def _failure(work: Work, is_expected: Callable[[], bool] = lambda: True) -> str:
         reason = describe_error(error).partition("\n\nSet TORCHDYNAMO")[0]  # advice for developers of torch
         return " ".join(reason.split())[:_MAX_REASON]
     return ""
+
+
+def cut_into_segments(
+    operators: Sequence[Operator], outputs: Sequence[Value], seconds: Seconds, shortest_s: float
+) -> list[list[Operator]]:
+    """Cut operators into contiguous segments of `shortest_s` to four times that, or of one longer operator.
+
+    Among the borders that this allows the one is taken that the fewest tensors cross; among these one between modules
+    rather than inside of one, and one before a long operator rather than before a short one, which is likelier to be
+    fused with what comes before it.
+
+    Args:
+        operators: in topological order.
+        outputs: the tensors that the model returns.
+        seconds: of each operator; one that is missing takes none.
+    """
+    crossing = _crossing_tensors(operators, outputs)
+
+    def cost(border: int) -> tuple[int, int, float]:
+        before, after = operators[border - 1], operators[border]
+        return crossing[border], _common_depth(before.module, after.module), -seconds.get(after.name, 0.0)
+
+    elapsed_s = [0.0, *accumulate(seconds.get(op.name, 0.0) for op in operators)]
+    borders = [0]
+    while candidates := list(_candidates(elapsed_s, borders[-1], shortest_s)):
+        borders.append(min(candidates, key=cost))
+    return [list(operators[start:end]) for start, end in pairwise([*borders, len(operators)])]
+
+
+def _candidates(elapsed_s: Sequence[float], start: int, shortest_s: float) -> Iterator[int]:
+    """Yield where the segment that begins at `start` may end, and leave enough for another one."""
+    last_s = elapsed_s[-1] - shortest_s
+    ends = [i for i in range(start + 1, len(elapsed_s) - 1) if elapsed_s[start] + shortest_s <= elapsed_s[i] <= last_s]
+    yield from ends[:1]
+    yield from (end for end in ends[1:] if elapsed_s[end] <= elapsed_s[start] + 4 * shortest_s)
+
+
+def _common_depth(path: str, other: str) -> int:
+    """Count the modules around both of two modules: 2 for `layer.0.conv` and `layer.0.norm`."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def _crossing_tensors(operators: Sequence[Operator], outputs: Sequence[Value]) -> list[int]:
+    """Count for each position in `operators` the tensors that are made before it, and taken at it or after it."""
+    last_use = {value: index for index, op in enumerate(operators) for value in op.values}
+    last_use.update(dict.fromkeys(outputs, len(operators)))
+    changes = [0] * (len(operators) + 2)
+    for index, op in enumerate(operators):
+        for value in op.outputs:
+            if value in last_use:
+                changes[index + 1] += 1
+                changes[last_use[value] + 1] -= 1
+    return list(accumulate(changes))
+
+
+def apportion(measured: Seconds, segments: Mapping[str, Sequence[str]], one_by_one: Seconds) -> dict[str, float]:
+    """Give each operator of a segment its share of the seconds that were measured of the segment.
+
+    The shares of a segment's operators add up to its seconds. What is in no segment keeps what was measured of it.
+
+    Args:
+        measured: seconds of segments, and of operators that are in none.
+        segments: name of a segment -> its operators.
+        one_by_one: seconds of the operators when each runs alone, to which the shares are proportional.
+    """
+    shares: dict[str, float] = {}
+    for name, seconds in measured.items():
+        shares |= _shares(seconds, segments.get(name, (name,)), one_by_one)
+    return shares
+
+
+def _shares(seconds: float, operators: Sequence[str], one_by_one: Seconds) -> dict[str, float]:
+    total_s = sum(one_by_one.get(name, 0.0) for name in operators)
+    if not total_s:
+        return dict.fromkeys(operators, seconds / len(operators))
+    return {name: seconds * one_by_one.get(name, 0.0) / total_s for name in operators}
+
+
+def segment_module(
+    run: Executor, operators: Sequence[Operator], inputs: Sequence[Value], outputs: Sequence[Value]
+) -> fx.GraphModule:
+    """Return a module that takes `inputs`, runs the operators as `run` does, and returns a tuple of `outputs`.
+
+    It shares parameters, buffers and modules with the model.
+    """
+    writer = _GraphWriter(run)
+    for value in inputs:
+        writer.nodes[value] = writer.graph.placeholder(f"input_{len(writer.nodes)}")
+    for op in operators:
+        writer.add(op)
+    writer.graph.output(tuple(writer.nodes[value] for value in outputs))
+    return fx.GraphModule(writer.attributes, writer.graph)
+
+
+class _FunctionCall(nn.Module):
+    """Calls a function that a graph cannot name, such as the `apply` of a user's autograd.Function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+@dataclass
+class _GraphWriter:
+    """Appends operators to a graph.
+
+    Attributes:
+        attributes: what the graph takes from its module, by name: tensors and modules.
+        nodes: what computes each tensor.
+    """
+
+    run: Executor
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[Value, fx.Node] = field(default_factory=dict)
+
+    def add(self, op: Operator) -> None:
+        """Append an operator whose inputs are there."""
+        if op.branch:
+            for part in op.branch.training:
+                self.add(part)
+            for (value, _), output in zip(op.branch.results, op.outputs, strict=True):
+                self.nodes[output] = self.nodes[value] if value else self._zeros(output)
+            return
+        result = self._call(op)
+        for path, index in pytree.tree_flatten_with_path(op.structure)[0]:
+            if index is not None:
+                self.nodes[op.outputs[index]] = self._part(result, path)
+
+    def _call(self, op: Operator) -> fx.Node:
+        arguments = self.run.resolved((op.args, op.kwargs), self.nodes)
+        args, kwargs = pytree.tree_map_only(Tensor, self._tensor, arguments)
+        if op.target:
+            return self.graph.call_function(op.target, args, kwargs)
+        callee = self.run.callee(op)
+        module = callee if isinstance(callee, nn.Module) else _FunctionCall(callee)
+        return self.graph.call_module(self._attribute("module", module), args, kwargs)
+
+    def _part(self, result: fx.Node, path: Sequence[Any]) -> fx.Node:
+        """Return the part of what an operator returned that stands at a path in it."""
+        for key in path:
+            if isinstance(key, pytree.GetAttrKey):
+                result = self.graph.call_function(getattr, (result, key.name))
+            else:
+                index = key.idx if isinstance(key, pytree.SequenceKey) else key.key
+                result = self.graph.call_function(operator.getitem, (result, index))
+        return result
+
+    def _zeros(self, output: Value) -> fx.Node:
+        """Return what stands for an output that only evaluation computes."""
+        meta = output.meta(self.run.batch)
+        options: dict[str, Any] = {"dtype": meta.dtype, "device": self.run.device}
+        return self.graph.call_function(torch.zeros, (tuple(meta.shape),), options)
+
+    def _tensor(self, tensor: Tensor) -> fx.Node:
+        return self.graph.get_attr(self._attribute("tensor", tensor))
+
+    def _attribute(self, kind: str, value: Tensor | nn.Module) -> str:
+        name = f"{kind}_{len(self.attributes)}"
+        self.attributes[name] = value
+        return name

@@ -1,4 +1,10 @@
-"""Fit a device's factors, by kind of operator, to a profile measured on it."""
+"""Estimate each operator for a device that need not be present, and fit a device's factors to a measured profile.
+
+The model runs on fake tensors, which have no storage. Each kernel that a node's forward and backward would launch is
+priced by the roofline of the device (`kernels`). `graph_costs` counts everything else, as for a measured profile. Fake
+tensors are CPU tensors, so the kernels are the CPU's. Those of a GPU are the same except for recurrent layers, whose
+kernels and stash are taken as cuDNN's.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +37,7 @@ from pdtool.profiler.execute import OnProgress, ProfiledModel, disable_inplace_m
 from pdtool.profiler.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
 from pdtool.profiler.kernels import PRECISIONS, Kernel, KernelRecorder, recurrent_costs, roofline_s
 
+Kernels = dict[str, list[Kernel]]  # node -> what its forward or its backward launches
 _KINDS: tuple[tuple[OperatorKind, re.Pattern[str]], ...] = (
     ("conv", re.compile(r"[Cc]onv")),
     ("rnn", re.compile(r"LSTM|GRU|RNN|^(lstm|gru|rnn_)")),
@@ -38,62 +45,6 @@ _KINDS: tuple[tuple[OperatorKind, re.Pattern[str]], ...] = (
     ("embedding", re.compile(r"[Ee]mbedding")),
     ("matmul", re.compile(r"[Ll]inear|[Aa]ttention|matmul|einsum|(^|add|b)(mm|mv)$")),
 )
-
-
-def operator_kind(op: str) -> OperatorKind:
-    """Return the kind of an operator, whose operators share a factor: `conv` for Conv2d."""
-    return next((kind for kind, pattern in _KINDS if pattern.search(op)), "elementwise")
-
-
-def measured_model(profile: Profile, path: Path | str) -> ModelRef:
-    """Return the model of a measured profile; raises ArtifactError when its operators were not measured by pdtool."""
-    if profile.device.kind != "measured" or profile.model is None:
-        remedy = "calibrate with a profile made with --device cpu or cuda"
-        raise ArtifactError(path, "holds no times that pdtool measured", remedy, field="device.kind")
-    if profile.compiled:
-        what = "was measured with --compile: its operators have no times of their own"
-        raise ArtifactError(path, what, "calibrate with a profile made without", field="compiled")
-    return profile.model
-
-
-def fit_factors(measured: Profile, estimated: Profile, path: Path | str) -> dict[OperatorKind, float]:
-    """Divide measured by estimated seconds for each kind of operator; a kind that took no time is left out.
-
-    Args:
-        path: of the measured profile, for errors.
-
-    Raises:
-        ArtifactError: the two are not of the same operators.
-    """
-    _check_same_nodes(measured, estimated, path)
-    estimated_s, measured_s = _seconds_by_kind(estimated), _seconds_by_kind(measured)
-    kinds = [kind for kind, seconds in estimated_s.items() if seconds and measured_s.get(kind)]
-    return {kind: measured_s[kind] / estimated_s[kind] for kind in kinds}
-
-
-def _check_same_nodes(measured: Profile, estimated: Profile, path: Path | str) -> None:
-    for index, (profiled, node) in enumerate(zip(measured.nodes, estimated.nodes, strict=False)):
-        if _identity(profiled) != _identity(node):
-            what = f"is {profiled.op} {profiled.name!r} where the model has {node.op} {node.name!r}, or of another size"
-            raise ArtifactError(path, what, "measure the model again", field=f"nodes[{index}]")
-    if len(measured.nodes) != len(estimated.nodes):
-        what = f"has {len(measured.nodes)} nodes, the model has {len(estimated.nodes)}"
-        raise ArtifactError(path, what, "measure the model again", field="nodes")
-
-
-def _identity(node: Node) -> tuple[object, ...]:
-    return node.name, node.op, node.inputs, node.output_bytes, node.parameter_bytes
-
-
-def _seconds_by_kind(profile: Profile) -> dict[OperatorKind, float]:
-    sums: dict[OperatorKind, float] = {"update": sum(node.update_s for node in profile.nodes)}
-    for node in profile.nodes:
-        kind = operator_kind(node.op)
-        sums[kind] = sums.get(kind, 0.0) + node.forward_s + node.backward_s
-    return sums
-
-
-Kernels = dict[str, list[Kernel]]  # node -> what its forward or its backward launches
 
 
 def estimate(
@@ -154,11 +105,64 @@ def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *,
     return device.model_copy(update={"factors": {**device.factors, **fit_factors(measured, estimated, path)}})
 
 
+def measured_model(profile: Profile, path: Path | str) -> ModelRef:
+    """Return the model of a measured profile; raises ArtifactError when its operators were not measured by pdtool."""
+    if profile.device.kind != "measured" or profile.model is None:
+        remedy = "calibrate with a profile made with --device cpu or cuda"
+        raise ArtifactError(path, "holds no times that pdtool measured", remedy, field="device.kind")
+    if profile.compiled:
+        what = "was measured with --compile: its operators have no times of their own"
+        raise ArtifactError(path, what, "calibrate with a profile made without", field="compiled")
+    return profile.model
+
+
+def fit_factors(measured: Profile, estimated: Profile, path: Path | str) -> dict[OperatorKind, float]:
+    """Divide measured by estimated seconds for each kind of operator; a kind that took no time is left out.
+
+    Args:
+        path: of the measured profile, for errors.
+
+    Raises:
+        ArtifactError: the two are not of the same operators.
+    """
+    _check_same_nodes(measured, estimated, path)
+    estimated_s, measured_s = _seconds_by_kind(estimated), _seconds_by_kind(measured)
+    kinds = [kind for kind, seconds in estimated_s.items() if seconds and measured_s.get(kind)]
+    return {kind: measured_s[kind] / estimated_s[kind] for kind in kinds}
+
+
+def operator_kind(op: str) -> OperatorKind:
+    """Return the kind of an operator, whose operators share a factor: `conv` for Conv2d."""
+    return next((kind for kind, pattern in _KINDS if pattern.search(op)), "elementwise")
+
+
 def _has_changed(model: ModelRef, before: Profile, now: Profile) -> bool:
     """Compare the operator graphs of two profiles of a model, or the bytes of its file where one records no graph."""
     if before.graph_sha256 and now.graph_sha256:
         return before.graph_sha256 != now.graph_sha256
     return before.digests.get(model.source) not in (None, now.digests[model.source])
+
+
+def _check_same_nodes(measured: Profile, estimated: Profile, path: Path | str) -> None:
+    for index, (profiled, node) in enumerate(zip(measured.nodes, estimated.nodes, strict=False)):
+        if _identity(profiled) != _identity(node):
+            what = f"is {profiled.op} {profiled.name!r} where the model has {node.op} {node.name!r}, or of another size"
+            raise ArtifactError(path, what, "measure the model again", field=f"nodes[{index}]")
+    if len(measured.nodes) != len(estimated.nodes):
+        what = f"has {len(measured.nodes)} nodes, the model has {len(estimated.nodes)}"
+        raise ArtifactError(path, what, "measure the model again", field="nodes")
+
+
+def _identity(node: Node) -> tuple[object, ...]:
+    return node.name, node.op, node.inputs, node.output_bytes, node.parameter_bytes
+
+
+def _seconds_by_kind(profile: Profile) -> dict[OperatorKind, float]:
+    sums: dict[OperatorKind, float] = {"update": sum(node.update_s for node in profile.nodes)}
+    for node in profile.nodes:
+        kind = operator_kind(node.op)
+        sums[kind] = sums.get(kind, 0.0) + node.forward_s + node.backward_s
+    return sums
 
 
 @dataclass(frozen=True)

@@ -29,95 +29,11 @@ from pdtool.artifacts.cluster import ClusterFile, LevelMeasured, LevelSpec, Netw
 from pdtool.errors import UsageError, WorkerDiedError
 from pdtool.machines import use_loopback
 
-_GRACE_S = 1.0  # for others to notice that a wait has failed
-_REMEDY = "see that it runs and can be reached, or give a longer --timeout"
-
-
-class Rendezvous:
-    """One worker's view of it. The workers take turns together: a turn ends when all have given a value.
-
-    Args:
-        store: a store of torch.distributed, on the machine of worker 0.
-        workers: number of workers in all.
-        timeout_s: how long two workers wait for each other; at the store each waits twice as long for all, so that
-            one of those two speaks first.
-
-    Attributes:
-        step: what is being measured, for errors.
-    """
-
-    def __init__(self, store: Any, rank: int, workers: int, timeout_s: float) -> None:
-        self.store, self.rank, self._workers, self._timeout_s = store, rank, workers, timeout_s
-        self.step = "coming together"
-        self._turn = 0
-
-    def exchange(self, value: object = None) -> list[Any]:
-        """Return the values of all workers, by rank; raises WorkerDiedError naming those who gave none."""
-        self._turn += 1
-        return [json.loads(text) for text in self._answers(str(self._turn), value)]
-
-    def leave(self) -> None:
-        """End the rendezvous. Worker 0 goes last: the store, which others may still be reading, can end with it."""
-        with self.waiting_for([0]):
-            if self.rank:
-                self.store.set(self._key("left", self.rank), "")
-            else:
-                self._answers("left", None)
-
-    @contextmanager
-    def waiting_for(self, peers: Iterable[int], remedy: str = _REMEDY) -> Iterator[None]:
-        """Turn what torch.distributed raises into a WorkerDiedError: what was waited for, and which of `peers`."""
-        try:
-            yield
-        except RuntimeError as error:
-            silent: set[int] = set()
-            with suppress(RuntimeError):  # the store may be what is lost
-                silent = self._silent_ranks()
-            others = sorted({*peers} - {self.rank})
-            raise self._timeout_error([peer for peer in others if peer in silent] or others or [0], remedy) from error
-
-    def _answers(self, subject: str, value: object) -> list[bytes]:
-        """What each worker has put into the store on a subject, this one included."""
-        keys = [self._key(subject, rank) for rank in range(self._workers)]
-        deadline_s, pause_s = time.monotonic() + 2 * self._timeout_s, 1e-3
-        with self.waiting_for([0]):
-            self.store.set(keys[self.rank], json.dumps(value))
-            while not self.store.check(keys):
-                if time.monotonic() > deadline_s:
-                    raise self._timeout_error([rank for rank, key in enumerate(keys) if not self.store.check([key])])
-                time.sleep(pause_s)
-                pause_s = min(0.02, 1.5 * pause_s)
-            return list(self.store.multi_get(keys))
-
-    def _silent_ranks(self) -> set[int]:
-        """The workers who have neither given up the work of this turn nor finished it."""
-        given_up = f"{self._turn} given up"
-        self.store.set(self._key(given_up, self.rank), "")
-        deadline_s = time.monotonic() + _GRACE_S
-        while True:
-            silent = {
-                rank
-                for rank in range(self._workers)
-                if not any(self.store.check([self._key(subject, rank)]) for subject in (str(self._turn + 1), given_up))
-            }
-            if not silent or time.monotonic() > deadline_s:
-                return silent
-            time.sleep(0.02)
-
-    def _timeout_error(self, peers: Sequence[int], remedy: str = _REMEDY) -> WorkerDiedError:
-        ranks = f"worker{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
-        return WorkerDiedError(
-            f"{self.step}: worker {self.rank} waited for {ranks} in vain (timeout {self._timeout_s:g} s)", remedy
-        )
-
-    @staticmethod
-    def _key(subject: str, rank: int) -> str:
-        return f"{subject}/{rank}"
-
-
 _ROUNDS = 5  # of which the median counts
 _FIRST_ROUND_BYTES, _MESSAGE_BYTES = 2**20, 2**24
 _PINGS = 100
+_GRACE_S = 1.0  # for others to notice that a wait has failed
+_REMEDY = "see that it runs and can be reached, or give a longer --timeout"
 OnStep = Callable[[str], None]
 Transfer = Callable[[Tensor, Tensor], None]  # (to send, to receive into), of one shape
 
@@ -381,3 +297,88 @@ class _LevelProber:
 def _rounded(value: float) -> float:
     """To the digits that a measurement has, and that a person reads."""
     return float(f"{value:.4g}")
+
+
+class Rendezvous:
+    """One worker's view of the store where all workers meet.
+
+    The store knows who has answered, so that whoever does not can be named. The workers take turns together: a turn
+    ends when all have given a value.
+
+    Args:
+        store: a store of torch.distributed, on the machine of worker 0.
+        workers: number of workers in all.
+        timeout_s: how long two workers wait for each other; at the store each waits twice as long for all, so that
+            one of those two speaks first.
+
+    Attributes:
+        step: what is being measured, for errors.
+    """
+
+    def __init__(self, store: Any, rank: int, workers: int, timeout_s: float) -> None:
+        self.store, self.rank, self._workers, self._timeout_s = store, rank, workers, timeout_s
+        self.step = "coming together"
+        self._turn = 0
+
+    def exchange(self, value: object = None) -> list[Any]:
+        """Return the values of all workers, by rank; raises WorkerDiedError naming those who gave none."""
+        self._turn += 1
+        return [json.loads(text) for text in self._answers(str(self._turn), value)]
+
+    def leave(self) -> None:
+        """End the rendezvous. Worker 0 goes last: the store, which others may still be reading, can end with it."""
+        with self.waiting_for([0]):
+            if self.rank:
+                self.store.set(self._key("left", self.rank), "")
+            else:
+                self._answers("left", None)
+
+    @contextmanager
+    def waiting_for(self, peers: Iterable[int], remedy: str = _REMEDY) -> Iterator[None]:
+        """Turn what torch.distributed raises into a WorkerDiedError: what was waited for, and which of `peers`."""
+        try:
+            yield
+        except RuntimeError as error:
+            silent: set[int] = set()
+            with suppress(RuntimeError):  # the store may be what is lost
+                silent = self._silent_ranks()
+            others = sorted({*peers} - {self.rank})
+            raise self._timeout_error([peer for peer in others if peer in silent] or others or [0], remedy) from error
+
+    def _answers(self, subject: str, value: object) -> list[bytes]:
+        """What each worker has put into the store on a subject, this one included."""
+        keys = [self._key(subject, rank) for rank in range(self._workers)]
+        deadline_s, pause_s = time.monotonic() + 2 * self._timeout_s, 1e-3
+        with self.waiting_for([0]):
+            self.store.set(keys[self.rank], json.dumps(value))
+            while not self.store.check(keys):
+                if time.monotonic() > deadline_s:
+                    raise self._timeout_error([rank for rank, key in enumerate(keys) if not self.store.check([key])])
+                time.sleep(pause_s)
+                pause_s = min(0.02, 1.5 * pause_s)
+            return list(self.store.multi_get(keys))
+
+    def _silent_ranks(self) -> set[int]:
+        """The workers who have neither given up the work of this turn nor finished it."""
+        given_up = f"{self._turn} given up"
+        self.store.set(self._key(given_up, self.rank), "")
+        deadline_s = time.monotonic() + _GRACE_S
+        while True:
+            silent = {
+                rank
+                for rank in range(self._workers)
+                if not any(self.store.check([self._key(subject, rank)]) for subject in (str(self._turn + 1), given_up))
+            }
+            if not silent or time.monotonic() > deadline_s:
+                return silent
+            time.sleep(0.02)
+
+    def _timeout_error(self, peers: Sequence[int], remedy: str = _REMEDY) -> WorkerDiedError:
+        ranks = f"worker{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+        return WorkerDiedError(
+            f"{self.step}: worker {self.rank} waited for {ranks} in vain (timeout {self._timeout_s:g} s)", remedy
+        )
+
+    @staticmethod
+    def _key(subject: str, rank: int) -> str:
+        return f"{subject}/{rank}"
