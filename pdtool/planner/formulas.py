@@ -1,13 +1,11 @@
-"""What a stage and a border cost: every formula of time once, for one stage or for arrays of them.
+"""Cost formulas: the time and memory of a stage, and the time of a border between two stages.
 
-Sources: PipeDream, SOSP'19, section 3.1 (T for a stage, 2 a/B for a border; the slowest of all is the time per
-minibatch); ring all-reduce: Patarasuk and Yuan, JPDC 2009 (each member sends 2 (n-1)/n of the bytes). Where we depart
-from the paper, the function says so and why; `pipedream.py` has the formulas of the paper's own code.
+Each formula takes one stage or arrays of stages. The source is PipeDream (SOSP'19), section 3.1: T for a stage, 2 a/B
+for a border, and the slowest of all is the time per minibatch. A function says if and why it departs from the paper.
 
     r: replicas of a stage in one copy of the pipeline     d: copies     R = r d: all its replicas
     k: minibatches between two of its updates              w: minibatches in flight at one replica
-    members: for each level, the number of its members (servers, devices) that hold at least one of some workers,
-        outermost level first
+    members: for each level, outermost first, how many of its members (servers, devices) hold any of some workers
     border: between two consecutive stages, and the traffic over it
 """
 
@@ -22,35 +20,6 @@ from numpy.typing import NDArray
 from pdtool.artifacts.cluster import Cluster
 from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.stage_costs import Number, StageLoad
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """Bytes on one worker of a stage, or arrays of these."""
-
-    fixed_bytes: Number
-    version_bytes: Number
-    minibatch_bytes: Number
-
-    @classmethod
-    def of(cls, load: StageLoad, optimizer_state_ratio: float, recompute: Number) -> StageMemory:
-        """Split the memory of a stage.
-
-        Args:
-            optimizer_state_ratio: bytes of optimizer state for each byte of parameters.
-            recompute: whether the stage runs its forward twice.
-        """
-        gradients_and_state = np.ceil(load.parameter_bytes * (1 + optimizer_state_ratio))
-        return cls(
-            fixed_bytes=gradients_and_state + load.working_bytes + load.stash_bytes * np.asarray(recompute),
-            version_bytes=load.parameter_bytes,
-            minibatch_bytes=load.received_bytes + load.stash_bytes * np.logical_not(recompute),
-        )
-
-    def peak_bytes(self, versions: Number, in_flight: Number) -> Number:
-        """Return the bytes with so many weight versions and minibatches in flight."""
-        return self.fixed_bytes + self.version_bytes * versions + self.minibatch_bytes * in_flight
-
 
 TOLERANCE = 1 + 1e-9  # sums taken in another order differ in the last digits
 Members = Sequence[Number]  # one for each level
@@ -136,7 +105,7 @@ class CostModel:
         at once, each over its own link, so a round takes 1/m of that. With copies one ring goes through the replicas of
         all of them, m = r d: 2 (m-1)/m |w| over its slowest link, once in a round of m minibatches. That link alone:
         where stages of a copy stand on one server, their rings share its link, and only a whole plan shows the sum
-        (contention.py, and the simulator). So this is a lower bound.
+        (plan_cost.link_times_s, and the simulator). So this is a lower bound.
 
         A tied parameter is summed over the replicas of every stage that holds it; who they are is not known while the
         search has one stage in hand, so each is charged for one member more, over the slowest link of the pipeline.
@@ -158,7 +127,10 @@ class CostModel:
         return compute_s + np.maximum(allreduce_s - hidden_s, 0.0)
 
     def ring_s(self, size_bytes: Number, ring_size: Number, members: Members) -> Number:
-        """Seconds of one ring all-reduce over the slowest link on the ring: 2 (n-1) messages one after the other."""
+        """Seconds of one ring all-reduce over the slowest link on the ring: 2 (n-1) messages one after the other.
+
+        Each member sends 2 (n-1)/n of the bytes (Patarasuk and Yuan, JPDC 2009).
+        """
         s_per_byte = latency_s = 0.0
         for level, inside, copies in zip(self.cluster.levels, members, self.copy_members, strict=True):
             crosses = np.greater(np.maximum(inside, copies), 1)
@@ -220,37 +192,14 @@ class CostModel:
         return (stashed > limit) & (recomputed <= limit)
 
 
-def members_of(cluster: Cluster, workers: Collection[int]) -> list[int]:
-    """Return how many members of each level `workers` lie on, outermost level first."""
-    return [len({worker // below for worker in workers}) for below in cluster.below]
-
-
-def members_between(cluster: Cluster, first: Number, end: Number) -> list[Number]:
-    """Return `members_of` the contiguous workers [first, end); arrays give arrays."""
-    return [(end - 1) // below - first // below + 1 for below in cluster.below]
-
-
-def fractions_on_members(cluster: Cluster, is_used: Number) -> Fractions:
-    """Return, for each level, [..., members] the fraction of the workers of a set that lie on each member.
-
-    Args:
-        is_used: [..., workers] 1 for each worker of the set.
-    """
-    used = np.asarray(is_used, dtype=float)
-    fractions = used / np.maximum(used.sum(axis=-1, keepdims=True), 1)
-    return [fractions.reshape(*fractions.shape[:-1], -1, below).sum(axis=-1) for below in cluster.below]
-
-
-def fractions_by_class(cluster: Cluster, workers: Sequence[int], classes: int) -> Fractions:
-    """Return [classes, members] for each level: where the workers lie whose positions are alike modulo `classes`."""
-    is_used = np.zeros((classes, cluster.workers))
-    is_used[np.arange(len(workers)) % classes, list(workers)] = 1
-    return fractions_on_members(cluster, is_used)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipeDreamCostModel(CostModel):
-    """The original's `T` and `A`, with or without the traffic of activations.
+    """`T` and `A` of PipeDream's published optimizer (optimizer_graph_hierarchical.py), for comparison with it.
+
+    They differ from the paper and from CostModel. Communication is added to computing, and a round of all-reduce costs
+    twice the bytes of a ring. A border is charged in both directions one after the other, once at each of its stages
+    but the first of all. All workers must be used. Memory is as in CostModel: the original's check leaves out weights
+    and gradients.
 
     Attributes:
         charges_activations: whether tensors between stages cost anything (its --activation_compression_ratio 1);
@@ -295,3 +244,70 @@ class PipeDreamCostModel(CostModel):
         )
         fewer = np.minimum(replicas_before, replicas_after)
         return slowest / np.where(is_before_first, replicas_after, fewer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on one worker of a stage, or arrays of these: one formula for search, figures of a plan and simulator.
+
+    A stage that recomputes keeps only what it received, and one whole stash while it works (Chen et al., 2016,
+    "Training Deep Nets with Sublinear Memory Cost").
+
+    Attributes:
+        fixed_bytes: gradients, optimizer state, the working set of the largest operator.
+        version_bytes: one set of weights, for each version that a minibatch in flight still needs (PipeDream, section
+            3.3).
+        minibatch_bytes: what is kept of a minibatch between its forward and its backward, and what the stage received
+            for it.
+    """
+
+    fixed_bytes: Number
+    version_bytes: Number
+    minibatch_bytes: Number
+
+    @classmethod
+    def of(cls, load: StageLoad, optimizer_state_ratio: float, recompute: Number) -> StageMemory:
+        """Split the memory of a stage.
+
+        Args:
+            optimizer_state_ratio: bytes of optimizer state for each byte of parameters.
+            recompute: whether the stage runs its forward twice.
+        """
+        gradients_and_state = np.ceil(load.parameter_bytes * (1 + optimizer_state_ratio))
+        return cls(
+            fixed_bytes=gradients_and_state + load.working_bytes + load.stash_bytes * np.asarray(recompute),
+            version_bytes=load.parameter_bytes,
+            minibatch_bytes=load.received_bytes + load.stash_bytes * np.logical_not(recompute),
+        )
+
+    def peak_bytes(self, versions: Number, in_flight: Number) -> Number:
+        """Return the bytes with so many weight versions and minibatches in flight."""
+        return self.fixed_bytes + self.version_bytes * versions + self.minibatch_bytes * in_flight
+
+
+def members_of(cluster: Cluster, workers: Collection[int]) -> list[int]:
+    """Return how many members of each level `workers` lie on, outermost level first."""
+    return [len({worker // below for worker in workers}) for below in cluster.below]
+
+
+def members_between(cluster: Cluster, first: Number, end: Number) -> list[Number]:
+    """Return `members_of` the contiguous workers [first, end); arrays give arrays."""
+    return [(end - 1) // below - first // below + 1 for below in cluster.below]
+
+
+def fractions_on_members(cluster: Cluster, is_used: Number) -> Fractions:
+    """Return, for each level, [..., members] the fraction of the workers of a set that lie on each member.
+
+    Args:
+        is_used: [..., workers] 1 for each worker of the set.
+    """
+    used = np.asarray(is_used, dtype=float)
+    fractions = used / np.maximum(used.sum(axis=-1, keepdims=True), 1)
+    return [fractions.reshape(*fractions.shape[:-1], -1, below).sum(axis=-1) for below in cluster.below]
+
+
+def fractions_by_class(cluster: Cluster, workers: Sequence[int], classes: int) -> Fractions:
+    """Return [classes, members] for each level: where the workers lie whose positions are alike modulo `classes`."""
+    is_used = np.zeros((classes, cluster.workers))
+    is_used[np.arange(len(workers)) % classes, list(workers)] = 1
+    return fractions_on_members(cluster, is_used)

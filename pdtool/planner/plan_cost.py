@@ -1,4 +1,9 @@
-"""Links that several stages of a plan share: what only a whole plan shows, and the search takes to cost nothing."""
+"""The cost of a whole plan: its time per minibatch, its memory and its traffic.
+
+`Evaluator` applies the formulas to each stage and border of any plan, whether the search found it or a person wrote it.
+The formulas take links that several stages share to be wide enough. Only a whole plan shows what such a link carries:
+`link_times_s` adds it up, and `lower_bound_s` is the time that no simulation of the plan beats.
+"""
 
 from __future__ import annotations
 
@@ -178,6 +183,11 @@ class Evaluator:
         return max(candidate.cost.memory_bytes) <= (self.cluster.memory_bytes or math.inf)
 
 
+def samples_per_update(placement: Placement, profile: Profile) -> int:
+    """Return the samples whose gradients an update averages, at the stage where these are most."""
+    return profile.batch_size * max(placement.shape(tied_bytes(profile, placement.stages)).update_every)
+
+
 def _plan_cost(model: CostModel, loads: Sequence[StageLoad], placement: Placement) -> PlanCost:
     replicas, recompute = placement.replicas_per_copy, placement.recompute
     passes_s = [load.forward_s * (1 + twice) + load.backward_s for load, twice in zip(loads, recompute, strict=True)]
@@ -300,8 +310,3 @@ def _exchanging_replicas(
     """
     classes = math.gcd(len(source), len(destination))
     return fractions_by_class(model.cluster, source, classes), fractions_by_class(model.cluster, destination, classes)
-
-
-def samples_per_update(placement: Placement, profile: Profile) -> int:
-    """Return the samples whose gradients an update averages, at the stage where these are most."""
-    return profile.batch_size * max(placement.shape(tied_bytes(profile, placement.stages)).update_every)

@@ -1,6 +1,6 @@
-"""What each stage must do for a minibatch and hold: summed once, for one plan or for all pairs of cuts.
+"""Loads of stages: what each does and holds for a minibatch, for the stages of one plan or between any two cuts.
 
-A stage lies between two cuts (see pdtool.graph), so its sums are those inside the second cut less those inside the
+A stage lies between two cuts (see pdtool.graph). Its load is the sum inside the second cut less the sum inside the
 first:
 
     cut i   | x  a |  b  c  d        stage (i, j) = b, c      load[j] - load[i]

@@ -1,1 +1,4 @@
-"""What a placement costs: every formula once, with its source."""
+"""Choose a plan among those that the search finds, compare it with its rivals, and check what it claims.
+
+Other folders use `make_plan`, `strategies`, `comparison` and `plan_check`.
+"""

@@ -1,4 +1,4 @@
-"""A plan beside its rivals, all simulated; and beside data parallelism over a range of bandwidths."""
+"""Simulations of a plan: alone, beside its rivals, and beside data parallelism over a range of bandwidths."""
 
 from __future__ import annotations
 
@@ -23,9 +23,26 @@ from pdtool.planner.simulator.job import MAX_ACTIONS, SimulationJob, action_coun
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.schedule import RIVALS, STRATEGIES, PipelineShape, is_asynchronous
 
+THIS_PLAN = "this plan"
+_RIVALS = ("data-parallel", "straight", "gpipe", "model-parallel")
+_RANGE, _POINTS = 20.0, 13  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
+_MAX_SWEPT_ACTIONS = 20_000  # of a plan that is simulated at so many bandwidths: about ten seconds
+
 
 def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[str]) -> dict[str, Plan]:
     """Return the best plan of each strategy on all workers of the cluster, by name, in the order of `names`.
+
+    Plans are compared at equal samples per update, as far as the strategies have a choice. An update takes
+
+        data-parallel       a minibatch of every worker: U minibatches for U workers
+        gpipe               as many minibatches, each a microbatch, as the plan takes if that flushes, too; otherwise U
+        hybrid              a minibatch of every replica of the first stage: fewer than U, whatever is fastest
+        model-parallel      one minibatch: more would make an update rarer, and nothing faster
+        straight, pipeline  what the replicas of its most replicated stage take, without a flush: 15 for 15-1
+
+    so the samples per update of data parallelism and GPipe are equal, and those of the others are no more. Minibatches
+    keep the size that was profiled: the time of smaller ones is not known from it. PipeDream (SOSP'19, section 5.4)
+    gives GPipe as many microbatches as PipeDream has minibatches in flight, which for a straight pipeline are U.
 
     A rival that does not fit into the memory of a device is planned as if it did: `fits` tells.
 
@@ -69,9 +86,6 @@ def _max_straight_workers(profile: Profile, cluster: Cluster) -> int:
     return min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
 
 
-THIS_PLAN = "this plan"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ComparedPlan:
     """One plan, simulated in its steady state.
@@ -104,7 +118,7 @@ class Comparison:
 def compare(
     profile: Profile, plan: Plan, strategies: Sequence[str], placement: Placement, result: SimulationResult
 ) -> Comparison:
-    """Compare a plan with its rivals (strategies.rival_plans), at the samples per update that are said there.
+    """Compare a plan with its rivals at the samples per update that `rival_plans` states.
 
     Args:
         strategies: names of the rivals.
@@ -253,11 +267,6 @@ def simulated(
         comparison=compare(profile, plan, against, placement, steady),
         sweep=sweep(profile, plan, bandwidths) if bandwidths else [],
     )
-
-
-_RIVALS = ("data-parallel", "straight", "gpipe", "model-parallel")
-_RANGE, _POINTS = 20.0, 13  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
-_MAX_SWEPT_ACTIONS = 20_000  # of a plan that is simulated at so many bandwidths: about ten seconds
 
 
 @dataclass(frozen=True)

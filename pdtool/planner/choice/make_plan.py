@@ -1,4 +1,9 @@
-"""From a profile and a cluster to a plan: the search, the choice by simulation, the figures and the certificate."""
+"""From a profile and a cluster to a plan: the search, the choice by simulation, the figures and the certificate.
+
+Cost formulas exist for 1F1B with stashing, 1F1B with flush and GPipe, so only those are searched. A plan for 2BW or
+ZB-H1 has the stages of a plan that was searched for. An interleaved plan has even pieces of the model. The figures of a
+plan come from the formulas and a simulation. If no formulas cover its schedule, they come from the simulation alone.
+"""
 
 from __future__ import annotations
 
@@ -32,202 +37,8 @@ from pdtool.planner.simulator.job import SimulationJob
 from pdtool.schedule import POLICIES, RIVALS, SEARCHED_SCHEDULES, STRATEGIES, default_shape, is_asynchronous
 from pdtool.units import format_seconds
 
-
-def predict(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
-    """Return the plan with figures for what it says, and what bounds it.
-
-    Raises:
-        ScheduleError: no formulas cover it, and its numbers in flight make it deadlock.
-    """
-    if not placement.execution.has_formulas:
-        return _with_simulated_figures(plan, evaluator, placement)
-    is_ours = evaluator.cost_model == "ours"
-    simulated_s = steady_state_s(placement, evaluator.profile, evaluator.cluster) if is_ours else None
-    cost = evaluator.cost(placement)
-    figures = with_formulas(plan, evaluator, cost, placement.execution, simulated_s)
-    return plan.model_copy(update={"why": Why(bottleneck=cost.bottleneck), "predicted": figures})
-
-
-def with_formulas(
-    plan: Plan, evaluator: Evaluator, cost: PlanCost, execution: ExecutionConfig, simulated_s: float | None
-) -> Predicted:
-    """Return the figures of a plan that the formulas cover.
-
-    Args:
-        simulated_s: seconds per minibatch in a simulation; None: it was not simulated.
-    """
-    return _predicted(plan, evaluator, execution, cost.time_per_minibatch_s, simulated_s, cost)
-
-
-def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
-    result = simulate(SimulationJob.of(placement, evaluator.profile, evaluator.cluster))
-    depth, chunks = placement.pipeline_depth, placement.execution.chunks
-    usages = [[usage for usage in result.workers if usage.stage == s] for s in range(depth)]
-    compute_s = [fmean(usage.busy_s for usage in stage) / result.minibatches for stage in usages]
-    memory_bytes = [max(usage.memory_bytes for usage in stage) for stage in usages]
-    stages = range(len(placement.stages))
-    cost = PlanCost(
-        compute_s=tuple(compute_s[s % depth] / chunks for s in stages),
-        allreduce_s=(0.0,) * len(stages),
-        transfer_s=(0.0,) * (len(stages) - 1),
-        stage_s=(),
-        round_trip_s=(),
-        memory_bytes=tuple(memory_bytes[s % depth] for s in stages),
-        traffic_bytes=round(result.sent_bytes),
-        flush_factor=1.0,
-    )
-    time_s = result.time_per_minibatch_s
-    slowest = max(range(depth), key=compute_s.__getitem__)
-    why = f"stage {slowest} computes most; {placement.execution.schedule} is simulated, there is no formula for it"
-    flushing = ExecutionConfig.of_schedule("1f1b-flush", plan.microbatches)
-    execution = flushing if plan.flushes else ExecutionConfig()
-    figures = _predicted(plan, evaluator, execution, time_s, time_s, cost)
-    return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
-
-
-def _predicted(
-    plan: Plan,
-    evaluator: Evaluator,
-    execution: ExecutionConfig,
-    bottleneck_s: float,
-    simulated_s: float | None,
-    cost: PlanCost,
-) -> Predicted:
-    """Return the figures. The gain is over data parallelism on all workers of the cluster, whether or not that fits in
-    memory: of both in simulations, or of both by the same formulas. With a flush it takes no fewer minibatches in an
-    update than the plan, as many on each worker.
-
-    Args:
-        execution: how data parallelism is run, but for its copies.
-    """
-    workers, microbatches = evaluator.cluster.workers, execution.microbatches
-    if not is_asynchronous(execution.schedule):
-        microbatches = -(-microbatches // workers) * workers
-    data_parallel = evaluator.data_parallel(workers, ExecutionConfig.of_schedule(execution.schedule, microbatches))
-    data_parallel_s = None
-    if simulated_s is not None:
-        data_parallel_s = steady_state_s(data_parallel.placement, evaluator.profile, evaluator.cluster)
-    time_s = bottleneck_s if simulated_s is None else simulated_s
-    own_s, other_s = time_s, data_parallel_s
-    if other_s is None:
-        own_s, other_s = bottleneck_s, data_parallel.time_per_minibatch_s
-    return Predicted(
-        bottleneck_s=bottleneck_s,
-        simulated_s=simulated_s,
-        data_parallel_s=data_parallel_s,
-        throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
-        gain_over_data_parallel=other_s / own_s if own_s else 1.0,
-        samples_per_update=samples_per_update(Placement.of(plan, evaluator.profile), evaluator.profile),
-        data_parallel_samples_per_update=samples_per_update(data_parallel.placement, evaluator.profile),
-        compute_s=cost.compute_s,
-        allreduce_s=cost.allreduce_s,
-        transfer_s=cost.transfer_s,
-        memory_bytes=cost.memory_bytes,
-        traffic_bytes=cost.traffic_bytes,
-        cost=evaluator.cost_model,
-        plan_sha256=plan.plan_sha256,
-    )
-
-
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
 SEARCHED_FOR = {"2bw": "1f1b", "zb-h1": "1f1b-flush"}  # the schedule whose search gives the stages
-
-
-def interleaved_placement(profile: Profile, cluster: Cluster, options: SearchOptions) -> Placement:
-    """Place several stages on each worker, all of about the same time, in the order of the model's operators.
-
-    Raises:
-        NoPlanError: there are fewer operators than stages.
-        UsageError: an operator is pinned elsewhere, or there are fewer workers than asked for.
-    """
-    workers = options.workers or cluster.workers
-    if workers > cluster.workers:
-        raise UsageError(f"--workers {workers}: the cluster has {cluster.workers}", "give no more than that")
-    stages = even_pieces(profile, workers * options.chunks)
-    execution = ExecutionConfig.of_schedule("interleaved", options.microbatches, options.chunks)
-    numbers = [(s % workers,) for s in range(len(stages))]
-    return _with_default_in_flight(stages, numbers, execution, [False] * len(stages))
-
-
-def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:
-    """Return the placement under another schedule, with the minibatches in flight that this is defined for.
-
-    A flush comes after four microbatches for each stage where the placement has none (GPipe, NeurIPS'19, section 2.3:
-    then the bubble is small).
-
-    Args:
-        chunks: stages on each worker of `interleaved`, for which the model is cut anew (see `even_pieces`).
-
-    Raises:
-        UsageError: the schedule does not go with the placement.
-    """
-    before = placement.execution
-    if before.chunks > 1:
-        raise UsageError(
-            f"schedule {schedule} with {before.chunks} stages on each worker",
-            "simulate a plan that was partitioned for one on each",
-        )
-    depth = len(placement.stages)
-    microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * depth
-    if schedule == "interleaved":
-        stages = even_pieces(profile, depth * chunks)
-        execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
-        workers = [placement.workers[s % depth] for s in range(len(stages))]
-        return _with_default_in_flight(stages, workers, execution, placement.recompute * chunks)
-    shape = default_shape(schedule, placement.replicas, microbatches)
-    execution = ExecutionConfig.of_schedule(schedule, microbatches)
-    return replace(placement, in_flight=shape.in_flight, execution=execution)
-
-
-def even_pieces(profile: Profile, count: int) -> list[list[str]]:
-    """Divide the operators, in the order in which they compute, into `count` pieces of about the same time.
-
-    Raises:
-        NoPlanError: there are fewer operators than pieces.
-        UsageError: one is pinned to another piece.
-    """
-    inputs = [node.name for node in profile.nodes if node.op == "input"]
-    blocks = profile.graph.contracted([*unbroken_groups(profile), *([inputs] if inputs else [])])
-    if len(blocks) < count:
-        raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "take fewer stages")
-    seconds = [sum(_compute_s(profile, name) for name in block) for block in blocks]
-    cumulative = [0.0, *accumulate(seconds)]
-    cuts = [0]
-    for piece in range(1, count):
-        even = bisect_left(cumulative, cumulative[-1] * piece / count)
-        cuts.append(min(max(even, cuts[-1] + 1), len(blocks) - count + piece))
-    pieces = [
-        [name for block in blocks[begin:end] for name in block]
-        for begin, end in zip(cuts, [*cuts[1:], len(blocks)], strict=True)
-    ]
-    for name, stage in profile.pin.items():
-        if name not in pieces[stage % count]:
-            where = f"chunk {stage % count} of {count} even ones"
-            raise UsageError(f"{name} is pinned to stage {stage} but not in {where}", "take another schedule")
-    return pieces
-
-
-def _with_default_in_flight(
-    stages: Sequence[Sequence[str]],
-    workers: Sequence[tuple[int, ...]],
-    execution: ExecutionConfig,
-    recompute: Sequence[bool],
-) -> Placement:
-    replicas = [len(numbers) for numbers in workers[: len(stages) // execution.chunks]]
-    shape = default_shape(execution.schedule, replicas, execution.microbatches, execution.chunks)
-    return Placement(
-        stages=tuple(map(tuple, stages)),
-        workers=tuple(workers),
-        in_flight=shape.in_flight * execution.chunks,
-        recompute=tuple(recompute),
-        execution=execution,
-    )
-
-
-def _compute_s(profile: Profile, name: str) -> float:
-    return profile.by_name[name].forward_s + profile.by_name[name].backward_s
-
-
 _LOG = logging.getLogger(__name__)
 
 
@@ -388,3 +199,194 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
 def _evaluator(plan: Plan, profile: Profile) -> Evaluator:
     """Whose formulas the figures of a plan are by."""
     return Evaluator(profile, plan.cluster.cluster(), plan.predicted.cost if plan.predicted else "ours")
+
+
+def interleaved_placement(profile: Profile, cluster: Cluster, options: SearchOptions) -> Placement:
+    """Place several stages on each worker, all of about the same time, in the order of the model's operators.
+
+    Raises:
+        NoPlanError: there are fewer operators than stages.
+        UsageError: an operator is pinned elsewhere, or there are fewer workers than asked for.
+    """
+    workers = options.workers or cluster.workers
+    if workers > cluster.workers:
+        raise UsageError(f"--workers {workers}: the cluster has {cluster.workers}", "give no more than that")
+    stages = even_pieces(profile, workers * options.chunks)
+    execution = ExecutionConfig.of_schedule("interleaved", options.microbatches, options.chunks)
+    numbers = [(s % workers,) for s in range(len(stages))]
+    return _with_default_in_flight(stages, numbers, execution, [False] * len(stages))
+
+
+def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:
+    """Return the placement under another schedule, with the minibatches in flight that this is defined for.
+
+    A flush comes after four microbatches for each stage where the placement has none (GPipe, NeurIPS'19, section 2.3:
+    then the bubble is small).
+
+    Args:
+        chunks: stages on each worker of `interleaved`, for which the model is cut anew (see `even_pieces`).
+
+    Raises:
+        UsageError: the schedule does not go with the placement.
+    """
+    before = placement.execution
+    if before.chunks > 1:
+        raise UsageError(
+            f"schedule {schedule} with {before.chunks} stages on each worker",
+            "simulate a plan that was partitioned for one on each",
+        )
+    depth = len(placement.stages)
+    microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * depth
+    if schedule == "interleaved":
+        stages = even_pieces(profile, depth * chunks)
+        execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
+        workers = [placement.workers[s % depth] for s in range(len(stages))]
+        return _with_default_in_flight(stages, workers, execution, placement.recompute * chunks)
+    shape = default_shape(schedule, placement.replicas, microbatches)
+    execution = ExecutionConfig.of_schedule(schedule, microbatches)
+    return replace(placement, in_flight=shape.in_flight, execution=execution)
+
+
+def even_pieces(profile: Profile, count: int) -> list[list[str]]:
+    """Divide the operators, in the order in which they compute, into `count` pieces of about the same time.
+
+    Raises:
+        NoPlanError: there are fewer operators than pieces.
+        UsageError: one is pinned to another piece.
+    """
+    inputs = [node.name for node in profile.nodes if node.op == "input"]
+    blocks = profile.graph.contracted([*unbroken_groups(profile), *([inputs] if inputs else [])])
+    if len(blocks) < count:
+        raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "take fewer stages")
+    seconds = [sum(_compute_s(profile, name) for name in block) for block in blocks]
+    cumulative = [0.0, *accumulate(seconds)]
+    cuts = [0]
+    for piece in range(1, count):
+        even = bisect_left(cumulative, cumulative[-1] * piece / count)
+        cuts.append(min(max(even, cuts[-1] + 1), len(blocks) - count + piece))
+    pieces = [
+        [name for block in blocks[begin:end] for name in block]
+        for begin, end in zip(cuts, [*cuts[1:], len(blocks)], strict=True)
+    ]
+    for name, stage in profile.pin.items():
+        if name not in pieces[stage % count]:
+            where = f"chunk {stage % count} of {count} even ones"
+            raise UsageError(f"{name} is pinned to stage {stage} but not in {where}", "take another schedule")
+    return pieces
+
+
+def _with_default_in_flight(
+    stages: Sequence[Sequence[str]],
+    workers: Sequence[tuple[int, ...]],
+    execution: ExecutionConfig,
+    recompute: Sequence[bool],
+) -> Placement:
+    replicas = [len(numbers) for numbers in workers[: len(stages) // execution.chunks]]
+    shape = default_shape(execution.schedule, replicas, execution.microbatches, execution.chunks)
+    return Placement(
+        stages=tuple(map(tuple, stages)),
+        workers=tuple(workers),
+        in_flight=shape.in_flight * execution.chunks,
+        recompute=tuple(recompute),
+        execution=execution,
+    )
+
+
+def _compute_s(profile: Profile, name: str) -> float:
+    return profile.by_name[name].forward_s + profile.by_name[name].backward_s
+
+
+def predict(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
+    """Return the plan with figures for what it says, and what bounds it.
+
+    Raises:
+        ScheduleError: no formulas cover it, and its numbers in flight make it deadlock.
+    """
+    if not placement.execution.has_formulas:
+        return _with_simulated_figures(plan, evaluator, placement)
+    is_ours = evaluator.cost_model == "ours"
+    simulated_s = steady_state_s(placement, evaluator.profile, evaluator.cluster) if is_ours else None
+    cost = evaluator.cost(placement)
+    figures = with_formulas(plan, evaluator, cost, placement.execution, simulated_s)
+    return plan.model_copy(update={"why": Why(bottleneck=cost.bottleneck), "predicted": figures})
+
+
+def with_formulas(
+    plan: Plan, evaluator: Evaluator, cost: PlanCost, execution: ExecutionConfig, simulated_s: float | None
+) -> Predicted:
+    """Return the figures of a plan that the formulas cover.
+
+    Args:
+        simulated_s: seconds per minibatch in a simulation; None: it was not simulated.
+    """
+    return _predicted(plan, evaluator, execution, cost.time_per_minibatch_s, simulated_s, cost)
+
+
+def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
+    result = simulate(SimulationJob.of(placement, evaluator.profile, evaluator.cluster))
+    depth, chunks = placement.pipeline_depth, placement.execution.chunks
+    usages = [[usage for usage in result.workers if usage.stage == s] for s in range(depth)]
+    compute_s = [fmean(usage.busy_s for usage in stage) / result.minibatches for stage in usages]
+    memory_bytes = [max(usage.memory_bytes for usage in stage) for stage in usages]
+    stages = range(len(placement.stages))
+    cost = PlanCost(
+        compute_s=tuple(compute_s[s % depth] / chunks for s in stages),
+        allreduce_s=(0.0,) * len(stages),
+        transfer_s=(0.0,) * (len(stages) - 1),
+        stage_s=(),
+        round_trip_s=(),
+        memory_bytes=tuple(memory_bytes[s % depth] for s in stages),
+        traffic_bytes=round(result.sent_bytes),
+        flush_factor=1.0,
+    )
+    time_s = result.time_per_minibatch_s
+    slowest = max(range(depth), key=compute_s.__getitem__)
+    why = f"stage {slowest} computes most; {placement.execution.schedule} is simulated, there is no formula for it"
+    flushing = ExecutionConfig.of_schedule("1f1b-flush", plan.microbatches)
+    execution = flushing if plan.flushes else ExecutionConfig()
+    figures = _predicted(plan, evaluator, execution, time_s, time_s, cost)
+    return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
+
+
+def _predicted(
+    plan: Plan,
+    evaluator: Evaluator,
+    execution: ExecutionConfig,
+    bottleneck_s: float,
+    simulated_s: float | None,
+    cost: PlanCost,
+) -> Predicted:
+    """Return the figures. The gain is over data parallelism on all workers of the cluster, whether or not that fits in
+    memory: of both in simulations, or of both by the same formulas. With a flush it takes no fewer minibatches in an
+    update than the plan, as many on each worker.
+
+    Args:
+        execution: how data parallelism is run, but for its copies.
+    """
+    workers, microbatches = evaluator.cluster.workers, execution.microbatches
+    if not is_asynchronous(execution.schedule):
+        microbatches = -(-microbatches // workers) * workers
+    data_parallel = evaluator.data_parallel(workers, ExecutionConfig.of_schedule(execution.schedule, microbatches))
+    data_parallel_s = None
+    if simulated_s is not None:
+        data_parallel_s = steady_state_s(data_parallel.placement, evaluator.profile, evaluator.cluster)
+    time_s = bottleneck_s if simulated_s is None else simulated_s
+    own_s, other_s = time_s, data_parallel_s
+    if other_s is None:
+        own_s, other_s = bottleneck_s, data_parallel.time_per_minibatch_s
+    return Predicted(
+        bottleneck_s=bottleneck_s,
+        simulated_s=simulated_s,
+        data_parallel_s=data_parallel_s,
+        throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
+        gain_over_data_parallel=other_s / own_s if own_s else 1.0,
+        samples_per_update=samples_per_update(Placement.of(plan, evaluator.profile), evaluator.profile),
+        data_parallel_samples_per_update=samples_per_update(data_parallel.placement, evaluator.profile),
+        compute_s=cost.compute_s,
+        allreduce_s=cost.allreduce_s,
+        transfer_s=cost.transfer_s,
+        memory_bytes=cost.memory_bytes,
+        traffic_bytes=cost.traffic_bytes,
+        cost=evaluator.cost_model,
+        plan_sha256=plan.plan_sha256,
+    )

@@ -1,8 +1,12 @@
-"""Move the borders of the chosen plan to where modules begin and end, as far as the margin allows.
+"""Choose a plan by simulation, then move its borders to where modules begin and end.
 
-The fastest border may lie in the middle of an attention, and one a little slower between two layers: the stages are
-then read, and edited, as parts of the model that its author knows. A border is moved where it divides fewer modules,
-the nearest such place first; the time per minibatch stays within what the choice of the plan allowed.
+The formulas assume that communication overlaps perfectly, the simulator does not.
+
+    shortlist   the fastest plans by the formulas, the baselines, and the best of each layout and number of stages
+    drop        plans that a lower bound shows to be slower than a plan that was simulated
+    simulate    the rest, each with few and with more minibatches in flight
+    take        the fastest, each with the fewest minibatches in flight; within the margin the fewest stages
+    move        each border to where it divides fewer modules, if the plan stays within the margin
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from pdtool.planner.simulator.engine import PATIENT, is_too_large, steady_state_
 # such plans communicate less.
 _LINK_SLOWDOWNS = (1.0, 2.0)
 _MAX_PLANS_PER_SEARCH = 8  # those with the smallest lower bounds, for each slowdown
+_MAX_MOVES = 8  # places that are tried for a border
 
 
 @dataclass(frozen=True)
@@ -180,11 +185,12 @@ def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:
     return bound_s, len(candidate.placement.stages)
 
 
-_MAX_MOVES = 8  # places that are tried for a border
-
-
 def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:
     """Return the plan with the borders that divide the fewest modules, of those that keep it within `limit_s`.
+
+    The fastest border may lie in the middle of an attention, and one a little slower between two layers. The second one
+    gives stages that the model's author reads, and edits, as parts of the model. A border is moved to where it divides
+    the fewest modules, the nearest of such places first.
 
     All borders that the formulas let move are moved at once and simulated; where that is too slow, one after the other.
     """

@@ -1,7 +1,8 @@
-"""The plans that everyone asks about: data parallelism, the straight pipeline, GPipe, model parallelism, one worker.
+"""Strategies: the search options of each, its best plans by the formulas, and the baselines of every plan.
 
-GPipe and model parallelism have the stages of the straight pipeline here, which takes no further search; the best of
-their kind are in `strategies`.
+`strategy_options` turns a strategy into options of the search. `fastest_of_strategy` returns its best plans, and
+`make_plan` chooses among them by simulation. `baselines` are the plans that everyone asks about: data parallelism, the
+straight pipeline, GPipe, model parallelism and one worker.
 """
 
 from __future__ import annotations
@@ -22,100 +23,17 @@ from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.schedule import SCHEDULES, STRATEGIES, is_asynchronous
 from pdtool.units import format_bytes, format_seconds
 
-_OTHER_RIVALS = 2  # that a plan lists, besides the baselines
-Baseline = tuple[str, Candidate]  # with its label
 DATA_PARALLEL = STRATEGIES["data-parallel"].label
 ONE_WORKER = "one worker"
-
-
-def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseline]:
-    """Yield each baseline, on the workers that may be used; the straight ones on as many as there are stages. An update
-    of GPipe takes as many minibatches as one of data parallelism."""
-    evaluator, execution = search.evaluator, replace(execution, copies=1)
-    yield f"{DATA_PARALLEL} ({search.workers})", search.data_parallel(execution)
-    pipeline = straight_pipeline(search, execution)
-    if pipeline:
-        stages, workers = pipeline.placement.stages, pipeline.placement.workers
-        depth = len(stages)
-        gpipe = ExecutionConfig.of_schedule("gpipe", search.workers, strategy="gpipe")
-        in_turns = ExecutionConfig(strategy="model-parallel")
-        yield f"straight pipeline ({depth} stages)", pipeline
-        label = f"GPipe ({depth} stages, {gpipe.microbatches} microbatches)"
-        yield label, evaluator.place(stages, workers, gpipe)
-        yield f"model parallelism ({depth} stages)", evaluator.place(stages, workers, in_turns)
-    yield ONE_WORKER, evaluator.data_parallel(1, execution)
-
-
-def straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candidate | None:
-    """Return the fastest pipeline of one worker a stage on as many workers as the model can be cut for; None: none
-    fits."""
-    max_stages = search.options.max_stages or search.workers
-    depth = min(search.workers, search.whole_space.cuts.max_stages, max_stages, MAX_WORKERS_PER_COPY)
-    layout_search = search.search_layout(Layout.whole(search.cluster, depth), execution, straight=True)
-    fastest = layout_search.fastest
-    is_possible = depth > 1 and fastest.time_per_minibatch_s < float("inf")
-    return layout_search.candidate(fastest) if is_possible else None
-
-
-def rivals(
-    search: PlanSearch, chosen: Candidate, named: Sequence[Baseline], others: Sequence[Candidate]
-) -> Iterator[Rival]:
-    """Yield the baselines, then the two fastest of `others`, and why they lost; each once, never the chosen plan."""
-    seen = {_identity(chosen)}
-    remaining = _OTHER_RIVALS
-    for label, rival in [*named, *((plan.placement.config, plan) for plan in others)]:
-        is_named = label != rival.placement.config
-        if _identity(rival) in seen or not (is_named or remaining):
-            continue
-        seen.add(_identity(rival))
-        remaining -= not is_named
-        schedule = rival.placement.execution.schedule
-        suffix = f", {schedule}" if schedule != chosen.placement.execution.schedule and not is_named else ""
-        why = _why_rejected(search, rival, chosen)
-        yield Rival(
-            plan=label + suffix,
-            bottleneck_s=rival.time_per_minibatch_s,
-            samples_per_update=samples_per_update(rival.placement, search.profile),
-            why=why,
-        )
-
-
-def _identity(plan: Candidate) -> tuple[str, str, bool]:
-    placement = plan.placement
-    return placement.config, placement.execution.schedule, set(placement.in_flight) == {1}
-
-
-def _complexity(plan: Candidate) -> tuple[int, int]:
-    """Return the stages and the minibatches in flight."""
-    return len(plan.placement.stages), sum(plan.placement.in_flight)
-
-
-def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
-    needed, limit = max(rival.cost.memory_bytes), search.cluster.memory_bytes
-    if limit is not None and needed > limit:
-        stage = rival.cost.memory_bytes.index(needed)
-        return f"does not fit: stage {stage} needs {format_bytes(needed)}, a worker has {format_bytes(limit)}"
-    gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
-    if gain_s <= 0:
-        return rival.cost.bottleneck
-    options, faster = search.options, f"{format_seconds(gain_s)} faster"
-    is_other_schedule = rival.placement.execution.schedule != chosen.placement.execution.schedule
-    is_other_strategy = options.straight
-    if not STRATEGIES[options.strategy].is_selected:
-        is_other_strategy = rival.placement.execution.strategy != options.strategy
-    if is_other_strategy or is_other_schedule or not options.allows(rival.placement):
-        return f"{faster}, but not what was asked for"
-    if options.strategy == "model-parallel":
-        return f"{faster}, but its fullest worker holds more"
-    is_close = gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE
-    is_simpler = _complexity(chosen) < _complexity(rival)
-    if is_close and is_simpler and STRATEGIES[options.strategy].is_selected:
-        return f"{faster}, but not as simple, which may cost {options.simplest:.1%} (--simplest)"
-    return f"{faster} by the formulas, but not in the simulation"
-
-
+Baseline = tuple[str, Candidate]  # with its label
 _DEFAULT_MICROBATCHES = 4  # of a flushing schedule that was asked for by name
 _SCHEDULES_WITHOUT_REPLICAS = ("interleaved", "zb-h1")
+# The best GPipe of another number of stages is looked at when its formulas say at most this factor of the best one's
+# time: they hide messages, which all stages of a pipeline that fills and drains wait for.
+_MAX_SLOWDOWN = 2.0
+_BISECTIONS = 12  # of the memory of a worker
+_MAX_WORKERS_WITH_ALL_MINIBATCHES = 8  # hybrid parallelism is searched with any number of minibatches up to here
+_OTHER_RIVALS = 2  # that a plan lists, besides the baselines
 
 
 def strategy_options(
@@ -229,13 +147,6 @@ def _check_replicas(options: SearchOptions, cluster: Cluster) -> None:
         raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
 
 
-# The best GPipe of another number of stages is looked at when its formulas say at most this factor of the best one's
-# time: they hide messages, which all stages of a pipeline that fills and drains wait for.
-_MAX_SLOWDOWN = 2.0
-_BISECTIONS = 12  # of the memory of a worker
-_MAX_WORKERS_WITH_ALL_MINIBATCHES = 8  # hybrid parallelism is searched with any number of minibatches up to here
-
-
 def fastest_of_strategy(search: PlanSearch) -> list[Candidate]:
     """Return plans of the strategy that was asked for, the fastest by the formulas first; none where none fits.
 
@@ -274,21 +185,6 @@ def limits_of_strategy(search: PlanSearch) -> str:
     return "not every number of minibatches in an update was searched"
 
 
-def _time_s(plan: Candidate) -> float:
-    return plan.time_per_minibatch_s
-
-
-def _of_each_depth(search: PlanSearch) -> Iterator[Candidate]:
-    """Yield the best pipeline without replicas of each number of stages, as far as it is not much slower than the
-    best."""
-    for optimum in search.fastest_plans()[:1]:
-        bound_s = optimum.time_per_minibatch_s * _MAX_SLOWDOWN
-        for layout in search.layouts:
-            found = search.search_layout(layout, optimum.placement.execution, bound_s)
-            if found.is_promising and found.fastest.time_per_minibatch_s <= found.bound_s:
-                yield found.candidate(found.fastest)
-
-
 def with_least_memory(search: PlanSearch, fastest: Candidate) -> Candidate:
     """Return the split of model parallelism that is at most the margin slower than the fastest and whose fullest worker
     holds the least, to within a few thousandths.
@@ -310,6 +206,21 @@ def with_least_memory(search: PlanSearch, fastest: Candidate) -> Candidate:
         else:
             too_little = memory_bytes
     return least
+
+
+def _time_s(plan: Candidate) -> float:
+    return plan.time_per_minibatch_s
+
+
+def _of_each_depth(search: PlanSearch) -> Iterator[Candidate]:
+    """Yield the best pipeline without replicas of each number of stages, as far as it is not much slower than the
+    best."""
+    for optimum in search.fastest_plans()[:1]:
+        bound_s = optimum.time_per_minibatch_s * _MAX_SLOWDOWN
+        for layout in search.layouts:
+            found = search.search_layout(layout, optimum.placement.execution, bound_s)
+            if found.is_promising and found.fastest.time_per_minibatch_s <= found.bound_s:
+                yield found.candidate(found.fastest)
 
 
 def _of_each_update(search: PlanSearch) -> Iterator[Candidate]:
@@ -346,3 +257,93 @@ def _asynchronous(search: PlanSearch) -> Candidate:
             "give fewer --workers, or smaller minibatches",
         )
     return plan
+
+
+def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseline]:
+    """Yield each baseline, on the workers that may be used; the straight ones on as many as there are stages. An update
+    of GPipe takes as many minibatches as one of data parallelism.
+
+    GPipe and model parallelism have the stages of the straight pipeline here, which takes no further search. The best
+    plans of their kind come from `fastest_of_strategy`.
+    """
+    evaluator, execution = search.evaluator, replace(execution, copies=1)
+    yield f"{DATA_PARALLEL} ({search.workers})", search.data_parallel(execution)
+    pipeline = straight_pipeline(search, execution)
+    if pipeline:
+        stages, workers = pipeline.placement.stages, pipeline.placement.workers
+        depth = len(stages)
+        gpipe = ExecutionConfig.of_schedule("gpipe", search.workers, strategy="gpipe")
+        in_turns = ExecutionConfig(strategy="model-parallel")
+        yield f"straight pipeline ({depth} stages)", pipeline
+        label = f"GPipe ({depth} stages, {gpipe.microbatches} microbatches)"
+        yield label, evaluator.place(stages, workers, gpipe)
+        yield f"model parallelism ({depth} stages)", evaluator.place(stages, workers, in_turns)
+    yield ONE_WORKER, evaluator.data_parallel(1, execution)
+
+
+def straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candidate | None:
+    """Return the fastest pipeline of one worker a stage on as many workers as the model can be cut for; None: none
+    fits."""
+    max_stages = search.options.max_stages or search.workers
+    depth = min(search.workers, search.whole_space.cuts.max_stages, max_stages, MAX_WORKERS_PER_COPY)
+    layout_search = search.search_layout(Layout.whole(search.cluster, depth), execution, straight=True)
+    fastest = layout_search.fastest
+    is_possible = depth > 1 and fastest.time_per_minibatch_s < float("inf")
+    return layout_search.candidate(fastest) if is_possible else None
+
+
+def rivals(
+    search: PlanSearch, chosen: Candidate, named: Sequence[Baseline], others: Sequence[Candidate]
+) -> Iterator[Rival]:
+    """Yield the baselines, then the two fastest of `others`, and why they lost; each once, never the chosen plan."""
+    seen = {_identity(chosen)}
+    remaining = _OTHER_RIVALS
+    for label, rival in [*named, *((plan.placement.config, plan) for plan in others)]:
+        is_named = label != rival.placement.config
+        if _identity(rival) in seen or not (is_named or remaining):
+            continue
+        seen.add(_identity(rival))
+        remaining -= not is_named
+        schedule = rival.placement.execution.schedule
+        suffix = f", {schedule}" if schedule != chosen.placement.execution.schedule and not is_named else ""
+        why = _why_rejected(search, rival, chosen)
+        yield Rival(
+            plan=label + suffix,
+            bottleneck_s=rival.time_per_minibatch_s,
+            samples_per_update=samples_per_update(rival.placement, search.profile),
+            why=why,
+        )
+
+
+def _identity(plan: Candidate) -> tuple[str, str, bool]:
+    placement = plan.placement
+    return placement.config, placement.execution.schedule, set(placement.in_flight) == {1}
+
+
+def _complexity(plan: Candidate) -> tuple[int, int]:
+    """Return the stages and the minibatches in flight."""
+    return len(plan.placement.stages), sum(plan.placement.in_flight)
+
+
+def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
+    needed, limit = max(rival.cost.memory_bytes), search.cluster.memory_bytes
+    if limit is not None and needed > limit:
+        stage = rival.cost.memory_bytes.index(needed)
+        return f"does not fit: stage {stage} needs {format_bytes(needed)}, a worker has {format_bytes(limit)}"
+    gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
+    if gain_s <= 0:
+        return rival.cost.bottleneck
+    options, faster = search.options, f"{format_seconds(gain_s)} faster"
+    is_other_schedule = rival.placement.execution.schedule != chosen.placement.execution.schedule
+    is_other_strategy = options.straight
+    if not STRATEGIES[options.strategy].is_selected:
+        is_other_strategy = rival.placement.execution.strategy != options.strategy
+    if is_other_strategy or is_other_schedule or not options.allows(rival.placement):
+        return f"{faster}, but not what was asked for"
+    if options.strategy == "model-parallel":
+        return f"{faster}, but its fullest worker holds more"
+    is_close = gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE
+    is_simpler = _complexity(chosen) < _complexity(rival)
+    if is_close and is_simpler and STRATEGIES[options.strategy].is_selected:
+        return f"{faster}, but not as simple, which may cost {options.simplest:.1%} (--simplest)"
+    return f"{faster} by the formulas, but not in the simulation"

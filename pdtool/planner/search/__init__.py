@@ -1,1 +1,4 @@
-"""The search: where a graph may be cut, where a pipeline may lie in a cluster, and the fastest division."""
+"""Search for the fastest plans by the cost formulas: over cuts of the graph, layouts in the cluster and schedules.
+
+`search` is the module that `choice` uses, with `cuts` and `layouts` for the spaces that it searches.
+"""

@@ -1,7 +1,7 @@
-"""Where the graph of a profile may be cut into stages.
+"""Cuts: where the graph of a profile may be cut into stages, and the load of every stage between two cuts.
 
-A cut is a downset of the graph (graph.py). Nodes that must stay together are one *block*; cuts are enumerated over
-blocks. Where a graph has more cuts than can be searched it is coarsened first, and the result says so.
+A cut is a downset of the graph (see pdtool.graph). Nodes that must stay together are one *block*, and cuts are
+enumerated over blocks. A graph with more cuts than can be searched is coarsened first, and the result says so.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 PipeDream, SOSP'19, section 3.1: A(j, m) = min over i, m' of max(A(i, m - m'), 2 a_i / B, T(i+1..j, m')), on cuts of a
 DAG instead of prefixes of a chain, and from the back: then the workers that follow a stage are known, and with them its
 minibatches in flight and its memory. Stages take contiguous workers in order, so the links that each stage's all-reduce
-and border cross are known; where stages contend for a link, cost/contention.py and the simulator say so.
+and border cross are known; where stages contend for a link, plan_cost and the simulator say so.
 
                 cut i                       cut j
       ... stage   |           stage           |   stages after it   |  end

@@ -1,7 +1,9 @@
-"""Where a pipeline may lie in a cluster: on all of it, on a smaller block, or as several copies on blocks side by side.
+"""Layouts: where a pipeline may lie in a cluster, and the best pipelines of one layout under one schedule.
 
-copies of 1x4 in 4x4   | 0 0 0 0 | 1 1 1 1 | 2 2 2 2 | 3 3 3 3 |      each is one server's own pipeline
-copies of 1x2 in 2x4   | 0 0 1 1 | 2 2 3 3 |
+A pipeline lies on the whole cluster or on a smaller block. Several copies of it lie on equal blocks side by side:
+
+    copies of 1x4 in 4x4   | 0 0 0 0 | 1 1 1 1 | 2 2 2 2 | 3 3 3 3 |      each is one server's own pipeline
+    copies of 1x2 in 2x4   | 0 0 1 1 | 2 2 3 3 |
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pdtool.planner.stage_costs import Array
 MAX_WORKERS_PER_COPY = 256  # the search looks at every worker as the first one of every stage
 # In larger clusters, blocks that leave out some of the devices of every server are not looked at.
 _MAX_WORKERS_WITH_PARTIAL_BLOCKS = 64
+_COARSE_CUTS = 160  # of a first, rough search: this many over the square root of the workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +101,6 @@ def layouts(cluster: Cluster, workers: int) -> list[Layout]:
         if used and (used == math.prod(sizes) > 1 or grid == one_block):
             found.append(Layout(cluster=cluster, sizes=sizes, grid=grid, workers=used))
     return sorted(found, key=lambda layout: (layout.workers, layout.copies, layout.sizes))
-
-
-_COARSE_CUTS = 160  # of a first, rough search: this many over the square root of the workers
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,12 @@ class SearchOptions:
         workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
         straight: one stage on every worker, none replicated; `gpipe` may leave workers idle.
         replicas: of each stage, on the first workers of the cluster; None: any number of stages and replicas.
-        strategy: see pdtool.schedule.strategies; partition.strategies.strategy_options sets what goes with it.
+        strategy: see pdtool.schedule.strategies; planner.choice.strategies sets what goes with it.
         max_stages: no more stages than that; None: no limit.
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
         recompute: whether stages may run their forward twice to save memory.
         cost_model: whose formulas; see plan_cost.COST_MODELS.
-        chunks: stages on each worker, of `interleaved`, which is not searched (simulated_schedules.py).
+        chunks: stages on each worker, of `interleaved`, which is not searched (choice.make_plan.interleaved_placement).
         max_cuts: of the graph that are searched at most, on 16 workers or fewer; on more workers fewer.
     """
 

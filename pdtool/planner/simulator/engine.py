@@ -1,9 +1,10 @@
-"""Any action lists, executed on a clock: when everything happens, who waits for what, and what each worker holds.
+"""The simulation: action lists on a clock, who waits for what, and how long a minibatch takes in steady state.
 
 As in the runtime, sends never hold up computing. A message goes straight from the stage that makes a tensor to each
-stage that takes it, as soon as that one has asked for it: in the order of its list, and for one minibatch more than it
-has in flight (run/messages). The gradients of a round leave in buckets while its last backward goes on, all replicas of
-a stage start a bucket together, and the update waits for all buckets (run/weights/replica_averager.py).
+stage that takes it, as soon as that stage has asked for it. A stage asks in the order of its list, for one minibatch
+more than it has in flight (see pdtool.runtime.messages). The gradients of a round leave in buckets while its last
+backward goes on. All replicas of a stage start a bucket together, and the update waits for all buckets (see
+pdtool.runtime.stage.averaging).
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from pdtool.planner.simulator.result import (
 from pdtool.planner.simulator.traffic import GradientAllReduces, MessageDelivery
 from pdtool.schedule import Action, ActionKind, grid
 from pdtool.schedule.shape import steady_minibatches
+
+_MAX_ACTIONS_TIMES_WORKERS = 300_000  # about half a second
+PATIENT = 7.0  # times that, for a single plan: some seconds
 
 
 def simulate(job: SimulationJob) -> SimulationResult:
@@ -70,6 +74,28 @@ def simulated_time_s(job: SimulationJob, limit_s: float = math.inf) -> float:
     _, completion = _execute(job, NullRecorder(), limit_s)
     time_s = completion.time_per_minibatch_s
     return time_s if time_s <= limit_s else math.inf
+
+
+def steady_state_s(
+    placement: Placement, profile: Profile, cluster: Cluster, limit_s: float = math.inf, *, patience: float = 1.0
+) -> float | None:
+    """Return the seconds per minibatch in steady state, infinite above the limit; None where the simulation would take
+    too long, or the placement cannot be executed.
+
+    Args:
+        patience: how many times as long as usual the simulation may take.
+    """
+    if is_too_large(placement, patience):
+        return None
+    try:
+        return simulated_time_s(SimulationJob.of(placement, profile, cluster), limit_s)
+    except ScheduleError:
+        return None
+
+
+def is_too_large(placement: Placement, patience: float = 1.0) -> bool:
+    """Whether a simulation would take too long."""
+    return action_count(placement) * placement.used_workers > _MAX_ACTIONS_TIMES_WORKERS * patience
 
 
 def _execute(
@@ -218,29 +244,3 @@ class _SimulatedWorker:
             memory_bytes=int(memory.peak_bytes),
             sent_bytes=round(sent_bytes),
         )
-
-
-_MAX_ACTIONS_TIMES_WORKERS = 300_000  # about half a second
-PATIENT = 7.0  # times that, for a single plan: some seconds
-
-
-def steady_state_s(
-    placement: Placement, profile: Profile, cluster: Cluster, limit_s: float = math.inf, *, patience: float = 1.0
-) -> float | None:
-    """Return the seconds per minibatch in steady state, infinite above the limit; None where the simulation would take
-    too long, or the placement cannot be executed.
-
-    Args:
-        patience: how many times as long as usual the simulation may take.
-    """
-    if is_too_large(placement, patience):
-        return None
-    try:
-        return simulated_time_s(SimulationJob.of(placement, profile, cluster), limit_s)
-    except ScheduleError:
-        return None
-
-
-def is_too_large(placement: Placement, patience: float = 1.0) -> bool:
-    """Whether a simulation would take too long."""
-    return action_count(placement) * placement.used_workers > _MAX_ACTIONS_TIMES_WORKERS * patience

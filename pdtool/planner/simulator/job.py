@@ -15,8 +15,6 @@ from pdtool.planner.stage_costs import StageEdge, StageLoad, stage_edges, stage_
 from pdtool.schedule import ActionKind, Actions, PipelineShape, build, is_asynchronous, steady_run, tied_update_lag
 
 MAX_ACTIONS = 200_000  # forwards and backwards, about ten seconds
-
-
 _BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # the runtime's buckets are of this size, however many
 _NO_MEMORY = StageMemory(fixed_bytes=0, version_bytes=0, minibatch_bytes=0)
 
@@ -27,7 +25,7 @@ class StageWork:
 
     Attributes:
         seconds: of each kind of action.
-        memory: its parts; see cost.memory.
+        memory: its parts.
         averaged_bytes: of gradients, over the replicas, in each round.
         buckets_ready: of each bucket of them, all of equal size, the share of the backward after which it is there.
     """
