@@ -1,1 +1,4 @@
-"""From a plan to a bundle: one readable PyTorch module per stage, proved equal to the model each time."""
+"""Turn a plan into a bundle: one readable PyTorch module for each stage, proved equal to the model each time.
+
+Other folders use `generate` only.
+"""

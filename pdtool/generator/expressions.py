@@ -1,4 +1,8 @@
-"""Write an ATen operator as a person would: as a torch function, a method, an arithmetic operator or indexing."""
+"""Write a value as Python, as a person would: ATen operators, constants, parameters and trees of modules.
+
+An operator becomes a torch function, a method, an arithmetic operator or indexing. `ModuleTree` writes the statements
+that build the modules of a stage under their original paths.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +82,7 @@ _INTERPOLATIONS = {  # -> mode of F.interpolate, which calls the operator for th
 _UNLIKE_PYTHON = {"stft", "istft", "max_unpool2d", "max_unpool3d"}
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
 Write = Callable[[Any], str]
+Tree = dict[str, Any]  # child -> the text of a leaf module's constructor call, or the Tree below a container
 
 
 def expression(op: Operator, write: Write) -> str:
@@ -209,9 +214,6 @@ def literal(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float, complex)):
         return repr(value)
     raise TypeError(f"no literal for {type(value).__name__}")
-
-
-Tree = dict[str, Any]  # child -> the text of a leaf module's constructor call, or the Tree below a container
 
 
 class ModuleTree:
