@@ -43,8 +43,8 @@ class RunConfig:
         resume: folder of a run, or one of its checkpoints, to go on from; any plan of the same model may have made it.
         machines: the machines of the launch.
         check_stage_files: called on each machine with the traced model before a stage file is imported; raises
-            StaleError when they are not what codegen writes. It comes from outside, since codegen is no part of `run`.
-            None: they are trusted as they are.
+            StaleError when they are not what codegen writes. The caller gives it, since the runtime does not import the
+            generator. None: they are trusted as they are.
         bucket_bytes: of gradients that replicas average in one message; the same on all machines.
     """
 

@@ -1,16 +1,7 @@
-"""Compensation for gradients that come late: an asynchronous pipeline applies them tau updates after their forward.
+"""Corrections for gradients that come late: what --correction names, and the optimizer steps that it changes.
 
-    lr-discount[=K]     lr / tau^p with p = max(0, 1 - t/K) at update t; without K always p = 1
-                        (Yang et al., "PipeMare", MLSys'21, section 3.1; without K Zhang et al., IJCAI'16, section 3.2)
-    weight-prediction   forwards read w + tau d, where d is the last step: the weights that the gradient will meet
-                        (Chen et al., "SpecTrain", 2018, equation 4: there d is -lr times the momentum, which is what
-                        SGD's last step is; for Adam it is what Guan et al., "XPipe", 2019, section 3.2 predict with)
-    nesterov[=G]        d <- G d + (1 - G) step, w <- w + d, and forwards read w + G d; G is 0.9 unless given
-                        (Ajanthan et al., ICML'25: look-ahead as a correction of delay, with the gradient discounted by
-                        1 - G; here for the step of any optimizer)
-
-tau is the delay of the stage in steady state, in updates. The first two do nothing at a stage without delay, and the
-first one also does nothing at a delay of 1.
+An asynchronous pipeline applies a gradient tau updates after its forward; tau is the delay of the stage in steady
+state. `DelayCompensation` lists the methods with their sources, and `CompensatedSteps` takes the steps.
 """
 
 from __future__ import annotations
@@ -30,7 +21,20 @@ _NESTEROV_GAIN = 0.9
 
 @dataclass(frozen=True)
 class DelayCompensation:
-    """The method that the user asked for with --correction; `value` is K or G."""
+    """The method that the user asked for with --correction; `value` is K or G.
+
+    lr-discount[=K]     lr / tau^p with p = max(0, 1 - t/K) at update t; without K always p = 1
+                        (Yang et al., "PipeMare", MLSys'21, section 3.1; without K Zhang et al., IJCAI'16, section 3.2)
+    weight-prediction   forwards read w + tau d, where d is the last step: the weights that the gradient will meet
+                        (Chen et al., "SpecTrain", 2018, equation 4: there d is -lr times the momentum, which is what
+                        SGD's last step is; for Adam it is what Guan et al., "XPipe", 2019, section 3.2 predict with)
+    nesterov[=G]        d <- G d + (1 - G) step, w <- w + d, and forwards read w + G d; G is 0.9 unless given
+                        (Ajanthan et al., ICML'25: look-ahead as a correction of delay, with the gradient discounted by
+                        1 - G; here for the step of any optimizer)
+
+    tau is the delay of the stage in steady state, in updates. The first two do nothing at a stage without delay, and
+    the first one also does nothing at a delay of 1.
+    """
 
     kind: str
     value: float | None = None

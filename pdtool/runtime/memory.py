@@ -1,4 +1,8 @@
-"""The most memory that a worker holds while it trains."""
+"""Memory of a worker: its peak while it trains, and the error when it runs out.
+
+`PeakMemory` measures the peak. `is_out_of_memory` recognizes an allocation that failed, and the error says what the
+worker needed and what the machine had.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,14 @@ from pdtool.errors import WorkerDiedError
 from pdtool.host import MemoryLimit, memory_limits
 from pdtool.runtime.config import RankAssignment
 from pdtool.units import format_bytes
+
+# What allocators say: CUDA's and that of CPU tensors in torch, C++ and cuBLAS.
+_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+_PLACE = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")  # in torch's sources
+_REMEDY = (
+    "partition with a smaller --memory, which plans more stages or recomputation, take a smaller --batch-size when you "
+    "profile, or put fewer workers on this machine"
+)
 
 
 class PeakMemory:
@@ -67,15 +79,6 @@ class PeakMemory:
             else process_memory.peak_resident_bytes(self._file_bytes)
         )
         return None if peak is None else max(0, peak - self._before_bytes)
-
-
-# What allocators say: CUDA's and that of CPU tensors in torch, C++ and cuBLAS.
-_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
-_PLACE = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")  # in torch's sources
-_REMEDY = (
-    "partition with a smaller --memory, which plans more stages or recomputation, take a smaller --batch-size when you "
-    "profile, or put fewer workers on this machine"
-)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

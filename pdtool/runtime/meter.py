@@ -1,10 +1,11 @@
-"""What a worker does when: timestamps at both ends of each action, and of each wait in it.
+"""Measurement of a worker: timestamps at both ends of each action, and of each wait in it.
 
     2B0  |-- wait --|---------- compute, send ----------|
          start                                         end
 
-Timestamps are read later, into the Timings: while training, an action costs the meter a microsecond or two, and on a
-GPU the device is never waited for.
+`WorkerMeter` records timestamps while the worker trains, and reads them later into `Timings`, which sums them up and
+keeps the events of the trace. So an action costs the meter a microsecond or two, and on a GPU the meter never waits for
+the device.
 """
 
 from __future__ import annotations
@@ -26,107 +27,11 @@ from pdtool.runtime.memory import PeakMemory
 from pdtool.runtime.status import wait_begins, wait_ends
 from pdtool.schedule import Action, ActionKind
 
-Timestamp = Any  # what `record` returns
-_MAX_DISTANCE_S = 10.0
-
-
-class HostTimestamps:
-    """Timestamps of the CPU: each is a time."""
-
-    record = staticmethod(time.perf_counter)
-
-    def is_ready(self, timestamp: Timestamp) -> bool:
-        """Whether the timestamp can be read: always."""
-        return True
-
-    def seconds(self, timestamp: float) -> float:
-        """Return the timestamp itself, in seconds of time.perf_counter."""
-        return timestamp
-
-    def seconds_between(self, start: float, end: float) -> float:
-        """Return the seconds from one timestamp to a later one."""
-        return end - start
-
-    def synchronize(self) -> None:
-        """Wait for nothing: no timestamp is pending."""
-
-
-class CudaTimestamps:
-    """Timestamps of a GPU: each is an event on the current stream, which happens when the kernels before it are done.
-
-    So what lies between two timestamps is the time of the kernels started between them; and a wait is as long as the
-    device had nothing to do because of it, however long the worker itself waited while kernels were still at work.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._origin = self.record()
-        self.synchronize()
-        self._origin_s = time.perf_counter()
-
-    def record(self) -> torch.cuda.Event:
-        """Record an event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def is_ready(self, timestamp: torch.cuda.Event) -> bool:
-        """Whether the stream has come to the event."""
-        return bool(timestamp.query())  # type: ignore[no-untyped-call]
-
-    def seconds(self, timestamp: torch.cuda.Event) -> float:
-        """Read a timestamp, in seconds of time.perf_counter.
-
-        The origin moves along with the timestamps: an event says how far it is from another in single precision.
-        """
-        distance_s = float(self._origin.elapsed_time(timestamp)) / 1e3
-        if distance_s > _MAX_DISTANCE_S:
-            self._origin, self._origin_s, distance_s = timestamp, self._origin_s + distance_s, 0.0
-        return self._origin_s + distance_s
-
-    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Return the seconds from one timestamp to a later one, to which the stream has come."""
-        return float(start.elapsed_time(end)) / 1e3
-
-    def synchronize(self) -> None:
-        """Wait for the device, so that all timestamps can be read."""
-        torch.cuda.synchronize(self.device)
-
-
-def timestamps_of(device: torch.device) -> HostTimestamps | CudaTimestamps:
-    """Return the source of timestamps for what is computed on `device`."""
-    return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
-
-
 MAX_EVENTS = 5_000  # of actions and waits, and as many of messages: the first ones
 MIN_DRAWN_S = 50e-6  # a shorter wait does not divide the action that it is in
-
-
-@dataclass
-class TimeTotals:
-    """Sums over the minibatches of this worker.
-
-    Attributes:
-        forward_s, backward_s, update_s: seconds in actions, without their waits; zero-bubble's two backwards are one.
-        wait_s: seconds of waiting for messages of other stages, and at the end of an epoch to be rid of one's own.
-        allreduce_s: seconds of waiting for gradients of other workers, and at the end of an epoch for their buffers.
-        data_s: seconds of loading minibatches, or of waiting for loader workers, at the first stage.
-        send_s: seconds of handing over messages, a part of the times of actions; 0 on a GPU.
-        sent_bytes: bytes sent to other workers.
-    """
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    update_s: float = 0.0
-    wait_s: float = 0.0
-    allreduce_s: float = 0.0
-    data_s: float = 0.0
-    send_s: float = 0.0
-    sent_bytes: int = 0
-
-
-WaitTotal = Literal["wait_s", "allreduce_s", "data_s"]  # the total that a wait is added to
-_Span = tuple[str, str, str, float, float, int]  # track, name, kind, start and end in seconds, bytes
+MAX_UNREAD = 1_000  # actions and waits whose timestamps are kept before they are read
+_MAX_DISTANCE_S = 10.0  # of an event from the origin, which moves beyond that
+_NVTX_VARIABLE = "PDTOOL_NVTX"
 _FIELD = {
     ActionKind.FORWARD: "forward_s",
     ActionKind.BACKWARD: "backward_s",
@@ -134,68 +39,12 @@ _FIELD = {
     ActionKind.BACKWARD_WEIGHT: "backward_s",
     ActionKind.UPDATE: "update_s",
 }
-
-
-@dataclass
-class Timings:
-    """Totals and events of one worker; times are in seconds of time.perf_counter."""
-
-    totals: TimeTotals = field(default_factory=TimeTotals)
-    _actions: list[_Span] = field(default_factory=list)
-    _messages: list[_Span] = field(default_factory=list)
-
-    def add_action(
-        self, action: Action | None, start_s: float, end_s: float, waits: Sequence[tuple[float, float, WaitTotal]]
-    ) -> None:
-        """Add an action, or with None a wait between two actions.
-
-        Args:
-            waits: those in the action: start, end, and their total.
-        """
-        compute_s, drawn_from_s = end_s - start_s, start_s
-        for wait_start_s, wait_end_s, total in waits:
-            wait_s = wait_end_s - wait_start_s
-            compute_s -= wait_s
-            self._add(total, wait_s)
-            if wait_s > MIN_DRAWN_S:  # it divides the action
-                if wait_start_s - drawn_from_s > MIN_DRAWN_S:
-                    self._draw(action, drawn_from_s, wait_start_s)
-                self._draw("data" if total == "data_s" else "wait", wait_start_s, wait_end_s)
-                drawn_from_s = wait_end_s
-        if action:
-            self._add(_FIELD[action.kind], compute_s)
-            self._draw(action, drawn_from_s, end_s)
-
-    def add_message(self, track: str, name: str, start_s: float, end_s: float, size_bytes: int) -> None:
-        """Add a message to one of the trace's tracks: `send`, `receive` or `all-reduce`."""
-        if len(self._messages) < MAX_EVENTS:
-            self._messages.append((track, name, track, start_s, end_s, size_bytes))
-
-    def _add(self, total: str, seconds: float) -> None:
-        setattr(self.totals, total, getattr(self.totals, total) + seconds)
-
-    def _draw(self, action: Action | str | None, start_s: float, end_s: float) -> None:
-        """Draw a part of an action, or a wait by its name."""
-        if action and len(self._actions) < MAX_EVENTS:
-            kind = action.kind.name.lower() if isinstance(action, Action) else action
-            self._actions.append(("compute", str(action), kind, start_s, end_s, 0))
-
-    def events(self) -> list[TraceEvent]:
-        """Return the events in seconds of time.time.
-
-        So the tracks of several machines are comparable: perf_counter is finer but may start anywhere.
-        """
-        offset_s = time.time() - time.perf_counter()
-        return [  # rounded before they are subtracted: events that touch still do
-            TraceEvent(track, name, kind, start_s + offset_s, (end_s + offset_s) - (start_s + offset_s), size)
-            for track, name, kind, start_s, end_s, size in (*self._actions, *self._messages)
-        ]
-
-
-MAX_UNREAD = 1_000  # actions and waits whose timestamps are kept before they are read
-_NVTX_VARIABLE = "PDTOOL_NVTX"
-_Wait = tuple[Timestamp, Timestamp, WaitTotal]  # start, end, and the total that it is added to
 _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+Timestamp = Any  # what `record` returns
+WaitTotal = Literal["wait_s", "allreduce_s", "data_s"]  # the total that a wait is added to
+_Wait = tuple[Timestamp, Timestamp, WaitTotal]  # start, end, and the total that it is added to
+_Span = tuple[str, str, str, float, float, int]  # track, name, kind, start and end in seconds, bytes
 
 
 class WorkerMeter:
@@ -368,3 +217,150 @@ class _WaitContext:
                 self._meter._waits.append(wait)
             else:
                 self._meter._keep(None, wait[0], wait[1], (wait,))
+
+
+@dataclass
+class TimeTotals:
+    """Sums over the minibatches of this worker.
+
+    Attributes:
+        forward_s, backward_s, update_s: seconds in actions, without their waits; zero-bubble's two backwards are one.
+        wait_s: seconds of waiting for messages of other stages, and at the end of an epoch to be rid of one's own.
+        allreduce_s: seconds of waiting for gradients of other workers, and at the end of an epoch for their buffers.
+        data_s: seconds of loading minibatches, or of waiting for loader workers, at the first stage.
+        send_s: seconds of handing over messages, a part of the times of actions; 0 on a GPU.
+        sent_bytes: bytes sent to other workers.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    wait_s: float = 0.0
+    allreduce_s: float = 0.0
+    data_s: float = 0.0
+    send_s: float = 0.0
+    sent_bytes: int = 0
+
+
+@dataclass
+class Timings:
+    """Totals and events of one worker; times are in seconds of time.perf_counter."""
+
+    totals: TimeTotals = field(default_factory=TimeTotals)
+    _actions: list[_Span] = field(default_factory=list)
+    _messages: list[_Span] = field(default_factory=list)
+
+    def add_action(
+        self, action: Action | None, start_s: float, end_s: float, waits: Sequence[tuple[float, float, WaitTotal]]
+    ) -> None:
+        """Add an action, or with None a wait between two actions.
+
+        Args:
+            waits: those in the action: start, end, and their total.
+        """
+        compute_s, drawn_from_s = end_s - start_s, start_s
+        for wait_start_s, wait_end_s, total in waits:
+            wait_s = wait_end_s - wait_start_s
+            compute_s -= wait_s
+            self._add(total, wait_s)
+            if wait_s > MIN_DRAWN_S:  # it divides the action
+                if wait_start_s - drawn_from_s > MIN_DRAWN_S:
+                    self._draw(action, drawn_from_s, wait_start_s)
+                self._draw("data" if total == "data_s" else "wait", wait_start_s, wait_end_s)
+                drawn_from_s = wait_end_s
+        if action:
+            self._add(_FIELD[action.kind], compute_s)
+            self._draw(action, drawn_from_s, end_s)
+
+    def add_message(self, track: str, name: str, start_s: float, end_s: float, size_bytes: int) -> None:
+        """Add a message to one of the trace's tracks: `send`, `receive` or `all-reduce`."""
+        if len(self._messages) < MAX_EVENTS:
+            self._messages.append((track, name, track, start_s, end_s, size_bytes))
+
+    def _add(self, total: str, seconds: float) -> None:
+        setattr(self.totals, total, getattr(self.totals, total) + seconds)
+
+    def _draw(self, action: Action | str | None, start_s: float, end_s: float) -> None:
+        """Draw a part of an action, or a wait by its name."""
+        if action and len(self._actions) < MAX_EVENTS:
+            kind = action.kind.name.lower() if isinstance(action, Action) else action
+            self._actions.append(("compute", str(action), kind, start_s, end_s, 0))
+
+    def events(self) -> list[TraceEvent]:
+        """Return the events in seconds of time.time.
+
+        So the tracks of several machines are comparable: perf_counter is finer but may start anywhere.
+        """
+        offset_s = time.time() - time.perf_counter()
+        return [  # rounded before they are subtracted: events that touch still do
+            TraceEvent(track, name, kind, start_s + offset_s, (end_s + offset_s) - (start_s + offset_s), size)
+            for track, name, kind, start_s, end_s, size in (*self._actions, *self._messages)
+        ]
+
+
+def timestamps_of(device: torch.device) -> HostTimestamps | CudaTimestamps:
+    """Return the source of timestamps for what is computed on `device`."""
+    return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
+
+
+class HostTimestamps:
+    """Timestamps of the CPU: each is a time."""
+
+    record = staticmethod(time.perf_counter)
+
+    def is_ready(self, timestamp: Timestamp) -> bool:
+        """Whether the timestamp can be read: always."""
+        return True
+
+    def seconds(self, timestamp: float) -> float:
+        """Return the timestamp itself, in seconds of time.perf_counter."""
+        return timestamp
+
+    def seconds_between(self, start: float, end: float) -> float:
+        """Return the seconds from one timestamp to a later one."""
+        return end - start
+
+    def synchronize(self) -> None:
+        """Wait for nothing: no timestamp is pending."""
+
+
+class CudaTimestamps:
+    """Timestamps of a GPU: each is an event on the current stream, which happens when the kernels before it are done.
+
+    So what lies between two timestamps is the time of the kernels started between them; and a wait is as long as the
+    device had nothing to do because of it, however long the worker itself waited while kernels were still at work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._origin = self.record()
+        self.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def record(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def is_ready(self, timestamp: torch.cuda.Event) -> bool:
+        """Whether the stream has come to the event."""
+        return bool(timestamp.query())  # type: ignore[no-untyped-call]
+
+    def seconds(self, timestamp: torch.cuda.Event) -> float:
+        """Read a timestamp, in seconds of time.perf_counter.
+
+        The origin moves along with the timestamps: an event says how far it is from another in single precision.
+        """
+        distance_s = float(self._origin.elapsed_time(timestamp)) / 1e3
+        if distance_s > _MAX_DISTANCE_S:
+            self._origin, self._origin_s, distance_s = timestamp, self._origin_s + distance_s, 0.0
+        return self._origin_s + distance_s
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the seconds from one timestamp to a later one, to which the stream has come."""
+        return float(start.elapsed_time(end)) / 1e3
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that all timestamps can be read."""
+        torch.cuda.synchronize(self.device)

@@ -1,10 +1,7 @@
-"""Files in /dev/shm that outlive their processes, unless somebody unlinks them.
+"""End of a worker's process: never without a word, and not later than its work.
 
-Named semaphores of multiprocessing, which torch elastic makes: its resource tracker unlinks them, unless it is killed
-with the launcher, as by a signal to the whole process group. So they are named after the launcher, and the next one
-unlinks those of launchers that are gone.
-
-Counters of torch, for memory of a GPU that is shared: torch unlinks them in destructors, which no worker lives to see.
+A worker that fails writes why into a file that the launcher reads. A worker that is done ends even if the user's code
+has left threads running. Files in /dev/shm would outlive their processes, so they are unlinked here.
 """
 
 from __future__ import annotations
@@ -26,55 +23,10 @@ from pdtool.errors import PdtoolError, WorkerDiedError, describe_error
 from pdtool.runtime.groups import PeerError
 from pdtool.runtime.status import OWN_ERROR, WorkerFailure, process_state, read_status, write_failure, write_traceback
 
-_FOLDER = Path("/dev/shm")
-_NAME = re.compile(r"sem\.pdtool-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\w+")
-
-
-def name_semaphores_after_this_process() -> None:
-    """Let the semaphores that this process will make have names that say whose they are."""
-    configuration = getattr(multiprocessing.current_process(), "_config", None)
-    with suppress(OSError):  # without /proc the names are as usual
-        if configuration:
-            configuration["semprefix"] = f"/pdtool-{_pid_namespace()}-{os.getpid()}-{_start_ticks(os.getpid())}"
-
-
-def remove_stale_semaphores() -> None:
-    """Unlink the semaphores of launchers that are gone."""
-    for path in _FOLDER.glob("sem.pdtool-*"):
-        with suppress(OSError):
-            if _is_stale(path.name):
-                path.unlink()
-
-
-def remove_counters(pid: int) -> None:
-    """Unlink the counters of shared tensors of a process that ends or is gone, of this container."""
-    for path in _FOLDER.glob(f"torch_{pid}_*"):
-        with suppress(OSError):
-            path.unlink()
-
-
-def _is_stale(name: str) -> bool:
-    owner = _NAME.fullmatch(name)
-    if owner is None or owner["namespace"] != _pid_namespace():  # in another container a pid is another process
-        return False
-    try:
-        return _start_ticks(int(owner["pid"])) != owner["start"]
-    except OSError:
-        return True
-
-
-def _pid_namespace() -> str:
-    """The number in `pid:[4026531836]`."""
-    return os.readlink("/proc/self/ns/pid").strip("pid:[]")
-
-
-def _start_ticks(pid: int) -> str:
-    """When a process started, which tells it from a later one with its pid; raises OSError when there is none."""
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-
-
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
+_FOLDER = Path("/dev/shm")  # of semaphores and counters
+_NAME = re.compile(r"sem\.pdtool-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\w+")  # of a semaphore
 end_process = os._exit  # kept, for `explain_exits` replaces it
 
 
@@ -182,3 +134,54 @@ def _place(error: BaseException) -> str:
     """` (model.py:12)`, the last line that an error came through; "" when it came through none."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def name_semaphores_after_this_process() -> None:
+    """Let the semaphores that this process will make have names that say whose they are.
+
+    torch elastic makes named semaphores of multiprocessing. Their resource tracker unlinks them, unless it is killed
+    with the launcher, as by a signal to the whole process group. So the next launcher unlinks those of launchers that
+    are gone.
+    """
+    configuration = getattr(multiprocessing.current_process(), "_config", None)
+    with suppress(OSError):  # without /proc the names are as usual
+        if configuration:
+            configuration["semprefix"] = f"/pdtool-{_pid_namespace()}-{os.getpid()}-{_start_ticks(os.getpid())}"
+
+
+def remove_stale_semaphores() -> None:
+    """Unlink the semaphores of launchers that are gone."""
+    for path in _FOLDER.glob("sem.pdtool-*"):
+        with suppress(OSError):
+            if _is_stale(path.name):
+                path.unlink()
+
+
+def remove_counters(pid: int) -> None:
+    """Unlink the counters of shared tensors of a process that ends or is gone, of this container.
+
+    torch counts who shares memory of a GPU, and unlinks the counters in destructors, which no worker lives to see.
+    """
+    for path in _FOLDER.glob(f"torch_{pid}_*"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _is_stale(name: str) -> bool:
+    owner = _NAME.fullmatch(name)
+    if owner is None or owner["namespace"] != _pid_namespace():  # in another container a pid is another process
+        return False
+    try:
+        return _start_ticks(int(owner["pid"])) != owner["start"]
+    except OSError:
+        return True
+
+
+def _pid_namespace() -> str:
+    """The number in `pid:[4026531836]`."""
+    return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+
+
+def _start_ticks(pid: int) -> str:
+    """When a process started, which tells it from a later one with its pid; raises OSError when there is none."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]

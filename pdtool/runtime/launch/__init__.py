@@ -1,1 +1,4 @@
-"""The processes of a run: launched, watched, and grouped in torch.distributed."""
+"""The processes of a run: started, watched and ended together.
+
+Other folders use `launcher`; the emulator also uses `worker_main` and `diagnosis`.
+"""

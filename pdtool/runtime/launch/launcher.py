@@ -1,7 +1,9 @@
-"""Start the workers, watch them, and say which one failed and why.
+"""Launch of a run: start the workers, watch them, and say which one failed and why.
 
-On one machine or several, torch elastic starts the workers; inside torchrun or srun this process is one of them
-already. Workers come from a fork server that imports torch once; a reaper ends them when this process does.
+On one machine or several, torch elastic starts the workers. Inside torchrun or srun this process is one of them
+already. Workers come from a fork server that imports torch once, and a reaper ends them when this process does. The
+launcher keeps run.json, the record of what the run was asked for and how it ended, by which `pdtool show` says where an
+unfinished run stands.
 """
 
 from __future__ import annotations
@@ -47,38 +49,10 @@ from pdtool.runtime.worker_end import name_semaphores_after_this_process, remove
 from pdtool.schedule import build, is_asynchronous
 from pdtool.schedule.execution import validate
 
-_MAX_REASON = 2000  # characters
-
-
-@contextmanager
-def recorded(config: RunConfig, epochs_done: int) -> Iterator[None]:
-    """Record that the run goes on, and at the end how it ended; an older report is put aside first.
-
-    Args:
-        epochs_done: those of the run that it resumes.
-    """
-    put_report_aside(config.out, epochs_done)
-    plan = config.plan
-    state = RunState(
-        plan=plan.name, config=plan.config, schedule=plan.schedule, epochs=config.epochs, epochs_done=epochs_done
-    )
-    with suppress(*UNWRITABLE):
-        state.save(config.out / RUN_FILE)
-    try:
-        yield
-    except KeyboardInterrupt:  # whoever was stopped has said so
-        raise
-    except BaseException as error:
-        text = str(error) if isinstance(error, PdtoolError) else describe_error(error)
-        reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may be no Unicode
-        update_record(config.out, end="failed", reason=reason)
-        raise
-    update_record(config.out, end="done")
-
-
 _GRACE_S = 2.0  # for workers to end after one has failed
 _POLL_S = 0.2
 _POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, by a process that trains
+_MAX_REASON = 2000  # characters
 _NO_FORK_SERVER = "unexpected EOF"  # multiprocessing's error where it waits for the number of a new process
 # What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
 _PRELOADED = ["torch", "torch._dynamo", "pdtool.runtime.launch.worker_main"]
@@ -131,6 +105,32 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
     with locked(config.out), recorded(config, epochs_done):
         config.plan.save(config.out / PLAN_FILE)
         yield
+
+
+@contextmanager
+def recorded(config: RunConfig, epochs_done: int) -> Iterator[None]:
+    """Record that the run goes on, and at the end how it ended; an older report is put aside first.
+
+    Args:
+        epochs_done: those of the run that it resumes.
+    """
+    put_report_aside(config.out, epochs_done)
+    plan = config.plan
+    state = RunState(
+        plan=plan.name, config=plan.config, schedule=plan.schedule, epochs=config.epochs, epochs_done=epochs_done
+    )
+    with suppress(*UNWRITABLE):
+        state.save(config.out / RUN_FILE)
+    try:
+        yield
+    except KeyboardInterrupt:  # whoever was stopped has said so
+        raise
+    except BaseException as error:
+        text = str(error) if isinstance(error, PdtoolError) else describe_error(error)
+        reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may be no Unicode
+        update_record(config.out, end="failed", reason=reason)
+        raise
+    update_record(config.out, end="done")
 
 
 def _launch_workers(

@@ -1,8 +1,8 @@
-"""A process that ends the workers of a launch, and all that they have started, when the launch is over.
+"""Process group of a launch, which ends with it: the reaper that leads it, and the signals that stop a run.
 
-It leads a process group that the workers join, so that one signal of the kernel reaches all of it: what is stopped,
-what hangs, and what the user's data set has forked. It sees that the launcher is gone by the end of a pipe, however
-that has happened.
+The workers join the reaper's group, so that one signal of the kernel reaches all of it: what is stopped, what hangs,
+and what the user's data set has forked. The reaper sees by the end of a pipe that the launcher is gone, however that
+has happened. A signal that stops a run ends its workers at once, and the user is told how to go on.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pdtool.artifacts import run_dir
 from pdtool.errors import WorkerDiedError
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Reaper:
@@ -101,9 +102,6 @@ def _lead_group(launcher: Connection, temporary_folder: str) -> None:
         launcher.recv()
     shutil.rmtree(temporary_folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
-
-
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @contextmanager

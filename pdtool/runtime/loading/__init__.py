@@ -1,1 +1,4 @@
-"""Loading minibatches ahead of the first stage."""
+"""Minibatches of the user's dataset, loaded ahead of the first stage.
+
+Other folders use `minibatches`, `minibatch_loader` and `minibatch_source`.
+"""

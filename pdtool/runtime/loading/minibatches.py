@@ -1,4 +1,4 @@
-"""Which samples are in which minibatch: seed and epoch decide, never the plan."""
+"""Minibatches as numbers of samples: the seed and the epoch decide which samples are in which, never the plan."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Tensors between stages: which go where, and the channels that carry them."""
+"""Tensors between stages: which go where, and the channels that carry them.
+
+Other folders use `routes`, `open_channels` and `stage_io`.
+"""

@@ -1,13 +1,12 @@
 """Channels between two workers of one machine through memory of a GPU (CUDA IPC; the protocol: slots.py).
 
-The slots are memory of the receiver's GPU, which the sender has mapped; both workers may be on one GPU. The hosts
-announce slots over their socket as soon as copies are enqueued, and the devices wait for each other by events:
+The slots are memory of the receiver's GPU, which the sender has mapped. The hosts announce a slot over their socket as
+soon as its copy is enqueued, and the devices wait for each other by events:
 
       sender's device    wait for freed[3] ─▶ copy into slot 3 ─▶ record written[3]
       receiver's device                       wait for written[3] ─▶ kernels that read slot 3 ─▶ record freed[3]
 
-A device waits only for events that were recorded before its host was told, so that it never waits for what another
-host has yet to do. No kernel waits, and nothing needs a communicator.
+A device waits only for events recorded before its host was told, never for what another host has yet to do.
 """
 
 from __future__ import annotations
@@ -30,10 +29,13 @@ from pdtool.runtime.messages.shared_memory import SharedMemory
 from pdtool.runtime.messages.slots import SlotLayout, SlotReceiver, SlotSender, TensorView
 
 SPARE_SLOTS = 2  # what the receiver may not keep: one is written while another one is on its way back
+_FIRST_BYTES = 8  # of the first message
 
 
 class DeviceMemory(NamedTuple):
     """Memory of a GPU that the two workers of a route share, and the socket between them.
+
+    Both workers may be on one GPU. No kernel waits, and nothing needs a communicator.
 
     Attributes:
         memory: slots x slot_bytes bytes, as a tensor of this worker's device.
@@ -149,9 +151,6 @@ def _pinned(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cuda else tensor.pin_memory()
 
 
-_FIRST_BYTES = 8  # of the first message
-
-
 class _Offer(NamedTuple):
     """What a receiver exports.
 
@@ -173,6 +172,13 @@ def share_device_memory(
     device: torch.device,
 ) -> tuple[set[int], dict[int, DeviceMemory]]:
     """Share memory of GPUs with the workers of this machine; all workers call it together.
+
+    1. The receiver of each route allocates its slots, and exports them with its events.
+    2. The sender maps them, exports its own events, and writes a first message.
+    3. The receiver reads it: both ends of those routes, and of no others, share memory.
+
+    CUDA refuses in some containers, on some clouds, on parts of a GPU (MIG), and between GPUs that cannot reach each
+    other.
 
     Args:
         routes: those whose two workers share memory of the host.

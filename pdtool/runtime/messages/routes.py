@@ -1,8 +1,12 @@
-"""A channel carries the messages of one route, first in, first out. Its two ends are a Sender and a Receiver.
+"""Routes of tensors between stages and workers, and the two ends of the channel that carries a route.
 
-A message is one tensor for each edge of the route, [samples, ...], in the route's order. Tensors come out with the
-dtype that they have in messages. The action lists of both workers name the same minibatches in the same order; that
-the receiver asks for messages in the order of `expect` is asserted in one place, by StageIO.
+Edge    one tensor from one stage directly to another, once per minibatch; its gradient comes back the same way
+Route   all edges between two stages in one direction, from one worker to another: one message per minibatch
+
+stage 0, replica 0 ──route: minibatches 0, 2, 4──▶ stage 1, replica 0     edges of both routes: activation "a",
+stage 0, replica 1 ──route: minibatches 1, 3, 5──▶ stage 1, replica 0     labels "the target 0"
+
+All workers list the same edges and routes. A channel has a Sender and a Receiver.
 """
 
 from __future__ import annotations
@@ -21,53 +25,6 @@ from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_io import dtype_of
 from pdtool.runtime.groups import PeerError
-
-
-class Sender(Protocol):
-    """The end of a channel that messages go into."""
-
-    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
-        """Start sending the tensors, which have no graph and must not change any more; return the bytes that travel.
-
-        Raises:
-            PeerError: the receiver is lost.
-        """
-
-    def flush(self) -> None:
-        """Wait until what was sent needs this worker no longer; raises PeerError."""
-
-
-class Receiver(Protocol):
-    """The end of a channel that messages come out of."""
-
-    def expect(self, minibatch: int, samples: int) -> None:
-        """Prepare to receive the message of a minibatch of `samples`, after those expected before; raises PeerError."""
-
-    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
-        """Wait for the oldest expected message, which is that of `minibatch`, and return it; raises PeerError."""
-
-
-class LocalChannel:
-    """Both ends of a channel between two stages on one worker: nothing travels."""
-
-    def __init__(self) -> None:
-        self._sent: deque[list[Tensor]] = deque()
-
-    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
-        """Keep the tensors for the stage that will ask for them."""
-        self._sent.append(list(tensors))
-        return 0
-
-    def flush(self) -> None:
-        """Nothing is under way."""
-
-    def expect(self, minibatch: int, samples: int) -> None:
-        """Nothing needs preparing."""
-
-    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
-        """Return what was sent."""
-        return self._sent.popleft()
-
 
 TARGET = "the target"
 Direction = Literal["forward", "backward"]
@@ -235,3 +192,56 @@ def describe_targets(leaves: Sequence[Any]) -> list[TensorSpec]:
         )
         for i, leaf in enumerate(leaves)
     ]
+
+
+class Sender(Protocol):
+    """The end of a channel that messages go into. A channel carries the messages of one route, first in, first out.
+
+    A message is one tensor for each edge of the route, [samples, ...], in the route's order.
+    """
+
+    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
+        """Start sending the tensors, which have no graph and must not change any more; return the bytes that travel.
+
+        Raises:
+            PeerError: the receiver is lost.
+        """
+
+    def flush(self) -> None:
+        """Wait until what was sent needs this worker no longer; raises PeerError."""
+
+
+class Receiver(Protocol):
+    """The end of a channel that messages come out of; tensors have the dtype that they have in messages.
+
+    The action lists of both workers name the same minibatches in the same order. StageIO, and nobody else, asserts that
+    the receiver asks for messages in the order of `expect`.
+    """
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Prepare to receive the message of a minibatch of `samples`, after those expected before; raises PeerError."""
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Wait for the oldest expected message, which is that of `minibatch`, and return it; raises PeerError."""
+
+
+class LocalChannel:
+    """Both ends of a channel between two stages on one worker: nothing travels."""
+
+    def __init__(self) -> None:
+        self._sent: deque[list[Tensor]] = deque()
+
+    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
+        """Keep the tensors for the stage that will ask for them."""
+        self._sent.append(list(tensors))
+        return 0
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Nothing needs preparing."""
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Return what was sent."""
+        return self._sent.popleft()

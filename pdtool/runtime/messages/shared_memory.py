@@ -1,6 +1,7 @@
 """Channels between two workers of one machine through memory of the host (the protocol: slots.py).
 
-The memory is a file without a name; it is gone when both workers are, however they end.
+The sender makes the memory and passes it to the receiver over a Unix socket. The memory is a file without a name, which
+is gone when both workers are, however they end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from torch import Tensor
 from pdtool.runtime.groups import all_gather
 from pdtool.runtime.messages.routes import Route
 from pdtool.runtime.messages.slots import SlotLayout, SlotReceiver, SlotSender, TensorView
+
+ROUTE_NUMBER = struct.Struct("=I")
+_CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid
+HANDSHAKE_TIMEOUT_S = 10.0
 
 
 class SharedMemory(NamedTuple):
@@ -67,26 +72,15 @@ class SharedMemoryReceiver(SlotReceiver):
         return tensor.view(view.dtype) if view.is_reinterpreted else tensor
 
 
-ROUTE_NUMBER = struct.Struct("=I")
-_CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid
-HANDSHAKE_TIMEOUT_S = 10.0
-
-
-def machine_id() -> str:
-    """Return a text that is the same for processes that can connect, on one kernel; empty where there is no way to."""
-    if not hasattr(os, "memfd_create"):
-        return ""
-    try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return kernel + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
-
-
 def share_memory(
     routes: Sequence[Route], rank: int, world: Any, sizes_bytes: Mapping[int, int], timeout_s: float
 ) -> tuple[set[int], dict[int, SharedMemory]]:
     """Share memory with the workers of this machine; all workers call it together.
+
+    1. All workers exchange where they are, and the name of a socket that each listens on: an abstract name, which
+       leaves no file and is seen within one network namespace only, so that containers do not share memory by mistake.
+    2. The sender of each route within a machine connects, and sends the route's number with the memory's descriptor.
+    3. All workers exchange which routes they accepted: both ends of those, and of no others, share memory.
 
     Args:
         routes: those whose messages may go through memory.
@@ -120,6 +114,17 @@ def share_memory(
     for memory in shared.values():
         memory.connection.settimeout(timeout_s)
     return agreed, shared
+
+
+def machine_id() -> str:
+    """Return a text that is the same for processes that can connect, on one kernel; empty where there is no way to."""
+    if not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return kernel + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 def _listen(machine: str, backlog: int) -> socket.socket:

@@ -1,1 +1,4 @@
-"""The backward of a stage: recomputed, or in two parts."""
+"""One stage on one worker: its forward and backward, its weight versions, and its updates.
+
+`worker` builds a `stage_replica` from the other modules and then works with that.
+"""

@@ -1,8 +1,6 @@
-"""Recomputation: a stage keeps only what it received, and runs its forward again before its backward.
+"""Forward and backward of one stage: its module, and the minibatches whose graphs are alive.
 
-Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost", with one checkpoint for a whole stage. The second
-forward sees what the first one saw: the same weight version and buffers, and the same random numbers, since the stage
-seeds them again. Running statistics are updated by the first only.
+With recomputation a stage keeps only what it received, and runs its forward again before its backward.
 """
 
 from __future__ import annotations
@@ -22,63 +20,6 @@ from pdtool.frontend.model_rules import check_gradient
 from pdtool.frontend.random_numbers import OperatorSeeds
 from pdtool.runtime.stage.split_backward import WeightBackward, backward_input
 from pdtool.runtime.stage.weight_versions import OnGradient, WeightVersion, WeightVersions
-
-
-@dataclass(frozen=True)
-class ForwardState:
-    """What a forward saw besides its weights and inputs.
-
-    Attributes:
-        buffers: name -> value, of those that forwards change.
-        target: of the minibatch; None unless the stage is the last.
-    """
-
-    buffers: dict[str, Tensor]
-    target: Any
-
-
-class Recomputation:
-    """Saves and restores what the forwards of one stage see."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._changing: set[str] | None = None  # names of the buffers that a forward changes, known after the first one
-
-    @contextmanager
-    def first_forward(self, target: Any) -> Iterator[ForwardState]:
-        """Save, during the first forward, what it sees.
-
-        It is computed in the mode that makes a graph, which nobody keeps: without one torch takes other kernels, as of
-        an LSTM on a CPU, whose last bits differ.
-        """
-        buffers = dict(self._module.named_buffers())
-        names = buffers if self._changing is None else self._changing
-        state = ForwardState({name: buffers[name].clone() for name in names}, target)
-        yield state
-        if self._changing is None:
-            now = dict(self._module.named_buffers())  # by value: batch norm's kernels leave `_version` as it is
-            self._changing = {name for name, old in state.buffers.items() if not torch.equal(now[name], old)}
-            for name in state.buffers.keys() - self._changing:
-                del state.buffers[name]
-
-    @contextmanager
-    def second_forward(self, state: ForwardState) -> Iterator[None]:
-        """Restore, during the second forward, what the first one saw."""
-        entries = {name: _buffer_entry(self._module, name) for name in state.buffers}
-        newest = {name: owner[key] for name, (owner, key) in entries.items()}
-        try:
-            for name, (owner, key) in entries.items():
-                owner[key] = state.buffers[name]
-            with torch.enable_grad():
-                yield
-        finally:
-            for name, (owner, key) in entries.items():
-                owner[key] = newest[name]
-
-
-def _buffer_entry(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path)._buffers, key
 
 
 @dataclass(frozen=True)
@@ -302,3 +243,65 @@ def without_graph(outputs: Sequence[Any]) -> tuple[Any, ...]:
 def as_tuple(output: Any) -> tuple[Any, ...]:
     """Return what a stage returned as a tuple: one tensor alone, or several."""
     return tuple(output) if isinstance(output, (tuple, list)) else (output,)
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """What a forward saw besides its weights and inputs.
+
+    Attributes:
+        buffers: name -> value, of those that forwards change.
+        target: of the minibatch; None unless the stage is the last.
+    """
+
+    buffers: dict[str, Tensor]
+    target: Any
+
+
+class Recomputation:
+    """Saves and restores what the forwards of one stage see, so that a forward can run again.
+
+    Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost", with one checkpoint for a whole stage. The
+    second forward sees what the first one saw: the same weight version and buffers, and the same random numbers, since
+    the stage seeds them again. Only the first one updates running statistics.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: set[str] | None = None  # names of the buffers that a forward changes, known after the first one
+
+    @contextmanager
+    def first_forward(self, target: Any) -> Iterator[ForwardState]:
+        """Save, during the first forward, what it sees.
+
+        It is computed in the mode that makes a graph, which nobody keeps: without one torch takes other kernels, as of
+        an LSTM on a CPU, whose last bits differ.
+        """
+        buffers = dict(self._module.named_buffers())
+        names = buffers if self._changing is None else self._changing
+        state = ForwardState({name: buffers[name].clone() for name in names}, target)
+        yield state
+        if self._changing is None:
+            now = dict(self._module.named_buffers())  # by value: batch norm's kernels leave `_version` as it is
+            self._changing = {name for name, old in state.buffers.items() if not torch.equal(now[name], old)}
+            for name in state.buffers.keys() - self._changing:
+                del state.buffers[name]
+
+    @contextmanager
+    def second_forward(self, state: ForwardState) -> Iterator[None]:
+        """Restore, during the second forward, what the first one saw."""
+        entries = {name: _buffer_entry(self._module, name) for name in state.buffers}
+        newest = {name: owner[key] for name, (owner, key) in entries.items()}
+        try:
+            for name, (owner, key) in entries.items():
+                owner[key] = state.buffers[name]
+            with torch.enable_grad():
+                yield
+        finally:
+            for name, (owner, key) in entries.items():
+                owner[key] = newest[name]
+
+
+def _buffer_entry(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path)._buffers, key

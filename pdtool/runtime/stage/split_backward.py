@@ -1,12 +1,9 @@
-"""Which parameters of a stage's graph get their gradients together with the inputs, and which later.
+"""The backward of a stage in two parts: the gradients of its inputs now, those of its parameters later.
 
-    path       operators between an output and an input    loss ─▶ relu ─▶ mm ─▶ relu ─▶ mm ─▶ input
-    hanging    what one of them has besides                             └▶ t ─▶ W2    └▶ t ─▶ W1
-
-Later come the parameters that hang on products, where either gradient is a kernel of its own, and those of outputs that
-do not depend on any input (of a first stage: all). Parameters that hang on other operators (norms, recurrent layers, a
-backward written in Python) come at once: they are cheap, or come out of the same kernel as the gradients of the inputs.
-What shares a parameter with these comes at once too.
+Qi et al., ICLR'24, "Zero Bubble Pipeline Parallelism", section 2: the stage before waits for the first part only. There
+the engine walks from the outputs to the inputs. At a product it notes the gradient that comes in, and the second part
+multiplies that by what the product had saved. Besides that, and the graphs of parameters alone, nothing is kept between
+the parts: for a stage of products less than for a whole backward.
 """
 
 from __future__ import annotations
@@ -22,73 +19,149 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-_FACTORS = {
+EdgeGradients = list[tuple[GradientEdge, Tensor]]  # gradients, and where they enter the graph
+NodeSet = dict[Node, None]  # ordered
+OperandGradients = Callable[[Tensor], Sequence[Tensor | None]]
+
+_FACTORS = {  # of a product: names of its saved tensors
     "MmBackward0": ("self", "mat2"),
     "BmmBackward0": ("self", "mat2"),
     "AddmmBackward0": ("mat1", "mat2"),
     "BaddbmmBackward0": ("batch1", "batch2"),
 }
+# of a convolution
 _OPTIONS = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
-OperandGradients = Callable[[Tensor], Sequence[Tensor | None]]
 
 
-def operand_gradients(node: Node, wanted: Sequence[bool]) -> OperandGradients | None:
-    """Return a function from the gradient of a product's output to those of its operands.
-
-    The function keeps the tensors that it needs and not the graph.
+def backward_input(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[list[Tensor | None], WeightBackward]:
+    """Compute the gradients of `inputs` in a backward from `outputs`, and no `.grad`.
 
     Args:
-        node: the backward node of the product.
-        wanted: for each operand, whether its gradient is needed; others may be computed or None.
+        outputs: of the stage, those that have a gradient; of any shapes.
+        inputs: leaves, of any shapes.
+        gradients: one per output, of its shape; None, for a scalar, is one. They must stay as they are until the
+            second part.
 
     Returns:
-        The function, which takes a tensor of the output's shape and returns tensors of the operands' shapes (of the
-        broadcast shape for an operand that was broadcast); None for an operator of another kind.
+        One gradient per input, of its shape, None where no path leads to one; and the second part.
     """
-    name, saved = type(node).__name__, partial(_saved_value, node)
-    if name == "ConvolutionBackward0":
-        return partial(_convolution_gradients, [saved("input"), saved("weight"), *map(saved, _OPTIONS), wanted])
-    if name not in _FACTORS or saved("alpha", 1) != 1 or saved("beta", 1) != 1:
-        return None
-    factors = _FACTORS[name]
-    by_columns = [_is_by_columns(saved(f"{one}_sym_sizes", ()), saved(f"{one}_sym_strides", ())) for one in factors]
-    left, right = (saved(one) if needed else None for one, needed in zip(factors, reversed(wanted[-2:]), strict=True))
-    return partial(_product_gradients, left, right, by_columns, len(wanted) == 3)
+    starts = [
+        (get_gradient_edge(output), torch.ones_like(output) if gradient is None else gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+    ]
+    ends = [get_gradient_edge(value).node if value.requires_grad else None for value in inputs]
+    graph = divide_backward([start.node for start, _ in starts], filter(None, ends))
+    second_part = WeightBackward()
+    with ExitStack() as hooks:
+        for node, product in graph.deferred.items():
+            hooks.enter_context(node.register_prehook(partial(_defer_product, second_part, product)))
+        computed = _grad(starts, [end for end in ends if end in graph.path] + list(graph.immediate))
+    for leaf in graph.immediate:
+        if leaf in computed:
+            second_part.computed.append((GradientEdge(leaf, 0), computed[leaf]))
+    if graph.independent:
+        independent = [(start, gradient) for start, gradient in starts if start.node not in graph.path]
+        second_part.sources.append(_GradientSource(graph.independent, lambda: independent))
+    return [computed.get(end) for end in ends], second_part
 
 
-def _saved_value(node: Node, name: str, default: Any = None) -> Any:
-    value = getattr(node, f"_saved_{name}", default)
-    return value.detach() if isinstance(value, Tensor) else value
+@dataclass
+class WeightBackward:
+    """The second part of a backward, which `backward_input` returns.
 
-
-def _is_by_columns(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    return len(strides) == 2 and strides[0] == 1 and strides[1] == sizes[0]
-
-
-def _product_gradients(
-    left: Tensor | None, right: Tensor | None, by_columns: Sequence[bool], has_addend: bool, gradient: Tensor
-) -> list[Tensor | None]:
-    """Gradients of the addend, if there is one, and of both factors; each lies in memory by columns if its factor does.
-
-    Args:
-        left, right: the factors [..., m, k] and [..., k, n]; None for one that the wanted gradients do not need.
-        gradient: of the output [..., m, n].
+    Attributes:
+        computed: gradients of parameters that the first part computed, each at its leaf.
+        sources: what computes the others.
     """
-    of_left = of_right = None
-    if right is not None:
-        of_left = (right.conj() @ gradient.mT).mT if by_columns[0] else gradient @ right.mH
-    if left is not None:
-        of_right = (gradient.mT @ left.conj()).mT if by_columns[1] else left.mH @ gradient
-    return [*[gradient] * has_addend, of_left, of_right]
+
+    computed: EdgeGradients = field(default_factory=list)
+    sources: deque[_GradientSource] = field(default_factory=deque)
+
+    def run(self) -> None:
+        """Add the gradients of the parameters to their leaves' `.grad`, each once, releasing what was kept.
+
+        The result has the bits of one backward, except that what three or more operators add up may be summed in
+        another order.
+        """
+        self._add_computed()
+        last = {leaf: i for i, source in enumerate(self.sources) for leaf in source.leaves}
+        gradients: EdgeGradients = []
+        unfinished: NodeSet = {}
+        for i in range(len(self.sources)):
+            source = self.sources.popleft()
+            gradients += source.edge_gradients()
+            unfinished = {leaf: None for leaf in unfinished | source.leaves if last[leaf] > i}
+            if not unfinished:
+                _accumulate(gradients)
+                gradients.clear()
+
+    def _add_computed(self) -> None:
+        with ExitStack() as hooks:
+            for leaf, gradient in self.computed:  # the leaf's own hooks had their say in the first part
+                hooks.enter_context(leaf.node.register_prehook(partial(_replace_gradient, gradient)))
+            _accumulate(self.computed)
+        self.computed.clear()
 
 
-def _convolution_gradients(saved: Sequence[Any], gradient: Tensor) -> Sequence[Tensor | None]:
-    gradients: Sequence[Tensor | None] = torch.ops.aten.convolution_backward(gradient, *saved)
-    return gradients
+class _GradientSource(NamedTuple):
+    """Computes, in the second part, gradients that lead to `leaves`."""
+
+    leaves: NodeSet
+    edge_gradients: Callable[[], EdgeGradients]
 
 
-EdgeGradients = list[tuple[GradientEdge, Tensor]]  # gradients, and where they enter the graph
-NodeSet = dict[Node, None]  # ordered
+def _defer_product(second_part: WeightBackward, product: DeferredProduct, gradients: tuple[Tensor | None]) -> None:
+    """Hook of the first part at a product: keep the gradient of its output for the second part."""
+    if gradients[0] is not None:
+        edge_gradients = partial(product.edge_gradients, gradients[0])
+        second_part.sources.append(_GradientSource(product.leaves, edge_gradients))
+
+
+def _grad(starts: EdgeGradients, ends: Iterable[Node]) -> dict[Node | None, Tensor]:
+    """The gradients of those of `ends` that have one."""
+    if not ends:
+        return {}
+    edges, edge_gradients = zip(*starts, strict=True)
+    gradients = torch.autograd.grad(edges, [GradientEdge(end, 0) for end in ends], edge_gradients, allow_unused=True)
+    return {end: gradient for end, gradient in zip(ends, gradients, strict=True) if gradient is not None}
+
+
+def _accumulate(starts: EdgeGradients) -> None:
+    """Run a backward from `starts` into the leaves' `.grad`."""
+    if starts:
+        edges, edge_gradients = zip(*starts, strict=True)
+        torch.autograd.backward(edges, edge_gradients)
+
+
+def _replace_gradient(gradient: Tensor, _: object) -> tuple[Tensor]:
+    return (gradient,)
+
+
+@dataclass(frozen=True)
+class BackwardGraph:
+    """The graph of a stage, divided by when its gradients are computed.
+
+    path       operators between an output and an input    loss ─▶ relu ─▶ mm ─▶ relu ─▶ mm ─▶ input
+    hanging    what one of them has besides                             └▶ t ─▶ W2    └▶ t ─▶ W1
+
+    Later come the parameters that hang on products, where either gradient is a kernel of its own, and those of outputs
+    that do not depend on any input (of a first stage: all). Parameters that hang on other operators (norms, recurrent
+    layers, a backward written in Python) come at once: they are cheap, or come out of the same kernel as the gradients
+    of the inputs. What shares a parameter with these comes at once too.
+
+    Attributes:
+        path: operators between outputs and inputs, and the inputs.
+        deferred: products of the path whose parameters come later.
+        independent: parameters of outputs that depend on no input, if they come later.
+        immediate: all other parameters.
+    """
+
+    path: NodeSet
+    deferred: Mapping[Node, DeferredProduct]
+    independent: NodeSet
+    immediate: NodeSet
 
 
 @dataclass(frozen=True)
@@ -110,23 +183,6 @@ class DeferredProduct:
         with torch.no_grad():
             gradients = self.operands(gradient)
             return [(edge, _sum_broadcast(gradients[i], edge)) for i, edge in self.hanging.items()]
-
-
-@dataclass(frozen=True)
-class BackwardGraph:
-    """The graph of a stage, divided by when its gradients are computed.
-
-    Attributes:
-        path: operators between outputs and inputs, and the inputs.
-        deferred: products of the path whose parameters come later.
-        independent: parameters of outputs that depend on no input, if they come later.
-        immediate: all other parameters.
-    """
-
-    path: NodeSet
-    deferred: Mapping[Node, DeferredProduct]
-    independent: NodeSet
-    immediate: NodeSet
 
 
 def divide_backward(outputs: Sequence[Node], inputs: Iterable[Node]) -> BackwardGraph:
@@ -202,107 +258,57 @@ def _sum_broadcast(gradient: Tensor | None, edge: GradientEdge) -> Tensor:
     return gradient.sum_to_size(edge.node._input_metadata[edge.output_nr].shape)
 
 
-class _GradientSource(NamedTuple):
-    """Computes, in the second part, gradients that lead to `leaves`."""
+def operand_gradients(node: Node, wanted: Sequence[bool]) -> OperandGradients | None:
+    """Return a function from the gradient of a product's output to those of its operands.
 
-    leaves: NodeSet
-    edge_gradients: Callable[[], EdgeGradients]
-
-
-@dataclass
-class WeightBackward:
-    """The second part of a backward, which `backward_input` returns.
-
-    Attributes:
-        computed: gradients of parameters that the first part computed, each at its leaf.
-        sources: what computes the others.
-    """
-
-    computed: EdgeGradients = field(default_factory=list)
-    sources: deque[_GradientSource] = field(default_factory=deque)
-
-    def run(self) -> None:
-        """Add the gradients of the parameters to their leaves' `.grad`, each once, releasing what was kept.
-
-        The result has the bits of one backward, except that what three or more operators add up may be summed in
-        another order.
-        """
-        self._add_computed()
-        last = {leaf: i for i, source in enumerate(self.sources) for leaf in source.leaves}
-        gradients: EdgeGradients = []
-        unfinished: NodeSet = {}
-        for i in range(len(self.sources)):
-            source = self.sources.popleft()
-            gradients += source.edge_gradients()
-            unfinished = {leaf: None for leaf in unfinished | source.leaves if last[leaf] > i}
-            if not unfinished:
-                _accumulate(gradients)
-                gradients.clear()
-
-    def _add_computed(self) -> None:
-        with ExitStack() as hooks:
-            for leaf, gradient in self.computed:  # the leaf's own hooks had their say in the first part
-                hooks.enter_context(leaf.node.register_prehook(partial(_replace_gradient, gradient)))
-            _accumulate(self.computed)
-        self.computed.clear()
-
-
-def backward_input(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> tuple[list[Tensor | None], WeightBackward]:
-    """Compute the gradients of `inputs` in a backward from `outputs`, and no `.grad`.
+    A product is a matrix product or a convolution. The function keeps the tensors that it needs and not the graph. It
+    computes as torch/csrc/autograd/FunctionsManual.cpp does (`mm_mat1_backward`, `mm_mat2_backward`), to the same bits.
 
     Args:
-        outputs: of the stage, those that have a gradient; of any shapes.
-        inputs: leaves, of any shapes.
-        gradients: one per output, of its shape; None, for a scalar, is one. They must stay as they are until the
-            second part.
+        node: the backward node of the product.
+        wanted: for each operand, whether its gradient is needed; others may be computed or None.
 
     Returns:
-        One gradient per input, of its shape, None where no path leads to one; and the second part.
+        The function, which takes a tensor of the output's shape and returns tensors of the operands' shapes (of the
+        broadcast shape for an operand that was broadcast); None for an operator of another kind.
     """
-    starts = [
-        (get_gradient_edge(output), torch.ones_like(output) if gradient is None else gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
-    ]
-    ends = [get_gradient_edge(value).node if value.requires_grad else None for value in inputs]
-    graph = divide_backward([start.node for start, _ in starts], filter(None, ends))
-    second_part = WeightBackward()
-    with ExitStack() as hooks:
-        for node, product in graph.deferred.items():
-            hooks.enter_context(node.register_prehook(partial(_defer_product, second_part, product)))
-        computed = _grad(starts, [end for end in ends if end in graph.path] + list(graph.immediate))
-    for leaf in graph.immediate:
-        if leaf in computed:
-            second_part.computed.append((GradientEdge(leaf, 0), computed[leaf]))
-    if graph.independent:
-        independent = [(start, gradient) for start, gradient in starts if start.node not in graph.path]
-        second_part.sources.append(_GradientSource(graph.independent, lambda: independent))
-    return [computed.get(end) for end in ends], second_part
+    name, saved = type(node).__name__, partial(_saved_value, node)
+    if name == "ConvolutionBackward0":
+        return partial(_convolution_gradients, [saved("input"), saved("weight"), *map(saved, _OPTIONS), wanted])
+    if name not in _FACTORS or saved("alpha", 1) != 1 or saved("beta", 1) != 1:
+        return None
+    factors = _FACTORS[name]
+    by_columns = [_is_by_columns(saved(f"{one}_sym_sizes", ()), saved(f"{one}_sym_strides", ())) for one in factors]
+    left, right = (saved(one) if needed else None for one, needed in zip(factors, reversed(wanted[-2:]), strict=True))
+    return partial(_product_gradients, left, right, by_columns, len(wanted) == 3)
 
 
-def _defer_product(second_part: WeightBackward, product: DeferredProduct, gradients: tuple[Tensor | None]) -> None:
-    """Hook of the first part at a product: keep the gradient of its output for the second part."""
-    if gradients[0] is not None:
-        edge_gradients = partial(product.edge_gradients, gradients[0])
-        second_part.sources.append(_GradientSource(product.leaves, edge_gradients))
+def _saved_value(node: Node, name: str, default: Any = None) -> Any:
+    value = getattr(node, f"_saved_{name}", default)
+    return value.detach() if isinstance(value, Tensor) else value
 
 
-def _grad(starts: EdgeGradients, ends: Iterable[Node]) -> dict[Node | None, Tensor]:
-    """The gradients of those of `ends` that have one."""
-    if not ends:
-        return {}
-    edges, edge_gradients = zip(*starts, strict=True)
-    gradients = torch.autograd.grad(edges, [GradientEdge(end, 0) for end in ends], edge_gradients, allow_unused=True)
-    return {end: gradient for end, gradient in zip(ends, gradients, strict=True) if gradient is not None}
+def _is_by_columns(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    return len(strides) == 2 and strides[0] == 1 and strides[1] == sizes[0]
 
 
-def _accumulate(starts: EdgeGradients) -> None:
-    """Run a backward from `starts` into the leaves' `.grad`."""
-    if starts:
-        edges, edge_gradients = zip(*starts, strict=True)
-        torch.autograd.backward(edges, edge_gradients)
+def _product_gradients(
+    left: Tensor | None, right: Tensor | None, by_columns: Sequence[bool], has_addend: bool, gradient: Tensor
+) -> list[Tensor | None]:
+    """Gradients of the addend, if there is one, and of both factors; each lies in memory by columns if its factor does.
+
+    Args:
+        left, right: the factors [..., m, k] and [..., k, n]; None for one that the wanted gradients do not need.
+        gradient: of the output [..., m, n].
+    """
+    of_left = of_right = None
+    if right is not None:
+        of_left = (right.conj() @ gradient.mT).mT if by_columns[0] else gradient @ right.mH
+    if left is not None:
+        of_right = (gradient.mT @ left.conj()).mT if by_columns[1] else left.mH @ gradient
+    return [*[gradient] * has_addend, of_left, of_right]
 
 
-def _replace_gradient(gradient: Tensor, _: object) -> tuple[Tensor]:
-    return (gradient,)
+def _convolution_gradients(saved: Sequence[Any], gradient: Tensor) -> Sequence[Tensor | None]:
+    gradients: Sequence[Tensor | None] = torch.ops.aten.convolution_backward(gradient, *saved)
+    return gradients

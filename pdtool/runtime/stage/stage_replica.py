@@ -1,6 +1,7 @@
 """A replica of one stage on this worker: its computation, its messages, and its updates.
 
-A worker has one; with an interleaved schedule it has several.
+A worker has one; with an interleaved schedule it has several. `ClippedUpdates` updates the stages of a worker, with
+their gradients clipped by a norm.
 """
 
 from __future__ import annotations
@@ -190,7 +191,15 @@ def _parameter_name(key: str) -> str:
 
 
 class ClippedUpdates:
-    """Updates the stages of this worker.
+    """Updates the stages of this worker, with gradients clipped by their norm (`MAX_GRAD_NORM` of model.py).
+
+    With a flush all stages update at the same moment, and the norm is that of all parameters of the model, as
+    torch.nn.utils.clip_grad_norm_ computes it in a plain loop: one worker of each stage adds its part, and a parameter
+    that several stages hold counts once.
+
+    Without a flush stages update at different moments, so there is no common norm. The gradients of a stage are clipped
+    by the norm of these alone; those of a tied parameter, whose copies take the same steps at different moments, by
+    their own. What a plain loop would not clip is not clipped here either.
 
     Args:
         max_norm: None clips nothing.

@@ -1,8 +1,11 @@
-"""Sum tensors over workers by gloo, which takes them from CPU memory; the worker's own thread waits for no GPU.
+"""Tied weights: one parameter that several stages hold, where every copy takes the same steps.
 
-host      start ───────────────────────────────── goes on to compute ─────────▶ wait
-stream            copy to pinned memory
-thread                                  wait for the copy, sum over the workers ──▶
+At its round j a holder starts summing the gradient of that round over all replicas of all holders, and applies the sum
+of round j - lag. With a flush lag is 0 and the result is that of the unsplit model. Without one, the gradient of round
+j is complete when the *first* holder has done its backward, and a later holder s is ahead of it by
+
+    lag_s = ceil((r[f] w[f] - r[s] w[s]) / k) rounds      f: the first holder, r: replicas, w: in flight,
+                                                          k: minibatches in a round (the same for all holders)
 """
 
 from __future__ import annotations
@@ -25,49 +28,6 @@ from pdtool.runtime.stage.averaging import clip
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 
 
-class HostAllReduce:
-    """Sums tensors, one after the other, in the same order at all workers of a group.
-
-    Args:
-        group: of gloo.
-        device: where the tensors are.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._thread: ThreadPoolExecutor | None = None
-        if device.type == "cuda":
-            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._thread = ThreadPoolExecutor(1, "pdtool-sum", torch.cuda.set_device, (device,))
-
-    def start(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start the sum of a tensor, of the same shape everywhere, whose memory it may take.
-
-        Returns:
-            What waits for the sum and returns it, in CPU memory; it raises what gloo raises when a worker is lost.
-        """
-        if self._thread is None:
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
-            return partial(_waited_for, work, tensor)
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._copies):
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            copied.record(self._copies)
-        kept = tensor  # the stream reads it; nobody else may get its memory before
-        return self._thread.submit(self._sum_when_copied, copied, pinned, kept).result
-
-    def _sum_when_copied(self, copied: torch.cuda.Event, pinned: Tensor, kept: Tensor) -> Tensor:
-        copied.synchronize()
-        dist.all_reduce(pinned, group=self._group)
-        return pinned
-
-
-def _waited_for(work: Any, tensor: Tensor) -> Tensor:
-    work.wait()
-    return tensor
-
-
 @dataclass(frozen=True)
 class TiedHolders:
     """The stages that hold a tied parameter, as one of them sees it.
@@ -85,21 +45,17 @@ class TiedHolders:
     is_first: bool
 
 
-@dataclass(frozen=True)
-class _StartedSum:
-    """A sum under way.
-
-    Attributes:
-        wait: waits for the sum and returns it, in CPU memory.
-        at_s: when it was started, in seconds of time.perf_counter.
-    """
-
-    wait: Callable[[], Tensor]
-    at_s: float
-
-
 class TiedParameterSync:
-    """One tied parameter at one holder.
+    """One tied parameter at one holder, with an optimizer and a learning-rate schedule of its own.
+
+    These are its own so that step j is the same everywhere. A later holder waits, if at all, for a message that the
+    first holder's schedule sends without needing anything of the later one in between. Each copy takes the steps 0, 1,
+    2, ... with the same gradients, only later in its own count of rounds. When the pipeline drains at the end of an
+    epoch, the sums still due are applied, and the copies are equal again. With vertical sync and 2bw, too, a later
+    holder's version of the parameter has `lag` steps fewer.
+
+    A step is taken before the stage's next action, not in the update: with several stages on a worker the other holder
+    may need what they have yet to do.
 
     Args:
         optimizer: of this parameter alone, under its name at the first holder.
@@ -160,3 +116,65 @@ class TiedParameterSync:
         return PeerErrorContext(
             f"the gradient of the tied parameter {self._name} was not summed over the stages that hold it"
         )
+
+
+@dataclass(frozen=True)
+class _StartedSum:
+    """A sum under way.
+
+    Attributes:
+        wait: waits for the sum and returns it, in CPU memory.
+        at_s: when it was started, in seconds of time.perf_counter.
+    """
+
+    wait: Callable[[], Tensor]
+    at_s: float
+
+
+class HostAllReduce:
+    """Sums tensors, one after the other, in the same order at all workers of a group.
+
+    gloo takes tensors from CPU memory; the worker's own thread waits for no GPU:
+
+    host      start ───────────────────────────────── goes on to compute ─────────▶ wait
+    stream            copy to pinned memory
+    thread                                  wait for the copy, sum over the workers ──▶
+
+    Args:
+        group: of gloo.
+        device: where the tensors are.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._thread: ThreadPoolExecutor | None = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._thread = ThreadPoolExecutor(1, "pdtool-sum", torch.cuda.set_device, (device,))
+
+    def start(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start the sum of a tensor, of the same shape everywhere, whose memory it may take.
+
+        Returns:
+            What waits for the sum and returns it, in CPU memory; it raises what gloo raises when a worker is lost.
+        """
+        if self._thread is None:
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            return partial(_waited_for, work, tensor)
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copies):
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            copied.record(self._copies)
+        kept = tensor  # the stream reads it; nobody else may get its memory before
+        return self._thread.submit(self._sum_when_copied, copied, pinned, kept).result
+
+    def _sum_when_copied(self, copied: torch.cuda.Event, pinned: Tensor, kept: Tensor) -> Tensor:
+        copied.synchronize()
+        dist.all_reduce(pinned, group=self._group)
+        return pinned
+
+
+def _waited_for(work: Any, tensor: Tensor) -> Tensor:
+    work.wait()
+    return tensor

@@ -11,7 +11,7 @@ Before a step, if a minibatch still needs the current version, the Parameters mo
 step is done in place and nothing is copied. Memory that a live graph has saved is never written: a backward would use
 the new weights. (Without stashing that is what is asked for.)
 
-Which version a minibatch reads is decided by the schedule (schedule/versions.py): the newest, or with vertical sync
+Which version a minibatch reads is decided by the schedule (schedule/policies.py): the newest, or with vertical sync
 the one that it read at the first stage, which is kept here for it until it comes.
 """
 
@@ -53,7 +53,7 @@ class WeightVersions:
         stashing: whether versions are kept for the minibatches that read them; otherwise there is one version, and
             every step is done in place.
         extrapolates: whether forwards read what `set_extrapolated` is given, which is not what the Parameters hold
-            (delay_compensation.py).
+            (runtime/corrections.py).
 
     Attributes:
         parameters: name -> Parameter, each once (one that is used under several names has the first).

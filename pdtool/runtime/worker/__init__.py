@@ -1,1 +1,4 @@
-"""What a run measures of itself: times, memory, metrics."""
+"""One worker: its start, its loop over the actions, its checkpoints and its measurements.
+
+`launch` uses `start_worker` and `worker`; whoever reads a checkpoint uses `checkpoint`.
+"""

@@ -1,4 +1,13 @@
-"""Operators on tensors of the meta device, which stand for tensors with values: what they write, and would draw."""
+"""Build of a model with the values of some tensors only: exactly those that they have in the whole model.
+
+A worker needs the parameters of its own stages. All others are on the meta device, where tensors have no values:
+
+                                             number     first build    second build, for the values of head and scale
+    self.embed = nn.Embedding(9, 4)          0          meta           real
+    self.block = nn.Linear(4, 4)             1, 2       meta           1 real; 2 meta, its values drawn and dropped
+    self.head.weight = self.embed.weight     0 again
+    self.scale = self.block.weight.std()     made of 1  meta           real
+"""
 
 from __future__ import annotations
 
@@ -29,70 +38,6 @@ DRAWN_BY_SHAPE = _DRAWN_IN_PIECES | {
 _PIECE = 2**18  # elements; a multiple of the 16 that normal_ draws together
 _DRAWN_TOGETHER = 16
 
-
-def move_to_meta(param: nn.Parameter) -> None:
-    """Move a parameter itself, not a copy, so that whoever holds it sees it there."""
-    moved = nn.Parameter(torch.empty_like(param, device=META), param.requires_grad)
-    moved.__dict__.update(param.__dict__)
-    with suppress(RuntimeError):  # there are views of it, or weak references: it stays
-        torch.utils.swap_tensors(param, moved)  # type: ignore[no-untyped-call]
-
-
-def draw(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Draw as many random numbers as `func` does to fill a tensor on the meta device, and drop them.
-
-    Args:
-        func: an operator of DRAWN_BY_SHAPE that works in place.
-        tensor: of any shape; a large one is drawn in pieces where that draws the same.
-    """
-    args = pytree.tree_map(with_memory, args)
-    scratch = [with_memory(tensor)]
-    if func._schema.name in _DRAWN_IN_PIECES and tensor.is_contiguous() and tensor.is_floating_point():
-        pieces = max(0, tensor.numel() - _DRAWN_TOGETHER) // _PIECE
-        rest = torch.empty(tensor.numel() - pieces * _PIECE, dtype=tensor.dtype)
-        scratch = [torch.empty(_PIECE, dtype=tensor.dtype)] * pieces + [rest]
-    for piece in scratch:
-        func(piece, *args, **kwargs)
-
-
-def is_random(func: Any) -> bool:
-    """Return whether an operator draws from a generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def storage_address(tensor: Tensor) -> int:
-    """Return what tells the storage of a tensor from others, as long as it lives; views share it."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the arguments that an operator writes into."""
-    if "batch_norm" in func._schema.name:  # its schema does not say that it writes statistics
-        return tensors_in((args, kwargs))
-    arguments = func._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return tensors_in([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
-
-
-def to_meta(value: Any) -> Any:
-    """Return a tensor without values, and the meta device in place of the CPU; anything else as it is."""
-    if isinstance(value, torch.device):
-        return META if value.type == "cpu" else value
-    return value.to(META) if isinstance(value, Tensor) else value
-
-
-def with_memory(value: Any) -> Any:
-    """Return memory of the shape and strides of a tensor on the meta device; anything else as it is."""
-    if not (isinstance(value, Tensor) and value.is_meta):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
-
-
 _SEEN_ON_CPU = {
     Tensor.device.__get__: torch.device("cpu"),
     Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
@@ -113,6 +58,14 @@ def build_partially(
     build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]]
 ) -> tuple[nn.Module, nn.Module]:
     """Build a model twice: with all parameters on the meta device, and with the values of the tensors that are wanted.
+
+    model() makes all parameters from one sequence of random numbers. A parameter that is not needed moves to the meta
+    device as soon as a module registers it. What its initialization would draw is drawn and dropped, so that the
+    sequence goes on as in the whole model. The first build draws nothing, and finds out which parameters the wanted
+    tensors are made of; the second one keeps them.
+
+    A tensor has the values of the whole model or none. An operator raises if it would write into a real tensor what it
+    reads on the meta device, or if it needs values there. After an error the model must be built as a whole.
 
     Args:
         build: seeds the generators and makes the model, with the same structure each time; shown is what the second
@@ -326,3 +279,66 @@ class _SeenOnCpu(TorchFunctionMode):
         if func == _SET_DATA and any(self._build.follows(tensor) for tensor in args):
             return self._build.set_data(*args)
         return func(*args, **(kwargs or {}))
+
+
+def move_to_meta(param: nn.Parameter) -> None:
+    """Move a parameter itself, not a copy, so that whoever holds it sees it there."""
+    moved = nn.Parameter(torch.empty_like(param, device=META), param.requires_grad)
+    moved.__dict__.update(param.__dict__)
+    with suppress(RuntimeError):  # there are views of it, or weak references: it stays
+        torch.utils.swap_tensors(param, moved)  # type: ignore[no-untyped-call]
+
+
+def draw(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Draw as many random numbers as `func` does to fill a tensor on the meta device, and drop them.
+
+    Args:
+        func: an operator of DRAWN_BY_SHAPE that works in place.
+        tensor: of any shape; a large one is drawn in pieces where that draws the same.
+    """
+    args = pytree.tree_map(with_memory, args)
+    scratch = [with_memory(tensor)]
+    if func._schema.name in _DRAWN_IN_PIECES and tensor.is_contiguous() and tensor.is_floating_point():
+        pieces = max(0, tensor.numel() - _DRAWN_TOGETHER) // _PIECE
+        rest = torch.empty(tensor.numel() - pieces * _PIECE, dtype=tensor.dtype)
+        scratch = [torch.empty(_PIECE, dtype=tensor.dtype)] * pieces + [rest]
+    for piece in scratch:
+        func(piece, *args, **kwargs)
+
+
+def is_random(func: Any) -> bool:
+    """Return whether an operator draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return what tells the storage of a tensor from others, as long as it lives; views share it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the arguments that an operator writes into."""
+    if "batch_norm" in func._schema.name:  # its schema does not say that it writes statistics
+        return tensors_in((args, kwargs))
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    return tensors_in([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
+
+
+def to_meta(value: Any) -> Any:
+    """Return a tensor without values, and the meta device in place of the CPU; anything else as it is."""
+    if isinstance(value, torch.device):
+        return META if value.type == "cpu" else value
+    return value.to(META) if isinstance(value, Tensor) else value
+
+
+def with_memory(value: Any) -> Any:
+    """Return memory of the shape and strides of a tensor on the meta device; anything else as it is."""
+    if not (isinstance(value, Tensor) and value.is_meta):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)

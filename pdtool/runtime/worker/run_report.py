@@ -1,4 +1,7 @@
-"""Assemble the report from what each worker measured."""
+"""Report of a run, assembled from what each worker measured, and the timer of its epochs.
+
+`EpochTimer` takes the time of epochs, and at the last stage the time from loss to loss in steady state.
+"""
 
 from __future__ import annotations
 
@@ -10,55 +13,6 @@ from pdtool.artifacts.report import Measured, Report, StageReport
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.meter import Timestamp, TimeTotals
 from pdtool.schedule.shape import steady_minibatches
-
-
-class EpochTimer:
-    """The training time of the epochs since the last `restart`.
-
-    Attributes:
-        epochs, minibatches, samples: numbers of those trained.
-        train_s: seconds of training, pipeline fill and drain included.
-    """
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget all epochs so far."""
-        self.epochs = self.minibatches = self.samples = self._intervals = 0
-        self.train_s = self._intervals_s = 0.0
-        self._timed = range(0)
-        self._first_loss: tuple[int, Timestamp] | None = None
-        self._last_loss: tuple[int, Timestamp] | None = None
-
-    def epoch_begins(self, timed: range) -> None:
-        """Take note of the minibatches between whose losses the time is taken: those of the steady state."""
-        self._timed = timed
-
-    def loss_computed(self, minibatch: int, at: Timestamp) -> None:
-        """Take note of when the device has computed the loss of a minibatch."""
-        if minibatch not in self._timed:
-            return
-        self._first_loss = self._first_loss or (minibatch, at)
-        self._last_loss = (minibatch, at)
-
-    def epoch_ended(
-        self, minibatches: int, samples: int, train_s: float, seconds_between: Callable[[Timestamp, Timestamp], float]
-    ) -> None:
-        """Add an epoch of training that took `train_s` seconds; the device has come to all of its timestamps."""
-        self.epochs += 1
-        self.minibatches += minibatches
-        self.samples += samples
-        self.train_s += train_s
-        if self._first_loss and self._last_loss:
-            self._intervals += self._last_loss[0] - self._first_loss[0]
-            self._intervals_s += seconds_between(self._first_loss[1], self._last_loss[1])
-        self._first_loss = self._last_loss = None
-
-    @property
-    def time_per_minibatch_s(self) -> float:
-        """Seconds per minibatch between the first and the last loss in steady state; 0 when not known."""
-        return self._intervals_s / self._intervals if self._intervals else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +108,52 @@ def _stage_report(replicas: Sequence[WorkerMeasurements]) -> StageReport:
         peak_memory_bytes=max(peaks_bytes, default=None),
         **times,
     )
+
+
+class EpochTimer:
+    """The training time of the epochs since the last `restart`.
+
+    Attributes:
+        epochs, minibatches, samples: numbers of those trained.
+        train_s: seconds of training, pipeline fill and drain included.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all epochs so far."""
+        self.epochs = self.minibatches = self.samples = self._intervals = 0
+        self.train_s = self._intervals_s = 0.0
+        self._timed = range(0)
+        self._first_loss: tuple[int, Timestamp] | None = None
+        self._last_loss: tuple[int, Timestamp] | None = None
+
+    def epoch_begins(self, timed: range) -> None:
+        """Take note of the minibatches between whose losses the time is taken: those of the steady state."""
+        self._timed = timed
+
+    def loss_computed(self, minibatch: int, at: Timestamp) -> None:
+        """Take note of when the device has computed the loss of a minibatch."""
+        if minibatch not in self._timed:
+            return
+        self._first_loss = self._first_loss or (minibatch, at)
+        self._last_loss = (minibatch, at)
+
+    def epoch_ended(
+        self, minibatches: int, samples: int, train_s: float, seconds_between: Callable[[Timestamp, Timestamp], float]
+    ) -> None:
+        """Add an epoch of training that took `train_s` seconds; the device has come to all of its timestamps."""
+        self.epochs += 1
+        self.minibatches += minibatches
+        self.samples += samples
+        self.train_s += train_s
+        if self._first_loss and self._last_loss:
+            self._intervals += self._last_loss[0] - self._first_loss[0]
+            self._intervals_s += seconds_between(self._first_loss[1], self._last_loss[1])
+        self._first_loss = self._last_loss = None
+
+    @property
+    def time_per_minibatch_s(self) -> float:
+        """Seconds per minibatch between the first and the last loss in steady state; 0 when not known."""
+        return self._intervals_s / self._intervals if self._intervals else 0.0

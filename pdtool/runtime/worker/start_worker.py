@@ -1,6 +1,7 @@
-"""Find at the start of a run what a last minibatch of one sample breaks.
+"""Start of a worker: everything that it works with, built before its first minibatch.
 
-Batch norm finds a single value per channel, and squeeze() takes the dimension of the samples away.
+`WorkerContext` goes through the phases of a start: process groups, model, data, channels, stages. `StageBuilder` builds
+the worker's stage replicas. `check_last_minibatch` finds at the start what would fail at the end of the first epoch.
 """
 
 from __future__ import annotations
@@ -50,165 +51,10 @@ from pdtool.runtime.status import Status
 from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
 from pdtool.schedule import PipelineShape, gradient_delays, is_asynchronous, tied_update_lag
 
-_REFUSED = "Expected more than 1 value per channel"  # of torch.nn.functional.batch_norm
-
-
-def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, samples: int, device: torch.device) -> None:
-    """Check that the last minibatch of an epoch is one that can be trained with.
-
-    Args:
-        modules: of stages, by their number.
-        samples: of an epoch.
-
-    Raises:
-        ModelError: it has one sample, of which a batch norm would see a single value per channel, or a stage makes
-            a tensor of another shape than the bundle says.
-    """
-    size = bundle.batch_size
-    if (samples - 1) % size:
-        return
-    what = f"the last of an epoch's minibatches has one sample ({samples} samples in minibatches of {size})"
-    remedy = "set DROP_LAST = True in model.py to leave a short last minibatch out"
-    for s, module in modules.items():
-        spec = bundle.stages[s]
-        inputs, expected = ([bundle.by_name[name] for name in names] for names in (spec.inputs, spec.outputs))
-        try:
-            shapes = _shapes_of_single_sample(module, inputs, device)
-        except ValueError as error:
-            if _REFUSED in str(error):
-                why = "in which a batch norm finds a single value per channel, which it cannot be trained with"
-                remedy = remedy if size > 1 else "profile and plan with a larger --batch-size"
-                raise ModelError(f"{what}, {why}", remedy) from error
-            continue
-        except Exception:
-            continue  # training finds it
-        for tensor, shape in zip(expected, shapes, strict=False):
-            if shape != tensor.sizes(1):
-                why = f"of which {spec.file} makes {tensor.name} of shape {list(shape)}, not {list(tensor.sizes(1))}"
-                raise ModelError(f"{what}, {why}", f"give squeeze() its dimension; or {remedy}")
-
-
-def _shapes_of_single_sample(
-    module: nn.Module, inputs: Sequence[TensorSpec], device: torch.device
-) -> list[tuple[int, ...]]:
-    """Run a copy of a stage's module on one sample, with tensors without content; return the shapes of its outputs."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors = {id(t): fake.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
-    with fake, torch.no_grad():
-        copied = copy.deepcopy(module, tensors)  # what deepcopy finds there it does not copy
-        returned = copied(*(torch.zeros(spec.sizes(1), dtype=dtype_of(spec), device=device) for spec in inputs))
-    return [tuple(tensor.shape) for tensor in as_tuple(returned) if isinstance(tensor, Tensor)]
-
-
-@dataclass(kw_only=True)
-class StageBuilder:
-    """Builds the stage replicas of a worker.
-
-    Attributes:
-        built: the model that the modules of the stages take their tensors from.
-        canonical: see WorkerContext.
-        epoch_samples: samples of the training set in an epoch.
-    """
-
-    config: RunConfig
-    built: WorkerModel
-    canonical: Mapping[str, str]
-    shape: PipelineShape
-    groups: ProcessGroups
-    channels: Channels
-    device: torch.device
-    meter: WorkerMeter
-    epoch_samples: int
-
-    def __post_init__(self) -> None:
-        self._model_state = self.built.model.state_dict(keep_vars=True)
-        self._model_parameters = self.built.optimizer_parameters()
-        self._delays = gradient_delays(self.config.plan.schedule, self.shape)
-
-    def build(self, s: int, module: nn.Module) -> StageReplica:
-        """Build this worker's replica of stage `s` from its module."""
-        stage = self._pipeline_stage(s, module)
-        tied = self._tied(s, stage)
-        tied_ids = {id(t.parameter) for t in tied}
-        untied = {name: p for name, p in stage.weights.parameters.items() if id(p) not in tied_ids}
-        in_flight = self.shape.in_flight[s % self.shape.pipeline_depth]
-        saved_names = [name for name in module.state_dict() if name in self._model_state]
-        return StageReplica(
-            stage=stage,
-            io=StageIO(
-                self.config.bundle, s, self.channels, prefetch=in_flight + 1, device=self.device, meter=self.meter
-            ),
-            averager=ReplicaAverager(self.groups.replicas[s], untied.values(), self.meter, self.config.bucket_bytes),
-            optimizer=self._optimizer(untied, s),
-            tied=tied,
-            saved_names=saved_names,
-            unused_state=self._unused_state(s, stage, saved_names),
-            losses=LossReader(self.device),
-        )
-
-    def _pipeline_stage(self, s: int, module: nn.Module) -> PipelineStage:
-        config, device = self.config, self.device
-        compensation = config.delay_compensation
-        output_dtypes = [dtype_of(config.bundle.by_name[name]) for name in config.bundle.stages[s].outputs]
-        return PipelineStage(
-            module,
-            self.built.file.loss if s == len(config.plan.stages) - 1 else None,
-            recompute=config.plan.stages[s].recompute,
-            stashing=config.plan.weights != "none",
-            extrapolates=compensation is not None and compensation.extrapolates_weights,
-            autocast=Autocast(device, output_dtypes) if config.precision == "bf16" else None,
-            compiled=config.compiled,
-            seeds=OperatorSeeds(s, device),
-        )
-
-    def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
-        """The tied parameters of a stage, each with an optimizer of its own under the first holder's name."""
-        tied, is_late = [], is_asynchronous(self.config.plan.schedule)
-        for described, group in zip(self.config.bundle.tied, self.groups.tied, strict=True):
-            names = dict(zip(described.stages, described.names, strict=True))
-            if s in names:
-                first = min(names)
-                lag = tied_update_lag(self.shape, described.stages, s) if is_late else 0
-                holders = TiedHolders(group, len(names), lag, is_first=first == s)
-                optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
-                max_norm = self.built.file.training.max_grad_norm if is_late else None
-                tied.append(TiedParameterSync(optimizer, holders, self.meter, max_norm))
-        return tied
-
-    def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
-        config = self.config
-        minibatches = math.ceil(self.epoch_samples / config.plan.batch_size)
-        updates = config.epochs * math.ceil(minibatches / self.shape.update_every[s])
-        return NamedOptimizer(
-            self.built.file,
-            self._model_parameters,
-            parameters,
-            RunLength(config.epochs, updates),
-            config.delay_compensation,
-            self._delays[s],
-            config.seed,
-        )
-
-    def _unused_state(self, s: int, stage: PipelineStage, saved_names: Sequence[str]) -> dict[str, Tensor]:
-        """See StageReplica.unused_state."""
-        canonical = self.canonical
-        used = {name for d in self.config.bundle.stages for name in (*d.parameters, *d.buffers)}
-        name_here = {canonical.get(name, name): name for name in saved_names}
-        held = stage.weights.by_name | dict(stage.module.named_buffers(remove_duplicate=False))
-        used_canonical = {canonical.get(name, name) for name in used}
-        unused: dict[str, Tensor] = {}
-        for name in self._model_state.keys() - used:
-            first_name = canonical.get(name, name)
-            if first_name in name_here:
-                unused[name] = held[name_here[first_name]]
-            elif s == 0 and first_name not in used_canonical:
-                unused[name] = self._model_state[name].detach()
-        return unused
-
-
 _SPLITS = ("train", "valid")
 _COUNTING = 0.5  # the part of --timeout in which a validation set without a length is counted
 _WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_REFUSED = "Expected more than 1 value per channel"  # of torch.nn.functional.batch_norm
 
 
 class WorkerContext:
@@ -408,3 +254,159 @@ class WorkerContext:
         """
         for replica in self.stages.values():
             replica.load(folder, self.canonical, validation_losses)
+
+
+@dataclass(kw_only=True)
+class StageBuilder:
+    """Builds the stage replicas of a worker.
+
+    Attributes:
+        built: the model that the modules of the stages take their tensors from.
+        canonical: see WorkerContext.
+        epoch_samples: samples of the training set in an epoch.
+    """
+
+    config: RunConfig
+    built: WorkerModel
+    canonical: Mapping[str, str]
+    shape: PipelineShape
+    groups: ProcessGroups
+    channels: Channels
+    device: torch.device
+    meter: WorkerMeter
+    epoch_samples: int
+
+    def __post_init__(self) -> None:
+        self._model_state = self.built.model.state_dict(keep_vars=True)
+        self._model_parameters = self.built.optimizer_parameters()
+        self._delays = gradient_delays(self.config.plan.schedule, self.shape)
+
+    def build(self, s: int, module: nn.Module) -> StageReplica:
+        """Build this worker's replica of stage `s` from its module."""
+        stage = self._pipeline_stage(s, module)
+        tied = self._tied(s, stage)
+        tied_ids = {id(t.parameter) for t in tied}
+        untied = {name: p for name, p in stage.weights.parameters.items() if id(p) not in tied_ids}
+        in_flight = self.shape.in_flight[s % self.shape.pipeline_depth]
+        saved_names = [name for name in module.state_dict() if name in self._model_state]
+        return StageReplica(
+            stage=stage,
+            io=StageIO(
+                self.config.bundle, s, self.channels, prefetch=in_flight + 1, device=self.device, meter=self.meter
+            ),
+            averager=ReplicaAverager(self.groups.replicas[s], untied.values(), self.meter, self.config.bucket_bytes),
+            optimizer=self._optimizer(untied, s),
+            tied=tied,
+            saved_names=saved_names,
+            unused_state=self._unused_state(s, stage, saved_names),
+            losses=LossReader(self.device),
+        )
+
+    def _pipeline_stage(self, s: int, module: nn.Module) -> PipelineStage:
+        config, device = self.config, self.device
+        compensation = config.delay_compensation
+        output_dtypes = [dtype_of(config.bundle.by_name[name]) for name in config.bundle.stages[s].outputs]
+        return PipelineStage(
+            module,
+            self.built.file.loss if s == len(config.plan.stages) - 1 else None,
+            recompute=config.plan.stages[s].recompute,
+            stashing=config.plan.weights != "none",
+            extrapolates=compensation is not None and compensation.extrapolates_weights,
+            autocast=Autocast(device, output_dtypes) if config.precision == "bf16" else None,
+            compiled=config.compiled,
+            seeds=OperatorSeeds(s, device),
+        )
+
+    def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
+        """The tied parameters of a stage, each with an optimizer of its own under the first holder's name."""
+        tied, is_late = [], is_asynchronous(self.config.plan.schedule)
+        for described, group in zip(self.config.bundle.tied, self.groups.tied, strict=True):
+            names = dict(zip(described.stages, described.names, strict=True))
+            if s in names:
+                first = min(names)
+                lag = tied_update_lag(self.shape, described.stages, s) if is_late else 0
+                holders = TiedHolders(group, len(names), lag, is_first=first == s)
+                optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
+                max_norm = self.built.file.training.max_grad_norm if is_late else None
+                tied.append(TiedParameterSync(optimizer, holders, self.meter, max_norm))
+        return tied
+
+    def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
+        config = self.config
+        minibatches = math.ceil(self.epoch_samples / config.plan.batch_size)
+        updates = config.epochs * math.ceil(minibatches / self.shape.update_every[s])
+        return NamedOptimizer(
+            self.built.file,
+            self._model_parameters,
+            parameters,
+            RunLength(config.epochs, updates),
+            config.delay_compensation,
+            self._delays[s],
+            config.seed,
+        )
+
+    def _unused_state(self, s: int, stage: PipelineStage, saved_names: Sequence[str]) -> dict[str, Tensor]:
+        """See StageReplica.unused_state."""
+        canonical = self.canonical
+        used = {name for d in self.config.bundle.stages for name in (*d.parameters, *d.buffers)}
+        name_here = {canonical.get(name, name): name for name in saved_names}
+        held = stage.weights.by_name | dict(stage.module.named_buffers(remove_duplicate=False))
+        used_canonical = {canonical.get(name, name) for name in used}
+        unused: dict[str, Tensor] = {}
+        for name in self._model_state.keys() - used:
+            first_name = canonical.get(name, name)
+            if first_name in name_here:
+                unused[name] = held[name_here[first_name]]
+            elif s == 0 and first_name not in used_canonical:
+                unused[name] = self._model_state[name].detach()
+        return unused
+
+
+def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, samples: int, device: torch.device) -> None:
+    """Check that the last minibatch of an epoch is one that can be trained with.
+
+    If it has one sample, batch norm finds a single value per channel, and squeeze() takes the dimension of the samples
+    away.
+
+    Args:
+        modules: of stages, by their number.
+        samples: of an epoch.
+
+    Raises:
+        ModelError: it has one sample, of which a batch norm would see a single value per channel, or a stage makes
+            a tensor of another shape than the bundle says.
+    """
+    size = bundle.batch_size
+    if (samples - 1) % size:
+        return
+    what = f"the last of an epoch's minibatches has one sample ({samples} samples in minibatches of {size})"
+    remedy = "set DROP_LAST = True in model.py to leave a short last minibatch out"
+    for s, module in modules.items():
+        spec = bundle.stages[s]
+        inputs, expected = ([bundle.by_name[name] for name in names] for names in (spec.inputs, spec.outputs))
+        try:
+            shapes = _shapes_of_single_sample(module, inputs, device)
+        except ValueError as error:
+            if _REFUSED in str(error):
+                why = "in which a batch norm finds a single value per channel, which it cannot be trained with"
+                remedy = remedy if size > 1 else "profile and plan with a larger --batch-size"
+                raise ModelError(f"{what}, {why}", remedy) from error
+            continue
+        except Exception:
+            continue  # training finds it
+        for tensor, shape in zip(expected, shapes, strict=False):
+            if shape != tensor.sizes(1):
+                why = f"of which {spec.file} makes {tensor.name} of shape {list(shape)}, not {list(tensor.sizes(1))}"
+                raise ModelError(f"{what}, {why}", f"give squeeze() its dimension; or {remedy}")
+
+
+def _shapes_of_single_sample(
+    module: nn.Module, inputs: Sequence[TensorSpec], device: torch.device
+) -> list[tuple[int, ...]]:
+    """Run a copy of a stage's module on one sample, with tensors without content; return the shapes of its outputs."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = {id(t): fake.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
+    with fake, torch.no_grad():
+        copied = copy.deepcopy(module, tensors)  # what deepcopy finds there it does not copy
+        returned = copied(*(torch.zeros(spec.sizes(1), dtype=dtype_of(spec), device=device) for spec in inputs))
+    return [tuple(tensor.shape) for tensor in as_tuple(returned) if isinstance(tensor, Tensor)]

@@ -1,4 +1,9 @@
-"""Load the module of a stage that codegen wrote, with the parameters and buffers of the whole model."""
+"""Model of a worker, with the values of its own stages, and the stage modules that take their tensors from it.
+
+`WorkerModel` builds the model without the values of other stages if it can. `load_stage_module` loads a stage that
+codegen wrote, with the parameters and buffers of the model. `equalize_weights` lets all copies of a parameter begin
+with equal values: the replicas of a stage, and stages that share a parameter.
+"""
 
 from __future__ import annotations
 
@@ -25,77 +30,7 @@ from pdtool.frontend.user_code import user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
 from pdtool.runtime.worker.partial_build import build_partially
 
-
-def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module) -> nn.Module:
-    """Import the stage's class and give it the parameters and buffers of `model`, by name, without copying them.
-
-    Raises:
-        StaleError: a file is not as codegen wrote it.
-        ArtifactError: it cannot be imported, or the parameters of the stage are not the model's.
-    """
-    bundle.check_files(folder)
-    described = bundle.stages[stage]
-    path = folder / described.file
-    spec = importlib.util.spec_from_file_location(f"pdtool_stage_{stage}", path)
-    assert spec
-    assert spec.loader
-    code = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = code
-    try:
-        with user_modules_importable():
-            spec.loader.exec_module(code)
-        kind = getattr(code, described.class_name)
-        with torch.device("meta"):  # its values are those of the model
-            module: nn.Module = kind(model) if described.opaque else kind()
-    except Exception as error:
-        what = f"cannot be used ({describe_error(error)})"
-        raise ArtifactError(path, what, "mend it, or let `pdtool codegen` write it again") from error
-    for kind in ("_parameters", "_buffers"):
-        _take_over(module, model, kind, path)
-    return module.train()
-
-
-def _take_over(module: nn.Module, model: nn.Module, kind: str, path: Path) -> None:
-    """Replace every entry of `kind` in `module` by the model's of the same name, so that what is tied stays tied."""
-    for prefix, owner in module.named_modules():
-        for key, value in getattr(owner, kind).items():
-            name = f"{prefix}.{key}" if prefix else key
-            original = _entry(model, kind, name)
-            if value is None and original is None:
-                continue
-            if _description(value) != _description(original):
-                raise ArtifactError(
-                    path,
-                    f"its {name} is {_description(value)}, the model's is {_description(original)}",
-                    "run `pdtool codegen` again",
-                )
-            setattr(owner, key, original)  # nn.LSTM makes its list of weights here
-
-
-def _entry(model: nn.Module, kind: str, name: str) -> Tensor | None:
-    """The model's parameter or buffer of this name; a tensor that is a mere attribute is a buffer of its stage."""
-    prefix, _, key = name.rpartition(".")
-    try:
-        owner = model.get_submodule(prefix)
-    except AttributeError:
-        return None
-    value = getattr(owner, kind).get(key)
-    if value is None and kind == "_buffers":
-        value = vars(owner).get(key)
-    return value if isinstance(value, Tensor) else None
-
-
-def _description(value: Tensor | None) -> str:
-    """`float32[4, 16]`, or `missing`."""
-    return "missing" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
 _SMALL_BYTES = 4e9  # of the memory of all stages together
-
-
-def is_small(plan: Plan) -> bool:
-    """Return whether each worker can as well build the whole model: sooner, and model() is called only once."""
-    return plan.predicted is not None and sum(plan.predicted.memory_bytes) < _SMALL_BYTES
 
 
 @dataclass(frozen=True)
@@ -169,6 +104,11 @@ class WorkerModel:
         return {name: fake(p) if p.is_meta else p for name, p in self.model.named_parameters()}
 
 
+def is_small(plan: Plan) -> bool:
+    """Return whether each worker can as well build the whole model: sooner, and model() is called only once."""
+    return plan.predicted is not None and sum(plan.predicted.memory_bytes) < _SMALL_BYTES
+
+
 def _stage_tensors(model: nn.Module, bundle: Bundle, stages: Collection[int]) -> list[Tensor]:
     """The tensors of a model that some stages use; for the first stage also the saved ones that no stage uses."""
     state = named_state(model)
@@ -207,12 +147,77 @@ def _allocated(model: nn.Module) -> nn.Module:
     return model
 
 
+def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module) -> nn.Module:
+    """Import the stage's class and give it the parameters and buffers of `model`, by name, without copying them.
+
+    Raises:
+        StaleError: a file is not as codegen wrote it.
+        ArtifactError: it cannot be imported, or the parameters of the stage are not the model's.
+    """
+    bundle.check_files(folder)
+    described = bundle.stages[stage]
+    path = folder / described.file
+    spec = importlib.util.spec_from_file_location(f"pdtool_stage_{stage}", path)
+    assert spec
+    assert spec.loader
+    code = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = code
+    try:
+        with user_modules_importable():
+            spec.loader.exec_module(code)
+        kind = getattr(code, described.class_name)
+        with torch.device("meta"):  # its values are those of the model
+            module: nn.Module = kind(model) if described.opaque else kind()
+    except Exception as error:
+        what = f"cannot be used ({describe_error(error)})"
+        raise ArtifactError(path, what, "mend it, or let `pdtool codegen` write it again") from error
+    for kind in ("_parameters", "_buffers"):
+        _take_over(module, model, kind, path)
+    return module.train()
+
+
+def _take_over(module: nn.Module, model: nn.Module, kind: str, path: Path) -> None:
+    """Replace every entry of `kind` in `module` by the model's of the same name, so that what is tied stays tied."""
+    for prefix, owner in module.named_modules():
+        for key, value in getattr(owner, kind).items():
+            name = f"{prefix}.{key}" if prefix else key
+            original = _entry(model, kind, name)
+            if value is None and original is None:
+                continue
+            if _description(value) != _description(original):
+                raise ArtifactError(
+                    path,
+                    f"its {name} is {_description(value)}, the model's is {_description(original)}",
+                    "run `pdtool codegen` again",
+                )
+            setattr(owner, key, original)  # nn.LSTM makes its list of weights here
+
+
+def _entry(model: nn.Module, kind: str, name: str) -> Tensor | None:
+    """The model's parameter or buffer of this name; a tensor that is a mere attribute is a buffer of its stage."""
+    prefix, _, key = name.rpartition(".")
+    try:
+        owner = model.get_submodule(prefix)
+    except AttributeError:
+        return None
+    value = getattr(owner, kind).get(key)
+    if value is None and kind == "_buffers":
+        value = vars(owner).get(key)
+    return value if isinstance(value, Tensor) else None
+
+
+def _description(value: Tensor | None) -> str:
+    """`float32[4, 16]`, or `missing`."""
+    return "missing" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
 def equalize_weights(
     modules: Mapping[int, nn.Module], tied: Sequence[TiedParameter], groups: ProcessGroups
 ) -> list[str]:
     """Give parameters and buffers that differ between copies the values of the first worker that holds them.
 
-    All workers call it together.
+    The seeds of torch, numpy and Python make copies equal, unless model() draws from somewhere else. Digests are
+    compared, so that only what differs travels. All workers call it together.
 
     Args:
         modules: of this worker's stages, by their number; with the names of the whole model.
