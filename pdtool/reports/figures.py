@@ -1,4 +1,8 @@
-"""Bars of the page: what a stage takes in time and in memory, and how fast plans are beside each other."""
+"""The data of the page's figures: bars, timelines and curves, and why a run was slower than planned.
+
+Bars show what a stage takes in time and in memory, and how fast plans are beside each other. Timelines show a plan on
+the simulator's clock, and the last epoch of a run. Curves show the metrics of runs over updates.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,15 @@ from pdtool.reports.chart import Curve
 from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow
 from pdtool.schedule import PipelineShape, is_asynchronous
 from pdtool.units import format_bytes, format_seconds
+
+_MAX_DRAWN_MINIBATCHES = 96
+_WORKER = re.compile(r"rank ([0-9]+) \(stage ([0-9]+), replica [0-9]+\)")
+_NO_METRICS = {"split", "epoch", "step", "loss", "time", "lr", "samples_per_s"}  # of a line of metrics.jsonl
+_MAX_POINTS, _MAX_THIN_POINTS = 160, 500  # of a curve
+_MAX_VALUE = 1e30  # what is larger, or not finite, is not drawn
+_MAX_METRICS = 4  # charts of metrics besides the loss
+_NOTABLE = 0.05  # of the time per minibatch: smaller differences are not explained
+_MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer than that is named
 
 
 @dataclass(frozen=True)
@@ -117,9 +130,6 @@ def emulation_bars(emulation: Emulation) -> list[Bar]:
     return bars
 
 
-_MAX_DRAWN_MINIBATCHES = 96
-
-
 def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: str, title: str) -> TimelineGroup:
     """Return the part of a simulation that shows its schedule: the pipeline fills, then two steady rounds.
 
@@ -133,62 +143,6 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
     steady_s = filled_s(rows) if is_asynchronous(schedule) else 0.0
     end_s = min(result.makespan_s, steady_s + drawn * result.time_per_minibatch_s)
     return TimelineGroup(title, rows, 0.0, end_s, min(steady_s, end_s))
-
-
-def filled_s(rows: Sequence[WorkerRow], start_s: float = 0.0) -> float:
-    """Return when the pipeline is full: all workers have begun their first backward after `start_s`."""
-    backwards = ((e.start_s for e in row.events if "backward" in e.kind and e.start_s >= start_s) for row in rows)
-    return max((min(starts, default=start_s) for starts in backwards), default=start_s)
-
-
-def worker_rows(result: SimulationResult) -> Sequence[WorkerRow]:
-    """Return the events of each worker, for a drawing."""
-    pairs = zip(result.workers, result.events, strict=True)
-    return [WorkerRow(usage.worker, usage.stage, events) for usage, events in pairs]
-
-
-_MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer than that is named
-
-
-def slowest_stage_sentence(report: Report) -> str | None:
-    """Return `stage 0 computes 31 ms for 9.9 ms profiled: ...`, of the stage that computes longest.
-
-    None where it computes about as long as was profiled, and where another reason is known: workers that share cores,
-    or torch.compile at work.
-    """
-    if not report.predicted or not report.stages or report.is_crowded or report.includes_compilation:
-        return None
-    number = max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s)
-    profiled_s = sum(report.predicted.compute_s[number :: len(report.stages)])  # of all chunks, if interleaved
-    is_slow = is_much_slower(report.stages[number], profiled_s)
-    return slow_stage_sentence(report, number, profiled_s) if is_slow else None
-
-
-def is_much_slower(stage: StageReport, profiled_s: float) -> bool:
-    """Whether a stage computes a good deal longer than was profiled, in seconds per minibatch."""
-    return 0 < profiled_s * _MUCH_SLOWER < stage.busy_s
-
-
-def slow_stage_sentence(report: Report, number: int, profiled_s: float) -> str:
-    """Say how much longer a stage computes than was profiled, and what to look for."""
-    times = f"{format_seconds(report.stages[number].busy_s)} for {format_seconds(profiled_s)} profiled"
-    what = f"stage {number} computes {times}"
-    if report.cores is None:
-        why = "was the GPU busy with something else, or is it another one than was profiled?"
-    else:
-        why = (
-            "were the cores busy with something else, or had workers fewer threads than the profile "
-            "(--threads, OMP_NUM_THREADS)?"
-        )
-    return f"{what}: {why}" + (" One epoch alone includes warming up" if report.epochs == 1 else "")
-
-
-_WORKER = re.compile(r"rank ([0-9]+) \(stage ([0-9]+), replica [0-9]+\)")
-_NO_METRICS = {"split", "epoch", "step", "loss", "time", "lr", "samples_per_s"}  # of a line of metrics.jsonl
-_MAX_POINTS, _MAX_THIN_POINTS = 160, 500  # of a curve
-_MAX_VALUE = 1e30  # what is larger, or not finite, is not drawn
-_MAX_METRICS = 4  # charts of metrics besides the loss
-_NOTABLE = 0.05  # of the time per minibatch: smaller differences are not explained
 
 
 def measured_group(
@@ -205,6 +159,18 @@ def measured_group(
     start_s = max(firsts)
     steady_s = filled_s(rows, start_s) if is_asynchronous(schedule) else start_s
     return TimelineGroup(title, rows, start_s, start_s + length_s, min(steady_s, start_s + length_s))
+
+
+def filled_s(rows: Sequence[WorkerRow], start_s: float = 0.0) -> float:
+    """Return when the pipeline is full: all workers have begun their first backward after `start_s`."""
+    backwards = ((e.start_s for e in row.events if "backward" in e.kind and e.start_s >= start_s) for row in rows)
+    return max((min(starts, default=start_s) for starts in backwards), default=start_s)
+
+
+def worker_rows(result: SimulationResult) -> Sequence[WorkerRow]:
+    """Return the events of each worker, for a drawing."""
+    pairs = zip(result.workers, result.events, strict=True)
+    return [WorkerRow(usage.worker, usage.stage, events) for usage, events in pairs]
 
 
 @dataclass(frozen=True)
@@ -334,3 +300,36 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
 def busiest_stage(report: Report) -> int:
     """Return the stage that computes and loads longest."""
     return max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s + report.stages[s].data_s)
+
+
+def slowest_stage_sentence(report: Report) -> str | None:
+    """Return `stage 0 computes 31 ms for 9.9 ms profiled: ...`, of the stage that computes longest.
+
+    None where it computes about as long as was profiled, and where another reason is known: workers that share cores,
+    or torch.compile at work.
+    """
+    if not report.predicted or not report.stages or report.is_crowded or report.includes_compilation:
+        return None
+    number = max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s)
+    profiled_s = sum(report.predicted.compute_s[number :: len(report.stages)])  # of all chunks, if interleaved
+    is_slow = is_much_slower(report.stages[number], profiled_s)
+    return slow_stage_sentence(report, number, profiled_s) if is_slow else None
+
+
+def is_much_slower(stage: StageReport, profiled_s: float) -> bool:
+    """Whether a stage computes a good deal longer than was profiled, in seconds per minibatch."""
+    return 0 < profiled_s * _MUCH_SLOWER < stage.busy_s
+
+
+def slow_stage_sentence(report: Report, number: int, profiled_s: float) -> str:
+    """Say how much longer a stage computes than was profiled, and what to look for."""
+    times = f"{format_seconds(report.stages[number].busy_s)} for {format_seconds(profiled_s)} profiled"
+    what = f"stage {number} computes {times}"
+    if report.cores is None:
+        why = "was the GPU busy with something else, or is it another one than was profiled?"
+    else:
+        why = (
+            "were the cores busy with something else, or had workers fewer threads than the profile "
+            "(--threads, OMP_NUM_THREADS)?"
+        )
+    return f"{what}: {why}" + (" One epoch alone includes warming up" if report.epochs == 1 else "")

@@ -1,4 +1,7 @@
-"""A model's blocks from left to right, coloured by stage, their height by cost; in lines, as a text is."""
+"""Drawings of a model by stage: its blocks as SVG, and its operators in DOT, the language of Graphviz.
+
+The blocks stand from left to right, in lines, as a text does. Each is coloured by its stage, and as high as it costs.
+"""
 
 from __future__ import annotations
 

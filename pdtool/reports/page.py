@@ -1,4 +1,8 @@
-"""The page: one HTML file without a server or scripts, of one subject or of several beside each other."""
+"""The page of `pdtool report`: one HTML file without a server or scripts, about one subject or several side by side.
+
+A subject is a plan, a run with what it was planned to be, or an emulation. `SubjectView` makes its section from what
+was planned, simulated and measured. The template page.html.j2 lays out the sections.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +42,11 @@ from pdtool.reports.sentences import device_name, emulation_sentence, plan_sente
 from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
 from pdtool.units import format_bits_rate, format_seconds
 
+GENERATOR = '<meta name="generator" content="pdtool report">'  # by which a page is known
+REFRESH_S = 5  # seconds after which the page of an unfinished run is loaded again
+WIDE, HALF, NARROW = 1120.0, 540.0, 358.0  # pixels, of drawings
+_MAX_LISTED = 8  # names of what a stage holds
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -62,7 +71,61 @@ class Subject:
         return (self.plan.plan_sha256, self.profile.content_sha256) if self.plan and self.profile else ()
 
 
-WIDE, HALF, NARROW = 1120.0, 540.0, 358.0  # pixels, of drawings
+def page(subjects: Sequence[Subject], simulations: dict[str, SimulatedPlan] | None = None) -> str:
+    """Return the page as HTML.
+
+    Args:
+        simulations: those of earlier pages, by the digest of the plan; new ones are put into it.
+
+    Raises:
+        PdtoolError: a plan cannot be simulated.
+    """
+    simulations = {} if simulations is None else simulations
+    views: list[SubjectView] = []
+    for subject in subjects:
+        is_repeated = any(subject.digests and view.subject.digests == subject.digests for view in views)
+        views.append(SubjectView(subject, simulations, is_repeated=is_repeated))
+    longest_s = max(view.time_s for view in views) or 1.0
+    sections = [view.section(longest_s) for view in views]
+    groups = [group for view in views for group in view.timelines(named=len(views) > 1)]
+    runs = [(s.name, s.run.metrics) for s in subjects if s.run and s.run.metrics]
+    template = _environment().get_template("page.html.j2")
+    return template.render(
+        generator=Markup(GENERATOR),
+        refresh_s=REFRESH_S if any(is_unfinished(s) for s in subjects) else 0,
+        title=printable(" and ".join(section.title for section in sections)),
+        sections=sections,
+        timeline=_timeline_pictures(groups),
+        charts=[
+            pictures_of(curve_chart(c.curves, w, c.title, "updates") for w in (HALF, NARROW))
+            for c in metric_charts(runs)
+        ],
+        drawing_css=Markup(stylesheet()),
+        version=__version__,
+        made=time.strftime("%Y-%m-%d %H:%M:%S"),
+    )
+
+
+def is_unfinished(subject: Subject) -> bool:
+    """Whether a run goes on."""
+    return subject.run is not None and subject.run.state is RunPhase.RUNNING
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("pdtool.reports", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    environment.filters.update(seconds=format_seconds, percent=lambda share: f"{share:.4f}")
+    return environment
+
+
+def _timeline_pictures(groups: Sequence[TimelineGroup]) -> Pictures | None:
+    return pictures_of(timeline_drawing(groups, width) for width in (WIDE, NARROW)) if groups else None
 
 
 @dataclass(frozen=True)
@@ -110,9 +173,6 @@ class SubjectSection:
     differences: list[ExtraTime] = field(default_factory=list)
     is_measured: bool = False
     emulated: list[Bar] = field(default_factory=list)
-
-
-_MAX_LISTED = 8  # names of what a stage holds
 
 
 class SubjectView:
@@ -306,64 +366,3 @@ def _emulation_section(subject: Subject, emulation: Emulation) -> SubjectSection
     for plan in emulation.plans if emulation.compute == "sleep" else ():
         section.facts.append((f"scale of {plan.name}", scaling_phrase(emulation, plan)))
     return section
-
-
-GENERATOR = '<meta name="generator" content="pdtool report">'  # by which a page is known
-REFRESH_S = 5  # seconds after which the page of an unfinished run is loaded again
-
-
-def page(subjects: Sequence[Subject], simulations: dict[str, SimulatedPlan] | None = None) -> str:
-    """Return the page as HTML.
-
-    Args:
-        simulations: those of earlier pages, by the digest of the plan; new ones are put into it.
-
-    Raises:
-        PdtoolError: a plan cannot be simulated.
-    """
-    simulations = {} if simulations is None else simulations
-    views: list[SubjectView] = []
-    for subject in subjects:
-        is_repeated = any(subject.digests and view.subject.digests == subject.digests for view in views)
-        views.append(SubjectView(subject, simulations, is_repeated=is_repeated))
-    longest_s = max(view.time_s for view in views) or 1.0
-    sections = [view.section(longest_s) for view in views]
-    groups = [group for view in views for group in view.timelines(named=len(views) > 1)]
-    runs = [(s.name, s.run.metrics) for s in subjects if s.run and s.run.metrics]
-    template = _environment().get_template("page.html.j2")
-    return template.render(
-        generator=Markup(GENERATOR),
-        refresh_s=REFRESH_S if any(is_unfinished(s) for s in subjects) else 0,
-        title=printable(" and ".join(section.title for section in sections)),
-        sections=sections,
-        timeline=_timeline_pictures(groups),
-        charts=[
-            pictures_of(curve_chart(c.curves, w, c.title, "updates") for w in (HALF, NARROW))
-            for c in metric_charts(runs)
-        ],
-        drawing_css=Markup(stylesheet()),
-        version=__version__,
-        made=time.strftime("%Y-%m-%d %H:%M:%S"),
-    )
-
-
-def is_unfinished(subject: Subject) -> bool:
-    """Whether a run goes on."""
-    return subject.run is not None and subject.run.state is RunPhase.RUNNING
-
-
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("pdtool.reports", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-    )
-    environment.filters.update(seconds=format_seconds, percent=lambda share: f"{share:.4f}")
-    return environment
-
-
-def _timeline_pictures(groups: Sequence[TimelineGroup]) -> Pictures | None:
-    return pictures_of(timeline_drawing(groups, width) for width in (WIDE, NARROW)) if groups else None

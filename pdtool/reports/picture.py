@@ -1,4 +1,7 @@
-"""An SVG drawing in the making: boxes, lines, and texts whose widths are known before a browser draws them."""
+"""An SVG drawing in the making: boxes, lines and texts in pixels, and the scales of its axes.
+
+The width of a text is known before a browser draws it. A scale maps values to pixels and knows its round ticks.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ _WIDTHS = {
     **dict.fromkeys("ABCDEFGHJKLNOPQRSTUVXYZ×+=<>", 0.76),
 }
 _OTHER_WIDTH = 0.64
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
@@ -114,9 +118,6 @@ class Picture:
 def escaped(text: str) -> str:
     """Escape what XML reads as syntax, and what it does not allow."""
     return html.escape(printable(text))
-
-
-_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 @dataclass(frozen=True)
