@@ -1,4 +1,9 @@
-"""All errors that pdtool raises on purpose: what is wrong, with the values, and what to do about it."""
+"""The errors that pdtool raises on purpose: what is wrong, with the values, and what to do about it.
+
+Each class has the exit code of the program that it ends. The functions make the parts of a message: `describe_error`
+reads the error of somebody else's code, `suggestion` names what was probably meant, and `printable` shows control
+characters instead of obeying them, for names come from strangers and texts from users' exceptions.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
-
-def describe_error(error: BaseException) -> str:
-    """Return `ValueError: text`, whatever the error of somebody else's code does when it is printed."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "its text cannot be read"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def with_article(noun: str) -> str:
-    """Return `a plan` or `an emulation`."""
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean v100? `, the known name that is nearest to one that is not, `H100` to h100; "" for none."""
-    in_lower_case = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), in_lower_case, n=1, cutoff=0.6)
-    return f"did you mean {in_lower_case[near[0]]}? " if near else ""
+# Control characters (C0 but tab and line feed, DEL, C1), line separators, marks that reverse the direction of writing,
+# halves of characters, and what is no character and so not allowed in XML.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
+)
 
 
 class PdtoolError(Exception):
@@ -133,11 +123,25 @@ class TargetMissedError(PdtoolError):
     exit_code = 6
 
 
-# Control characters (C0 but tab and line feed, DEL, C1), line separators, marks that reverse the direction of writing,
-# halves of characters, and what is no character and so not allowed in XML.
-_UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
-)
+def describe_error(error: BaseException) -> str:
+    """Return `ValueError: text`, whatever the error of somebody else's code does when it is printed."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be read"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def with_article(noun: str) -> str:
+    """Return `a plan` or `an emulation`."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean v100? `, the known name that is nearest to one that is not, `H100` to h100; "" for none."""
+    in_lower_case = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), in_lower_case, n=1, cutoff=0.6)
+    return f"did you mean {in_lower_case[near[0]]}? " if near else ""
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,9 @@
-"""To be written."""
+"""Read files within limits, and replace them atomically.
+
+What an artifact names must be a regular file of a bounded size: reading another could last for ever. A file that is
+written is synced and renamed over the old one, so that a reader sees one of the two whole. `check_replaceable` keeps a
+file of another sort from being overwritten.
+"""
 
 from __future__ import annotations
 
@@ -97,20 +102,6 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_remedy(error: OSError) -> str:
-    """Say what helps when a file could not be written."""
-    return "free some space or name another place" if error.errno in _FULL else "name another place"
-
-
-def _mode(path: Path) -> int:
-    """Return the permissions of a file that is replaced, or those that a new one gets."""
-    if path.is_file():
-        return stat.S_IMODE(path.stat().st_mode)
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file beside the target that is synced and renamed over it at the end: a full disk keeps the old file.
@@ -141,3 +132,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
+
+
+def _mode(path: Path) -> int:
+    """Return the permissions of a file that is replaced, or those that a new one gets."""
+    if path.is_file():
+        return stat.S_IMODE(path.stat().st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def write_remedy(error: OSError) -> str:
+    """Say what helps when a file could not be written."""
+    return "free some space or name another place" if error.errno in _FULL else "name another place"

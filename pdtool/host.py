@@ -1,6 +1,7 @@
-"""Resident memory of this process, and what bounds it, as Linux reports them; on other systems they are unknown.
+"""The host of this process: the cores that it may use, the end of its parent, its memory and what bounds that.
 
-Pages of files are not counted: the code of libraries becomes resident when it is first used.
+Linux reports all of it. On other systems the memory is unknown, and the end of the parent is not noticed.
+Pages of files do not count as memory: the code of libraries becomes resident when it is first used.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from pathlib import Path
 
 from pdtool.errors import WorkerDiedError
 
+ULIMIT = "ulimit -v"
 _PROCESS_AT_START = (os.getpid(), os.getppid())
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of v2, of v1
+_UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this where there is no limit
+_MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"}
+_KEEP_OPTIONS = {-1: 2**31 - 1, -2: 2**24, -4: 0}  # never trim, grow in steps of 16 MB, allocate nothing by mmap
 
 
 def usable_cores() -> frozenset[int]:
@@ -40,16 +49,6 @@ def end_with_parent(parent: int | None = None, number: signal.Signals = signal.S
         parent = _PROCESS_AT_START[1]
     if parent not in (None, os.getppid()):  # it ended before that
         os._exit(WorkerDiedError.exit_code)
-
-
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_STATUS_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
-_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of v2, of v1
-ULIMIT = "ulimit -v"
-_UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this where there is no limit
-_MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"}
-_KEEP_OPTIONS = {-1: 2**31 - 1, -2: 2**24, -4: 0}  # never trim, grow in steps of 16 MB, allocate nothing by mmap
 
 
 def resident_bytes() -> int | None:

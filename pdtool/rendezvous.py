@@ -1,4 +1,13 @@
-"""What the machines of a launch say of themselves to each other, and whether their workers can reach one another."""
+"""The machines of a launch meet before their workers start, so that whoever is missing is named.
+
+Machine 0 listens at the endpoint until every other machine has said what it is. Then it tells all of them what each has
+said, and frees the port for what is started next. Messages are lines of JSON:
+
+    machine 1 ──▶ machine 0   {"node_rank": 1, "count": 3, "host": "b", ...}      what I am
+    machine 0 ──▶ machine 1   {"missing": [2]}                                    as often as it changes
+    machine 0 ──▶ machine 1   {"machines": [{...}, {...}, {...}]}                 all are there, or
+                              {"what": "two machines were ...", "remedy": "..."}  they do not belong together
+"""
 
 from __future__ import annotations
 
@@ -17,72 +26,31 @@ from pdtool.errors import PdtoolError
 from pdtool.machines import Machines
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+Notify = Callable[[str], None]  # called with a line for the user
+_NOTICE_S = 3.0  # of waiting, before a line says for whom
+_CONNECT_S = 5.0
+_RETRY_S = 0.2
+_MAX_LINE_BYTES = 2**20
+_NO_MACHINE = (ValueError, TypeError, KeyError, RecursionError)  # what reading raises when something else is connected
 _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 _IFREQ_BYTES = 40
 
 
-def gloo_address() -> str:
-    """Return the address at which gloo expects the other workers; "" when it cannot be told.
+def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None = None) -> list[MachineFacts]:
+    """Wait until all machines of the launch are there; return what each says of itself, in order of node rank.
 
-    That is the address of the interface in GLOO_SOCKET_IFNAME; where that is not set, the first of the host name's
-    addresses that belongs to this machine, as `ProcessGroupGloo::createDefaultDevice` of torch chooses it.
+    Args:
+        notify: called with a line that says for whom this machine waits, when that takes more than a few seconds.
+
+    Raises:
+        PdtoolError: a machine does not come in time, two have one rank, their counts differ, the port is taken, or
+            gloo would listen where other machines cannot reach it.
     """
-    if name := os.environ.get(GLOO_VARIABLE, "").partition(",")[0]:
-        return interface_addresses().get(name, "")
-    with suppress(OSError):
-        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            if _can_bind(family, str(address[0])):
-                return str(address[0])
-    return "127.0.0.1"
-
-
-def loopback_hint() -> str:
-    """Return what to do where gloo listens at an address that no other machine reaches; "" where it does not."""
-    address = gloo_address()
-    if not is_loopback(address):
-        return ""
-    return f"gloo listens at {address}: set {GLOO_VARIABLE} to this machine's interface towards the others"
-
-
-def interface_with(address: str) -> str:
-    """Return the name of the interface that has an IPv4 address; "" when none is known to have it."""
-    return next((name for name, its in interface_addresses().items() if its == address), "")
-
-
-def interface_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one; empty where the system does not say (not Linux)."""
-    addresses = {}
-    with suppress(ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        from fcntl import ioctl
-
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                reply = ioctl(query, _SIOCGIFADDR, struct.pack(f"{_IFREQ_BYTES}s", name.encode()))
-                addresses[name] = socket.inet_ntoa(reply[20:24])
-    return addresses
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only processes of the same machine can reach an address."""
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
-
-
-def is_own_name(host: str) -> bool:
-    """Whether a host name or address means this machine; raises OSError when it cannot be resolved."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return any(_can_bind(family, str(address[0])) for family, _, _, _, address in found)
-
-
-def _can_bind(family: int, address: str) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError as error:
-        return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-    return True
+    own = MachineFacts.of_this_machine(machines)
+    if machines.count == 1:
+        return [own]
+    meeting = (_MeetingServer if machines.node_rank == 0 else _MeetingClient)(own, machines)
+    return asyncio.run(meeting.gather(timeout_s, notify or (lambda line: None)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,33 +111,8 @@ def check_reachable(machines: Sequence[MachineFacts]) -> None:
         )
 
 
-_NOTICE_S = 3.0  # of waiting, before a line says for whom
-_CONNECT_S = 5.0
-_RETRY_S = 0.2
-_MAX_LINE_BYTES = 2**20
-_NO_MACHINE = (ValueError, TypeError, KeyError, RecursionError)  # what reading raises when something else is connected
-Notify = Callable[[str], None]  # called with a line for the user
-
-
-def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None = None) -> list[MachineFacts]:
-    """Wait until all machines of the launch are there; return what each says of itself, in order of node rank.
-
-    Args:
-        notify: called with a line that says for whom this machine waits, when that takes more than a few seconds.
-
-    Raises:
-        PdtoolError: a machine does not come in time, two have one rank, their counts differ, the port is taken, or
-            gloo would listen where other machines cannot reach it.
-    """
-    own = MachineFacts.of_this_machine(machines)
-    if machines.count == 1:
-        return [own]
-    meeting = (_MeetingServer if machines.node_rank == 0 else _MeetingClient)(own, machines)
-    return asyncio.run(meeting.gather(timeout_s, notify or (lambda line: None)))
-
-
 class _Meeting:
-    """One machine's part in it.
+    """One machine's part in the meeting.
 
     Attributes:
         missing: node ranks of the machines that this one waits for, as far as it knows.
@@ -349,3 +292,67 @@ class _MeetingClient(_Meeting):
 def _list(numbers: Sequence[int], conjunction: str) -> str:
     *first, last = map(str, numbers)
     return f"{', '.join(first)} {conjunction} {last}" if first else last
+
+
+def gloo_address() -> str:
+    """Return the address at which gloo expects the other workers; "" when it cannot be told.
+
+    That is the address of the interface in GLOO_SOCKET_IFNAME; where that is not set, the first of the host name's
+    addresses that belongs to this machine, as `ProcessGroupGloo::createDefaultDevice` of torch chooses it.
+    """
+    if name := os.environ.get(GLOO_VARIABLE, "").partition(",")[0]:
+        return interface_addresses().get(name, "")
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            if _can_bind(family, str(address[0])):
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def loopback_hint() -> str:
+    """Return what to do where gloo listens at an address that no other machine reaches; "" where it does not."""
+    address = gloo_address()
+    if not is_loopback(address):
+        return ""
+    return f"gloo listens at {address}: set {GLOO_VARIABLE} to this machine's interface towards the others"
+
+
+def interface_with(address: str) -> str:
+    """Return the name of the interface that has an IPv4 address; "" when none is known to have it."""
+    return next((name for name, its in interface_addresses().items() if its == address), "")
+
+
+def interface_addresses() -> dict[str, str]:
+    """Return the IPv4 address of each interface that has one; empty where the system does not say (not Linux)."""
+    addresses = {}
+    with suppress(ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        from fcntl import ioctl
+
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                reply = ioctl(query, _SIOCGIFADDR, struct.pack(f"{_IFREQ_BYTES}s", name.encode()))
+                addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of the same machine can reach an address."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a host name or address means this machine; raises OSError when it cannot be resolved."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return any(_can_bind(family, str(address[0])) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    return True
