@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in _FUNCTIONS:
-        from pdtool.cli.terminal import install_terminal
+        from pdtool.cli.command_line import install_terminal
 
         install_terminal()  # functions say what they do as commands do: on stderr, with bars on a terminal
         value = getattr(import_module(f"pdtool.api.{_FUNCTIONS[name]}"), name)

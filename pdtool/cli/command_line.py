@@ -1,4 +1,4 @@
-"""Options in groups in `pdtool COMMAND --help`, where there are many of them."""
+"""The command line itself: options in sections of `--help`, -q and -v, Ctrl-C, and where the API's notes go."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import click
 
-from pdtool.cli.terminal import Verbosity, note
+from pdtool.api.console import Console, OnEvent, OnProgress, OnStep, install
+from pdtool.cli.terminal import Verbosity, note, progress, status
 
 _FEW = 9  # so many options are taken in at a glance without groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
@@ -137,3 +140,26 @@ def _print_log() -> None:
     if not logger.handlers:
         logger.addHandler(_Printed())
     logger.setLevel(logging.DEBUG)
+
+
+class Terminal(Console):
+    """Shows what the functions of the API say as commands do: with bars on a terminal, with lines elsewhere."""
+
+    def note(self, text: str) -> None:
+        note(text)
+
+    def progress(self, label: str) -> AbstractContextManager[OnProgress]:
+        return progress(label)
+
+    def status(self, label: str) -> AbstractContextManager[OnStep]:
+        return status(label)
+
+    def training(self, out: Path, epochs: int, log_every: int | None) -> AbstractContextManager[OnEvent]:
+        from pdtool.cli.run_view import training_progress
+
+        return training_progress(out, epochs, log_every)
+
+
+def install_terminal() -> None:
+    """Let this process's stderr show what the functions of the API say."""
+    install(Terminal())

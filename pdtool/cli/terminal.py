@@ -1,7 +1,6 @@
 """What commands print: notes and bars on stderr, tables and data on stdout, and the files that they write.
 
-`Verbosity` says how much: with `-q` results and errors only, with `-v` more than usual. `Terminal` shows what the
-functions of the API say.
+`Verbosity` says how much: with `-q` results and errors only, with `-v` more than usual.
 """
 
 from __future__ import annotations
@@ -10,15 +9,14 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pdtool.api.console import Console as ApiConsole
-from pdtool.api.console import OnEvent, OnProgress, OnStep, install
+from pdtool.api.console import OnProgress, OnStep
 from pdtool.errors import printable
 
 if TYPE_CHECKING:
@@ -165,29 +163,6 @@ def status(label: str) -> Iterator[OnStep]:
     bottom = console(err=True)
     with bottom.status(Text(printable(label))) as line, above(bottom):
         yield lambda step: line.update(Text(printable(step)))
-
-
-class Terminal(ApiConsole):
-    """Shows what the functions of the API say as commands do: with bars on a terminal, with lines elsewhere."""
-
-    def note(self, text: str) -> None:
-        note(text)
-
-    def progress(self, label: str) -> AbstractContextManager[OnProgress]:
-        return progress(label)
-
-    def status(self, label: str) -> AbstractContextManager[OnStep]:
-        return status(label)
-
-    def training(self, out: Path, epochs: int, log_every: int | None) -> AbstractContextManager[OnEvent]:
-        from pdtool.cli.run_view import training_progress
-
-        return training_progress(out, epochs, log_every)
-
-
-def install_terminal() -> None:
-    """Let this process's stderr show what the functions of the API say."""
-    install(Terminal())
 
 
 def _description(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from pdtool import __version__
-from pdtool.cli.command_line import CONTEXT_SETTINGS, keep_interrupts, verbosity_options
+from pdtool.cli.command_line import CONTEXT_SETTINGS, install_terminal, keep_interrupts, verbosity_options
 from pdtool.cli.commands.check import check
 from pdtool.cli.commands.clusters import devices, import_, probe
 from pdtool.cli.commands.diff import diff
@@ -28,7 +28,7 @@ from pdtool.cli.commands.simulate import simulate
 from pdtool.cli.commands.steps import codegen, partition, profile, run
 from pdtool.cli.commands.train import train
 from pdtool.cli.project_defaults import ProjectDefaults
-from pdtool.cli.terminal import Verbosity, install_terminal, note, open_closed_streams
+from pdtool.cli.terminal import Verbosity, note, open_closed_streams
 from pdtool.errors import PdtoolError, UsageError, describe_error, printable, suggestion
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {

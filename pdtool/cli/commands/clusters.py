@@ -113,8 +113,7 @@ def probe(
     from pdtool.units import parse_seconds
 
     sizes, timeout_s = parse_topology(topology), parse_seconds(timeout)  # before torch is imported
-    from pdtool.profiler.probe import ProbeRequest
-    from pdtool.profiler.probe_launcher import probe
+    from pdtool.profiler.probe import ProbeRequest, probe
 
     request = ProbeRequest(name=title(name or topology), sizes=sizes, device=device, timeout_s=timeout_s)
     with status("starting the workers") as step:

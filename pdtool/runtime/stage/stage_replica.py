@@ -7,7 +7,7 @@ their gradients clipped by a norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from pdtool.runtime.stage.losses import LossReader, RoundLoss
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.stage.tied_parameters import TiedParameterSync
-from pdtool.runtime.worker import checkpoint
+
+ReadTensors = Callable[[Callable[[str], bool]], Mapping[str, Tensor]]  # of a checkpoint, those whose key is wanted
 
 
 @dataclass(kw_only=True)
@@ -138,10 +139,14 @@ class StageReplica:
             state |= {f"optimizer.{canonical[name]}.{key}": value for name, key, value in optimizer.state()}
         return state
 
-    def load(self, folder: Path, canonical: Mapping[str, str], validation_losses: Sequence[float]) -> None:
+    def load(
+        self, folder: Path, read: ReadTensors, canonical: Mapping[str, str], validation_losses: Sequence[float]
+    ) -> None:
         """Take over what `state` returned from a checkpoint, also of another plan.
 
         Args:
+            folder: of the checkpoint, for errors.
+            read: returns its tensors whose key is wanted.
             canonical: parameter name -> its first name in the whole model.
             validation_losses: of each epoch until then.
 
@@ -150,7 +155,7 @@ class StageReplica:
         """
         names = {canonical[name]: name for optimizer in self._optimizers for name in optimizer.parameters}
         model_keys = {f"model.{name}" for name in self.saved_names}
-        saved = checkpoint.load(folder, lambda key: key in model_keys or _parameter_name(key) in names)
+        saved = read(lambda key: key in model_keys or _parameter_name(key) in names)
         self.stage.weights.bind_newest()
         self._load_module(saved, folder)
         by_parameter: dict[str, dict[str, Tensor]] = {}

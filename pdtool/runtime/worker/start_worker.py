@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage, as_tupl
 from pdtool.runtime.stage.stage_replica import ClippedUpdates, StageReplica
 from pdtool.runtime.stage.tied_parameters import TiedHolders, TiedParameterSync
 from pdtool.runtime.status import Status
+from pdtool.runtime.worker import checkpoint
 from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
 from pdtool.schedule import PipelineShape, gradient_delays, is_asynchronous, tied_update_lag
 
@@ -253,7 +255,7 @@ class WorkerContext:
             UsageError: the checkpoint is of another model.
         """
         for replica in self.stages.values():
-            replica.load(folder, self.canonical, validation_losses)
+            replica.load(folder, partial(checkpoint.load, folder), self.canonical, validation_losses)
 
 
 @dataclass(kw_only=True)
