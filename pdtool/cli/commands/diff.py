@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdtool.artifacts.artifact import Artifact
-from pdtool.artifacts.plan import Plan
-from pdtool.artifacts.profile import Profile
-from pdtool.cli.artifact_views import ranges
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import show, write_stdout
 from pdtool.errors import ArtifactError, UsageError, with_article
 from pdtool.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from pdtool.artifacts.artifact import Artifact
+    from pdtool.artifacts.plan import Plan
+    from pdtool.artifacts.profile import Profile
     from pdtool.cli.table import Lines
 
 
@@ -45,7 +44,6 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
 
     The exit code is 0 whether they differ or not, but for --exit-code; 3 where one of them cannot be used.
     """
-
     a, b = _loaded(first), _loaded_beside(second, first)
     if a.KIND != b.KIND:
         raise UsageError(
@@ -208,6 +206,8 @@ class FieldDifference:
             return "–"
         name = self._name
         if isinstance(value, (list, tuple)):
+            from pdtool.cli.artifact_views import ranges
+
             return ranges(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return str(value)
@@ -272,6 +272,8 @@ def _stage_of(plan: Plan, profile: Profile | None) -> dict[str, int]:
 
 def _content(artifact: Artifact) -> dict[str, Any]:
     """The fields of an artifact; the operators of a profile by name."""
+    from pdtool.artifacts.profile import Profile
+
     content = artifact.model_dump(mode="json")
     if isinstance(artifact, Profile):
         content["operators"] = {node.pop("name"): node for node in content["nodes"]}
