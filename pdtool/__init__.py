@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pdtool.api.emulation import emulate as emulate
+    from pdtool.api.emulating import emulate as emulate
     from pdtool.api.planning import check as check
     from pdtool.api.planning import partition as partition
     from pdtool.api.planning import simulate as simulate
@@ -37,7 +37,7 @@ _FUNCTIONS = {
     "check": "planning",
     "codegen": "training",
     "run": "training",
-    "emulate": "emulation",
+    "emulate": "emulating",
     "report": "reporting",
     "export": "reporting",
 }

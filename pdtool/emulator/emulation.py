@@ -23,8 +23,7 @@ from pdtool.options import Target
 from pdtool.planner.choice.make_plan import refresh
 from pdtool.planner.stage_costs import tied_bytes
 from pdtool.runtime.config import RunConfig
-from pdtool.schedule import PipelineShape, steady_run
-from pdtool.schedule.shape import steady_minibatches
+from pdtool.schedule import PipelineShape, steady_minibatches, steady_run
 from pdtool.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

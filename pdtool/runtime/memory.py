@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from pdtool import host as process_memory
+from pdtool import host
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import WorkerDiedError
 from pdtool.host import MemoryLimit, memory_limits
@@ -49,9 +49,9 @@ class PeakMemory:
             received_bytes: memory of a GPU that is set aside for messages, which counts, too.
         """
         gc.collect()
-        process_memory.trim_heap()  # what glibc keeps of the stages of others looks held
+        host.trim_heap()  # what glibc keeps of the stages of others looks held
         stage_bytes = {id(t): t.nbytes for stage in stages for t in (*stage.parameters(), *stage.buffers())}
-        now = torch.cuda.memory_allocated(self._device) if self._is_cuda else process_memory.resident_bytes()
+        now = torch.cuda.memory_allocated(self._device) if self._is_cuda else host.resident_bytes()
         self._before_bytes = None if now is None else now - sum(stage_bytes.values()) - received_bytes
         self.restart()
 
@@ -60,13 +60,13 @@ class PeakMemory:
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            process_memory.reset_peak()
-            self._file_bytes = process_memory.file_bytes()
+            host.reset_peak()
+            self._file_bytes = host.file_bytes()
 
     def epoch_ended(self) -> None:
         """See how many pages of files are resident, before the system may take them back."""
         if not self._is_cuda:
-            self._file_bytes = max(self._file_bytes, process_memory.file_bytes())
+            self._file_bytes = max(self._file_bytes, host.file_bytes())
 
     @property
     def peak_bytes(self) -> int | None:
@@ -76,7 +76,7 @@ class PeakMemory:
         peak = (
             torch.cuda.max_memory_allocated(self._device)
             if self._is_cuda
-            else process_memory.peak_resident_bytes(self._file_bytes)
+            else host.peak_resident_bytes(self._file_bytes)
         )
         return None if peak is None else max(0, peak - self._before_bytes)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from pdtool import host as process_memory
+from pdtool import host
 from pdtool.artifacts.metrics import METRICS_FILE
 from pdtool.errors import PdtoolError
 from pdtool.runtime.config import RankAssignment
@@ -45,7 +45,7 @@ class Status:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
         _path(out, assignment.rank, "failure").write_bytes(b" " * _FAILURE_BYTES)
-        _HEADER.pack_into(self._memory, 0, os.getpid(), process_memory.oom_kills() or 0, time.time(), NOBODY)
+        _HEADER.pack_into(self._memory, 0, os.getpid(), host.oom_kills() or 0, time.time(), NOBODY)
         self.set("the start")
         Status.of_this_process = self
 

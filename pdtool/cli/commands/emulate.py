@@ -63,7 +63,7 @@ def emulate(plan: str | None, output: str | None, model: str | None, as_json: bo
     Each worker is a process in a network namespace, behind links of the plan's bandwidths. It sleeps in place of
     computing, and sends real tensors. This needs Linux, iproute2, and root or user namespaces.
     """
-    from pdtool.api.emulation import check_emulation, emulated
+    from pdtool.api.emulating import check_emulation, emulated
     from pdtool.api.inputs import Inputs, candidate, planned
 
     _refuse_options_of_training(settings["compute"])

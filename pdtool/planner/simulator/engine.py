@@ -29,8 +29,7 @@ from pdtool.planner.simulator.result import (
     time_per_minibatch_s,
 )
 from pdtool.planner.simulator.traffic import GradientAllReduces, MessageDelivery
-from pdtool.schedule import Action, ActionKind, grid
-from pdtool.schedule.shape import steady_minibatches
+from pdtool.schedule import Action, ActionKind, grid, steady_minibatches
 
 _MAX_ACTIONS_TIMES_WORKERS = 300_000  # about half a second
 PATIENT = 7.0  # times that, for a single plan: some seconds

@@ -46,8 +46,7 @@ from pdtool.runtime.launch.process_group import Reaper, end_by_signal, handling_
 from pdtool.runtime.launch.worker_main import run_worker, worker_main
 from pdtool.runtime.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
 from pdtool.runtime.worker_end import name_semaphores_after_this_process, remove_counters, remove_stale_semaphores
-from pdtool.schedule import build, is_asynchronous
-from pdtool.schedule.execution import validate
+from pdtool.schedule import build, is_asynchronous, validate
 
 _GRACE_S = 2.0  # for workers to end after one has failed
 _POLL_S = 0.2

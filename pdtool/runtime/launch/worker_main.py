@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pdtool import host as process_memory
+from pdtool import host
 from pdtool.artifacts.report import Report
 from pdtool.errors import UsageError
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
@@ -80,7 +80,7 @@ def run_worker(config: RunConfig) -> Report:
     threads = config.threads if config.threads_given else None
     threads = threads or choose_threads(os.environ, config.threads, len(usable_cores()), local_workers)
     torch.set_num_threads(threads)
-    process_memory.keep_freed_memory()
+    host.keep_freed_memory()
     random.seed(config.seed)
     if local_workers == world_size:
         use_loopback(os.environ)

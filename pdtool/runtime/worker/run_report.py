@@ -12,7 +12,7 @@ from statistics import fmean
 from pdtool.artifacts.report import Measured, Report, StageReport
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.meter import Timestamp, TimeTotals
-from pdtool.schedule.shape import steady_minibatches
+from pdtool.schedule import steady_minibatches
 
 
 @dataclass(frozen=True, kw_only=True)
