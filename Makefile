@@ -48,7 +48,7 @@ check: $(STAMP) ## run ruff, mypy --strict and all tests
 
 fuzz: $(STAMP) ## try 10,000 damaged and forged artifacts, and 300 through the commands (about five minutes)
 	PDTOOL_FUZZ_INPUTS=$(or $(INPUTS),10000) PDTOOL_FUZZ_COMMANDS=300 \
-		$(BIN)/python -m pytest -n 2 --timeout 3600 tests/test_fuzz.py
+		$(BIN)/python -m pytest -n 2 --timeout 3600 tests/road/test_fuzz.py
 
 demo: $(STAMP) ## profile, partition, generate and train a small model on real digits to 98 % (under five minutes)
 	rm -rf $(DEMO)
@@ -67,13 +67,13 @@ demo-network: $(STAMP) ## emulate VGG-16 on four servers with 2.5 Gbit/s, as a p
 	  $(PDTOOL) simulate plans/demo-vgg16-4.yaml --sweep bandwidth=0.1..25Gbit/s
 
 bench-road: $(STAMP) ## measure how long each of the four commands takes here
-	$(BIN)/python tests/bench_road.py
+	$(BIN)/python tests/bench/bench_road.py
 
 bench-planner: $(STAMP) ## measure the planner's time and its plans on large models and clusters (several minutes)
-	$(BIN)/python tests/bench_planner.py
+	$(BIN)/python tests/bench/bench_planner.py
 
 bench-runtime: $(STAMP) ## compare training speed with the machine's limit and with PyTorch's own ways (about twenty minutes)
-	$(BIN)/python tests/bench_runtime.py
+	$(BIN)/python tests/bench/bench_runtime.py
 
 reproduce: $(STAMP) ## answer claims of PipeDream by commands, and write docs/reproduction.md (over an hour; goes on where it was stopped)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[reproduce]'
@@ -85,23 +85,23 @@ reproduce-quick: $(STAMP) ## a few cases of each claim, in five minutes, into ru
 	$(BIN)/python tests/reproduce.py --quick -o runs/reproduction/quick.md
 
 bench-startup: $(STAMP) ## measure the memory of each worker of a GPT of 1.5 billion parameters at the start (several minutes)
-	$(BIN)/python tests/bench_startup.py
+	$(BIN)/python tests/bench/bench_startup.py
 
 bench-transport: $(STAMP) ## measure the cost of a message between two workers
-	PYTHONPATH=. $(BIN)/python tests/bench_transport.py
+	PYTHONPATH=. $(BIN)/python tests/bench/bench_transport.py
 
 bench-long-run: $(STAMP) ## measure whether a run of 20,000 updates slows down (three minutes)
-	$(BIN)/python tests/bench_long_run.py
+	$(BIN)/python tests/bench/bench_long_run.py
 
 soak: $(STAMP) ## train for 2,000 updates on four workers, twice, and compare memory and results
-	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/bench/soak.py
 
 chaos: $(STAMP) ## kill, damage and misconfigure runs at random, and say what happened (about ten minutes)
 	PYTHONPATH=. $(BIN)/python tests/chaos
 
 gpu-check: $(STAMP) ## run the tests that need a CUDA device, and measure; without one they are skipped
 	$(BIN)/python -m pytest -m gpu -rs
-	$(BIN)/python tests/bench_gpu.py
+	$(BIN)/python tests/bench/bench_gpu.py
 
 examples: $(STAMP) ## write the checked-in examples again
 	rm -rf profiles/digits.json plans/digits-3.yaml plans/digits-3

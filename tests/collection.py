@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from click.testing import CliRunner
 from reference import plain_loop
@@ -29,6 +30,14 @@ from pdtool.runtime.worker.worker_model import load_stage_module
 FOLDER = Path(__file__).parent / "models"
 FAMILIES = ("vision", "sequences", "attention", "generative", "tabular", "structures")
 LIBRARIES = ("torchvision_models", "timm_models", "transformers_models")
+# What should pass and does not yet, and why. Whoever mends it takes it out.
+FAILS_BY_REASON = {
+    "a gradient taken in the forward of the model itself": ["generative.hamiltonian"],
+    "a write to the data of a parameter in the forward of the model itself": ["structures.momentum_contrast"],
+    "autocast and vmap in the forward of the model itself": ["structures.mixed_precision", "structures.ensemble"],
+}
+FAILS = {name: reason for reason, names in FAILS_BY_REASON.items() for name in names}
+
 WORKERS = 3
 _SEED, _EPOCHS, _BATCH_SIZE, _MICROBATCHES = 0, 2, 4, 2  # 20 updates of two minibatches
 _RELATIVE = 1e-6  # of a tensor's largest value
@@ -48,6 +57,12 @@ def tasks(*families: str) -> dict[str, Any]:
     """`vision.resnet` -> its Task, of all models of some families."""
     modules = {family: importlib.import_module(family) for family in families}
     return {f"{family}.{name}": task for family, module in modules.items() for name, task in module.MODELS.items()}
+
+
+def parameters(names: Iterable[str]) -> list[Any]:
+    """Names as parameters of a test, which those in FAILS are expected to fail."""
+    marks = {name: [pytest.mark.xfail(strict=True, reason=FAILS[name])] if name in FAILS else [] for name in names}
+    return [pytest.param(name, marks=marks[name]) for name in names]
 
 
 def write_model(folder: Path, name: str) -> ModelFile:

@@ -26,8 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 sys.path.append(str(Path(__file__).parent))
 
-from collection import FAMILIES, LIBRARIES, Outcome, take_the_road, tasks
-from test_models import FAILS
+from collection import FAILS, FAMILIES, LIBRARIES, Outcome, take_the_road, tasks
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 _PROCESSES = 2

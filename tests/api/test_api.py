@@ -1,0 +1,103 @@
+"""pdtool in Python: the functions of the commands, and that importing pdtool costs nothing."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pdtool
+from pdtool import api
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Report
+from pdtool.errors import ArtifactError, ModelError, NoPlanError, StaleError, UsageError
+
+DOCS = Path(__file__).parents[2] / "docs" / "python.md"
+FUNCTIONS = ("profile", "partition", "simulate", "check", "codegen", "run")
+
+
+def test_importing_pdtool_loads_nothing():
+    code = "import sys, pdtool; print([m for m in ('torch', 'click', 'pydantic', 'pdtool.api') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_function_is_of_the_package_and_documented(name):
+    function = getattr(api, name)
+    assert inspect.signature(getattr(pdtool, name)) == inspect.signature(function)
+    assert name in dir(pdtool)
+    assert "Args:" in function.__doc__
+    assert "Raises:" in function.__doc__
+    for parameter in inspect.signature(function).parameters:
+        assert f"        {parameter}: " in function.__doc__, f"{name}() does not say what {parameter} is"
+
+
+def test_a_function_of_a_packages_name_leaves_the_package_usable():
+    import pdtool.profile.devices as devices
+
+    assert callable(pdtool.profile)
+    assert pdtool.profile.devices is devices
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = pdtool.nothing
+
+
+def test_from_model_to_report(folder, capsys):
+    from conftest import NET
+
+    folder.write("model.py", NET)
+    profile = pdtool.profile("model.py", batch_size=8, threads=1, settings={"width": 6})
+    assert isinstance(profile, Profile)
+    assert profile == Profile.load("profiles/model.json")
+    assert profile.model.settings == {"width": 6}
+    plan = pdtool.partition(profile, topology="2", strategy="straight", bandwidth="1GB/s", simplest="0%")
+    assert isinstance(plan, Plan)
+    assert plan == Plan.load("plans/model-2.yaml")
+    assert plan.profile == "profiles/model.json", "the file that holds this profile, not another copy"
+    simulation = pdtool.simulate(plan, against=["gpipe"], bandwidths=[1e8, 1e9])
+    assert simulation.result.time_per_minibatch_s == pytest.approx(plan.predicted.simulated_s)
+    assert [point.bandwidth_bytes_per_s for point in simulation.sweep] == [1e8, 1e9]
+    assert len(simulation.comparison.plans) == 2
+    assert all(finding.holds is not False for finding in pdtool.check(plan))
+    assert isinstance(pdtool.codegen(plan), Bundle)
+    assert [finding.holds for finding in pdtool.check("plans/model-2.yaml", fresh=True)] == [True] * 4
+    report = pdtool.run(plan, steps=2, seed=3, timeout="60s", schedule="1f1b-flush")
+    assert isinstance(report, Report)
+    assert report == Report.load("runs/model-2/report.json")
+    assert capsys.readouterr().out == "", "what it has to say goes to stderr"
+
+
+def test_errors_are_those_of_the_commands(road):
+    with pytest.raises(ModelError, match="broken"):
+        pdtool.profile(road.write("broken.py", "raise ValueError('broken')"))
+    with pytest.raises(UsageError, match="bandwidth '10' is not"):
+        pdtool.partition("profiles/model.json", topology="2", bandwidth="10")
+    with pytest.raises(UsageError, match=r"strategy='fastest': .*is not one of"):
+        pdtool.partition("profiles/model.json", topology="2", strategy="fastest")
+    with pytest.raises(NoPlanError):
+        pdtool.partition("profiles/model.json", topology="2", memory="1B", output="none.yaml")
+    with pytest.raises(TypeError, match=r"partition\(\) has no option 'worker'; did you mean workers"):
+        pdtool.partition("profiles/model.json", topology="2", worker=1)
+    with pytest.raises(ArtifactError, match="is a profile, not a plan"):
+        pdtool.simulate("profiles/model.json")
+    profile = Profile.load("profiles/model.json")
+    profile.model_copy(update={"batch_size": 9}).save("profiles/model.json")
+    for function in (pdtool.check, pdtool.simulate, pdtool.codegen, pdtool.run):
+        with pytest.raises(StaleError, match="has changed since the plan was made"):
+            function("plans/model-2.yaml")
+
+
+def test_the_example_of_the_documentation_runs(road, capsys):
+    text = DOCS.read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(import pdtool\n.*?)```", text, re.DOTALL)
+    (road.path / "plans/model-2.yaml").unlink()
+    runpy.run_path(str(road.write("plan_bandwidths.py", example)), run_name="__main__")
+    stdout = capsys.readouterr().out
+    assert re.search(r"^1-1 [0-9.e-]+ seconds per minibatch$", stdout, re.MULTILINE)
+    assert re.search(r"^[0-9.]+ samples/s$", stdout, re.MULTILINE)

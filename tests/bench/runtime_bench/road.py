@@ -1,0 +1,97 @@
+"""From a model file to a job that can be run in several ways, by the real road: profile, partition, codegen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.report import Report
+from pdtool.planner.choice.make_plan import reschedule
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.launch.launcher import launch
+
+ROOT = Path(__file__).parents[3]
+MODELS = Path(__file__).parent / "models"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model in straight stages, planned for PipeDream's 1F1B at a minibatch of plan.batch_size samples."""
+
+    name: str
+    plan: Plan
+    profile: Profile
+    bundle: Bundle
+    bundle_dir: Path
+    folder: Path
+
+    def variant(self, *, batch_size: int | None = None, **changes: Any) -> Plan:
+        """The same stages run in another way; predictions are those for the profile's minibatch."""
+        plan = reschedule(self.plan, self.profile, changes) if changes else self.plan
+        return plan.model_copy(update={"batch_size": batch_size or plan.batch_size})
+
+    def run(self, name: str, plan: Plan, steps: int) -> Report:
+        """Two epochs of `steps` minibatches, the first to warm up; measured is the second."""
+        assert plan.model
+        return launch(
+            RunConfig(
+                plan=plan,
+                bundle=self.bundle,
+                bundle_dir=self.bundle_dir,
+                model=plan.model,
+                trusted=True,
+                out=self.folder / "runs" / name,
+                epochs=2,
+                steps=steps,
+                device="cpu",
+            )
+        )
+
+
+def make(folder: Path, name: str, batch_size: int, *, stages: int = 2, settings: Mapping[str, Any]) -> Job:
+    """Profile with one thread, partition, generate."""
+    folder.mkdir(parents=True)
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    model = str(MODELS / f"{name}.py")
+    pdtool(folder, "profile", model, "--batch-size", str(batch_size), "--threads", "1", *sets, "-o", "profile.json")
+    pdtool(
+        folder,
+        "partition",
+        "profile.json",
+        "--topology",
+        str(stages),
+        "--bandwidth",
+        "16Gbit/s",
+        "--straight",
+        "--simplest",
+        "0%",
+        "-o",
+        "plan.yaml",
+    )
+    pdtool(folder, "codegen", "plan.yaml", "--model", model)
+    plan = Plan.load(folder / "plan.yaml")
+    if len(plan.stages) != stages:
+        raise SystemExit(f"{name}: planned {len(plan.stages)} stages, wanted {stages}")
+    bundle = Bundle.load(folder / "plan" / "bundle.yaml")
+    return Job(name, plan, Profile.load(folder / "profile.json"), bundle, folder / "plan", folder)
+
+
+def pdtool(folder: Path, *arguments: str) -> None:
+    """One command, in a folder that holds what earlier ones wrote."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pdtool", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    if done.returncode:
+        raise SystemExit(f"pdtool {' '.join(arguments)}: exit code {done.returncode}\n{done.stderr}")

@@ -1,0 +1,366 @@
+"""Loading model.py and tracing it: what is found, and what is said when it cannot be."""
+
+import gc
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.errors import ModelError, StaleError, TraceError, UsageError
+from pdtool.frontend.graph_digest import check_profile
+from pdtool.frontend.leaf_calls import LeafCall
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.tracing import trace, trace_file
+from pdtool.frontend.user_code import parse_ref
+from pdtool.profiler.measure import measure
+
+MODELS = Path(__file__).parents[1] / "models" / "small.py"
+
+
+def load(function="sequential", **settings):
+    return ModelFile.load(ModelRef(source=str(MODELS), function=function, settings=settings), trusted=True)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    return ModelFile.load(ModelRef(source=str(path)), trusted=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("branch", "cannot trace this line.*data-dependent"),
+        ("batch", "some minibatch sizes only"),
+        ("attribute", "the model fails on inputs of shape.*no attribute 'missing'"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused(fault, what):
+    model_file = load("broken", fault=fault)
+    with pytest.raises(TraceError, match=f"(?s){what}"):
+        trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [("branch", "return y if y.sum() > 0"), ("attribute", "self.missing(y)"), ("size", "len(y) > 3")]
+)
+def test_the_error_names_the_line_of_the_users_code(fault, code):
+    line = next(i for i, text in enumerate(MODELS.read_text().splitlines(), 1) if code in text)
+    model_file = load("broken", fault=fault)
+    with pytest.raises(TraceError, match=rf"small.py:{line}: "):
+        trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
+
+
+def test_a_module_without_shapes_yet_is_refused():
+    model = torch.nn.Sequential(torch.nn.LazyLinear(8))
+    with pytest.raises(TraceError, match="the parameters of 0, a LazyLinear, have no shape yet; give it its input"):
+        trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS)
+    model(torch.randn(4, 8))
+    assert [op.op for op in trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS).operators] == ["input", "Linear"]
+
+
+def test_a_name_that_no_file_can_hold_is_refused():
+    model = torch.nn.Sequential()
+    model.add_module("a b", torch.nn.Linear(8, 8))
+    with pytest.raises(TraceError, match="a part named 'a b'"):
+        trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS)
+
+
+def test_inputs_that_ignore_the_batch_size_are_refused():
+    with pytest.raises(TraceError, match="whatever the batch size"):
+        trace(load().build(), lambda n: (torch.randn(4, 8),), 4, MODELS)
+
+
+def test_leaf_modules_stand_whole_under_their_own_names():
+    model_file = load("branchy")
+    traced = trace(model_file.build(), lambda n: (torch.randn(n, 3, 8, 8),), 4, MODELS)
+    operators = traced.by_name
+    assert operators["lstm"].op == "LSTM"
+    assert operators["attention"].op == "MultiheadAttention"
+    assert {"relu@0", "relu@1"} <= set(operators), "a module called twice is two operators"
+    assert operators["triu"].constant
+    assert not operators["cat"].constant
+    assert [str(d) for d in operators["conv"].outputs[0].shape] == ["batch", "8", "8", "8"]
+    line = re.search(r"small.py:(\d+)", operators["cat"].location)
+    assert "torch.cat" in MODELS.read_text().splitlines()[int(line[1]) - 1]
+
+
+def test_operators_that_share_a_changing_buffer_stand_together():
+    model_file = load("no_grad")
+    assert trace(model_file.build(), model_file.example_inputs, 4, MODELS).together == (("norm@0", "norm@1"),)
+
+
+def test_tracing_leaves_the_model_usable():
+    model_file = load("branchy")
+    model = model_file.build()
+    trace(model, lambda n: (torch.randn(n, 3, 8, 8),), 4, MODELS)
+    assert model.training
+    assert "forward" not in vars(model.conv)
+    model(torch.randn(2, 3, 8, 8))["logits"].sum().backward()
+
+
+def test_nothing_of_a_traced_model_is_kept():
+    """A worker that checks its stage files would hold the graph of the whole model for as long as it trains."""
+
+    def kept():
+        gc.collect()
+        return sum(type(o) in (torch.fx.Node, LeafCall) for o in gc.get_objects())
+
+    before = kept()  # other tests of this process may have compiled models
+    assert trace(load("branchy").build(), lambda n: (torch.randn(n, 3, 8, 8),), 4, MODELS).operators
+    assert kept() <= before
+
+
+def test_references_and_settings_are_read():
+    assert parse_ref("model.py") == ModelRef(source="model.py")
+    ref = parse_ref("pkg.mod:vgg", ["layers=12", "rate=0.5", "tied=true", "size=small"])
+    assert ref == ModelRef(
+        source="pkg.mod", function="vgg", settings={"layers": 12, "rate": 0.5, "tied": True, "size": "small"}
+    )
+
+
+@pytest.mark.parametrize("text", ["model.py:", "model.py:a b", "model.py:f()"])
+def test_bad_reference_is_refused(text):
+    with pytest.raises(UsageError, match="not the name of a function"):
+        parse_ref(text)
+
+
+def test_bad_setting_is_refused():
+    with pytest.raises(UsageError, match="not NAME=VALUE"):
+        parse_ref("model.py", ["layers"])
+
+
+SIZED = """
+import torch
+def model(width=8): return torch.nn.Linear(width, 1)
+def example_inputs(batch_size, width=8): return torch.randn(batch_size, width)
+def dataset(split, width=8): return [(split, width)]
+"""
+
+
+def test_settings_go_to_the_functions_that_have_parameters_for_them(tmp_path):
+    file = write(tmp_path, SIZED)
+    narrow = replace(file, ref=file.ref.model_copy(update={"settings": {"width": 3}}))
+    for sized, width in ((file, 8), (narrow, 3)):
+        assert sized.build().in_features == width
+        assert sized.example_inputs(2).tensors[0].shape == (2, width)
+        assert sized.dataset("valid") == [("valid", width)]
+
+
+def test_missing_file_is_named():
+    with pytest.raises(UsageError, match=r"there is no file nowhere.py"):
+        ModelFile.load(ModelRef(source="nowhere.py"), trusted=True)
+
+
+def test_missing_function_lists_what_there_is(tmp_path):
+    with pytest.raises(ModelError, match=r"model.py has no function model\(\); it defines: net, loss"):
+        write(tmp_path, "def net(): pass\ndef loss(o, t): pass\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def model():\n    return 3\n", r"model.py:1: model\(\) returned int, not a torch.nn.Module"),
+        ("def model():\n    x = 1\n    raise ValueError('no')\n", r"model.py:3: model\(\) raised ValueError: no"),
+        ("def model(layers):\n    pass\n", r"does not take these settings .*it takes: layers"),
+    ],
+)
+def test_faulty_model_function_is_explained(text, what, tmp_path):
+    with pytest.raises(ModelError, match=what):
+        write(tmp_path, text).build()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("def model(:\n", r"model.py:1: "), ("import os\n1 / 0\n", r"model.py:2: importing it raised ZeroDivisionError")],
+)
+def test_file_that_cannot_be_imported_is_explained(text, what, tmp_path):
+    with pytest.raises(ModelError, match=what):
+        write(tmp_path, text)
+
+
+STREAM = "class Stream(IterableDataset):\n    def __len__(self): return 8\n    def __iter__(self): yield 1, 2\n"
+DATA = (
+    f"from torch.utils.data import IterableDataset\n{STREAM}def model(): pass\ndef dataset(split):\n    return {{}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ("[]", "dataset\\('train'\\) is empty"),
+        ("3", "returned int, not a torch Dataset; return one with __len__ and __getitem__"),
+        ("[1, 2, 3, 4]", "not a pair"),
+        ("[(1, 2)]", "fewer than one minibatch of 4"),
+    ],
+)
+def test_faulty_dataset_is_explained(data, what, tmp_path):
+    with pytest.raises(ModelError, match=what):
+        write(tmp_path, DATA.format(data)).example_batch(4)
+
+
+def test_inputs_must_be_tensors(tmp_path):
+    with pytest.raises(ModelError, match="input 0 of a minibatch is int"):
+        write(tmp_path, "def model(): pass\ndef example_inputs(n): return 3\n").example_inputs(4)
+
+
+def test_optimizer_and_loss_are_checked(tmp_path):
+    text = "def model(): pass\ndef optimizer(p): return 1\ndef loss(o, t): return o\n"
+    with pytest.raises(ModelError, match="returned int, not an Optimizer"):
+        write(tmp_path, text).optimizer([])
+    with pytest.raises(ModelError, match=r"returned \(2,\), not a scalar"):
+        write(tmp_path, text).loss(torch.zeros(2), None)
+
+
+@pytest.mark.parametrize(
+    ("hints", "match"),
+    [
+        ("{'nosplit': []}", r"HINTS: has unknown keys \['nosplit'\]; use no_split, pin and opaque"),
+        ("{1: 2, 'a': 3}", r"HINTS: has unknown keys \[1, 'a'\]"),
+        ("5", r"HINTS: 5 is no dict; write \{"),
+        ("['no_split']", "is no dict"),
+        ("{'no_split': 'block'}", r'\["no_split"\]: .block. is no list of module paths; write'),
+        ("{'no_split': [1]}", r"\[1\] is no list of module paths"),
+        ("{'pin': ['head']}", r'HINTS\["pin"\]: \[.head.\] is no dict of module paths and stages'),
+        ("{'pin': {0: 'head'}}", "0 is no path of a module"),
+        ("{'pin': {'head': '0'}}", r'\["pin"\]\[.head.\]: .0. is no stage; write 0 for the first or -1 for the last'),
+        ("{'pin': {'head': True}}", "True is no stage"),
+        ("{'pin': {'head': 1.5}}", r"1\.5 is no stage"),
+        ("{'pin': {'head': -10**15}}", "-1000000000000000 is no stage"),
+    ],
+)
+def test_hints_of_the_wrong_kind_are_refused(hints, match, tmp_path):
+    with pytest.raises(ModelError, match=match) as caught:
+        write(tmp_path, f"def model(): pass\nHINTS = {hints}\n")
+    assert "HINTS" in str(caught.value)
+
+
+def test_constants_of_training_are_checked_when_the_file_is_loaded(tmp_path):
+    with pytest.raises(ModelError, match=r"MAX_GRAD_NORM: -1\.0 is no positive finite number"):
+        write(tmp_path, "def model(): pass\nMAX_GRAD_NORM = -1.0\n")
+
+
+def test_hints_are_read(tmp_path):
+    hints = write(tmp_path, "def model(): pass\nHINTS = {'no_split': ['a'], 'pin': {'b': -1}}\n").hints
+    assert (hints.no_split, hints.pin) == (("a",), {"b": -1})
+
+
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "1" * 400])
+def test_settings_that_are_no_usable_number_are_refused(value):
+    with pytest.raises(UsageError, match=r"--set width: .*(no finite number|has 400 digits, more than 30)"):
+        parse_ref("model.py", [f"width={value}"])
+
+
+@pytest.mark.parametrize("value", ["(" * 5000, "1" * 5000, "[" * 500])
+def test_settings_that_python_cannot_read_are_texts(value):
+    assert parse_ref("model.py", [f"width={value}"]).settings == {"width": value}
+
+
+@pytest.mark.parametrize("text", ["x" * 501, "a\x1bb.py", "model.py:modèle"])
+def test_models_that_no_artifact_can_name_are_refused(text):
+    """They were tracebacks of pydantic."""
+    with pytest.raises(UsageError, match=r"model '|is not the name of a function"):
+        parse_ref(text)
+
+
+def test_a_file_whose_name_no_profile_can_have(tmp_path):
+    path = tmp_path / "my'model.py"
+    path.write_text(
+        "import torch\ndef model(): return torch.nn.Linear(2, 2)\ndef example_inputs(n): return torch.ones(n, 2)\n"
+    )
+    with pytest.raises(ModelError, match=r"its profile cannot be written: name: "):
+        measure(ModelFile.load(parse_ref(str(path)), trusted=True), batch_size=2)
+
+
+def test_a_model_named_by_an_artifact_must_lie_here(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text("raise SystemExit('imported')\n")
+    with pytest.raises(UsageError, match=r"outside the current folder.*--model"):
+        ModelFile.load(ModelRef(source=str(path)))
+
+
+def test_a_changed_model_is_stale_and_not_imported(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text("raise SystemExit('imported')\n")
+    with pytest.raises(StaleError, match="has changed since it was profiled"):
+        ModelFile.load(ModelRef(source=str(path)), trusted=True, digests={str(path): "0" * 64})
+
+
+def test_the_zoo_is_trusted_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ModelFile.load(ModelRef(source="pdtool.zoo.digits")).name == "digits"
+
+
+@pytest.mark.parametrize("name", ["loss", "target"])
+def test_a_part_of_the_model_may_be_named_like_a_node_of_pdtools_own(name, tmp_path):
+    text = "import torch\nfrom torch import nn\ndef model():\n    model = nn.Sequential(nn.Linear(4, 4))\n"
+    text += f"    model.add_module({name!r}, nn.Linear(4, 2))\n    return model\n"
+    text += "def dataset(split): return torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 2))\n"
+    text += "def loss(output, target): return (output - target).square().mean()\n"
+    text += "def optimizer(named): return torch.optim.SGD([p for _, p in named], lr=0.1)\n"
+    model_file = write(tmp_path, text)
+    profile = measure(model_file, batch_size=4)
+    assert {"loss", "target", f"{name}_1"} < set(profile.by_name)
+    check_profile(trace_file(model_file, model_file.build(), 4), profile, model_file.ref.source)
+
+
+def test_a_model_that_is_one_leaf_is_traced():
+    traced = trace(torch.nn.Linear(8, 3), lambda n: (torch.randn(n, 8),), 4, MODELS)
+    assert [op.op for op in traced.operators] == ["input", "linear"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        ("3", r"model.py:2: metrics\(\) returned 3"),
+        ("{'a': 1}", r"return \{name: \(sum, count\)\}"),
+        ("{'loss': (1, 1)}", "names 'loss'"),
+    ],
+)
+def test_faulty_metrics_are_explained(returned, what, tmp_path):
+    text = f"def model(): pass\ndef metrics(o, t): return {returned}\n"
+    with pytest.raises(ModelError, match=what):
+        write(tmp_path, text).metrics(None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def loss(o, t): return None\n", r"model.py:2: loss\(\) returned NoneType, not a scalar tensor"),
+        ("def optimizer(named): return 3\n", r"model.py:2: optimizer\(\) returned int, not an Optimizer"),
+        ("def dataset(split): return []\n", r"model.py:2: dataset\('train'\) is empty"),
+        (
+            "from operator import attrgetter\ndataset = attrgetter('x')\n",
+            r"^model.py: attrgetter\(\) raised .*has no attribute 'x'",
+        ),
+        ("from builtins import id as dataset\n", r"^model.py: dataset\('train'\) returned int, not a torch Dataset"),
+    ],
+)
+def test_what_a_function_wrongly_returns_is_told_with_its_line(text, what, tmp_path):
+    file = write(tmp_path, "def model(): pass\n" + text)
+    with pytest.raises(ModelError, match=what):
+        file.loss(None, None) if "loss" in text else file.optimizer([]) if "named" in text else file.dataset("train")
+
+
+def test_replicas_begin_alike_however_the_weights_are_drawn(tmp_path):
+    """Each worker builds the model for itself."""
+    text = """
+import random
+import numpy
+import torch
+from torch import nn
+
+def model():
+    net = nn.Linear(3, 1)
+    net.bias.data.fill_(random.random())
+    net.register_buffer("k", torch.from_numpy(numpy.random.rand(3)))
+    return net
+"""
+    file = write(tmp_path, text)
+    first, second, other = file.build(7), file.build(7), file.build(8)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name])
+        assert not torch.equal(tensor, other.state_dict()[name])

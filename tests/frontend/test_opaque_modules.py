@@ -1,0 +1,185 @@
+"""A module that torch.export cannot see through is one operator, taken whole from the user's model."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from skeletons import plan_of, skeleton, texts_in
+
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.device import find_device
+from pdtool.errors import ModelError, TraceError
+from pdtool.frontend.graph_digest import graph_sha256
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import ModelInputs
+from pdtool.frontend.model_rules import Hints
+from pdtool.frontend.tracing import trace_file
+from pdtool.generator import generate as generate_module
+from pdtool.generator.generate import generate
+from pdtool.generator.verify import VerificationError
+from pdtool.profiler.estimate import estimate
+from pdtool.profiler.measure import measure
+from pdtool.runtime.worker.worker_model import load_stage_module
+
+MODELS = Path(__file__).parents[1] / "models" / "opaque.py"
+OPAQUE = {
+    "experts": {"1"},
+    "packed_sequence": {"1"},
+    "straight_through": set(),
+    "gradient_reversal": set(),
+    "reentrant_checkpoint": set(),
+    "branch_on_values": {"1"},
+    "scan": {"1"},
+    "two_outputs": {"1.two"},
+    "with_table": {"1"},
+    "two_tied": {"a", "b"},
+    "many_alike": {"0", "1", "2", "3", "4", "5"},
+    "called_twice": {"branch"},
+    "shared_inside": {"branch"},
+    "averaging_norm": {"1"},
+}
+
+
+class OpaqueModel(ModelFile):
+    """A model of tests/models/opaque.py."""
+
+    def example_inputs(self, batch_size):
+        return ModelInputs.of(torch.randn(batch_size, *self.module.INPUTS.get(self.ref.function, (8,))))
+
+
+def load(name):
+    return OpaqueModel.load(ModelRef(source=str(MODELS), function=name), trusted=True)
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_it_is_one_operator_of_a_stage_that_equals_the_model(name, tmp_path):
+    model_file = load(name)
+    traced = trace_file(model_file, model_file.build(), 4)
+    assert set(traced.opaque) == OPAQUE[name]
+    assert {op.module for op in traced.operators if op.opaque} == OPAQUE[name]
+    profile = skeleton(model_file)
+    stages = 2 if name == "called_twice" else 3  # whose calls must stand in one stage
+    bundle = generate(plan_of(profile, stages), profile, model_file, tmp_path / "b")
+    assert bundle.proof == "values"
+    assert {path for stage in bundle.stages for path in stage.opaque} == OPAQUE[name]
+    text = "".join(texts_in(tmp_path / "b").values())
+    for path in OPAQUE[name]:
+        assert f'model.get_submodule("{path}")' in text, text
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_parameter_that_is_tied_to_the_outside_is_the_models_own(stages, tmp_path):
+    model_file = load("tied_to_the_outside")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, stages), profile, model_file, tmp_path / "b")
+    model = model_file.build(seed=3)
+    modules = [load_stage_module(bundle, tmp_path / "b", s, model) for s in range(stages)]
+    for path in ("first", "branch.linear"):
+        stage = next(m for m in modules if path in dict(m.named_modules()))
+        assert stage.get_parameter(f"{path}.weight") is model.first.weight, path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("inner_called", "branch.linear is called from outside of branch, which is called whole"),
+        ("hooked", "parameter branch.linear.weight has a hook on its gradient"),
+    ],
+)
+def test_what_a_stage_could_not_do_is_refused(name, message):
+    model_file = load(name)
+    with pytest.raises(TraceError, match=message):
+        trace_file(model_file, model_file.build(), 4)
+
+
+def test_parameters_that_forward_changes_are_refused(tmp_path):
+    model_file = load("moving_teacher")
+    profile = skeleton(model_file)
+    with pytest.raises(VerificationError, match=r"forward changes parameter 1.teacher.weight at each call"):
+        generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+
+
+def test_what_it_keeps_from_minibatch_to_minibatch_is_refused(tmp_path):
+    model_file = load("remembering")
+    profile = skeleton(model_file)
+    with pytest.raises(VerificationError, match=r"forward changes self.last of 1 and reads it again"):
+        generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+
+
+def test_an_estimate_says_that_it_needs_values():
+    with pytest.raises(ModelError, match=r"depends on the values of tensors.*measure it with --device cpu"):
+        estimate(load("branch_on_values"), batch_size=4, device=find_device("v100"))
+
+
+def test_an_autograd_function_is_imported_from_the_users_file(tmp_path):
+    model_file = load("gradient_reversal")
+    profile = skeleton(model_file)
+    generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    text = "".join(texts_in(tmp_path / "b").values())
+    assert "from opaque import GradientReversal  # an autograd.Function\n" in text
+    assert "GradientReversal.apply(" in text
+    assert "opaque" not in sys.modules, "only stage files can import it by this name"
+
+
+def test_its_state_is_not_changed_by_tracing():
+    model_file = load("experts")
+    model = model_file.build()
+    before, random = model.state_dict(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in before.items()}
+    trace_file(model_file, model, 4)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert "forward" not in vars(model[1])
+    torch.set_rng_state(random)
+
+
+def test_a_loop_in_the_model_itself_names_the_line_and_what_to_do():
+    model_file = load("loop_in_the_model")
+    with pytest.raises(TraceError, match=r"opaque\.py:\d+: .*module of its own, which pdtool then calls whole"):
+        trace_file(model_file, model_file.build(), 4)
+
+
+def test_hints_name_what_is_called_whole(monkeypatch):
+    model_file = load("branch_on_values")
+    monkeypatch.setitem(vars(model_file), "hints", Hints(opaque=("0",)))
+    assert trace_file(model_file, model_file.build(), 4).opaque["0"] == "HINTS"
+    del model_file.__dict__["hints"]
+    for path in ("nowhere", ""):
+        model_file.__dict__.pop("hints", None)
+        monkeypatch.setattr(model_file.module, "HINTS", {"opaque": [path]})
+        with pytest.raises(TraceError, match=f"'{path}' as opaque, which is no module"):
+            trace_file(model_file, model_file.build(), 4)
+
+
+def test_its_source_is_part_of_the_graph(tmp_path):
+    digests = []
+    for text in (
+        MODELS.read_text(),
+        MODELS.read_text().replace("> 1 else", "> 2 else"),
+        "# a comment\n" + MODELS.read_text(),
+    ):
+        (tmp_path / "opaque.py").write_text(text)
+        model_file = OpaqueModel.load(
+            ModelRef(source=str(tmp_path / "opaque.py"), function="branch_on_values"), trusted=True
+        )
+        digests.append(graph_sha256(trace_file(model_file, model_file.build(), 4)))
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_an_opaque_module_that_checkpoints_reentrantly_is_measured(tmp_path, monkeypatch):
+    model_file = load("reentrant_checkpoint")
+    monkeypatch.setitem(vars(model_file), "hints", Hints(opaque=("1",)))
+    samples = [(torch.randn(8), torch.randn(4)) for _ in range(8)]
+    monkeypatch.setattr(model_file.module, "dataset", lambda split: samples, raising=False)
+    node = measure(model_file, batch_size=4).by_name["1"]
+    assert node.op == "Checkpointed"
+    assert node.backward_s > 0
+
+
+def test_a_model_too_large_for_memory_cannot_be_proved_by_shapes(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_module, "_fits_in_memory", lambda traced: False)
+    model_file = load("branch_on_values")
+    profile = skeleton(model_file)
+    with pytest.raises(VerificationError, match="does not fit into this machine's memory, and what 1 returns"):
+        generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    assert not (tmp_path / "b").exists()

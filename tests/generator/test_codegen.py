@@ -1,0 +1,375 @@
+"""Law 1: the stages composed equal the model. Compared here by hand, beside codegen's own proof."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from skeletons import plan_of, shared_traces, skeleton, texts_in, traced_once  # noqa: F401  a fixture
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.bundle import Bundle
+from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.tracing import trace, trace_file
+from pdtool.generator import generate as generate_module
+from pdtool.generator.generate import generate
+from pdtool.generator.stage_file import StageWriter
+from pdtool.generator.verify import VerificationError, compose, copy_state, load_stages, verify_values
+from pdtool.generator.wiring import Wiring
+
+MODELS = Path(__file__).parents[1] / "models" / "small.py"
+INPUTS = {
+    "branchy": lambda n: (torch.randn(n, 3, 8, 8),),
+    "unet": lambda n: (torch.randn(n, 3, 16, 16),),
+    "tied": lambda n: (torch.randint(0, 50, (n, 10)),),
+    "encoder": lambda n: (torch.randn(n, 6, 8),),
+}
+
+
+class SmallModel(ModelFile):
+    """A model of tests/models/small.py with inputs of its own kind."""
+
+    def example_inputs(self, batch_size):
+        return INPUTS.get(self.ref.function, lambda n: (torch.randn(n, 8),))(batch_size)
+
+
+def small(function, **settings):
+    return SmallModel.load(ModelRef(source=str(MODELS), function=function, settings=settings), trusted=True)
+
+
+def tensors(output):
+    plain = dict(output) if isinstance(output, dict) else output
+    return [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("function", ["branchy", "tied", "unet", "no_grad", "sequential", "encoder", "named"])
+def test_composed_stages_equal_the_model(function, count, tmp_path):
+    model_file = small(function)
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, count), profile, model_file, tmp_path / "bundle")
+
+    assert bundle.proof == "values"
+    assert Bundle.load(tmp_path / "bundle" / "bundle.yaml") == bundle
+    model = model_file.build(seed=7).eval()
+    stages = load_stages(texts_in(tmp_path / "bundle"), bundle)
+    copy_state(model, stages, bundle)
+    for stage in stages:
+        stage.eval()
+    inputs = model_file.example_inputs(6)
+    expected, found = tensors(model(*inputs)), tensors(compose(stages, bundle, inputs))
+    assert expected
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.autograd.backward([t.sum() for t in expected if t.requires_grad])
+    torch.autograd.backward([t.sum() for t in found if t.requires_grad])
+    total = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            original = dict(model.named_parameters(remove_duplicate=False))[name]
+            if parameter.grad is not None:
+                total[id(original)] = total.get(id(original), 0) + parameter.grad
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(total[id(parameter)], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("function", ["branchy", "tied", "unet"])
+def test_stage_files_import_torch_only_and_keep_original_names(function, tmp_path):
+    model_file = small(function)
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 3), profile, model_file, tmp_path / "b")
+    state = set()
+    for text in texts_in(tmp_path / "b").values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                assert [a.name for a in node.names] == ["torch"]
+            if isinstance(node, ast.ImportFrom):
+                assert node.module in ("torch", "torch.nn")
+    for stage in load_stages(texts_in(tmp_path / "b"), bundle):
+        state |= set(stage.state_dict())
+    assert state == set(model_file.build().state_dict())
+
+
+def test_generation_is_deterministic(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_module, "trace_file", trace_file)
+    model_file = small("branchy")
+    profile = skeleton(model_file)
+    for name in ("a", "b"):
+        generate(plan_of(profile, 3), profile, model_file, tmp_path / name)
+    files = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    assert files == {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()}
+    assert len(files) == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.training", "True"),
+        ('float("-inf")', "0.0"),
+        ("x + relu_0", "x - relu_0"),
+        ("nn.MaxPool2d", "nn.AvgPool2d"),
+        ("batch_first=True, dropout=0.1", "batch_first=True"),
+        ("self.steps.add_(1)", "self.steps.add_(2)"),
+        ("reshape(batch, 4, 12)", "reshape(3, 4, 12)"),
+        ("batch_first=True, dropout=0.1", "batch_first=True, dropout=0.2"),
+    ],
+)
+def test_the_proof_finds_a_wrong_stage(old, new, tmp_path):
+    model_file = small("branchy")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    texts = texts_in(tmp_path / "b")
+    assert any(old in text for text in texts.values()), "the fault must be one that the text can have"
+    texts = {name: text.replace(old, new) for name, text in texts.items()}
+    batches = [model_file.example_inputs(3), model_file.example_inputs(4)]
+    with pytest.raises(VerificationError):
+        verify_values(model_file.build, texts, bundle, batches)
+
+
+def test_the_proof_finds_a_border_without_the_gradient_that_it_needs(tmp_path):
+    """A run sends gradients for the tensors of the bundle that have one, and for no others."""
+    model_file = small("branchy")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 3), profile, model_file, tmp_path / "b")
+    sent = [tensor for tensor in bundle.tensors if tensor.gradient]
+    assert sent
+    for tensor in sent:
+        changed = [t.model_copy(update={"gradient": t.gradient and t is not tensor}) for t in bundle.tensors]
+        wrong = bundle.model_copy(update={"tensors": tuple(changed)})
+        batches = [model_file.example_inputs(samples) for samples in (3, 3, 4)]
+        with pytest.raises(VerificationError, match=r"gradient of .* (reaches only one|differs)"):
+            verify_values(model_file.build, texts_in(tmp_path / "b"), wrong, batches)
+
+
+class Cropped(nn.Module):
+    """Takes the whole of a tensor, as libraries crop what they have padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x)[:, :5].contiguous())
+
+
+def test_a_view_of_the_whole_has_the_gradient_of_what_it_views():
+    """Else a border behind it would cut off what is before: a run would not train it."""
+    traced = trace(Cropped(), lambda samples: (torch.randn(samples, 5, 8),), 4, Path("model.py"))
+    [view] = [op for op in traced.operators if op.op == "alias"]
+    assert view.outputs[0].differentiable
+
+
+def test_a_model_that_keeps_state_between_minibatches_is_found_out(tmp_path):
+    model_file = small("broken", fault="state")
+    profile = skeleton(model_file)
+    message = r"small.py:[0-9]+: forward changes self.kept of the model and reads it again"
+    with pytest.raises(VerificationError, match=message):
+        generate(plan_of(profile, 1), profile, model_file, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_model_too_large_for_this_machine_is_checked_by_shapes(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_module, "_COPIES", 10**12)
+    model_file = small("unet")
+    profile = skeleton(model_file)
+    said = []
+    bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b", said.append)
+    assert bundle.proof == "shapes"
+    assert any("too large" in line for line in said)
+
+
+def test_tied_weight_is_listed_with_its_name_in_each_stage(tmp_path):
+    model_file = small("tied")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 3), profile, model_file, tmp_path / "b")
+    (tie,) = bundle.tied
+    assert tie.stages == (0, 2)
+    assert tie.names == ("embedding.weight", "decoder.weight")
+    texts = texts_in(tmp_path / "b")
+    assert "# decoder.weight is embedding.weight of stage 0 as well: `pdtool run` keeps" in texts["stage_2.py"]
+    assert "# embedding.weight is decoder.weight of stage 2 as well" in texts["stage_0.py"]
+
+
+def test_skip_goes_straight_to_every_later_stage(tmp_path):
+    model_file = small("unet")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 5), profile, model_file, tmp_path / "b")
+    skips = [t for t in bundle.tensors if t.producer == 0 and t.consumers and max(t.consumers) > 1]
+    assert skips
+    assert all(t.gradient for t in skips)
+
+
+def test_profile_of_another_model_is_refused(tmp_path):
+    profile = skeleton(small("unet"))
+    with pytest.raises(ArtifactError, match="operators are not the profile's"):
+        generate(plan_of(profile, 2), profile, small("tied"), tmp_path / "b")
+
+
+def test_edited_stage_file_is_found_out(tmp_path):
+    model_file = small("unet")
+    profile = skeleton(model_file)
+    bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    bundle.check_files(tmp_path / "b")
+    (tmp_path / "b" / "stage_1.py").write_text("import os\n")
+    with pytest.raises(StaleError, match=r"stage_1.py: was changed since codegen"):
+        bundle.check_files(tmp_path / "b")
+    (tmp_path / "b" / "stage_1.py").unlink()
+    with pytest.raises(StaleError, match=r"stage_1.py: is missing"):
+        bundle.check_files(tmp_path / "b")
+
+
+def test_fewer_stages_leave_no_old_file_behind(tmp_path):
+    model_file = small("unet")
+    profile = skeleton(model_file)
+    generate(plan_of(profile, 3), profile, model_file, tmp_path / "b")
+    generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bundle.yaml", "stage_0.py", "stage_1.py"]
+
+
+def test_a_model_that_changes_its_input_in_place_is_proved(tmp_path):
+    """The model and the stages each get the minibatch as it was loaded."""
+    model_file = small("broken", fault="input")
+    profile = skeleton(model_file)
+    generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
+    assert "mul = x * 2" in texts_in(tmp_path / "b")["stage_0.py"]
+
+
+def test_files_that_codegen_has_not_written_stay(tmp_path):
+    model_file = small("branchy")
+    profile = skeleton(model_file)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    with pytest.raises(UsageError, match="run is the folder of a run; give another -o"):
+        generate(plan_of(profile, 2), profile, model_file, tmp_path / "run")
+    own = tmp_path / "mine" / "stage_7.py"
+    own.parent.mkdir()
+    own.write_text("my own work\n")
+    with pytest.raises(UsageError, match=r"stage_7.py was not written by `pdtool codegen`"):
+        generate(plan_of(profile, 2), profile, model_file, own.parent)
+    assert texts_in(own.parent) == {"stage_7.py": "my own work\n"}
+
+
+class Exact(nn.Module):
+    """Computes a part without autocast, and more in training than in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = x.float().softmax(-1)
+        return self.last(x * 2 if self.training else x)
+
+
+def test_where_autocast_is_switched_off_is_noted():
+    traced = trace(Exact(), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
+    [line] = traced.autocast_off
+    assert "softmax(-1)" in Path(__file__).read_text().splitlines()[int(line.partition(":")[2]) - 1]
+
+
+class Counting(nn.Module):
+    """Multiplies by a copy or a view of a buffer that each minibatch changes, in another stage than the buffer's."""
+
+    def __init__(self, taken):
+        super().__init__()
+        self.first, self.last, self.taken = nn.Linear(8, 8), nn.Linear(8, 8), taken
+        self.register_buffer("count", torch.ones(8))
+
+    def forward(self, x):
+        taken = self.taken(self.count)
+        self.count += 1
+        return self.last(self.first(x)) * taken
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda count: count * 1.0,
+        lambda count: count - 0 * count[0],
+        lambda count: count.expand(8),
+        lambda count: count.view(2, 4).flatten(),
+    ],
+    ids=["copy", "difference", "expand", "view"],
+)
+def test_what_a_stage_sends_is_not_changed_by_the_next_minibatch(taken):
+    """It may still be under way then, or wait for a stage of the same worker."""
+    traced = trace(Counting(taken), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
+    names = [op.name for op in traced.operators if not op.constant]
+    wiring = Wiring.of(traced, [names[: names.index("last")], names[names.index("last") :]])
+    namespace = {}
+    exec(StageWriter(wiring, 0, "counting").text(), namespace)
+    stage, inputs = namespace["Stage0"](), torch.randn(4, 8)
+    [k] = [k for k, value in enumerate(wiring.outputs(0)) if value.operator != "first"]
+    sent = stage(inputs)[k]
+    before = sent.clone()
+    assert not torch.equal(stage(inputs)[k], before)
+    assert torch.equal(sent, before)
+
+
+class Cells(nn.Module):
+    """Calls cells in a loop, and with or without a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.LSTMCell(8, 8), nn.GRUCell(8, 8, bias=False), nn.RNNCell(8, 8, nonlinearity="relu")
+
+    def forward(self, x):
+        state = self.a(x)
+        for _ in range(2):
+            state = self.a(state[0], state)
+        return self.c(x, self.b(x, self.b(state[0])))
+
+
+class Resized(nn.Module):
+    """Interpolates in one, two and three dimensions."""
+
+    def forward(self, x):
+        line = F.interpolate(F.interpolate(x[:, None], scale_factor=1.5), size=9, mode="linear", align_corners=True)
+        plane = F.interpolate(line[:, None], scale_factor=(2, 1.5), mode="bilinear")
+        plane = F.interpolate(F.interpolate(plane, scale_factor=0.7, mode="bicubic"), size=(4, 6), mode="nearest-exact")
+        return F.interpolate(plane[:, None], scale_factor=2, mode="trilinear", align_corners=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        (
+            Cells,
+            [
+                "self.a = nn.LSTMCell(8, 8)",
+                "self.b = nn.GRUCell(8, 8, bias=False)",
+                'self.c = nn.RNNCell(8, 8, nonlinearity="relu")',
+                "a_0, a_0_1 = self.a(x)",
+                "a_1, a_1_1 = self.a(a_0, (a_0, a_0_1))",
+            ],
+        ),
+        (
+            Resized,
+            [
+                'F.interpolate(x, scale_factor=1.5, mode="nearest")',
+                'F.interpolate(x, size=[9], mode="linear", align_corners=True)',
+                'F.interpolate(x, scale_factor=[2.0, 1.5], mode="bilinear")',
+                'F.interpolate(x, scale_factor=0.7, mode="bicubic")',
+                'F.interpolate(x, size=[4, 6], mode="nearest-exact")',
+                'F.interpolate(x, scale_factor=2.0, mode="trilinear")',
+            ],
+        ),
+    ],
+)
+def test_cells_and_interpolations_are_written_as_people_write_them(kind, lines):
+    traced = trace(kind(), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
+    wiring = Wiring.of(traced, [[op.name for op in traced.operators if not op.constant]])
+    text = StageWriter(wiring, 0, "net").text()
+    assert [line for line in lines if line not in text] == []
+    namespace = {}
+    exec(text, namespace)
+    stage, model, inputs = namespace["Stage0"](), kind(), torch.randn(5, 8)
+    stage.load_state_dict(model.state_dict())
+    assert torch.equal(stage(inputs), model(inputs))
