@@ -19,13 +19,13 @@ OnStep = Callable[[str], None]  # called with what is done now
 OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
 
 
-class Console:
-    """Where notes and progress go; a subclass shows more of it."""
+class Listener:
+    """Hears notes and progress; this one writes the notes to stderr, and a subclass may show more."""
 
     def note(self, text: str) -> None:
         """Print a line; where nobody reads it any more the work goes on."""
         with suppress(OSError):
-            print(printable(text), file=sys.stderr)  # noqa: T201
+            sys.stderr.write(f"{printable(text)}\n")
 
     def progress(self, label: str) -> AbstractContextManager[OnProgress]:
         """Show how much is done while the context lasts."""
@@ -41,18 +41,18 @@ class Console:
         Args:
             out: the run's folder.
             epochs: that the run is to have in all.
-            log_every: updates between two lines; None: as often as the console sees fit.
+            log_every: updates between two lines; None: as often as the listener sees fit.
         """
         return nullcontext(lambda event: None)
 
 
-_installed = Console()  # one for the process: stderr is, too
+_installed = Listener()  # one for the process: stderr is, too
 
 
-def install(console: Console) -> None:
-    """Let `console` show what the functions of the API say from now on."""
+def install(listener: Listener) -> None:
+    """Let `listener` hear what the functions of the API say from now on."""
     global _installed
-    _installed = console
+    _installed = listener
 
 
 def note(text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from pdtool.api.console import Console, OnEvent, OnProgress, OnStep, install
+from pdtool.api.console import Listener, OnEvent, OnProgress, OnStep, install
 from pdtool.cli.terminal import Verbosity, note, progress, status
 
 _FEW = 9  # so many options are taken in at a glance without groups
@@ -142,7 +142,7 @@ def _print_log() -> None:
     logger.setLevel(logging.DEBUG)
 
 
-class Terminal(Console):
+class Terminal(Listener):
     """Shows what the functions of the API say as commands do: with bars on a terminal, with lines elsewhere."""
 
     def note(self, text: str) -> None:

@@ -13,9 +13,9 @@ import pytest
 import samples
 from pydantic import TypeAdapter
 
+from pdtool.api.inputs import file_name
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.cli.click_options import file_name
 from pdtool.cli.commands.app import main
 from pdtool.errors import (
     ArtifactError,
@@ -502,7 +502,7 @@ def test_completion_prints_a_script(folder, shell):
 
 def test_a_thread_of_the_users_module_does_not_keep_the_command_from_its_end():
     code = (
-        "import threading, time\nfrom pdtool.cli.app import main\n"
+        "import threading, time\nfrom pdtool.cli.commands.app import main\n"
         "threading.Thread(target=time.sleep, args=(600,)).start()\nmain(['show', 'nowhere.yaml'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -20,6 +20,7 @@ import samples
 from graphs import chain, plan_of
 from namespaces import namespaces
 
+from pdtool.api import emulating
 from pdtool.artifacts.cluster import ClusterSpec, make_cluster
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
@@ -29,10 +30,10 @@ from pdtool.emulator.pretend_cluster import enter_own_network
 from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
 from pdtool.host import usable_cores
+from pdtool.options import EmulateOptions
 from pdtool.planner.choice.make_plan import refresh
 from pdtool.runtime.status import process_state
 
-emulate_command = importlib.import_module("pdtool.cli.commands.emulate")
 _CLUSTER = make_cluster((2, 2), (2e6, 2e7))
 
 
@@ -105,8 +106,7 @@ def test_a_minibatch_is_slow_enough_to_be_emulated_and_the_cores_can_carry_the_b
 def test_each_plan_has_the_scale_that_it_needs():
     net, plan = net_and_plan()
     heavy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 10**12})})
-    asked = {"minibatches": None, "scale": None, "slowdown": None}
-    scalings = emulate_command._scalings({"this plan": plan, "heavy": heavy}, net, "sleep", asked)
+    scalings = emulating._scalings({"this plan": plan, "heavy": heavy}, net, EmulateOptions())
     assert scalings == {"this plan": choose_scaling(plan, net), "heavy": choose_scaling(heavy, net)}
     assert scalings["heavy"].scale > scalings["this plan"].scale
 
@@ -126,7 +126,7 @@ def test_scalings_of_ones_own_that_are_too_small_are_told(capsys):
     heavy = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"traffic_bytes": 10**12})})
 
     def warnings(plan, **asked):
-        emulate_command._scalings({"it": plan}, net, "sleep", {"scale": None, "slowdown": None, **asked})
+        emulating._scalings({"it": plan}, net, EmulateOptions(**asked))
         return capsys.readouterr().err
 
     assert warnings(heavy) == ""
@@ -159,14 +159,14 @@ def test_a_rival_that_is_the_plan_is_not_emulated_again(capsys):
     """Two emulations of one plan differ by noise, which would be shown as a gain."""
     _, plan = net_and_plan()
     rival = plan.model_copy(update={"name": "another", "schedule": "gpipe", "weights": "flush"})
-    assert emulate_command._others(plan, {"pipeline": plan.model_copy(), "gpipe": rival}) == {"gpipe": rival}
+    assert emulating._others(plan, {"pipeline": plan.model_copy(), "gpipe": rival}) == {"gpipe": rival}
     assert "pipeline is this plan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("load", "warned"), [(0.5, False), (1.7, True)])
 def test_cores_that_other_programs_use_are_told(load, warned, capsys, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (load * len(usable_cores()), 0, 0))
-    emulate_command._warn_of_busy_cores()
+    emulating._warn_of_busy_cores()
     assert ("other programs keep" in capsys.readouterr().err) is warned
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from graphs import chain, plan_of
 from namespaces import namespaces
 from test_emulate import net_and_plan
 
+from pdtool.api import emulating
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Profile, SharedParameter
@@ -35,7 +35,6 @@ from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.planner.choice.make_plan import refresh
 from pdtool.schedule.shape import steady_minibatches
 
-emulate_command = importlib.import_module("pdtool.cli.commands.emulate")
 STREAM = """
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
@@ -143,7 +142,7 @@ def test_workers_that_shared_cores_have_no_error_of_prediction():
 @pytest.mark.parametrize(("compute", "warned"), [("real", True), ("sleep", False)])
 def test_simulated_times_of_another_device_than_this_are_told(compute, warned, capsys):
     profile = samples.profile().model_copy(update={"device": Device(name="V100", kind="estimated")})
-    emulate_command._warn_of_another_device(profile, compute)
+    emulating._warn_of_another_device(profile, compute)
     assert ("and the model computes here" in capsys.readouterr().err) is warned
 
 
@@ -157,7 +156,7 @@ class TestCommand:
         plan.model_copy(update={"digests": {"net.json": net.content_sha256}}).save("net.yaml")
 
     def test_options_that_do_not_go_together_are_refused_before_anything_is_planned(self, folder, monkeypatch):
-        monkeypatch.setattr("pdtool.planner.choice.comparison.rival_plans", None)
+        monkeypatch.setattr("pdtool.api.emulating.rival_plans", None)
         assert "learn nothing" in folder.pdtool("emulate", "net.yaml", "--target", "loss<1", code=2).stderr
         for options, error in (
             (("--target", "best"), "target 'best' is not METRIC=NUMBER"),

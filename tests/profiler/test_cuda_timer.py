@@ -13,7 +13,7 @@ import pytest
 import samples
 import torch
 
-from pdtool.api.profiling import _coverage_warnings
+from pdtool.cli.artifact_views import _coverage_warnings
 from pdtool.profiler.measure import CudaTimer
 
 LAUNCH_S, KERNEL_S, CYCLES_PER_S = 1e-3, 10e-6, 1.5e9

@@ -258,7 +258,7 @@ def test_an_estimate_is_not_calibrated_with_times_of_what_was_compiled() -> None
 )
 def test_run_warns_when_profile_and_run_differ(profiled, asked, warning, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(run, "note", notes.append)
+    monkeypatch.setattr(training, "note", notes.append)
     profile = samples.profile().model_copy(update={"compiled": profiled})
     device = "cpu" if profile.is_measured_on_cpu else "cuda"
     training._warn_about_predictions(SimpleNamespace(device=device, precision="fp32", compiled=asked), profile)

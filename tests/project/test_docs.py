@@ -348,9 +348,7 @@ def test_this_version_stands_in_the_changelog():
 
 
 def test_the_pages_name_what_a_model_file_may_hold():
-    frontend = ROOT / "pdtool/frontend"
-    files = [frontend / "modelfile.py", *(frontend / "user_functions").glob("*_functions.py")]
-    source = "".join(path.read_text() for path in files)
+    source = (ROOT / "pdtool/frontend/model_file.py").read_text()
     for constant in ("MAX_GRAD_NORM", "SCHEDULER_STEP", "DROP_LAST", "HINTS"):
         assert f"| `{constant} = " in PAGES["model-file"]
     training = ("optimizer", "scheduler", "metrics", "summarize_metrics", "after_update")

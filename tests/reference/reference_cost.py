@@ -1,6 +1,6 @@
 """The figures of a plan once more, by other code than the planner's: the oracle of the cost formulas.
 
-It shares no formula with pdtool/partition/cost and stage_loads.py, and no numpy: it is written from what their
+It shares no formula with pdtool/planner/formulas.py and stage_costs.py, and no numpy: it is written from what their
 docstrings and artifacts/plan.py say. Two implementations that agree are the evidence.
 
     n: replicas of a stage in all copies    d: copies    k: minibatches in a round    w: minibatches in flight at one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import pdtool
-from pdtool.api import _assignments
+from pdtool.api.inputs import assignments
 from pdtool.errors import UsageError
 from pdtool.frontend.user_code import parse_settings
 
@@ -78,7 +78,7 @@ def test_what_is_no_plan_or_no_option_in_python_is_a_type_error(call, says, road
 
 @pytest.mark.parametrize("value", ["8", "true", "1e3", "'q'", "x=y", "a\nb", 8, 0.5, True])
 def test_a_setting_in_python_keeps_its_type(value):
-    read = parse_settings(_assignments({"name": value}))["name"]
+    read = parse_settings(assignments({"name": value}))["name"]
     assert (read, type(read)) == (value, type(value))
 
 

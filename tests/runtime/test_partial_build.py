@@ -280,8 +280,8 @@ def test_a_construction_that_changes_is_refused() -> None:
 LARGE = """
 import torch
 from torch import nn
-from pdtool.process_memory import peak_resident_bytes, reset_peak, resident_bytes
-from pdtool.run.startup.partial_build import build_partially
+from pdtool.host import peak_resident_bytes, reset_peak, resident_bytes
+from pdtool.runtime.worker.partial_build import build_partially
 
 def build():
     return nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(20)), nn.Embedding(20000, 1000))

@@ -20,7 +20,7 @@ import pytest
 import torch
 from harness import CONV1, CONV2, CONV3, Toy, faulty
 
-from pdtool import host as process_memory
+from pdtool import host
 from pdtool.artifacts.plan import Predicted
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
@@ -103,7 +103,7 @@ def test_a_worker_of_torchrun_says_so_too(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker_main.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(worker_main, "check_agreement", lambda *_: None)
-    monkeypatch.setattr(process_memory, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(worker_main, "WorkerContext", context)
     with pytest.raises(WorkerDiedError, match=what):
         worker_main.run_worker(harness.job(tmp_path, CONV1))
@@ -517,16 +517,16 @@ def test_a_kill_is_explained_by_the_kernels_count(
     left: Left, monkeypatch: pytest.MonkeyPatch, kills: int | None, says: str | None
 ) -> None:
     """The count stood at 7 when the worker began."""
-    monkeypatch.setattr(process_memory, "oom_kills", lambda: 7)
+    monkeypatch.setattr(host, "oom_kills", lambda: 7)
     left.status(1, "1F3")
-    monkeypatch.setattr(process_memory, "oom_kills", lambda: kills)
+    monkeypatch.setattr(host, "oom_kills", lambda: kills)
     error = left.diagnosis({1: -signal.SIGKILL})
     assert str(error).startswith("rank 1 (stage 1, replica 0) was killed by SIGKILL; it was last at 1F3")
     assert ("memory" in str(error)) == (says is not None)
     assert says is None or says in str(error)
     assert "memory" not in str(left.diagnosis({1: -signal.SIGTERM}))
     assert "memory" not in str(left.diagnosis({1: -signal.SIGABRT}))
-    monkeypatch.setattr(process_memory, "memory_limits", lambda: [MemoryLimit("ulimit -v", 3, 1)])
+    monkeypatch.setattr(host, "memory_limits", lambda: [MemoryLimit("ulimit -v", 3, 1)])
     assert "native code may end so when ulimit -v leaves it no memory" in str(left.diagnosis({1: -signal.SIGABRT}))
 
 
@@ -545,8 +545,8 @@ def test_the_limits_of_this_process_as_linux_tells_them(tmp_path: Path, monkeypa
         (groups / folder).mkdir(parents=True, exist_ok=True)
         for name, value in files.items():
             (groups / folder / name).write_text(f"{value}\n")
-    monkeypatch.setattr(process_memory, "_PROC", proc)
-    monkeypatch.setattr(process_memory, "_CGROUPS", groups)
+    monkeypatch.setattr(host, "_PROC", proc)
+    monkeypatch.setattr(host, "_CGROUPS", groups)
     assert memory_limits()[:2] == [
         MemoryLimit("this machine", 1024_000, 409_600),
         MemoryLimit("the control group", 600, 100),

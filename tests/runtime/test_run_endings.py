@@ -28,7 +28,7 @@ from pdtool.runtime.worker_end import remove_stale_semaphores
 SCRIPT = """
 import pickle, sys
 from pathlib import Path
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.launch.launcher import launch
 
 def tell(line):
     print(line, file=sys.stderr, flush=True)

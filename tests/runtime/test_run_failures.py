@@ -120,7 +120,7 @@ def test_a_worker_that_others_wait_for_with_the_norm_of_all_stages_is_named(tmp_
 SCRIPT = """
 import sys, pickle
 from pathlib import Path
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.launch.launcher import launch
 if __name__ == "__main__":
     launch(pickle.loads(Path(sys.argv[1]).read_bytes()), on_metrics=lambda line: print(line, flush=True))
 """

@@ -27,7 +27,7 @@ from pdtool.runtime.launch.launcher import launch
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from pdtool.run.run_folder import locked
+from pdtool.artifacts.run_dir import locked
 with locked(Path(sys.argv[1])):
     if os.fork():
         print("held", flush=True)
@@ -67,7 +67,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_lock_ends_with_its_context(tmp_path: Path) -> None:
     """Seen by another process, since one process never refuses itself."""
-    take = f"import pathlib, pdtool.run.run_folder as f\nwith f.locked(pathlib.Path({str(tmp_path)!r})): pass"
+    take = f"import pathlib, pdtool.artifacts.run_dir as f\nwith f.locked(pathlib.Path({str(tmp_path)!r})): pass"
     with locked(tmp_path):
         code, _, errors = ended(start([sys.executable, "-c", take]))
         assert code != 0

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdtool import host as process_memory
+from pdtool import host
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, TraceEvent, chrome_trace
 from pdtool.runtime import meter
 from pdtool.runtime import meter as timings
@@ -251,7 +251,7 @@ def test_the_peak_of_memory_is_that_since_the_last_restart() -> None:
     found.start([stage])
     torch.ones(60_000_000)
     assert found.peak_bytes == pytest.approx(320e6, rel=0.05)
-    process_memory.trim_heap()  # whatever glibc keeps
+    host.trim_heap()  # whatever glibc keeps
     found.restart()
     torch.ones(20_000_000)
     assert found.peak_bytes == pytest.approx(160e6, rel=0.05)  # the kernel counts in batches of pages
@@ -279,7 +279,7 @@ def test_pages_of_files_that_the_system_takes_back_do_not_count(tmp_path: Path, 
     found.epoch_ended()
     file.close()
     assert found.peak_bytes == pytest.approx(120e6, rel=0.1)
-    process_memory.trim_heap()
+    host.trim_heap()
 
 
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,22 +289,22 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch:
             monkeypatch.delenv(name)
     asked: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda *option: asked.append(option))
-    monkeypatch.setattr(process_memory.ctypes, "CDLL", lambda _: library)
-    process_memory.keep_freed_memory()
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: library)
+    host.keep_freed_memory()
     assert dict(asked) == {-1: 2**31 - 1, -2: 2**24, -4: 0}
     for name, value in (("MALLOC_MMAP_THRESHOLD_", "1000000"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")):
         asked.clear()
         with monkeypatch.context() as environment:
             environment.setenv(name, value)
-            process_memory.keep_freed_memory()
+            host.keep_freed_memory()
         assert asked == []
 
 
 @pytest.mark.parametrize("text", ["", "VmHWM: 12 kB\n"])
 def test_a_system_that_does_not_say_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     (tmp_path / "status").write_text(text)
-    monkeypatch.setattr(process_memory, "_STATUS", tmp_path / ("status" if text else "gone"))
-    monkeypatch.setattr(process_memory, "_CLEAR_REFS", tmp_path / "none" / "clear_refs")
+    monkeypatch.setattr(host, "_STATUS", tmp_path / ("status" if text else "gone"))
+    monkeypatch.setattr(host, "_CLEAR_REFS", tmp_path / "none" / "clear_refs")
     found = PeakMemory(CPU)
     found.start([])
     assert found.peak_bytes is None

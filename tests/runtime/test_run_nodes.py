@@ -27,7 +27,7 @@ SCRIPT = """
 import pickle, sys
 from pathlib import Path
 from pdtool.errors import PdtoolError
-from pdtool.run.processes.launcher import launch
+from pdtool.runtime.launch.launcher import launch
 
 if __name__ == "__main__":
     try:

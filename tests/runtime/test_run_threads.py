@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -13,12 +12,14 @@ import harness
 import pytest
 import samples
 
+from pdtool.api import training
 from pdtool.api.inputs import Inputs
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
 from pdtool.host import usable_cores
+from pdtool.options import RunOptions
 from pdtool.runtime.launch import launcher
 from pdtool.runtime.launch.worker_main import choose_threads
 
@@ -59,9 +60,8 @@ def test_a_profile_knows_its_threads() -> None:
 def test_run_takes_the_threads_of_the_profile(tmp_path: Path) -> None:
     profile = measured("AMD EPYC, 2 threads")
     inputs = Inputs("plan.yaml", samples.plan(), profile, ModelRef(source="model.py"), trusted=False)
-    cli_run = importlib.import_module("pdtool.cli.commands.steps")
-    parsed = cli_run.run.make_context("run", ["plan.yaml", "-o", str(tmp_path / "run")]).params
-    assert cli_run._config(inputs, samples.bundle(), parsed).threads == 2
+    asked = RunOptions(output=str(tmp_path / "run"))
+    assert training._config(inputs, samples.bundle(), asked).threads == 2
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_workers_that_crowd_each_other_are_noted(
     says: str,
 ) -> None:
     """As when the profile was measured with all cores of this machine."""
-    monkeypatch.setattr("pdtool.cli.commands.steps.usable_cores", lambda: range(cores))
+    monkeypatch.setattr("pdtool.api.training.usable_cores", lambda: range(cores))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if asked:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     config = replace(harness.job(tmp_path, harness.CONV3), threads=threads)
-    importlib.import_module("pdtool.cli.commands.steps")._note_crowding(config)
+    training._note_crowding(config)
     told = " ".join(capsys.readouterr().err.split())
     assert says in told
     assert bool(says) == bool(told)

@@ -21,12 +21,12 @@ from pdtool.rendezvous import MachineFacts
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
-import pdtool.machine_rendezvous
+import pdtool.rendezvous
 from pdtool.errors import PdtoolError
-from pdtool.machine_rendezvous import gather_machines
+from pdtool.rendezvous import gather_machines
 from pdtool.machines import Machines
 
-pdtool.machine_rendezvous._NOTICE_S = 0.5
+pdtool.rendezvous._NOTICE_S = 0.5
 count, rank, endpoint, timeout = sys.argv[1:]
 try:
     machines = Machines(int(count), int(rank), endpoint)

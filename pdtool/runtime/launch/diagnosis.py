@@ -27,7 +27,7 @@ from multiprocessing import forkserver
 
 import torch
 
-from pdtool import host as process_memory
+from pdtool import host
 from pdtool.artifacts import run_dir
 from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
 from pdtool.files import write_atomically
@@ -200,9 +200,9 @@ class WorkersLeft:
         Args:
             code: its exit code; None: unknown.
         """
-        if code in _ABORTED and any(limit.name == ULIMIT for limit in process_memory.memory_limits()):
+        if code in _ABORTED and any(limit.name == ULIMIT for limit in host.memory_limits()):
             return f"native code may end so when {ULIMIT} leaves it no memory"
-        kills, before = process_memory.oom_kills(), self._statuses[rank].oom_kills
+        kills, before = host.oom_kills(), self._statuses[rank].oom_kills
         if code not in (None, -signal.SIGKILL) or (kills is not None and kills <= before):
             return ""
         if kills is None:

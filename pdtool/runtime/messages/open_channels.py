@@ -126,7 +126,7 @@ def can_use_nccl(route: Route, plan: Plan) -> bool:
     With NCCL a message that was sent is a kernel that runs until it is received, and whatever synchronises the device
     waits for it (docs/architecture.md). Neighbours that send to each other at every minibatch cannot wait in a circle,
     whenever that happens; stages further apart, several stages on a worker, and replicas without a flush can. The tests
-    prove both (tests/test_nccl_rules.py).
+    prove both (tests/runtime/test_nccl_rules.py).
     """
     is_replicated = any(stage.replicas > 1 for stage in plan.stages)
     if route.is_local or plan.chunks > 1 or (is_replicated and is_asynchronous(plan.schedule)):

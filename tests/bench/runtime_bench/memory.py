@@ -25,7 +25,7 @@ from runtime_bench.road import Job, make
 from runtime_bench.rows import Row
 
 MARGIN = 0.10
-AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}  # see pdtool/process_memory.py
+AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}  # see pdtool/host.py
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "1f1b": {},
     "2bw": {"schedule": "2bw"},
