@@ -59,7 +59,7 @@ class Count:
 class Factor:
     """A number from 1 to a million; what is no number is not in the range."""
 
-    least: float = 1.0
+    least: float = 1
     most: float = 1e6
 
     def __call__(self, name: str, value: Any) -> float:

@@ -65,11 +65,11 @@ def text(*names: str, of: type[Any], **shown: Any) -> Decorator:
     """Define an option that takes a text, which its field in `of` reads.
 
     Args:
-        shown: of click.option: `help`, `metavar`, `default`, `show_default`.
+        shown: of click.option: `help`, `metavar`, `default`, `show_default`, `type`.
     """
     read = reader(of, _parameter(names))
 
-    def callback(ctx: click.Context, parameter: click.Parameter, given: str | None) -> Any:
+    def callback(ctx: click.Context, parameter: click.Parameter, given: Any) -> Any:
         return None if given is None else read(parameter.opts[0], given)
 
     return click.option(*names, callback=callback, **shown)

@@ -12,10 +12,13 @@ from pdtool.cli import click_options as options
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, show
 from pdtool.errors import TargetMissedError, UsageError
-from pdtool.options import EmulateOptions
+from pdtool.options import EmulateOptions, Factor
 
 if TYPE_CHECKING:
     from pdtool.artifacts.report import Emulation
+
+
+_FACTOR = click.FloatRange(Factor.least, Factor.most)
 
 
 @command(
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 @options.text(
     "--scale",
     of=EmulateOptions,
+    type=_FACTOR,
     show_default="what the cores here can carry",
     metavar="S",
     help="Divide bytes and bandwidths by S; times stay.",
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 @options.text(
     "--slowdown",
     of=EmulateOptions,
+    type=_FACTOR,
     show_default="so that a minibatch takes 150 ms or more",
     metavar="T",
     help="Let everything take T times as long.",
