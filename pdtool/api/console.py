@@ -1,4 +1,4 @@
-"""What the functions of the API say while they work, and where it goes.
+"""What the functions of the API say while they work, and who hears it.
 
 By default notes are lines on stderr, and nothing shows how far something is. The command line installs its terminal,
 with bars and a line for each epoch, and so does `pdtool.run(...)` in Python.

@@ -1,4 +1,7 @@
-"""Run a plan's workers, and those of its rivals, on a pretend cluster of this machine."""
+"""Run a plan's workers, and those of its rivals, on a pretend cluster of this machine: what `pdtool emulate` does.
+
+Workers sleep the times of the profile, or train the model on this CPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Read what codegen and run start from: a plan, its profile and its model, and check that they still fit together."""
+"""Read what a command starts from: a plan, its profile and its model, which must still fit together.
+
+A plan that was edited by hand gets the figures of what it says now. A run may have another schedule than its plan, and
+other settings of model.py, as long as the model's operators stay the same. Where no path is given, `candidate` finds
+the only file there is.
+"""
 
 from __future__ import annotations
 

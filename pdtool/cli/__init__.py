@@ -1,1 +1,1 @@
-"""The command line: `app` is the group, `commands` has a file per command, `console` prints and draws."""
+"""The command line: `commands` has the commands by what they are about, the other modules are what they share."""

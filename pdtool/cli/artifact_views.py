@@ -1,4 +1,4 @@
-"""What people see of profiles, plans, bundles and clusters, and of the simulation of a plan."""
+"""What people see of profiles, plans, bundles, clusters and devices, and of the simulation of a plan."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Comparison
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.reports.sentences import tied_lines
 from pdtool.units import format_bits_rate, format_bytes, format_rate, format_seconds
+
+_RIVALS = (
+    "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline; "
+    "`pdtool simulate` simulates the best plan of each strategy"
+)
+_MIN_GAP = 0.0005  # what is less rounds to 0.0%
+_MAX_DRAWN_WORKERS, _MAX_DRAWN_MINIBATCHES = 32, 1000
+_MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
+_MAX_LISTED_WORKERS = 64
+_BAR_CHARACTERS = 30  # the widest bar of a plot
 
 
 def bundle_view(bundle: Bundle) -> Lines:
@@ -66,14 +76,6 @@ def cluster_view(cluster: ClusterFile) -> Lines:
             row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
     yield table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
     yield "bandwidth: of one member's link to the others of its level, each way at once, shared by its workers"
-
-
-_RIVALS = (
-    "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline; "
-    "`pdtool simulate` simulates the best plan of each strategy"
-)
-_MIN_GAP = 0.0005  # what is less rounds to 0.0%
-_MAX_DRAWN_WORKERS, _MAX_DRAWN_MINIBATCHES = 32, 1000
 
 
 def plan_view(plan: Plan) -> Lines:
@@ -261,9 +263,6 @@ def devices_view(devices: Devices) -> Lines:
     yield from dict.fromkeys(f"source: {d.source}" for d in devices.devices.values())
 
 
-_MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
-
-
 def measured_view(profile: Profile) -> Lines:
     """List the operators that cost most, what is called whole, and what makes the figures doubtful."""
     return [profile_table(profile, largest=12), *_opaque_modules(profile), *_coverage_warnings(profile)]
@@ -294,10 +293,6 @@ def _coverage_warnings(result: Profile) -> Iterator[str]:
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
             f"{why}is something else running on this machine?"
         )
-
-
-_MAX_LISTED_WORKERS = 64
-_BAR_CHARACTERS = 30  # the widest bar of a plot
 
 
 def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Lines:

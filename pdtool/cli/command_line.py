@@ -38,6 +38,11 @@ _SECTIONS = {
     ),
 }
 _SECTION_OF = {option: section for section, options in _SECTIONS.items() for option in options}
+_LATER_S = 0.05  # when the object is gone
+_FLAGS = {
+    "quiet": ("-q", "--quiet", "Print results, warnings and errors only."),
+    "verbose": ("-v", "--verbose", "Print what is loaded and searched, and tracebacks of errors, too."),
+}
 
 
 class SectionedCommand(click.Command):
@@ -72,9 +77,6 @@ def command(name: str | None = None, **settings: Any) -> Callable[[Callable[...,
     return click.command(name, cls=SectionedCommand, context_settings=CONTEXT_SETTINGS, **settings)
 
 
-_LATER_S = 0.05  # when the object is gone
-
-
 def keep_interrupts() -> None:
     """Let a signal whose exception was forgotten come again a moment later."""
     before = sys.unraisablehook
@@ -103,12 +105,6 @@ def _signal_of(error: BaseException | None) -> int | None:
         return int(signal.SIGINT)
     number = getattr(error, "sigval", None)
     return int(number) if isinstance(number, signal.Signals) else None
-
-
-_FLAGS = {
-    "quiet": ("-q", "--quiet", "Print results, warnings and errors only."),
-    "verbose": ("-v", "--verbose", "Print what is loaded and searched, and tracebacks of errors, too."),
-}
 
 
 def verbosity_options() -> Sequence[click.Option]:

@@ -1,4 +1,8 @@
-"""Reports of runs: where each stage's time went, predicted beside measured. Emulations, and files of checkpoints."""
+"""What people see of runs: the progress of a training, reports, emulations, checkpoints, unfinished runs.
+
+A training is followed by the lines of its metrics.jsonl, so that no worker waits for what is shown: on a terminal as a
+bar, elsewhere as lines every so often. A report says where each stage's time went, predicted beside measured.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,10 @@ _NOTE_S = 10.0  # between two lines, where no number of updates is asked for
 _BAR_S = 0.1  # between two changes of the bar
 _NO_METRICS = ("split", "epoch", "step", "time")  # of the line of a validation
 _RATE_S = 10.0  # over which a rate is taken
+_DIGITS = 12  # of a digest that are shown
+_MUCH_LOADING = 0.1  # of the first stage's time
+_COMPILED = "one epoch: the time that torch.compile took is part of these figures; train two or more to leave it out"
+_NOT_STEADY = "epochs of {minibatches} minibatches have no steady state: filling and draining are measured, too"
 
 
 @contextmanager
@@ -199,12 +207,6 @@ class _TrainingBar:
         self._bar.update(
             self._task, description=doing, total=training.total, completed=event["step"], figures=figures.rstrip()
         )
-
-
-_DIGITS = 12  # of a digest that are shown
-_MUCH_LOADING = 0.1  # of the first stage's time
-_COMPILED = "one epoch: the time that torch.compile took is part of these figures; train two or more to leave it out"
-_NOT_STEADY = "epochs of {minibatches} minibatches have no steady state: filling and draining are measured, too"
 
 
 def report_view(report: Report) -> Lines:

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from pdtool.artifacts.artifact import Artifact
     from pdtool.cli.table import Lines
 
+_NEVER_QUIET = ("error: ", "warning: ", "interrupted")
+_LAST_STANDARD = 2  # number of stderr
+_bars: list[Console] = []  # which show a bar now
+_COLUMNS = 80  # of a table where no terminal and no COLUMNS says how wide it is
+_BEGIN_CHARACTERS = 7  # of drawings, graphs and traces, which tell these from other files
+
 
 class Verbosity:
     """What the command line asked for; one command runs in a process."""
@@ -36,12 +42,6 @@ class Verbosity:
     def reset(cls) -> None:
         """Say as much as usual: a new command line begins."""
         cls.is_quiet = cls.is_verbose = False
-
-
-_NEVER_QUIET = ("error: ", "warning: ", "interrupted")
-_LAST_STANDARD = 2  # number of stderr
-_bars: list[Console] = []  # which show a bar now
-_COLUMNS = 80  # of a table where no terminal and no COLUMNS says how wide it is
 
 
 def open_closed_streams() -> None:
@@ -170,9 +170,6 @@ def _description(text: str) -> str:
     from rich.markup import escape
 
     return escape(printable(text))
-
-
-_BEGIN_CHARACTERS = 7  # of drawings, graphs and traces, which tell these from other files
 
 
 def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines = ()) -> None:

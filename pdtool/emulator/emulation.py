@@ -1,4 +1,9 @@
-"""Assemble the artifact of an emulation from the reports of its plans."""
+"""An emulation: how far bytes and times are scaled, the runs of its plans one after the other, and the artifact of it.
+
+A machine has fewer cores than the cluster has workers. So everything that is sent is divided by `scale`, and everything
+is `slowdown` times slower, until sending and updating leave the cores idle for most of the time; what is measured is
+scaled back. How many minibatches an epoch needs for a steady state is decided here, too.
+"""
 
 from __future__ import annotations
 

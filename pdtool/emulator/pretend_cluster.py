@@ -1,7 +1,11 @@
-"""Network namespaces that live no longer than the processes in them, and iproute2's commands.
+"""A pretend cluster: a network namespace for each worker, behind links that are shaped to the cluster's bandwidths.
 
-No namespace gets a name, and nothing is made in the network of the machine: what a process makes in a namespace of its
-own, the kernel removes with that process, however it ends.
+Every member of a level has one link to the bridge of that level, as in the simulator's network:
+
+    4x4      bridge br ──(level 0)── bridge br1 ──(level 1)── eth0 of worker 5
+
+All bridges are in the namespace of one process, the switch. Either end of a link is shaped as it sends. Nothing gets a
+name on the machine: the kernel removes a namespace with its processes. Latency is not added: few kernels can.
 """
 
 from __future__ import annotations
@@ -26,6 +30,17 @@ from pdtool.units import format_rate
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # unshare(2)
 _TIMEOUT_S = 60.0
 INSTEAD = "without, `pdtool simulate` computes the same on a simulated clock"
+INTERFACE = "eth0"  # of each worker
+# Addresses for benchmarks (RFC 2544), of which no name server has one. torch asks the name server for the names of
+# workers, and gives up at once where it cannot be reached; packets that are on their way to nobody it waits for.
+_ADDRESSES = ip_network("198.18.0.0/15")
+_MTU = 4500
+BURST_BYTES = 2 * _MTU  # that a link which was idle sends at once, however slow it is: little beside a message
+_BURST_S = 3e-4  # and what a fast link sends in this time, by which the kernel may be late
+_WINDOW_PACKETS = 8  # that a connection may have under way, so that all have their share of a queue
+_HEADERS = 1.02  # what Ethernet, IP and TCP add to a full packet, and acknowledgements to the other way
+_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S = 1e3, 1e12  # that tc can give a link
+_QUEUE_BYTES = 1 << 30  # nothing is dropped: TCP would wait for 0.2 s before it sends it again
 
 
 def enter_own_network() -> None:
@@ -91,19 +106,6 @@ def configure(tool: str, commands: Iterable[str]) -> None:
         said = " ".join(ended.stderr.split())
         needs = "the kernel module sch_tbf" if tool == "tc" else "the kernel modules veth and bridge"
         raise PdtoolError(f"`{tool}` could not set up the links ({said})", f"it needs {needs}; {INSTEAD}")
-
-
-INTERFACE = "eth0"  # of each worker
-# Addresses for benchmarks (RFC 2544), of which no name server has one. torch asks the name server for the names of
-# workers, and gives up at once where it cannot be reached; packets that are on their way to nobody it waits for.
-_ADDRESSES = ip_network("198.18.0.0/15")
-_MTU = 4500
-BURST_BYTES = 2 * _MTU  # that a link which was idle sends at once, however slow it is: little beside a message
-_BURST_S = 3e-4  # and what a fast link sends in this time, by which the kernel may be late
-_WINDOW_PACKETS = 8  # that a connection may have under way, so that all have their share of a queue
-_HEADERS = 1.02  # what Ethernet, IP and TCP add to a full packet, and acknowledgements to the other way
-_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S = 1e3, 1e12  # that tc can give a link
-_QUEUE_BYTES = 1 << 30  # nothing is dropped: TCP would wait for 0.2 s before it sends it again
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Modules that take the time of a stage by sleeping, and send its bytes: what a slept emulation trains.
+"""A model that sleeps as long as the operators of a profile and sends as many bytes, which a slept emulation trains.
 
-The files that `sleeping_model` writes import them. A minibatch is one sample of bytes that nobody reads.
+`write_sleeping_model` writes its model.py and stage files. They import `SleepingModel` and the other modules from here.
+A minibatch is one sample of bytes that nobody reads.
 """
 
 from __future__ import annotations
@@ -22,6 +23,45 @@ from pdtool.artifacts.profile import Node, Profile
 from pdtool.files import file_sha256, write_atomically
 
 _HOST_AHEAD_S = 5e-4  # what a host does between two operators costs no time where it is so far ahead of its device
+_SEGMENTS = 16  # of a stage: so finely do gradients become ready during its backward
+_FLOAT_BYTES = 4
+_MODEL = '''"""{title}."""
+
+import torch
+
+from pdtool.emulator.sleeping_model import Segment, SleepingModel, SleepingSGD, empty_samples
+
+SEGMENTS = {{
+{segments}
+}}
+
+
+def model():
+    return SleepingModel(SEGMENTS)
+
+
+def dataset(split):
+    return empty_samples({minibatches} if split == "train" else {valid})
+
+
+def loss(output, target):
+    return output.mean()
+
+
+def optimizer(named_parameters):
+    return SleepingSGD(named_parameters, SEGMENTS)
+'''
+_STAGE = '''"""{title}: stage {stage}."""
+
+from pdtool.emulator.sleeping_model import Segment, SleepingStage
+
+
+class Stage{stage}(SleepingStage):
+    SEGMENTS = {{
+{segments}
+    }}
+    SENDS = {sends!r}
+'''
 
 
 class Segment(NamedTuple):
@@ -196,47 +236,6 @@ class SleepingSGD(torch.optim.Optimizer):
 def empty_samples(count: int) -> Dataset[Any]:
     """Return a data set of `count` pairs of a number and a target."""
     return TensorDataset(torch.zeros(count, 1), torch.zeros(count, dtype=torch.long))
-
-
-_SEGMENTS = 16  # of a stage: so finely do gradients become ready during its backward
-_FLOAT_BYTES = 4
-_MODEL = '''"""{title}."""
-
-import torch
-
-from pdtool.emulator.sleeping_model import Segment, SleepingModel, SleepingSGD, empty_samples
-
-SEGMENTS = {{
-{segments}
-}}
-
-
-def model():
-    return SleepingModel(SEGMENTS)
-
-
-def dataset(split):
-    return empty_samples({minibatches} if split == "train" else {valid})
-
-
-def loss(output, target):
-    return output.mean()
-
-
-def optimizer(named_parameters):
-    return SleepingSGD(named_parameters, SEGMENTS)
-'''
-_STAGE = '''"""{title}: stage {stage}."""
-
-from pdtool.emulator.sleeping_model import Segment, SleepingStage
-
-
-class Stage{stage}(SleepingStage):
-    SEGMENTS = {{
-{segments}
-    }}
-    SENDS = {sends!r}
-'''
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A machine that obeys the rules of NCCL, for the programs that schedules make of workers: it finds deadlocks.
 
-The rules are those of docs/architecture.md ("What NCCL makes wait"):
+The rules are those of docs/waiting.md ("What NCCL makes wait"):
 
 1. The first operation of a communicator blocks the host until all members have begun theirs.
 2. Operations of one communicator run in the order in which they were issued; one completes when all members run it.

@@ -1,7 +1,7 @@
 """A stand-in for NCCL on real worker processes without a GPU: gloo carries the messages, under the rules of NCCL.
 
 `install` replaces in this process what pdtool calls of torch.distributed for NCCL groups. What a rule of
-docs/architecture.md says of a host or a device is enforced, and what would then hang fails after a while:
+docs/waiting.md says of a host or a device is enforced, and what would then hang fails after a while:
 
 1. The first operation of a group, and the first message between two members, make their hosts wait for each other.
 2. Operations of a group run one after the other, in a thread of their own.

@@ -1,4 +1,4 @@
-"""No schedule makes workers wait for each other in a circle under the rules of NCCL (docs/architecture.md).
+"""No schedule makes workers wait for each other in a circle under the rules of NCCL (docs/waiting.md).
 
 They are held to the rules twice: a machine runs what the hosts of all workers do (reference/nccl_rules.py), and real
 worker processes train on a stand-in for NCCL that enforces them (reference/nccl_stand_in.py), where every forward,

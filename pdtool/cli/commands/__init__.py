@@ -1,1 +1,1 @@
-"""One file per command: it parses its options, calls one part of pdtool and prints the result."""
+"""The commands: each reads its options, calls the API and prints the result; `app` is the group of all."""

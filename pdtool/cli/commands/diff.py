@@ -1,4 +1,8 @@
-"""`diff`: what differs between two plans, two profiles or two runs."""
+"""`diff`: what differs between two plans, two profiles or two runs.
+
+`differences` compares any two artifacts of one kind field by field; names, digests and reasons are left out.
+`moved_operators` says which operators are in another stage, which the fields of two plans do not show.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,25 @@ if TYPE_CHECKING:
 
 
 _MAX_OPERATORS = 12  # of two profiles that are listed
+_NOT_COMPARED = {"format", "tool_version", "digests", "sha256", "name", "why", "nodes", "plan_sha256", "proof"}
+# How people call the figures whose names say too little.
+_IN_WORDS = {
+    "predicted.bottleneck_s": "time by the formulas",
+    "predicted.simulated_s": "time, simulated",
+    "predicted.data_parallel_s": "data parallelism's time",
+    "predicted.throughput_samples_per_s": "samples/s, predicted",
+    "predicted.gain_over_data_parallel": "× data parallelism",
+    "predicted.samples_per_update": "samples per update",
+    "predicted.data_parallel_samples_per_update": "data parallelism's samples per update",
+    "predicted.traffic_bytes": "sent per minibatch",
+    "throughput_samples_per_s": "samples/s",
+    "measured.bottleneck_s": "time, measured",
+    "measured.throughput_samples_per_s": "samples/s, steady",
+}
+_OF_STAGE = re.compile(r"(?P<what>stage)s\[(?P<number>\d+)\]\.(?P<name>\w+)")
+_OF_LEVEL = re.compile(r"cluster\.(?P<what>level)s\[(?P<number>\d+)\]\.(?P<name>\w+)")
+_LISTED = re.compile(r"predicted\.(?P<name>\w+)\[(?P<number>\d+)\]")
+_ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 
 
 @command(
@@ -132,27 +155,6 @@ def _size(difference: FieldDifference) -> float:
 
 def _percent(change: float | None) -> str:
     return "" if change is None else f"{change:+.1%}"
-
-
-_NOT_COMPARED = {"format", "tool_version", "digests", "sha256", "name", "why", "nodes", "plan_sha256", "proof"}
-# How people call the figures whose names say too little.
-_IN_WORDS = {
-    "predicted.bottleneck_s": "time by the formulas",
-    "predicted.simulated_s": "time, simulated",
-    "predicted.data_parallel_s": "data parallelism's time",
-    "predicted.throughput_samples_per_s": "samples/s, predicted",
-    "predicted.gain_over_data_parallel": "× data parallelism",
-    "predicted.samples_per_update": "samples per update",
-    "predicted.data_parallel_samples_per_update": "data parallelism's samples per update",
-    "predicted.traffic_bytes": "sent per minibatch",
-    "throughput_samples_per_s": "samples/s",
-    "measured.bottleneck_s": "time, measured",
-    "measured.throughput_samples_per_s": "samples/s, steady",
-}
-_OF_STAGE = re.compile(r"(?P<what>stage)s\[(?P<number>\d+)\]\.(?P<name>\w+)")
-_OF_LEVEL = re.compile(r"cluster\.(?P<what>level)s\[(?P<number>\d+)\]\.(?P<name>\w+)")
-_LISTED = re.compile(r"predicted\.(?P<name>\w+)\[(?P<number>\d+)\]")
-_ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 
 
 @dataclass(frozen=True, kw_only=True)

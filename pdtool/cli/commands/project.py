@@ -1,4 +1,6 @@
-"""`completion`: the script by which a shell completes pdtool's commands."""
+"""A project and its shell: `init` writes a first model.py, `makefile` names the rules for Make, `schema` prints what an
+artifact holds, `completion` makes a shell complete commands, `help` explains one.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,16 @@ from click.shell_completion import get_completion_class
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, write_stdout
 from pdtool.errors import UsageError
+
+STARTER = Path(__file__).parent.parent / "starter"
+_FILES = {  # in the user's folder -> the text that it begins with
+    "model.py": "model.py.in",
+    "pdtool.toml": "pdtool.toml.in",
+    "Makefile": "Makefile.in",
+    ".github/workflows/pdtool.yml": "workflow.yml",
+}
+RULES = Path(__file__).parent.parent / "starter" / "pdtool.mk"
+KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "run", "emulation", "checkpoint")
 
 
 @command(
@@ -47,15 +59,6 @@ def help_(ctx: click.Context, name: str | None) -> None:
         write_stdout(group.commands[name].get_help(sub) + "\n")
 
 
-STARTER = Path(__file__).parent.parent / "starter"
-_FILES = {  # in the user's folder -> the text that it begins with
-    "model.py": "model.py.in",
-    "pdtool.toml": "pdtool.toml.in",
-    "Makefile": "Makefile.in",
-    ".github/workflows/pdtool.yml": "workflow.yml",
-}
-
-
 @command(epilog="\b\nExamples:\n  pdtool init\n  pdtool init myproject")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".", required=False)
 @click.option("--force", is_flag=True, help="Replace files that are there.")
@@ -78,9 +81,6 @@ def init(folder: Path, force: bool) -> None:
     note(f"next: {where}pdtool train model.py")
 
 
-RULES = Path(__file__).parent.parent / "starter" / "pdtool.mk"
-
-
 @command(
     epilog="\b\nExamples:\n  pdtool makefile\n  pdtool makefile -v\n"
     "\n\b\nIn a shell, and in a Makefile of your own:\n"
@@ -93,9 +93,6 @@ def makefile() -> None:
     changed. Their variables stand at the top of the file.
     """
     write_stdout(f"{RULES}\n")
-
-
-KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "run", "emulation", "checkpoint")
 
 
 @command(epilog="\b\nExamples:\n  pdtool schema plan\n  pdtool schema profile > profile.schema.json")

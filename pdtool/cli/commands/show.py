@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pdtool.planner.choice.comparison import SimulatedPlan
     from pdtool.reports.page import Subject
 
+_WATCH_S = 2.0  # between two looks at a run
+_GRAPH_WIDTH = 1200  # pixels
+
 
 @command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")
 @click.argument("run_dir", type=click.Path(path_type=Path))
@@ -37,9 +40,6 @@ def export(run_dir: Path, output: Path) -> None:
     from pdtool.api.reporting import export as write
 
     write(run_dir, output)
-
-
-_WATCH_S = 2.0  # between two looks at a run
 
 
 @command(
@@ -102,9 +102,6 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
                 raise PdtoolError(f"{gone[0]} was removed, and is watched no more; {path} stays as it was") from error
             raise
     note("no run is going on")
-
-
-_GRAPH_WIDTH = 1200  # pixels
 
 
 @command(

@@ -124,7 +124,7 @@ def can_use_nccl(route: Route, plan: Plan) -> bool:
     """Whether NCCL can carry the messages of a route without ever making workers wait for each other in a circle.
 
     With NCCL a message that was sent is a kernel that runs until it is received, and whatever synchronises the device
-    waits for it (docs/architecture.md). Neighbours that send to each other at every minibatch cannot wait in a circle,
+    waits for it (docs/waiting.md). Neighbours that send to each other at every minibatch cannot wait in a circle,
     whenever that happens; stages further apart, several stages on a worker, and replicas without a flush can. The tests
     prove both (tests/runtime/test_nccl_rules.py).
     """
