@@ -21,7 +21,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.files import file_sha256
-from pdtool.frontend.compute_mode import default_device
+from pdtool.frontend import compute_mode
 from pdtool.frontend.graph_digest import first_difference, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Traced
@@ -72,7 +72,7 @@ def why_profile_is_stale(profile: Profile, path: str, ref: ModelRef, given: Give
     if "model_settings" in given and profile.model.settings != ref.settings:
         return f"it is of {profile.model}"
     if given.get("device") == "auto":
-        given = {**given, "device": default_device()}
+        given = {**given, "device": compute_mode.default_device()}
     for option, recorded in _recorded_in_profile(profile).items():
         if option in given and given[option] != recorded:
             return f"it has {_spelled(option)} {recorded}, not {given[option]}"

@@ -10,7 +10,7 @@ import threading
 import pytest
 import samples
 
-from pdtool.artifacts import artifact as envelope
+from pdtool import files
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError
@@ -58,7 +58,7 @@ def test_the_user_may_name_a_pipe(folder):
 
 
 def test_what_comes_through_a_pipe_has_a_limit(folder, monkeypatch):
-    monkeypatch.setattr(envelope, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 1000)
     os.mkfifo("pipe")
 
     def write():
