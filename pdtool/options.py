@@ -2,7 +2,7 @@
 
 The command line shows them as flags (cli/click_options.py), and the functions of the API take them as keyword
 arguments: both read and refuse a value in the same way. A field has the name of the keyword argument; None stands for
-what the command says of an option that is not given.
+what the command says of an option that is not given. What reads a value raises UsageError.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ _RELATIONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": opera
 _TARGET = re.compile(r"\s*(?P<metric>[^<>=]*?)\s*(?P<relation><=|>=|<|>|=)(?P<value>.*)", re.DOTALL)
 
 Options = TypeVar("Options")
-
-
-# --- how a value is read: each raises UsageError ---
 
 
 @dataclass(frozen=True)
@@ -214,9 +211,6 @@ class Target:
                 f"{suggestion(self.metric, metrics)}it reports: {', '.join(metrics)}",
             )
         return bool(_RELATIONS[self.effective_relation](metrics[self.metric], self.value))
-
-
-# --- the options of each command ---
 
 
 TARGET = Text(Target.parse)
