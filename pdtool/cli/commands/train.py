@@ -15,7 +15,6 @@ from pdtool.cli.command_line import command
 from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
 from pdtool.errors import StaleError, UsageError
-from pdtool.host import usable_cores
 
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import ModelRef
@@ -113,6 +112,7 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
     """
     from pdtool.api.staleness import reusable_profile
     from pdtool.frontend.compute_mode import default_device
+    from pdtool.host import usable_cores
 
     given = asked_for(context)
     if given.get("device", "auto") == "auto":
