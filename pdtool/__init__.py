@@ -52,6 +52,7 @@ _ARTIFACTS = {
     "RunState": "run_dir",
     "CheckpointManifest": "run_dir",
 }
+__all__ = [*_FUNCTIONS, *_ARTIFACTS]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,8 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral
+from numbers import Integral, Number
+from os import PathLike
 from typing import Any, Literal, TypeVar
 
 from pdtool.errors import UsageError, suggestion
@@ -44,12 +45,15 @@ class Count:
 
     def __call__(self, name: str, value: Any) -> int:
         """Read 8 or "8"; 2.7 and True are refused."""
-        is_number = isinstance(value, Integral) and not isinstance(value, bool)
-        if not is_number and not (isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,20}", value.strip())):
-            raise UsageError(f"{name}={value!r} is not a whole number", "give one, as 8")
-        if not self.least <= int(value) <= self.most:
-            raise UsageError(f"{name}={value!r}: {value} is not in the range {self.least}<=x<={self.most}")
-        return int(value)
+        try:
+            number = int(value) if isinstance(value, (Integral, str)) and not isinstance(value, bool) else None
+        except ValueError:
+            number = None
+        if number is None:
+            raise UsageError(f"{name}={value!r:.80} is not a whole number", "give one, as 8")
+        if not self.least <= number <= self.most:
+            raise UsageError(f"{name}={value!r:.80}: {value!s:.80} is not in the range {self.least}<=x<={self.most}")
+        return number
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Factor:
         except (TypeError, ValueError):
             factor = math.nan
         if not self.least <= factor <= self.most:
-            raise UsageError(f"{name}={value!r}: {value} is not in the range {self.least}<=x<={self.most}")
+            raise UsageError(f"{name}={value!r:.80}: {value!s:.80} is not in the range {self.least}<=x<={self.most}")
         return factor
 
 
@@ -79,7 +83,7 @@ class Choice:
     def __call__(self, name: str, value: Any) -> str:
         """Return one of the names as it is."""
         if value not in self.names:
-            raise UsageError(f"{name}={value!r}: {value!r} is not one of {', '.join(map(repr, self.names))}")
+            raise UsageError(f"{name}={value!r:.80}: {value!r:.80} is not one of {', '.join(map(repr, self.names))}")
         return str(value)
 
 
@@ -90,7 +94,9 @@ class Text:
     parse: Callable[[str], Any] = str
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Read a text; a number is one, too."""
+        """Read a text; a number and a path are texts, too."""
+        if isinstance(value, bool) or not isinstance(value, (str, Number, PathLike)):
+            raise UsageError(f"{name}={value!r:.80} is not a text", "write it in quotes")
         return self.parse(str(value))
 
 
@@ -101,7 +107,7 @@ class Flag:
     def __call__(self, name: str, value: Any) -> bool:
         """Return True or False as it is."""
         if not isinstance(value, bool):
-            raise UsageError(f"{name}={value!r} is not True or False")
+            raise UsageError(f"{name}={value!r:.80} is not True or False")
         return value
 
 
@@ -238,7 +244,7 @@ def read_options(command: str, options: type[Options], given: Mapping[str, Any])
         UsageError: a value is not one that the option takes.
     """
     names = [f.name for f in fields(options)]  # type: ignore[arg-type]
-    for name in given.keys() - set(names):
+    for name in (name for name in given if name not in names):
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose of {', '.join(names)}"
         raise TypeError(f"{command}() has no option {name!r}; {hint}")

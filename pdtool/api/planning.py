@@ -28,14 +28,14 @@ from pdtool.artifacts.text_formats import has_comments
 from pdtool.errors import ArtifactError, UsageError
 from pdtool.files import read_text
 from pdtool.options import INNER_BANDWIDTH, OUTER_BANDWIDTH, PartitionOptions, SimulateOptions, read_options
-from pdtool.planner.choice.comparison import Simulation, simulated
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.choice.plan_check import Finding, check_plan
 from pdtool.planner.choice.strategies import of_global_batch_size, strategy_options
 from pdtool.units import format_bytes, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from pdtool.api.staleness import FreshnessFinding
+    from pdtool.planner.choice.comparison import Simulation
+    from pdtool.planner.choice.plan_check import Finding
 
 NO_LIMIT = "none"  # what --memory takes besides a size
 _OF_SEARCH = (
@@ -126,6 +126,8 @@ def simulate(
         ArtifactError: the plan or its profile cannot be read, or do not belong together.
         UsageError: the schedule goes with other stages; or an option has no such value.
     """
+    from pdtool.planner.choice.comparison import simulated
+
     names = against if isinstance(against, str) else ",".join(against)
     given = {"schedule": schedule, "minibatches": minibatches, "against": names}
     asked = read_options("simulate", SimulateOptions, given)
@@ -154,6 +156,8 @@ def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] 
 
         chosen, path = located_plan(plan)
         return list(FreshnessCheck(path, chosen, read_profile(chosen, path)).findings())
+    from pdtool.planner.choice.plan_check import check_plan
+
     return list(check_plan(*read_plan(plan)[:2]))
 
 

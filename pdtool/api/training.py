@@ -24,7 +24,6 @@ from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.host import usable_cores
 from pdtool.machines import Machines, is_first_worker, is_worker
 from pdtool.options import SAME_FOLDER, RunOptions, read_options
-from pdtool.reports.sentences import tied_lines
 from pdtool.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -112,7 +111,11 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
         "shapes": "the model is too large to run here: shapes and wiring are checked, values are not",
     }
     files = ", ".join(stage.file for stage in bundle.stages)
-    note("\n".join([f"wrote {folder}/ ({files}, bundle.yaml)", *tied_lines(bundle), proof[bundle.proof]]))
+    note(
+        "\n".join(
+            [f"wrote {folder}/ ({files}, bundle.yaml)", *(tied.sentence() for tied in bundle.tied), proof[bundle.proof]]
+        )
+    )
     return bundle
 
 

@@ -8,31 +8,32 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pdtool.artifacts.artifact import Artifact, declared_kind
-from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.cluster import ClusterFile
-from pdtool.artifacts.device import Devices
-from pdtool.artifacts.plan import Plan
-from pdtool.artifacts.profile import Profile
-from pdtool.artifacts.report import Emulation, Report
-from pdtool.artifacts.run_dir import CheckpointManifest, RunState
 from pdtool.errors import ArtifactError
-from pdtool.files import read_text
 
-_CLASSES: dict[str, type[Artifact]] = {
-    c.KIND: c for c in (Profile, Devices, ClusterFile, Plan, Bundle, Report, RunState, CheckpointManifest, Emulation)
-}
+if TYPE_CHECKING:
+    from pdtool.artifacts.artifact import Artifact
+
 _IN_FOLDERS = ("report.json", "run.json", "emulation.json", "bundle.yaml", "checkpoint.json")
 
 
 def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
     """Return the class of a kind; raises ArtifactError, which names `path`, for an unknown one."""
-    if kind not in _CLASSES:
-        raise ArtifactError(
-            path, f"is of the unknown kind {kind!r}", f"known are {', '.join(_CLASSES)}", field="format"
-        )
-    return _CLASSES[kind]
+    # Here and not above: whoever imports one artifact needs no other, and pydantic takes its time for each class.
+    from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.cluster import ClusterFile
+    from pdtool.artifacts.device import Devices
+    from pdtool.artifacts.plan import Plan
+    from pdtool.artifacts.profile import Profile
+    from pdtool.artifacts.report import Emulation, Report
+    from pdtool.artifacts.run_dir import CheckpointManifest, RunState
+
+    kinds = (Profile, Devices, ClusterFile, Plan, Bundle, Report, RunState, CheckpointManifest, Emulation)
+    classes: dict[str, type[Artifact]] = {artifact.KIND: artifact for artifact in kinds}
+    if kind not in classes:
+        raise ArtifactError(path, f"is of the unknown kind {kind!r}", f"known are {', '.join(classes)}", field="format")
+    return classes[kind]
 
 
 def load_any(file: str) -> Artifact:
@@ -41,6 +42,9 @@ def load_any(file: str) -> Artifact:
     Raises:
         ArtifactError: there is none, or it is damaged.
     """
+    from pdtool.artifacts.artifact import declared_kind
+    from pdtool.files import read_text
+
     path = Path(file)
     is_folder = os.path.isdir(path)  # unlike Path.is_dir(), it takes any text
     if is_folder:

@@ -78,6 +78,11 @@ class TiedParameter(FrozenModel):
     stages: tuple[Number, ...]
     names: tuple[Name, ...]
 
+    def sentence(self) -> str:
+        """Say which parameters of which stages are one."""
+        places = (f"{name} (stage {s})" for s, name in zip(self.stages, self.names, strict=True))
+        return f"tied: {', '.join(places)} are one parameter; their gradients are summed before each update"
+
 
 class Bundle(YamlArtifact):
     """`plans/NAME/bundle.yaml`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -17,10 +17,11 @@ from pdtool.artifacts.plan import Plan, Predicted, Why
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, abbreviated, table
 from pdtool.errors import UsageError
-from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Comparison, SweepPoint, crossings
-from pdtool.planner.simulator.result import SimulationResult
-from pdtool.reports.sentences import tied_lines
 from pdtool.units import format_bits_rate, format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from pdtool.planner.choice.comparison import ComparedPlan, Comparison, SweepPoint
+    from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
     "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline; "
@@ -55,7 +56,7 @@ def bundle_view(bundle: Bundle) -> Lines:
     yield table(
         ("tensor", "from", "to", "shape", "dtype", "gradient back"), tensors, names=6, drop=("dtype", "gradient back")
     )
-    yield from tied_lines(bundle)
+    yield from (tied.sentence() for tied in bundle.tied)
 
 
 def cluster_view(cluster: ClusterFile) -> Lines:
@@ -331,6 +332,8 @@ def _compared_with_prediction(predicted: float | None, simulated: float) -> str:
 
 def comparison_view(comparison: Comparison) -> Lines:
     """Compare the plan with its rivals in steady state, whatever number of minibatches was asked for."""
+    from pdtool.planner.choice.comparison import THIS_PLAN
+
     plan_row = next(row for row in comparison.plans if row.label == THIS_PLAN)
     rows = []
     for row in comparison.plans:
@@ -360,6 +363,8 @@ def _shortened(config: str) -> str:
 
 def sweep_view(points: Sequence[SweepPoint]) -> Lines:
     """Show the gain over data parallelism at each bandwidth, as figures and as bars; `|` is where they are equal."""
+    from pdtool.planner.choice.comparison import crossings
+
     max_gain = max(1.0, *(point.gain for point in points))
     rows = []
     for p in points:
@@ -384,6 +389,8 @@ def simulation_data(
     plan: Plan, schedule: str, result: SimulationResult, comparison: Comparison, points: Sequence[SweepPoint]
 ) -> dict[str, Any]:
     """Return all figures, without the events, as `--json` prints them."""
+    from pdtool.planner.choice.comparison import crossings
+
     data: dict[str, Any] = {
         "plan": plan.name,
         "config": plan.config,

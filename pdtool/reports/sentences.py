@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
@@ -94,10 +92,3 @@ def scaling_phrase(emulation: Emulation, plan: EmulatedPlan) -> str:
 def device_name(profile: Profile) -> str:
     """Return the device's name without maker and memory: `V100 SXM2`."""
     return re.sub(r"^NVIDIA | [0-9]+ ?GB$", "", profile.device.name)
-
-
-def tied_lines(bundle: Bundle) -> Iterator[str]:
-    """Tell which parameters several stages hold."""
-    for tied in bundle.tied:
-        places = (f"{name} (stage {s})" for s, name in zip(tied.stages, tied.names, strict=True))
-        yield f"tied: {', '.join(places)} are one parameter; their gradients are summed before each update"
