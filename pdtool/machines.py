@@ -15,6 +15,7 @@ from pathlib import Path
 from pdtool.errors import UsageError
 
 _SLURM_PORTS = range(10_000, 30_000)  # below those that systems give to outgoing connections
+LOOPBACK = "127.0.0.1"
 _ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
 _MAX_PORT = 2**16 - 1
 
@@ -62,7 +63,7 @@ class Machines:
     @property
     def rendezvous_address(self) -> tuple[str, int]:
         """(host, port) of the store on machine 0; port 0 means that a free one is to be chosen."""
-        return parse_endpoint(self.endpoint) if self.count > 1 else ("127.0.0.1", 0)
+        return parse_endpoint(self.endpoint) if self.count > 1 else (LOOPBACK, 0)
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:

@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import signal
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pdtool.artifacts.cluster import ClusterFile, LevelMeasured, LevelSpec, NetworkMeasured
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
-from pdtool.machines import Machines, use_loopback, worker_environment
+from pdtool.machines import LOOPBACK, Machines, use_loopback, worker_environment
 from pdtool.rendezvous import Notify, gather_machines
 
 _ROUNDS = 5  # of which the median counts
@@ -494,9 +495,13 @@ def _worker_main(request: ProbeRequest, host: str, port: int, worker: ProbeWorke
 
 def _connect_store(request: ProbeRequest, host: str, port: int, *, is_master: bool) -> Any:
     """The store through which all workers meet; it lives in the process that started the workers of machine 0."""
-    timeout = timedelta(seconds=2 * request.timeout_s)
+    options: dict[str, Any] = {"timeout": timedelta(seconds=2 * request.timeout_s)}
     try:
-        return dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+        if is_master and host == LOOPBACK:  # by itself the store would listen on all interfaces
+            listening = socket.create_server((host, port))
+            port = listening.getsockname()[1]
+            options["master_listen_fd"] = listening.detach()
+        return dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, **options)  # type: ignore[attr-defined]
     except (RuntimeError, ValueError) as error:
         if is_master:
             raise UsageError(f"nobody can meet at {host}:{port} ({error})", "name a free port of machine 0") from error

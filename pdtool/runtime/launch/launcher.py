@@ -16,6 +16,7 @@ import os
 import pickle
 import shutil
 import signal
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pdtool.artifacts import run_dir
@@ -156,9 +164,10 @@ def _launch_workers(
             closing(Reaper()) as reaper,
             _killing_stragglers(config, local, reaper),
             _logging_disabled(),
+            _meeting_folder(config) as meeting_folder,
         ):
             hand_over(reaper)
-            reports = elastic(config, dict(os.environ), os.getcwd(), reaper.pid)
+            reports = elastic(config, dict(os.environ), os.getcwd(), reaper.pid, meeting_folder)
     except SignalException as error:
         stop_signal = error.sigval
     except dist.DistError as error:
@@ -238,6 +247,53 @@ def local_assignments(config: RunConfig) -> list[RankAssignment]:
     return local
 
 
+@contextmanager
+def _meeting_folder(config: RunConfig) -> Iterator[str]:
+    """Make the folder through which the workers of one machine meet, which no other user can read; "" for several."""
+    if config.machines.count > 1:
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="pdtool-") as folder:
+        yield folder
+
+
+class _OneMachine(RendezvousHandler):
+    """The rendezvous of torch elastic for one machine, where a launcher meets nobody but itself: it needs no socket.
+
+    torch's own keep a TCPStore on all interfaces, and unpickle what they find there.
+    """
+
+    BACKEND = "pdtool-one-machine"
+    use_agent_store = False  # workers meet by files
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id, self._store = parameters.run_id, dist.HashStore()  # type: ignore[attr-defined]
+
+    def get_backend(self) -> str:
+        return self.BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("localhost", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+rendezvous_handler_registry.register(_OneMachine.BACKEND, _OneMachine)
+
+
 def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:
     machines = config.machines
     is_distributed = machines.count > 1
@@ -246,8 +302,8 @@ def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:
         max_nodes=machines.count,
         nproc_per_node=local_workers,
         run_id="pdtool" if is_distributed else uuid.uuid4().hex,
-        rdzv_backend="static" if is_distributed else "c10d",
-        rdzv_endpoint=machines.endpoint if is_distributed else "localhost:0",
+        rdzv_backend="static" if is_distributed else _OneMachine.BACKEND,
+        rdzv_endpoint=machines.endpoint if is_distributed else "localhost",
         rdzv_configs={"rank": machines.node_rank, "timeout": math.ceil(config.timeout_s)} if is_distributed else {},
         local_addr=None if is_distributed else "localhost",
         max_restarts=0,

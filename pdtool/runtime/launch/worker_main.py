@@ -38,12 +38,15 @@ from pdtool.runtime.worker_end import (
 _ELASTIC_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
 
 
-def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, reaper_pid: int) -> str:
+def worker_main(
+    config: RunConfig, environment: Mapping[str, str], folder: str, reaper_pid: int, meeting_folder: str = ""
+) -> str:
     """Run a worker that torch elastic started; return the report as text, or exit with an error's code.
 
     Args:
         environment, folder: of the process that launched the workers.
         reaper_pid: of the process that ends this one when that one is gone.
+        meeting_folder: where the workers of one machine meet; "": at the address that the environment names.
     """
     join_group(reaper_pid)
     gc.freeze()  # what the fork server imported is no garbage: collecting need not look through it
@@ -56,7 +59,7 @@ def worker_main(config: RunConfig, environment: Mapping[str, str], folder: str, 
     keep_threads_from_lingering()
     explain_exits(config.out, rank)
     try:
-        report = run_worker(config)
+        report = run_worker(config, meeting_folder)
     except BaseException as error:  # end at once: destructors of process groups may wait for peers
         end_process(record_failure(config.out, rank, error))
     return report.dump()
@@ -70,8 +73,12 @@ def _take_environment(environment: Mapping[str, str]) -> None:
     os.environ.update({k: v for k, v in environment.items() if not k.startswith(_ELASTIC_PREFIXES)})
 
 
-def run_worker(config: RunConfig) -> Report:
-    """Be the worker that RANK names, in this process; raises PdtoolError."""
+def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
+    """Be the worker that RANK names, in this process; raises PdtoolError.
+
+    Args:
+        meeting_folder: where the workers of one machine meet; "": at the address that the environment names.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     assignments = assign_ranks(config.plan)
     config = config.with_absolute_paths()  # the user's module may go to another folder
@@ -90,7 +97,8 @@ def run_worker(config: RunConfig) -> Report:
         hint = loopback_hint() if local_workers < world_size else ""  # torchrun or srun have started the others
         with PeerErrorContext(f"the workers did not come together{hint and '; '}{hint}"):
             timeout = timedelta(seconds=config.timeout_s)
-            dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=world_size)
+            store = dist.FileStore(f"{meeting_folder}/store", world_size) if meeting_folder else None  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, timeout=timeout, rank=rank, world_size=world_size)
         check_agreement(config, dist.group.WORLD)
         if world_size != len(assignments):
             remedy = "start one per worker"

@@ -1,0 +1,91 @@
+"""What listens while all workers are on one machine can be reached from this machine only (SECURITY.md)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+
+import harness
+
+from pdtool.machines import Machines
+from pdtool.profiler.probe import ProbeRequest, probe
+from pdtool.runtime.launch.launcher import launch
+
+_LISTEN = "0A"  # the state, in /proc/net/tcp
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """A process and all that it has started, in whatever generation."""
+    yield pid
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from descendants(int(child))
+
+
+def listening_addresses() -> set[str]:
+    """The addresses at which this process and its descendants listen for TCP connections."""
+    sockets = set()
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    sockets.add(os.readlink(descriptor))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in sockets:
+                found.add(address(fields[1].partition(":")[0]))
+    return found
+
+
+def address(text: str) -> str:
+    """Read `0100007F`: words of four bytes, each in the order of this processor."""
+    words = [bytes.fromhex(text[k : k + 8])[::-1] for k in range(0, len(text), 8)]
+    packed = ip_address(b"".join(words))
+    mapped = packed.ipv4_mapped if isinstance(packed, IPv6Address) else None
+    return str(mapped or packed)
+
+
+def test_addresses_are_read():
+    with socket.create_server(("127.0.0.1", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
+        assert {"127.0.0.1", "::"} <= listening_addresses()
+
+
+@contextmanager
+def new_addresses() -> Iterator[set[str]]:
+    """Collect the addresses at which something listens meanwhile, and did not before."""
+    before, seen, is_over = listening_addresses(), set(), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.02):
+            seen.update(listening_addresses() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_run_of_one_machine_cannot_be_reached_from_another(tmp_path):
+    with new_addresses() as seen:
+        launch(harness.job(tmp_path, harness.CONV2))
+    assert seen, "gloo's connections between the workers were not seen"
+    assert all(ip_address(found).is_loopback for found in seen), seen
+
+
+def test_nor_can_a_probe():
+    request = ProbeRequest(name="here", sizes=(2,), device="cpu", timeout_s=60, round_s=0.01)
+    with new_addresses() as seen:
+        assert probe(request, Machines(), on_step=lambda step: None)
+    assert seen
+    assert all(ip_address(found).is_loopback for found in seen), seen
