@@ -67,7 +67,7 @@ class Factor:
         """Read 2.5 or "2.5"."""
         try:
             factor = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             factor = math.nan
         if not self.least <= factor <= self.most:
             raise UsageError(f"{name}={value!r:.80}: {value!s:.80} is not in the range {self.least}<=x<={self.most}")
@@ -82,9 +82,9 @@ class Choice:
 
     def __call__(self, name: str, value: Any) -> str:
         """Return one of the names as it is."""
-        if value not in self.names:
+        if not isinstance(value, str) or value not in self.names:
             raise UsageError(f"{name}={value!r:.80}: {value!r:.80} is not one of {', '.join(map(repr, self.names))}")
-        return str(value)
+        return value
 
 
 @dataclass(frozen=True)

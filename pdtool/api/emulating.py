@@ -52,7 +52,7 @@ def emulate(
     target: str | None = None,
     seed: int = 0,
     output: Path | str | None = None,
-    model: str | None = None,
+    model: Path | str | None = None,
     **options: Any,
 ) -> Emulation:
     """Run a plan's workers on a pretend cluster of this machine, each behind links of the plan's bandwidths.
@@ -82,7 +82,7 @@ def emulate(
     asked = read_options("emulate", EmulateOptions, given | {"seed": seed} | options)
     check_emulation(asked)
     found = read_plan(plan)
-    inputs = Inputs.of(*found, model) if asked.compute == "real" else None
+    inputs = Inputs.of(*found, optional_text(model)) if asked.compute == "real" else None
     chosen, profile = (inputs.plan, inputs.profile) if inputs else (checked(*found[:2]), found[1])
     return emulated(chosen, profile, inputs, optional_text(output), asked)[0]
 

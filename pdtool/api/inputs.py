@@ -415,12 +415,28 @@ def read_plan(plan: Plan | Path | str) -> tuple[Plan, Profile, str]:
 
 def assignments(settings: Settings | None) -> tuple[str, ...]:
     """Write settings as the command line has them, with texts in quotes: "8" stays a text; raises UsageError."""
+    if not isinstance(settings, Mapping | None):
+        raise UsageError(f"settings={settings!r:.80} are no names with values", "give a dict, as {'lr': 0.01}")
     for name, value in (settings or {}).items():
         if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
             raise UsageError(f"setting {name}={value!r:.80} is no text, number or truth", "give one of these")
     return tuple(f"{name}={value!r}" for name, value in (settings or {}).items())
 
 
+def path_text(path: Path | str) -> str:
+    """Return a path as a text.
+
+    Raises:
+        TypeError: it is no path.
+        UsageError: it is empty, such as that of a variable that is not set.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"a path is needed, and this is a {type(path).__name__}")
+    if not str(path):
+        raise UsageError("a path is empty", "name a file or folder, or leave it out")
+    return str(path)
+
+
 def optional_text(path: Path | str | None) -> str | None:
-    """Return a path as a text; None stays None."""
-    return None if path is None else str(path)
+    """Return a path as a text, as `path_text` does; None stays None."""
+    return None if path is None else path_text(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,7 @@ def simulate(
     names = against if isinstance(against, str) else ",".join(against)
     given = {"schedule": schedule, "minibatches": minibatches, "against": names}
     asked = read_options("simulate", SimulateOptions, given)
-    if wrong := [rate for rate in bandwidths if not 0 < rate < math.inf]:
+    if wrong := [rate for rate in bandwidths if not isinstance(rate, Real) or not 0 < rate < math.inf]:
         raise UsageError(f"bandwidth {wrong[0]} is no rate in bytes per second", "give positive numbers, as 1.25e9")
     chosen, profile, _ = read_plan(plan)
     return simulated(checked(chosen, profile), profile, asked.schedule, asked.minibatches, asked.against, bandwidths)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdtool.api.console import note, status
-from pdtool.api.inputs import planned
+from pdtool.api.inputs import path_text, planned
 from pdtool.artifacts.artifact import declared_kind
 from pdtool.artifacts.metrics import METRICS_FILE
 from pdtool.artifacts.plan import Plan
@@ -39,7 +39,9 @@ def report(*what: Path | str, output: Path | str = "report.html") -> Path:
         UsageError: one of them is none of these, or the file to write is something else than such a page.
         ArtifactError: a file is damaged, or a plan's profile is missing or has changed.
     """
-    names, path = tuple(map(str, what)), Path(output)
+    names, path = tuple(map(path_text, what)), Path(path_text(output))
+    if "-" in (*names, str(path)):
+        raise UsageError("- stands for stdin and stdout on the command line only", "name a file")
     check_page(names, path)
     write_atomically(path, page_of(names)[0])
     return path
@@ -82,8 +84,8 @@ def export(run_dir: Path | str, output: Path | str = "model.pt") -> Path:
     """
     from pdtool.runtime.worker.checkpoint import export as write  # loads torch
 
-    path = Path(output)
-    checkpoint = write(Path(run_dir), path)
+    path = Path(path_text(output))
+    checkpoint = write(Path(path_text(run_dir)), path)
     note(f"wrote {path} from {checkpoint}")
     return path
 

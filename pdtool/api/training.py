@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
 
 
-def codegen(plan: Plan | Path | str, *, model: str | None = None, output: Path | str | None = None) -> Bundle:
+def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output: Path | str | None = None) -> Bundle:
     """Write one PyTorch file per stage, and prove them equal to the model.
 
     Args:
@@ -44,8 +44,9 @@ def codegen(plan: Plan | Path | str, *, model: str | None = None, output: Path |
         ModelError: the model cannot be imported or traced.
         PdtoolError: the stages are not equal to the model; nothing is written.
     """
-    inputs = Inputs.of(*read_plan(plan), model)
-    return generated(inputs, Path(output) if output else inputs.folder)
+    inputs = Inputs.of(*read_plan(plan), optional_text(model))
+    folder = optional_text(output)
+    return generated(inputs, Path(folder) if folder else inputs.folder)
 
 
 def run(
@@ -60,7 +61,7 @@ def run(
     compile: bool = False,
     resume: Path | str | None = None,
     output: Path | str | None = None,
-    model: str | None = None,
+    model: Path | str | None = None,
     settings: Settings | None = None,
     **options: Any,
 ) -> Report:
@@ -95,7 +96,7 @@ def run(
     given |= {"precision": precision, "compiled": compile, "resume": optional_text(resume)}
     given |= {"output": optional_text(output)}
     asked = read_options("run", RunOptions, given | options)
-    inputs = with_settings(Inputs.of(*read_plan(plan), model), assignments(settings))
+    inputs = with_settings(Inputs.of(*read_plan(plan), optional_text(model)), assignments(settings))
     return trained(inputs, rescheduled_as(inputs, asked), asked)[1]
 
 

@@ -194,7 +194,8 @@ def latest(folder: Path) -> Path:
                 "export them with the pdtool that wrote them",
             )
         if not folder.is_dir():
-            raise UsageError(f"{folder} is not there", f"name the folder of a run{_runs_beside(folder)}")
+            fault = "is no folder" if folder.exists() else "is not there"
+            raise UsageError(f"{folder} {fault}", f"name the folder of a run{_runs_beside(folder)}")
         what = f"{folder} holds no complete checkpoint"
         raise UsageError(what, "name the folder of a run that has one: the first is written after the first epoch")
     return checkpoints[max(checkpoints)]
