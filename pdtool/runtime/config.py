@@ -34,7 +34,7 @@ class RunConfig:
         transport: how tensors travel between workers: `auto` shares memory within a machine, of GPUs where they
             compute, and uses NCCL between other GPUs, else gloo; `gloo` always uses gloo; `shared` refuses to run where
             memory cannot be shared.
-        wire_dtype: what fp32 tensors are sent as between workers.
+        wire_dtype: what fp32 activations and gradients are sent as between workers.
         timeout_s: how many seconds a worker waits for another before it gives up.
         threads: CPU threads of each worker; None divides the cores of a machine among its workers.
         threads_given: whether the user asked for so many; else OMP_NUM_THREADS has precedence, and the cores are the

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -426,6 +427,30 @@ def test_a_run_with_narrow_messages_trains_nearly_the_same(tmp_path: Path, wire_
     assert any(not torch.equal(value, narrow[name]) for name, value in wide.items())
     for name, value in wide.items():
         torch.testing.assert_close(narrow[name], value, rtol=0.05, atol=0.01)
+
+
+EXACT = """
+def loss(output, target):
+    assert torch.equal(target, torch.full_like(target, 1.2345678)), target
+    return F.mse_loss(output, target)
+
+def metrics(output, target):
+    return {"error": ((output - target).abs().sum(), target.numel())}
+"""
+
+
+@pytest.mark.parametrize("wire_dtype", ["fp16", "bf16"])
+def test_narrow_messages_leave_what_the_dataset_gives_as_it_is(tmp_path: Path, wire_dtype: str) -> None:
+    """Targets, and inputs that a later stage takes; neither dtype has 1.2345678."""
+    first, second, (source, inputs, outputs) = SKIP3.stages
+    checked = source.replace(
+        "        return", "        assert torch.equal(x, torch.full_like(x, 1.2345678)), x\n        return"
+    )
+    data = SKIP3.model.replace("torch.randn(n, 6, generator=g)", "torch.full((n, 6), 1.2345678)")
+    data = data.replace("torch.randint(0, 4, (n,), generator=g)", "torch.full((n, 4), 1.2345678)")
+    toy = replace(SKIP3, model=data + EXACT, stages=(first, second, (checked, inputs, outputs)))
+    assert (checked != source, data.count("1.2345678")) == (True, 2)
+    harness.run(harness.job(tmp_path, toy, optimizer="plain", wire_dtype=wire_dtype))
 
 
 @pytest.mark.gpu

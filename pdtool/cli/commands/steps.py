@@ -241,7 +241,7 @@ def profile(
     of=RunOptions,
     help="How tensors go between workers; auto shares memory, of GPUs too, within a machine.",
 )
-@options.choice("--wire-dtype", of=RunOptions, help="What fp32 tensors are sent as to other workers.")
+@options.choice("--wire-dtype", of=RunOptions, help="What fp32 activations and gradients are sent as to other workers.")
 @options.count(
     "--loader-workers",
     of=RunOptions,

@@ -128,7 +128,8 @@ def list_edges(bundle: Bundle, targets: Sequence[TensorSpec], float32_as: torch.
 
     Args:
         targets: the tensors of a target, which go to the last stage.
-        float32_as: the dtype that float32 tensors are sent as; None leaves them as they are.
+        float32_as: the dtype that float32 activations and gradients are sent as; None leaves them as they are. What
+            the dataset gives is never narrowed.
     """
     last = len(bundle.stages) - 1
     ends = [
@@ -137,7 +138,8 @@ def list_edges(bundle: Bundle, targets: Sequence[TensorSpec], float32_as: torch.
         for consumer in tensor.consumers
     ]
     ends += [(target_name(i), 0, last, target) for i, target in enumerate(targets)]
-    return [Edge(n, *end, float32_as) for n, end in enumerate(end for end in ends if end[1] != end[2])]
+    between = [end for end in ends if end[1] != end[2]]
+    return [Edge(n, *end, float32_as if end[3].producer >= 0 else None) for n, end in enumerate(between)]
 
 
 def list_routes(edges: Sequence[Edge], ranks: Sequence[Sequence[int]]) -> list[Route]:
