@@ -7,6 +7,7 @@ own norm, as the replay does.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +317,34 @@ def test_a_sampler_chooses_the_samples_of_each_epoch(tmp_path: Path) -> None:
     expected = replay.synchronous(file.build(spec.seed), epochs, file.loss, file.optimizer, 4)
     for found in results:
         assert_same(found, harness.without_statistics(expected))
+
+
+BY_EPOCH = """
+Data.epoch = 0
+Data.__getitem__ = lambda self, i: (self.x[i] + self.epoch, self.y[i])
+
+def sampler(dataset, epoch):
+    dataset.epoch = epoch
+    return torch.randperm(len(dataset)).tolist()
+"""
+
+
+@pytest.mark.parametrize(("replicas", "loader_workers"), [((1, 1), 0), ((2, 1), 0), ((2, 1), 1), ((3, 2), 0)])
+def test_a_dataset_that_a_sampler_tells_the_epoch_gives_the_samples_of_that_epoch(
+    tmp_path: Path, replicas: tuple[int, ...], loader_workers: int
+) -> None:
+    """At each replica of the first stage, in a resumed run too."""
+    job = partial(harness.job, schedule="gpipe", microbatches=4, loader_workers=loader_workers)
+    part = job(tmp_path / "part", with_code(CONV2, BY_EPOCH), replicas, epochs=1)
+    harness.run(part)
+    spec = job(tmp_path / "whole", with_code(CONV2, BY_EPOCH), replicas, epochs=2)
+    results = [harness.run(spec), harness.run(replace(part, epochs=2, resume=part.out))]
+    file = ModelFile.load(spec.model, trusted=True)
+    data, epochs = file.dataset("train"), []
+    for epoch in (1, 2):
+        order = MinibatchLoader(file, "train", ()).sample_order(spec.seed, epoch)
+        minibatches = [order[i : i + 4] for i in range(0, len(order), 4)]
+        epochs.append([(data.x[chosen] + epoch, data.y[chosen]) for chosen in minibatches])
+    expected = replay.synchronous(file.build(spec.seed), epochs, file.loss, file.optimizer, 4)
+    for outcomes in results:
+        assert_same(weights(outcomes), harness.without_statistics(expected))

@@ -224,10 +224,12 @@ class WorkerContext:
         return DataPass(split, self.splits[split], minibatches, self.config.seed, epoch, stream_pass)
 
     def _sampled(self, epoch: int) -> list[int]:
-        """The samples that sampler() chooses; the first worker, which has the dataset, asks it."""
+        """The samples that sampler() chooses for the first worker.
+
+        Each worker that loads asks its own sampler(), which may tell its dataset the epoch.
+        """
         source = self.groups.replicas[0].ranks[0]
-        is_source = self.assignment.rank == source
-        own = self.loaders["train"].sample_order(self.config.seed, epoch) if is_source else None
+        own = self.loaders["train"].sample_order(self.config.seed, epoch) if self.loaders else None
         order: list[int] = broadcast(own, source, "the order of the samples")
         return order
 
