@@ -92,6 +92,30 @@ def test_bf16_equals_its_replay_and_is_near_fp32(tmp_path: Path, toy: Toy, repli
     assert any(not torch.allclose(found[n], value, rtol=1e-5, atol=1e-6) for n, value in exact.items()), "it is fp32"
 
 
+# without autocast torch refuses to multiply a bf16 output by an fp32 matrix
+PROJECTED = """
+def loss(output, target):
+    return F.cross_entropy(output @ torch.eye(4), target)
+"""
+
+
+@pytest.mark.parametrize("code", ["", PROJECTED], ids=["cross-entropy", "projected"])
+def test_a_validation_in_bf16_computes_the_loss_as_training_does(tmp_path: Path, code: str) -> None:
+    """The model and the loss under autocast, the metrics not, as of the weights that the epoch ends with."""
+    toy = replace(CONV2, model=CONV2.model + code)
+    spec = harness.job(tmp_path, toy, precision="bf16")
+    found = weights(harness.run(spec))
+    file = ModelFile.load(spec.model, trusted=True)
+    model, data = file.build(spec.seed).eval(), file.dataset("valid")
+    model.load_state_dict(found)
+    total = 0.0
+    for i in range(0, len(data), 4):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            x, y = data.x[i : i + 4], data.y[i : i + 4]
+            total += float(file.loss(model(x), y)) * len(y)
+    assert harness.logged(spec.out)[-1]["loss"] == pytest.approx(total / len(data), rel=1e-6)
+
+
 def test_bf16_is_refused_where_the_model_switches_autocast_off(tmp_path: Path) -> None:
     """Stages do not, and would compute that part in bf16."""
     spec = harness.job(tmp_path, CONV2, precision="bf16")

@@ -137,10 +137,9 @@ class MetricTotals:
         self._file = file
         self._totals: dict[str, tuple[Any, float]] = {}
 
-    def add(self, output: Any, target: Any, samples: int) -> None:
-        """Add a minibatch: what the model and the dataset give for it, and its number of samples."""
-        loss = float(self._file.loss(output, target))
-        metrics = {"loss": (loss * samples, float(samples)), **self._file.metrics(output, target)}
+    def add(self, loss: Tensor, output: Any, target: Any, samples: int) -> None:
+        """Add a minibatch: its loss, what the model and the dataset give for it, and its number of samples."""
+        metrics = {"loss": (float(loss) * samples, float(samples)), **self._file.metrics(output, target)}
         self._totals = _sum([self._totals, metrics])
 
     def summarize(self, group: Any, where: str) -> dict[str, float]:

@@ -139,6 +139,17 @@ class PipelineStage:
         self.seeds.begin_forward(minibatch)
         return self._compute(inputs, None, with_loss=False)
 
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Compute the user's loss, a scalar, at the last stage: with the random numbers and autocast of training.
+
+        Args:
+            output, target: as the user's model and dataset give them.
+        """
+        assert self._loss
+        self.seeds.seed_user_code("loss")
+        with self._region():
+            return self._loss(output, target)
+
     def backward(
         self, minibatch: int, gradients: Sequence[Tensor | None], weight: float = 1.0, on_gradient: OnGradient = None
     ) -> list[Tensor | None]:
@@ -173,11 +184,14 @@ class PipelineStage:
         self.weights.accumulate_gradients(stashed.version, stashed.weight_backward.run, weight, on_gradient)
 
     def _compute(self, inputs: Sequence[Tensor], target: Any, *, with_loss: bool = True) -> tuple[Any, ...]:
-        with self._autocast.region() if self._autocast else nullcontext():
+        with self._region():
             output = self._call(*inputs)
             if self._loss is not None:
                 return as_tuple(self._differentiable_loss(output, target, inputs)) if with_loss else (output,)
         return self._autocast.cast_outputs(as_tuple(output)) if self._autocast else as_tuple(output)
+
+    def _region(self) -> AbstractContextManager[Any]:
+        return self._autocast.region() if self._autocast else nullcontext()
 
     def _differentiable_loss(self, output: Any, target: Any, inputs: Sequence[Tensor]) -> Tensor:
         """The user's loss of a training step, which must lead back to an output that can be trained.
@@ -185,9 +199,7 @@ class PipelineStage:
         Raises:
             ModelError: it does not, or it leads to a parameter that is not the model's, which nobody would train.
         """
-        assert self._loss
-        self.seeds.seed_user_code("loss")
-        loss = self._loss(output, target)
+        loss = self.loss(output, target)
         check_gradient(loss, output)
         if loss.requires_grad and not self._is_loss_checked:  # once: its graph is the same in each minibatch
             self._is_loss_checked = True

@@ -156,8 +156,8 @@ class Worker:
                 outputs = replica.stage.evaluate(action.minibatch, inputs)  # (2)
                 replica.io.send_outputs(action.minibatch, outputs)  # (3)
                 if replica is self._context.last_stage:
-                    replica.stage.seeds.seed_user_code("loss")
-                    totals.add(outputs[0], target, minibatches.samples(action.minibatch))
+                    loss = replica.stage.loss(outputs[0], target)
+                    totals.add(loss, outputs[0], target, minibatches.samples(action.minibatch))
         for replica in self._stages.values():
             replica.io.end_phase()
             replica.stage.module.train()
