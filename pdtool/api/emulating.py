@@ -215,8 +215,12 @@ def _check_length(inputs: Inputs, settings: EmulationSettings) -> None:
     """Check that an epoch has a number of minibatches; raises UsageError for a stream without a length."""
     if settings.minibatches or not settings.target:
         return
-    file = inputs.model_file()
-    if file.samples(file.dataset("train"), "dataset('train')") is None:
+    from pdtool.frontend.user_code import undoing_user_changes
+
+    with undoing_user_changes():
+        file = inputs.model_file()
+        samples = file.samples(file.dataset("train"), "dataset('train')")
+    if samples is None:
         raise UsageError(NO_LENGTH, "give it with --minibatches")
 
 

@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -321,14 +320,14 @@ def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:
         UsageError: no function of model.py takes one of them; or one changes the operators that were planned.
         ModelError: the model cannot be built with them.
     """
-    from pdtool.frontend.user_code import parse_settings
+    from pdtool.frontend.user_code import parse_settings, undoing_user_changes
 
     if not given:
         return inputs
     changes = parse_settings(given)
     model = inputs.model.model_copy(update={"settings": {**inputs.model.settings, **changes}})
     changed = replace(inputs, model=model)
-    with chdir("."):  # the user's module may go to another folder
+    with undoing_user_changes():
         file = changed.model_file()
         _check_names(file, changes)
         if any(inputs.model.settings.get(key) != value for key, value in file.model_settings.items()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -75,12 +74,13 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
     spec = None if device in _MEASURED_DEVICES else find_device(device)
     # From here on torch is imported, which takes seconds: the options were checked before.
     from pdtool.frontend.model_file import ModelFile
-    from pdtool.frontend.user_code import is_local, parse_ref
+    from pdtool.frontend.user_code import is_local, parse_ref, undoing_user_changes
     from pdtool.profiler.estimate import estimate
     from pdtool.profiler.measure import measure
 
     folder = Path.cwd()
-    with chdir("."), progress(f"{'estimating' if spec else 'measuring'} operators") as on_progress:
+    label = "estimating" if spec else "measuring"
+    with undoing_user_changes(), progress(f"{label} operators") as on_progress:
         file = ModelFile.load(parse_ref(model, asked.model_settings), trusted=True)  # which may go to another folder
         if not is_local(file.path, folder):
             note(f"{model} is outside of this folder: name it to codegen and run, too, with --model {file.ref.source}")

@@ -7,7 +7,6 @@ The model is traced for that, so this module loads torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import chdir
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ from pdtool.frontend.graph_digest import first_difference, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing import trace_file
-from pdtool.frontend.user_code import find_source, model_name, parse_ref
+from pdtool.frontend.user_code import find_source, model_name, parse_ref, undoing_user_changes
 from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
 Given = Mapping[str, Any]  # the options that were asked for, by parameter
@@ -94,7 +93,7 @@ def _recorded_in_profile(profile: Profile) -> dict[str, Any]:
 
 def _why_model_differs(profile: Profile, path: str) -> str:
     assert profile.model
-    with chdir("."):  # the user's module may go to another folder
+    with undoing_user_changes():
         file = ModelFile.load(profile.model, trusted=True)
         traced = trace_file(file, file.build(), profile.batch_size)
     findings = profile_findings(profile, path, profile.model.source, traced)
@@ -213,8 +212,9 @@ class FreshnessCheck:
         if self._model is None:
             return None
         find_model(self.path, self._model.source)
-        file = ModelFile.load(self._model)
-        return trace_file(file, file.build(), self.plan.batch_size)
+        with undoing_user_changes():
+            file = ModelFile.load(self._model)
+            return trace_file(file, file.build(), self.plan.batch_size)
 
     def _profile(self) -> Iterator[FreshnessFinding]:
         if self._model is None or self._traced is None:

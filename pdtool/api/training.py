@@ -7,7 +7,6 @@ said before its workers start.
 from __future__ import annotations
 
 import os
-from contextlib import chdir
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,10 +101,11 @@ def run(
 
 def generated(inputs: Inputs, folder: Path) -> Bundle:
     """Generate the bundle, and say on stderr what was proved."""
+    from pdtool.frontend.user_code import undoing_user_changes
     from pdtool.generator.generate import generate
 
     target = folder.absolute()  # the user's module may go to another folder
-    with chdir("."), status("generating") as step:
+    with undoing_user_changes(), status("generating") as step:
         bundle = generate(inputs.plan, inputs.profile, inputs.model_file(), target, step)
     proof = {
         "values": "proved: outputs, gradients and buffers equal the model's, in training and evaluation",

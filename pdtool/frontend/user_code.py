@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,9 +80,11 @@ def find_source(source: str) -> Path:
 
 
 def import_source(source: str, path: Path) -> ModuleType:
-    """Import the file that `find_source` found; raises ModelError."""
+    """Import the file that `find_source` found; raises ModelError.
+
+    Its folder stays first on sys.path, as that of `python model.py` does: what it imports later is found there.
+    """
     is_module = not source.endswith(".py") and "/" not in source
-    # A file imports its neighbours, as `python model.py` would.
     sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
     try:
         if is_module:
@@ -101,8 +103,17 @@ def import_source(source: str, path: Path) -> ModuleType:
         raise ModelError(f"{name}{line}: {error.msg}") from error
     except Exception as error:
         raise error_at(path, error, "importing it") from error
-    finally:
-        sys.path.pop(0)
+
+
+@contextmanager
+def undoing_user_changes() -> Iterator[None]:
+    """Undo at the end what the user's code, and its import, changed of this process: the current folder, sys.path."""
+    before = sys.path[:]
+    with chdir("."):
+        try:
+            yield
+        finally:
+            sys.path[:] = before
 
 
 def model_name(path: Path, function: str) -> str:

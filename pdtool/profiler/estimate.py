@@ -33,6 +33,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing import trace
+from pdtool.frontend.user_code import undoing_user_changes
 from pdtool.profiler.execute import OnProgress, ProfiledModel, disable_inplace_modules
 from pdtool.profiler.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
 from pdtool.profiler.kernels import PRECISIONS, Kernel, KernelRecorder, recurrent_costs, roofline_s
@@ -96,10 +97,11 @@ def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *,
         UsageError: its model file lies outside the current folder.
     """
     model = measured_model(measured, path)
-    model_file = ModelFile.load(model, digests=measured.digests)
     plain = device.model_copy(update={"factors": {}})
     precision: Precision | None = "tf32" if tf32 else "bf16" if measured.precision == "bf16" else None
-    estimated = estimate(model_file, batch_size=measured.batch_size, device=plain, precision=precision)
+    with undoing_user_changes():
+        model_file = ModelFile.load(model, digests=measured.digests)
+        estimated = estimate(model_file, batch_size=measured.batch_size, device=plain, precision=precision)
     if _has_changed(model, measured, estimated):
         raise StaleError(model.source, "has changed since it was profiled", "profile it again")
     return device.model_copy(update={"factors": {**device.factors, **fit_factors(measured, estimated, path)}})

@@ -1,11 +1,13 @@
 """What a worker says of the user's data and optimizer."""
 
 import random
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import NET
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
@@ -553,3 +555,49 @@ def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
     assert WorkerContext.sample_order(context, 1) == [0]
     with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, and 1 in epoch 1; return"):
         WorkerContext.sample_order(context, 2)
+
+
+LATE_IMPORTS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, str(Path(__file__).parent / "library"))
+from own_scale import SCALE
+def model():
+    from own_activation import Activation
+    return nn.Sequential(nn.Linear(4, 8), Activation(), nn.Linear(8, 2))
+class Rows:
+    def __init__(self, rows): self.rows = rows
+    def __len__(self): return len(self.rows)
+    def __getitem__(self, index):
+        from own_rows import scaled
+        return scaled(self.rows[index])
+original = dataset
+def dataset(split):
+    import own_data
+    return Rows(own_data.limited(original(split)))
+"""
+
+
+def test_what_the_users_code_imports_when_it_runs_is_found_as_python_finds_it(folder, monkeypatch):
+    """Its folder is on sys.path all the time, behind what model.py inserts there, also in loader workers."""
+    folder.write("network/model.py", NET + LATE_IMPORTS)
+    folder.write("network/library/own_scale.py", "SCALE = 2\n")
+    folder.write("network/library/own_activation.py", "from torch.nn import Tanh as Activation\n")
+    folder.write("network/own_activation.py", "from torch.nn import ReLU as Activation\n")
+    folder.write("network/own_data.py", "def limited(rows): return rows\n")
+    folder.write("network/own_rows.py", "def scaled(row): return row[0] * 2, row[1]\n")
+    before = sys.path[:]
+    for arguments in (
+        ("profile", "network/model.py", "--batch-size", "8"),
+        ("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s"),
+        ("codegen",),
+        ("check", "--fresh"),
+        ("run", "--steps", "2", "--loader-workers", "2"),
+    ):
+        folder.pdtool(*arguments)
+        assert sys.path == before, "a program that calls pdtool finds its own modules"
+        for name in ("scale", "activation", "data", "rows"):
+            monkeypatch.delitem(sys.modules, f"own_{name}", raising=False)
+    stages = "".join(path.read_text() for path in (folder.path / "plans/model-2").glob("stage_*.py"))
+    assert "tanh" in stages.lower()
+    assert "relu" not in stages.lower()
