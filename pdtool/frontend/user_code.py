@@ -82,14 +82,18 @@ def find_source(source: str) -> Path:
 def import_source(source: str, path: Path) -> ModuleType:
     """Import the file that `find_source` found; raises ModelError.
 
-    Its folder stays first on sys.path, as that of `python model.py` does: what it imports later is found there.
+    Its folder stays first on sys.path, as that of `python model.py` does: what it imports later is found there. If the
+    path is a symlink, Python's rule holds too: `__file__` is the link, and the folder is that of the link's target.
+
+    Args:
+        path: absolute, for the file may change the current folder.
     """
     is_module = not source.endswith(".py") and "/" not in source
     sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
     try:
         if is_module:
             return importlib.import_module(source)
-        spec = importlib.util.spec_from_file_location(module_name(path), path.resolve())
+        spec = importlib.util.spec_from_file_location(module_name(path), path)
         assert spec
         assert spec.loader
         module = importlib.util.module_from_spec(spec)

@@ -2,6 +2,8 @@
 
 import gc
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -280,6 +282,23 @@ def test_a_model_named_by_an_artifact_must_lie_here(tmp_path):
     path.write_text("raise SystemExit('imported')\n")
     with pytest.raises(UsageError, match=r"outside the current folder.*--model"):
         ModelFile.load(ModelRef(source=str(path)))
+
+
+def test_a_model_behind_a_symlink_sees_the_places_that_python_gives_it(tmp_path, monkeypatch):
+    """`__file__` is the link, beside which its data may lie; its modules are beside the file itself."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    for name in ("real", "links"):
+        (tmp_path / name).mkdir()
+    target, link = tmp_path / "real/network.py", tmp_path / "links/model.py"
+    target.write_text("import sys\nPLACES = f'{__file__} {sys.path[0]}'\nprint(PLACES)\ndef model(): 1 // 0\n")
+    link.symlink_to("../real/network.py")
+    (tmp_path / "folder").symlink_to("links")
+    for path in (link, tmp_path / "folder/model.py"):
+        python = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+        file = ModelFile.load(ModelRef(source=str(path)), trusted=True)
+        assert f"{file.module.PLACES}\n" == python.stdout == f"{path} {tmp_path.resolve()}/real\n"
+        with pytest.raises(ModelError, match=r"^model.py:4: model\(\) raised ZeroDivisionError"):
+            file.build()
 
 
 def test_a_changed_model_is_stale_and_not_imported(tmp_path):
