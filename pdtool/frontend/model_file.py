@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -325,11 +324,10 @@ class TrainingFunctions(UserFile):
         """Return the figures of a validation: the means, or what the user's function makes of the totals.
 
         Args:
-            totals: what `metrics` returned, {name: (sum, count)}, added up over all minibatches. A count of 0 has the
-                mean nan.
+            totals: what `metrics` returned, {name: (sum, count)}, added up over all minibatches.
         """
         if not self.has("summarize_metrics"):
-            return {name: total / count if count else math.nan for name, (total, count) in totals.items()}
+            return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
         returned = self.call_with_settings("summarize_metrics", dict(totals))
         try:
             figures = {str(name): float(value) for name, value in returned.items()}

@@ -219,34 +219,6 @@ def test_a_target_that_no_metric_has_is_refused_before_the_first_epoch(tmp_path:
     assert read_metrics(spec.out / "metrics.jsonl") == []
 
 
-COUNTED = """
-def metrics(output, target):
-    return {"nll": (5.0, COUNT)}
-"""
-
-
-def counting(count: str) -> harness.Toy:
-    """CONV2 with a metric that counts so much in each minibatch; those of the validation have 4, 4 and 2 samples."""
-    return replace(CONV2, model=CONV2.model + COUNTED.replace("COUNT", count))
-
-
-def test_a_metric_that_counts_nothing_is_refused_and_reaches_no_target(tmp_path: Path) -> None:
-    """There is no mean of nothing; 0 would be the best loss of all."""
-    spec = harness.job(tmp_path, counting("0"), target=Target.parse("nll<=4"))
-    message = (
-        r"model.py:\d+: metrics\(\) counted nothing for nll in the validation after epoch 1, so it has no mean; ret"
-    )
-    with pytest.raises(PdtoolError, match=message):
-        launch(spec)
-
-
-def test_a_metric_may_count_nothing_in_the_first_minibatch(tmp_path: Path) -> None:
-    """Which alone is validated before the first epoch, to see that there is such a metric."""
-    spec = harness.job(tmp_path, counting("len(target) % 4"), target=Target.parse("nll<=4"), epochs=1)
-    harness.run(spec)
-    assert read_metrics(spec.out / "metrics.jsonl")[-1]["nll"] == 3 * 5.0 / 2
-
-
 def test_a_worker_that_cannot_write_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch elastic reads a file that is cut off."""
 

@@ -142,26 +142,20 @@ class MetricTotals:
         metrics = {"loss": (float(loss) * samples, float(samples)), **self._file.metrics(output, target)}
         self._totals = _sum([self._totals, metrics])
 
-    def summarize(self, group: Any, where: str, *, is_whole: bool = True) -> dict[str, float]:
+    def summarize(self, group: Any, where: str) -> dict[str, float]:
         """Return the loss and the figures over all workers of `group`, on each of them.
 
         Args:
             where: which validation it is, for an error.
-            is_whole: whether it has all samples, of which each metric must have counted something.
 
         Raises:
-            PdtoolError: a figure is not a number.
+            PdtoolError: one of them is not a number.
         """
         totals = _sum(all_gather(self._totals, group, "the validation metrics"))  # in order: the same on all
         loss, samples = totals.pop("loss")
         figures = {"loss": loss / samples} | self._file.summarize_metrics(totals)
-        is_mean = not self._file.has("summarize_metrics")
-        uncounted = [name for name, (_, count) in totals.items() if is_mean and not count]
-        if uncounted and is_whole:
-            what = f"metrics() counted nothing for {uncounted[0]} in {where}, so it has no mean"
-            raise self._file.error_in("metrics", what, "return counts above 0, or define summarize_metrics()")
         for name, value in figures.items():
-            if name not in uncounted and not math.isfinite(value):
+            if not math.isfinite(value):
                 raise PdtoolError(f"{where} gives {name} {value}", "try a lower learning rate")
         return figures
 

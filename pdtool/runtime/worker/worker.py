@@ -133,10 +133,10 @@ class Worker:
         """Compute loss and metrics with the current weights, in evaluation mode.
 
         Args:
-            max_samples: validate with the first samples only; a metric that counts nothing in them is nan.
+            max_samples: validate with the first samples only.
 
         Returns:
-            The figures over these samples, on every worker.
+            The figures over all samples, on every worker.
 
         Raises:
             PdtoolError: one of them is not a number.
@@ -161,8 +161,7 @@ class Worker:
         for replica in self._stages.values():
             replica.io.end_phase()
             replica.stage.module.train()
-        where = f"the validation after epoch {epoch}"
-        return totals.summarize(self._context.groups.world, where, is_whole=max_samples is None)
+        return totals.summarize(self._context.groups.world, f"the validation after epoch {epoch}")
 
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
