@@ -1,4 +1,4 @@
-"""The host of this process: the cores that it may use, the end of its parent, its memory and what bounds that.
+"""The host of this process: the cores that it may use, its parent and children, its memory and what bounds that.
 
 Linux reports all of it. On other systems the memory is unknown, and the end of the parent is not noticed.
 Pages of files do not count as memory: the code of libraries becomes resident when it is first used.
@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,25 @@ def end_with_parent(parent: int | None = None, number: signal.Signals = signal.S
         parent = _PROCESS_AT_START[1]
     if parent not in (None, os.getppid()):  # it ended before that
         os._exit(WorkerDiedError.exit_code)
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Keep the current folder off sys.path of the Python processes that are started meanwhile.
+
+    multiprocessing starts them with `python -c`, which would run a file signal.py there. They get this process's
+    sys.path later. Their environment has PYTHONSAFEPATH: take it away before the user's code runs, which may start
+    Python, too.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def resident_bytes() -> int | None:

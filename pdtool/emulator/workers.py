@@ -22,7 +22,7 @@ from typing import Any, cast
 from pdtool.artifacts.cluster import Cluster
 from pdtool.emulator.pretend_cluster import INTERFACE, PretendCluster, check_tools, enter_own_network
 from pdtool.errors import PdtoolError, WorkerDiedError
-from pdtool.host import end_with_parent
+from pdtool.host import end_with_parent, safe_path
 from pdtool.rendezvous import GLOO_VARIABLE
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.launch.diagnosis import diagnose
@@ -51,8 +51,10 @@ class Emulator:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads cannot enter a user namespace
         context = multiprocessing.get_context("spawn")
         self._pipe, pipe_of_switch = context.Pipe()
-        self._switch = context.Process(target=_switch_main, args=(pipe_of_switch, cluster, os.getpid()), name="switch")
-        self._switch.start()
+        arguments = (pipe_of_switch, cluster, os.getpid(), dict(os.environ))
+        self._switch = context.Process(target=_switch_main, args=arguments, name="switch")
+        with safe_path():
+            self._switch.start()
         pipe_of_switch.close()
         try:
             self._receive("the links of the pretend cluster", _START_TIMEOUT_S)
@@ -99,12 +101,15 @@ class Emulator:
             raise error
 
 
-def _switch_main(pipe: Connection, cluster: Cluster, emulator: int) -> None:
+def _switch_main(pipe: Connection, cluster: Cluster, emulator: int, environment: Mapping[str, str]) -> None:
     """The process of the switch: make the links, then run what comes through the pipe.
 
     Args:
         emulator: the process that started it, at whose end it kills its group: workers, and what these have started.
+        environment: of that process; that of this one has PYTHONSAFEPATH besides.
     """
+    os.environ.clear()
+    os.environ.update(environment)
     os.setpgrp()
     signal.signal(signal.SIGTERM, _kill_group)
     end_with_parent(emulator, signal.SIGTERM)

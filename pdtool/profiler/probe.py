@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pdtool.artifacts.cluster import ClusterFile, LevelMeasured, LevelSpec, NetworkMeasured
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
+from pdtool.host import safe_path
 from pdtool.machines import LOOPBACK, Machines, use_loopback, worker_environment
 from pdtool.rendezvous import Notify, gather_machines
 
@@ -424,6 +426,8 @@ def _launch(request: ProbeRequest, machines: Machines, node_workers: range, on_s
         port = store.port
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", __name__])
+    with safe_path():
+        forkserver.ensure_running()
     processes, pipes = [], {}
     try:
         for rank in node_workers:

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from pdtool.artifacts import run_dir
 from pdtool.errors import WorkerDiedError
+from pdtool.host import safe_path
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -72,7 +73,8 @@ def _start_fork_server() -> None:
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
     try:
-        forkserver.ensure_running()
+        with safe_path():
+            forkserver.ensure_running()
     finally:
         if is_main:
             signal.signal(signal.SIGINT, handler)
