@@ -2,7 +2,7 @@
 
 What an artifact names must be a regular file of a bounded size: reading another could last for ever. A file that is
 written is synced and renamed over the old one, so that a reader sees one of the two whole. `check_replaceable` keeps a
-file of another sort from being overwritten.
+file of another sort from being overwritten. `open_in_place` follows no link out of a folder that may be a stranger's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.units import format_bytes
 
 MAX_FILE_BYTES = 256 * 10**6  # of an artifact, or of a source file that one names; a large artifact has a few MB
+_OTHER_FOLDER = "remove it, or name another folder with -o"
 _HEAD_BYTES = 4096  # of an artifact, in which its format stands
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space
 
@@ -94,6 +95,40 @@ def check_replaceable(path: Path, what: str, is_what: Callable[[bytes], bool]) -
         raise UsageError(problem, "name another file") from error
     if head and not is_what(head):
         raise UsageError(f"{path} is another file than {what}, and would be overwritten", "name another file")
+
+
+def open_in_place(path: Path) -> BinaryIO:
+    """Open a file to read and to change it where it is; make it if it is not there.
+
+    Raises:
+        ArtifactError: it is a link, of either kind, a FIFO or a device: what is written would go elsewhere.
+    """
+    check_no_link(path)  # before it is opened: that alone can make a device act
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+    if os.fstat(file.fileno()).st_nlink > 1:
+        file.close()
+        raise ArtifactError(path, "is a second name of another file", _OTHER_FOLDER)
+    return file
+
+
+def check_no_link(path: Path, *, is_folder: bool = False) -> None:
+    """Check that a path is that of a regular file (of a folder), or of nothing; a link is neither.
+
+    Raises:
+        ArtifactError: it is something else, through which a file elsewhere could be written.
+    """
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(status.st_mode):
+        what = "is a link, which is not followed"
+    elif not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
+        what = f"is no {'folder' if is_folder else 'regular file'}"
+    else:
+        return
+    raise ArtifactError(path, what, _OTHER_FOLDER)
 
 
 def write_atomically(path: Path, text: str) -> None:

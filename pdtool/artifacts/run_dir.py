@@ -6,7 +6,10 @@ runs/NAME/run.json         what was asked for, and how it ended (RunState)
          /report.json      where the time went, written at the end
          /trace.json       when each worker did what
          /checkpoints/epoch-N/checkpoint.json    a checkpoint is complete when this file is there
+         /failure.txt      if it failed, what each worker was doing
          /.lock            held by the process that trains
+         /.workers/        what each worker is doing, while it trains
+         /.token           by which machines see that they share the folder
 """
 
 from __future__ import annotations
@@ -33,10 +36,13 @@ from pdtool.artifacts.fields import Bytes, Count, Digest, Label, Number
 from pdtool.artifacts.metrics import METRICS_FILE, read_metrics
 from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.files import check_no_link, open_in_place
 
 RUN_FILE, PLAN_FILE, REPORT_FILE, TRACE_FILE = "run.json", "plan.yaml", "report.json", "trace.json"
 EMULATION_FILE = "emulation.json"
+FAILURE_FILE, TOKEN_FILE = "failure.txt", ".token"
 CHECKPOINTS_FOLDER, MANIFEST_FILE = "checkpoints", "checkpoint.json"
+WORKERS_FOLDER = ".workers"
 UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: the record is no reason to end a run
 _LOCK_FILE, _OLD_MANIFEST_FILE = ".lock", "epoch.json"
 _FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
@@ -254,26 +260,39 @@ def put_report_aside(out: Path, epochs_done: int) -> None:
         os.replace(out / REPORT_FILE, out / f"report.epoch-{epochs_done}.json")
 
 
+def check_written(out: Path) -> None:
+    """Check that what a run writes stays in its folder, which may be a stranger's.
+
+    Raises:
+        ArtifactError: a file or folder that the run writes is a link, or no regular file or folder.
+    """
+    files = (_LOCK_FILE, TOKEN_FILE, RUN_FILE, PLAN_FILE, METRICS_FILE, REPORT_FILE, TRACE_FILE)
+    for name in (*files, EMULATION_FILE, FAILURE_FILE):
+        check_no_link(out / name)
+    for name in (CHECKPOINTS_FOLDER, WORKERS_FOLDER):
+        check_no_link(out / name, is_folder=True)
+
+
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Make the folder `out` and hold it for one run; the system takes the lock back when this process ends.
 
     Raises:
         UsageError: another run holds it.
+        ArtifactError: a link in it leads elsewhere.
         PdtoolError: the folder cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        check_written(out)
+        file = open_in_place(out / _LOCK_FILE)
     except OSError as error:
         raise PdtoolError(f"{out} cannot be written ({error.strerror})", "name another folder with -o") from error
-    try:
-        _lock(descriptor, out)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with file:
+        _lock(file.fileno(), out)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _lock(descriptor: int, out: Path) -> None:

@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from pdtool import __version__
 from pdtool.artifacts import run_dir
+from pdtool.artifacts.run_dir import TOKEN_FILE
 from pdtool.errors import UsageError, WorkerDiedError
-from pdtool.files import file_sha256
+from pdtool.files import file_sha256, open_in_place
 from pdtool.frontend.user_code import find_source
 from pdtool.runtime.config import RunConfig, assign_ranks, ranks_of_stage
 from pdtool.runtime.memory import is_out_of_memory
@@ -42,7 +43,6 @@ _OPTIONS = {  # those that must be the same on all machines, and their fields of
     "--correction": "delay_compensation",
 }
 _DIGITS = 12  # of a digest that are shown
-_TOKEN_FILE = ".token"  # what rank 0 writes, for all to see
 _VISIBLE_WITHIN_S = 10.0  # until a file that one machine wrote is seen by another; NFS caches folders for seconds
 _POLL_S = 0.1
 
@@ -266,10 +266,12 @@ def check_shared(out: Path, group: Any, timeout_s: float) -> None:
         UsageError: on every worker, when one does not; ranks and machines are named.
         PeerError: a worker is lost.
     """
-    token, path = "", out / _TOKEN_FILE
+    token, path = "", out / TOKEN_FILE
     if dist.get_rank(group) == 0:
         token = secrets.token_hex(16)
-        path.write_text(token, encoding="ascii")
+        with open_in_place(path) as file:
+            file.truncate(0)
+            file.write(token.encode())
     token = broadcast(token, 0, "the token of the run's folder")
     limit_s = min(_VISIBLE_WITHIN_S, timeout_s / 2)
     seen = all_gather((_comes_to_hold(path, token, limit_s), socket.gethostname()), group, "word of the run's folder")

@@ -15,11 +15,11 @@ from typing import ClassVar
 
 from pdtool import host
 from pdtool.artifacts.metrics import METRICS_FILE
-from pdtool.errors import PdtoolError
+from pdtool.artifacts.run_dir import FAILURE_FILE, WORKERS_FOLDER, check_written
+from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.files import check_no_link, open_in_place
 from pdtool.runtime.config import RankAssignment
 
-WORKERS_FOLDER = ".workers"
-FAILURE_FILE = "failure.txt"
 ANY_PEER, OWN_ERROR, NOBODY = -1, -2, -3  # where the rank of a peer may stand
 _HEADER = struct.Struct("<iqdi")  # fields of LastStatus: pid, oom_kills, since_s, waits_for
 _STATUS_BYTES = 160
@@ -39,12 +39,9 @@ class Status:
     of_this_process: ClassVar[Status | None] = None
 
     def __init__(self, out: Path, assignment: RankAssignment) -> None:
-        path = _path(out, assignment.rank, "status")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(_STATUS_BYTES))
-        with path.open("r+b") as file:
+        _make_files(out, assignment.rank)
+        with open_in_place(_path(out, assignment.rank, "status")) as file:
             self._memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
-        _path(out, assignment.rank, "failure").write_bytes(b" " * _FAILURE_BYTES)
         _HEADER.pack_into(self._memory, 0, os.getpid(), host.oom_kills() or 0, time.time(), NOBODY)
         self.set("the start")
         Status.of_this_process = self
@@ -138,8 +135,7 @@ class WorkerFailure:
 
 def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
     """Write a failure where `read_failure` reads it, into the bytes that were reserved for it."""
-    path = _path(out, rank, "failure")
-    with suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:  # the folder may be gone
+    with suppress(OSError, ArtifactError), open_in_place(_path(out, rank, "failure")) as file:  # it may be gone
         file.write(json.dumps(asdict(failure)).encode().ljust(_FAILURE_BYTES))
 
 
@@ -153,7 +149,9 @@ def read_failure(out: Path, rank: int) -> WorkerFailure | None:
 
 def write_traceback(out: Path, rank: int, text: str) -> None:
     """Keep the traceback of a worker's failure, for FAILURE_FILE."""
-    _path(out, rank, "traceback").write_text(text, encoding="utf-8", errors="backslashreplace")
+    with open_in_place(_path(out, rank, "traceback")) as file:
+        file.truncate(0)
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def read_traceback(out: Path, rank: int) -> str:
@@ -196,21 +194,29 @@ def prepare_folder(out: Path, ranks: Sequence[int], *, keep_metrics: bool) -> No
     they ended; what an earlier run left there of them, and of metrics, is removed.
 
     Raises:
+        ArtifactError: a link in the folder leads elsewhere.
         PdtoolError: the folder cannot be written.
     """
-    if (out / METRICS_FILE).exists() and not (out / METRICS_FILE).is_file():
-        raise PdtoolError(f"{out / METRICS_FILE} is no regular file", "remove it")
     try:
-        (out / WORKERS_FOLDER).mkdir(parents=True, exist_ok=True)
+        check_written(out)
         (out / FAILURE_FILE).unlink(missing_ok=True)
         for rank in ranks:
-            _path(out, rank, "status").write_bytes(bytes(_STATUS_BYTES))
-            _path(out, rank, "failure").write_bytes(b" " * _FAILURE_BYTES)
+            _make_files(out, rank)
             _path(out, rank, "traceback").unlink(missing_ok=True)
         if not keep_metrics:
             (out / METRICS_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise PdtoolError(f"{out} cannot be written ({error.strerror})", "name another folder with -o") from error
+
+
+def _make_files(out: Path, rank: int) -> None:
+    """Make the files of a worker, blank and as large as they will be."""
+    check_no_link(out / WORKERS_FOLDER, is_folder=True)
+    (out / WORKERS_FOLDER).mkdir(parents=True, exist_ok=True)
+    for kind, content in (("status", bytes(_STATUS_BYTES)), ("failure", b" " * _FAILURE_BYTES)):
+        with open_in_place(_path(out, rank, kind)) as file:
+            file.truncate(0)
+            file.write(content)
 
 
 def _path(out: Path, rank: int, kind: str) -> Path:

@@ -22,6 +22,7 @@ from harness import CONV1, CONV2, CONV3, Toy, faulty
 
 from pdtool import host
 from pdtool.artifacts.plan import Predicted
+from pdtool.artifacts.run_dir import FAILURE_FILE, WORKERS_FOLDER
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
 from pdtool.host import MemoryLimit, memory_limits, oom_kills
@@ -34,10 +35,8 @@ from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.memory import is_out_of_memory, out_of_memory_error
 from pdtool.runtime.status import (
     ANY_PEER,
-    FAILURE_FILE,
     NOBODY,
     OWN_ERROR,
-    WORKERS_FOLDER,
     Status,
     WorkerFailure,
     prepare_folder,

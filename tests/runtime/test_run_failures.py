@@ -20,6 +20,7 @@ from harness import CONV2, CONV3, faulty
 
 from pdtool.artifacts import run_dir
 from pdtool.artifacts.metrics import read_metrics
+from pdtool.artifacts.run_dir import WORKERS_FOLDER
 from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.options import Target
@@ -28,7 +29,7 @@ from pdtool.runtime.corrections import DelayCompensation
 from pdtool.runtime.launch import worker_main
 from pdtool.runtime.launch.diagnosis import diagnose
 from pdtool.runtime.launch.launcher import launch, local_assignments
-from pdtool.runtime.status import WORKERS_FOLDER, Status, WorkerFailure, prepare_folder, read_failure, write_failure
+from pdtool.runtime.status import Status, WorkerFailure, prepare_folder, read_failure, write_failure
 from pdtool.runtime.worker import checkpoint
 
 

@@ -19,10 +19,11 @@ from test_run_nodes import ended, start
 
 from pdtool.artifacts import run_dir
 from pdtool.artifacts.run_dir import locked
-from pdtool.errors import PdtoolError, UsageError
-from pdtool.runtime.config import RunConfig
+from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.runtime.config import RankAssignment, RunConfig
 from pdtool.runtime.groups import describe_differences
 from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.status import Status
 
 HOLDER = """
 import os, sys, time
@@ -141,6 +142,75 @@ def test_what_is_removed_during_a_run_is_an_error(tmp_path: Path, what: str) -> 
         launch(spec)
     assert raised.value.exit_code == 1
     assert not removed.exists()
+
+
+def links_to(target: Path) -> dict[str, Callable[[Path], None]]:
+    return {
+        "symbolic link": lambda path: path.symlink_to(target),
+        "link to nothing": lambda path: path.symlink_to(target.with_name("new")),
+        "fifo": os.mkfifo,
+    }
+
+
+RUN_FILES = (
+    ".lock",
+    ".token",
+    "run.json",
+    "plan.yaml",
+    "metrics.jsonl",
+    "trace.json",
+    "report.json",
+    "emulation.json",
+    "failure.txt",
+)
+
+
+@pytest.mark.parametrize("kind", links_to(Path()))
+@pytest.mark.parametrize("name", [*RUN_FILES, ".workers", "checkpoints"])
+def test_a_run_writes_through_no_link_of_its_folder(tmp_path: Path, name: str, kind: str) -> None:
+    """Once, a stranger's folder emptied the file that its `.lock` led to."""
+    spec = harness.job(tmp_path, CONV2, epochs=1)
+    spec.out.mkdir()
+    target = tmp_path / "mine"
+    target.write_text("mine")
+    links_to(target)[kind](spec.out / name)
+    with pytest.raises(ArtifactError, match=rf"run/{name}: is (a link|no ).*; remove it, or name another folder"):
+        launch(spec)
+    assert target.read_text() == "mine"
+    assert not target.with_name("new").exists()
+
+
+def test_a_second_name_of_a_file_is_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".lock").hardlink_to(tmp_path / "mine")
+    with pytest.raises(ArtifactError, match=r"\.lock: is a second name of another file; remove it"), locked(tmp_path):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", links_to(Path()))
+def test_what_an_earlier_run_left_of_its_workers_is_removed(tmp_path: Path, kind: str) -> None:
+    """Whatever it is, and whoever put it there."""
+    spec = harness.job(tmp_path, CONV2, epochs=1)
+    (spec.out / ".workers").mkdir(parents=True)
+    target = tmp_path / "mine"
+    target.write_text("mine")
+    for name in ("0.status", "1.failure", "1.traceback", "node-0"):
+        links_to(target)[kind](spec.out / ".workers" / name)
+    launch(spec)
+    assert target.read_text() == "mine"
+    assert not target.with_name("new").exists()
+
+
+@pytest.mark.parametrize("name", ["0.status", "0.failure"])
+def test_a_worker_of_torchrun_writes_through_no_link(tmp_path: Path, name: str) -> None:
+    """No launcher has made the folder of the workers for it."""
+    (tmp_path / ".workers").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".workers" / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(ArtifactError, match=f"{name}: is a link"):
+        Status(tmp_path, RankAssignment(rank=0, stage=0, replica=0, worker=0))
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 @contextmanager

@@ -29,6 +29,7 @@ import torch
 
 from pdtool import host
 from pdtool.artifacts import run_dir
+from pdtool.artifacts.run_dir import FAILURE_FILE
 from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
 from pdtool.files import write_atomically
 from pdtool.host import ULIMIT
@@ -36,7 +37,6 @@ from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.memory import killed_for_memory_error
 from pdtool.runtime.status import (
     ANY_PEER,
-    FAILURE_FILE,
     NOBODY,
     OWN_ERROR,
     LastStatus,

@@ -40,7 +40,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from pdtool.artifacts import run_dir
 from pdtool.artifacts.metrics import following_metrics
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.run_dir import PLAN_FILE, RUN_FILE, UNWRITABLE, RunState, locked, put_report_aside, update_record
+from pdtool.artifacts.run_dir import (
+    PLAN_FILE,
+    RUN_FILE,
+    UNWRITABLE,
+    WORKERS_FOLDER,
+    RunState,
+    locked,
+    put_report_aside,
+    update_record,
+)
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError, describe_error
 from pdtool.files import write_remedy
 from pdtool.frontend.compute_mode import check_autocast
@@ -52,7 +61,7 @@ from pdtool.runtime.groups import short_reason
 from pdtool.runtime.launch.diagnosis import diagnose, fork_server_end
 from pdtool.runtime.launch.process_group import Reaper, end_by_signal, handling_signals, stop_message, stop_name
 from pdtool.runtime.launch.worker_main import run_worker, worker_main
-from pdtool.runtime.status import WORKERS_FOLDER, prepare_folder, read_failure, read_pid
+from pdtool.runtime.status import prepare_folder, read_failure, read_pid
 from pdtool.runtime.worker_end import name_semaphores_after_this_process, remove_counters, remove_stale_semaphores
 from pdtool.schedule import build, is_asynchronous, validate
 
@@ -148,6 +157,8 @@ def _launch_workers(
     notify: Callable[[str], None],
 ) -> Report:
     """Start the workers of this machine and wait for their end."""
+    if config.machines.node_rank == 0:  # before the others come, which put their files there, too
+        shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)
     gather_machines(config.machines, config.timeout_s, notify)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
     remove_stale_semaphores()
