@@ -158,6 +158,14 @@ def test_init_writes_a_project_that_trains_as_it_is(folder):
     assert Path("model.py").read_text() == ours
 
 
+def test_the_ci_job_of_init_may_read_and_no_more(folder):
+    """A pull request runs a stranger's code in it."""
+    folder.pdtool("init", "project")
+    workflow = yaml.safe_load(Path("project/.github/workflows/pdtool.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert not any("permissions" in job for job in workflow["jobs"].values())
+
+
 def test_the_ci_job_of_init_calls_commands_that_exist(folder):
     folder.pdtool("init", "project")
     job = yaml.safe_load(Path("project/.github/workflows/pdtool.yml").read_text())["jobs"]["pipeline"]

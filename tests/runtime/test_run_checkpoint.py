@@ -301,6 +301,22 @@ def test_metrics_that_are_no_file_are_refused(tmp_path: Path) -> None:
         launch(replace(spec, epochs=2, resume=spec.out), on_metrics=print)
 
 
+def test_a_file_of_a_checkpoint_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A FIFO has 0 bytes, as a manifest can say; export waited for it."""
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    folder = run_dir.latest(spec.out)
+    manifest = run_dir.read_manifest(folder)
+    [(name, stored)] = manifest.files.items()
+    manifest.model_copy(update={"files": {name: stored.model_copy(update={"bytes": 0})}}).save(
+        folder / "checkpoint.json"
+    )
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ArtifactError, match=rf"{name}: is damaged \(it is no regular file\); there is none before it"):
+        checkpoint.export(spec.out, tmp_path / "model.pt")
+
+
 def test_a_checkpoint_of_an_older_pdtool_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "epoch-1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "epoch-1" / "epoch.json").write_text("{}")

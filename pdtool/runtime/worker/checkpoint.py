@@ -13,6 +13,7 @@ import hashlib
 import io
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -216,8 +217,11 @@ def _publish(partial: Path, folder: Path, manifest: CheckpointManifest) -> None:
 
 def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """The wanted tensors of one file; raises OSError, ValueError or SafetensorError."""
-    if path.stat().st_size != stored.bytes:
-        raise ValueError(f"it has {path.stat().st_size} bytes, and was written with {stored.bytes}")
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # a FIFO would be waited for
+        raise ValueError("it is no regular file")
+    if status.st_size != stored.bytes:
+        raise ValueError(f"it has {status.st_size} bytes, and was written with {stored.bytes}")
     with safe_open(path, framework="pt") as file:
         keys = [key for key in file.keys() if wanted(key)]  # noqa: SIM118
         if keys and _describe(path) != stored:
