@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import stat
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,6 +18,7 @@ from pdtool.errors import PdtoolError, UsageError, describe_error
 
 RunPrecision = Literal["fp32", "bf16"]
 _COMPILERS = ("torch._dynamo.", "torch._inductor.")  # modules of the errors of torch.compile
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _NO_COMPILER = "No working C++ compiler"
 
 
@@ -46,6 +50,38 @@ def check_autocast(precision: RunPrecision, autocast_off: Sequence[str]) -> None
 def default_device() -> Literal["cpu", "cuda"]:
     """Return the device that `run` trains on unless told otherwise: cuda where there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def compiled(module: Callable[..., Any]) -> Callable[..., Any]:
+    """Put a module through torch.compile, whose cache, with the code in it, is of this user alone.
+
+    Raises:
+        UsageError: the folder of the cache is not.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch sets the variable itself when torch._dynamo is imported, to a folder that any user can make before
+    if os.environ.get(_CACHE_VARIABLE, "") in ("", os.path.abspath(default_cache_dir())):
+        os.environ[_CACHE_VARIABLE] = str(_private_cache())
+    result: Callable[..., Any] = torch.compile(module)
+    return result
+
+
+def _private_cache() -> Path:
+    """Return the user's folder for compiled code, made where it is missing; raises UsageError."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "pdtool"
+    remedy = f"remove it, or set {_CACHE_VARIABLE} to a folder of your own"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for path in (folder, folder / "torchinductor"):
+            path.mkdir(mode=0o700, exist_ok=True)
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise UsageError(f"{path}, for code that torch.compile makes, is not a folder of yours alone", remedy)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made for torch.compile ({error.strerror})", remedy) from error
+    return folder / "torchinductor"
 
 
 def is_compiler_error(error: Exception) -> bool:

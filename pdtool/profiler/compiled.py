@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import describe_error
+from pdtool.frontend import compute_mode
 from pdtool.frontend.operators import Operator, Value
 from pdtool.profiler.execute import Executor, OnProgress, ProfiledModel, Work
 
@@ -62,7 +63,7 @@ def compile_model(model: ProfiledModel, seconds: Seconds, note: OnNote, progress
     note(f"torch.compile takes the model in {len(segments)} segment(s), and as a whole: some seconds for each")
     compiled = _compiled_segments(model, segments, note, progress)
     in_segments = _with_operators(model, segments, compiled)
-    module: Any = torch.compile(model.traced.model)
+    module: Any = compute_mode.compiled(model.traced.model)
     whole = replace(in_segments, traced=replace(in_segments.traced, model=module))
     reason = _failure(whole.train_step)
     if reason:
@@ -105,7 +106,7 @@ def _compiled(model: ProfiledModel, name: str, segment: Sequence[Operator]) -> O
         name=name,
         op="compiled",
         module="",
-        target=torch.compile(segment_module(model.run, segment, inputs, outputs)),
+        target=compute_mode.compiled(segment_module(model.run, segment, inputs, outputs)),
         args=inputs,
         outputs=outputs,
         structure=list(range(len(outputs))),

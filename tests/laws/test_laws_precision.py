@@ -9,7 +9,9 @@ compiled: inductor fuses and orders sums in its own way, in fp32: a few units in
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +25,7 @@ from harness import CONV2, CONV3, LSTM3, TIED3, Toy, assert_same, batches, stage
 from reference import replay
 from test_laws_training import pipeline
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from pdtool.errors import UsageError
 from pdtool.frontend.model_file import ModelFile
@@ -135,6 +138,28 @@ def test_all_weight_versions_go_through_one_compiled_graph(monkeypatch: pytest.M
         stage.weights.prepare_update()
     assert stage.weights.peak_versions == 4
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("given", [None, os.path.abspath(default_cache_dir())])
+def test_compiled_code_is_kept_where_no_other_user_can_put_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """torch reads code from a folder in /tmp, whoever made it, and names that in the environment."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "pdtool" / "torchinductor"
+    for mode in (0o700, 0o777):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given or "")
+        if mode == 0o777:
+            folder.chmod(mode)
+            with pytest.raises(
+                UsageError, match=r"torchinductor, for code .* is not a folder of yours alone; remove it"
+            ):
+                PipelineStage(torch.nn.Linear(3, 3), None, compiled=True)
+        else:
+            PipelineStage(torch.nn.Linear(3, 3), None, compiled=True)
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+            assert stat.S_IMODE(folder.stat().st_mode) == mode
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pdtool.errors import ModelError
+from pdtool.frontend import compute_mode
 from pdtool.frontend.compute_mode import computing_in
 from pdtool.frontend.model_rules import check_gradient
 from pdtool.frontend.random_numbers import OperatorSeeds
@@ -94,7 +95,7 @@ class PipelineStage:
         seeds: OperatorSeeds | None = None,
     ) -> None:
         self.module, self._loss, self._autocast = module, loss, autocast
-        self._call: Callable[..., Any] = torch.compile(module) if compiled else module
+        self._call: Callable[..., Any] = compute_mode.compiled(module) if compiled else module
         self._recomputation = Recomputation(module) if recompute else None
         self.seeds = seeds or OperatorSeeds()
         if not compiled:
