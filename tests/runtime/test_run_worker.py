@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import harness
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.artifacts.run_dir import CheckpointManifest
 from pdtool.errors import PdtoolError
+from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.messages.open_channels import Channels
 from pdtool.runtime.messages.routes import LocalChannel, list_edges, list_routes
@@ -179,3 +183,25 @@ class Returns(nn.Module):
 
     def forward(self) -> tuple[Any, ...]:
         return self.outputs
+
+
+def test_other_loggers_go_on_while_a_run_lasts(tmp_path: Path) -> None:
+    """Torch elastic's do not: what it would say of a worker that failed, the error says."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("of.the.user")
+    logger.addHandler(handler)
+    lines: list[Any] = []
+
+    def on_metrics(line: Any) -> None:
+        lines.append(line)
+        logger.warning("a line")
+
+    try:
+        launch(harness.job(tmp_path, harness.CONV2), on_metrics)
+    finally:
+        logger.removeHandler(handler)
+    assert lines
+    assert len(records) == len(lines)
+    assert not logging.getLogger("torch.distributed.elastic.agent.server.api").disabled

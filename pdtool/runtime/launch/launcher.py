@@ -71,6 +71,7 @@ _POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, by a process that trains
 _MAX_REASON = 2000  # characters
 _NO_FORK_SERVER = "unexpected EOF"  # multiprocessing's error where it waits for the number of a new process
 # What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
+_ELASTIC = "torch.distributed"  # name of its loggers
 _PRELOADED = ["torch", "torch._dynamo", "pdtool.runtime.launch.worker_main"]
 
 
@@ -174,7 +175,7 @@ def _launch_workers(
             following_metrics(config.out, on_metrics, after=epochs_done),
             closing(Reaper()) as reaper,
             _killing_stragglers(config, local, reaper),
-            _logging_disabled(),
+            _elastic_silenced(),
             _meeting_folder(config) as meeting_folder,
         ):
             hand_over(reaper)
@@ -396,11 +397,14 @@ def _start_errors_explained() -> Iterator[None]:
 
 
 @contextmanager
-def _logging_disabled() -> Iterator[None]:
-    """Disable logging: torch elastic logs what `launch` raises."""
-    before = logging.root.manager.disable
-    logging.disable()
+def _elastic_silenced() -> Iterator[None]:
+    """Silence torch elastic, which logs what `launch` raises; other loggers of this process go on."""
+    loggers = [logging.getLogger(name) for name in [*logging.root.manager.loggerDict] if name.startswith(_ELASTIC)]
+    talking = [logger for logger in loggers if not logger.disabled]
+    for logger in talking:
+        logger.disabled = True
     try:
         yield
     finally:
-        logging.disable(before)
+        for logger in talking:
+            logger.disabled = False
