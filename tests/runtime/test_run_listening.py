@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import socket
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
@@ -59,21 +61,30 @@ def test_addresses_are_read():
 
 
 @contextmanager
-def new_addresses() -> Iterator[set[str]]:
-    """Collect the addresses at which something listens meanwhile, and did not before."""
-    before, seen, is_over = listening_addresses(), set(), threading.Event()
+def watching(look: Callable[[], None]) -> Iterator[None]:
+    """Look again and again meanwhile."""
+    is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(0.02):
-            seen.update(listening_addresses() - before)
+            with suppress(FileNotFoundError):
+                look()
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield seen
+        yield
     finally:
         is_over.set()
         thread.join()
+
+
+@contextmanager
+def new_addresses() -> Iterator[set[str]]:
+    """Collect the addresses at which something listens meanwhile, and did not before."""
+    before, seen = listening_addresses(), set()
+    with watching(lambda: seen.update(listening_addresses() - before)):
+        yield seen
 
 
 def test_a_run_of_one_machine_cannot_be_reached_from_another(tmp_path):
@@ -89,3 +100,14 @@ def test_nor_can_a_probe():
         assert probe(request, Machines(), on_step=lambda step: None)
     assert seen
     assert all(ip_address(found).is_loopback for found in seen), seen
+
+
+def test_where_workers_meet_is_of_this_user_alone_and_goes_with_the_run(tmp_path):
+    def folders() -> list[Path]:
+        return list(Path(multiprocessing.util.get_temp_dir()).glob("meeting-*"))
+
+    seen: list[int] = []
+    with watching(lambda: seen.extend(folder.stat().st_mode for folder in folders())):
+        launch(harness.job(tmp_path, harness.CONV2))
+    assert set(map(stat.S_IMODE, seen)) == {0o700}
+    assert folders() == []

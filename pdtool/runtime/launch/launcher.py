@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import shutil
@@ -261,11 +261,14 @@ def local_assignments(config: RunConfig) -> list[RankAssignment]:
 
 @contextmanager
 def _meeting_folder(config: RunConfig) -> Iterator[str]:
-    """Make the folder through which the workers of one machine meet, which no other user can read; "" for several."""
+    """Make the folder through which the workers of one machine meet, which no other user can read; "" for several.
+
+    It lies in multiprocessing's, which the reaper removes when this process is killed.
+    """
     if config.machines.count > 1:
         yield ""
         return
-    with tempfile.TemporaryDirectory(prefix="pdtool-") as folder:
+    with tempfile.TemporaryDirectory(prefix="meeting-", dir=multiprocessing.util.get_temp_dir()) as folder:
         yield folder
 
 
