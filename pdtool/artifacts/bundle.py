@@ -94,6 +94,8 @@ class Bundle(YamlArtifact):
         autocast_off: the lines where the model switches autocast off, which the stages do not.
         proof: how codegen proved the files equal to the model: `values` (outputs, gradients and buffers of three
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
+        optional_gradients: whether a tensor may have no gradient in some minibatch, which is then said in the messages:
+            the model returns several tensors, and the loss may leave one out.
     """
 
     KIND: ClassVar[str] = "bundle"
@@ -109,6 +111,7 @@ class Bundle(YamlArtifact):
     stages: Annotated[tuple[StageModule, ...], Field(min_length=1)]
     tensors: tuple[TensorSpec, ...]
     tied: tuple[TiedParameter, ...] = ()
+    optional_gradients: bool = False
 
     def check(self) -> None:
         described: set[str] = set()

@@ -151,6 +151,7 @@ def _bundle(
         ),
         tensors=tuple(wiring.tensors()),
         tied=tuple(wiring.tied),
+        optional_gradients=wiring.has_optional_gradients,
     )
     return bundle.with_graph(graph_sha256(wiring.traced))
 

@@ -80,6 +80,11 @@ class Wiring:
         """The tensors that the model returns."""
         return values_in(self.traced.output)
 
+    @property
+    def has_optional_gradients(self) -> bool:
+        """Whether the loss may leave out a tensor that the model returns, and so what only that one depends on."""
+        return sum(value.differentiable for value in self.output_values) + len(self._output_state) > 1
+
     @cached_property
     def _output_state(self) -> list[str]:
         """Names of the parameters and buffers that the model returns."""

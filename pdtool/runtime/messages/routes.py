@@ -27,6 +27,7 @@ from pdtool.frontend.model_io import dtype_of
 from pdtool.runtime.groups import PeerError
 
 TARGET = "the target"
+_FLAGS = "which gradients there are"
 Direction = Literal["forward", "backward"]
 
 
@@ -72,6 +73,8 @@ class Route:
         sender, receiver: ranks.
         every, first: its minibatches are those i with i mod every == first.
         edges: those whose tensors (backward: gradients) are in a message, in this order.
+        flags: of a backward route, the last edge, if there is one that says of each other one, by 0 or 1, whether it
+            has a gradient.
     """
 
     number: int
@@ -83,6 +86,7 @@ class Route:
     every: int
     first: int
     edges: tuple[Edge, ...]
+    flags: Edge | None = None
 
     def has(self, minibatch: int) -> bool:
         """Whether this minibatch takes this route."""
@@ -142,11 +146,14 @@ def list_edges(bundle: Bundle, targets: Sequence[TensorSpec], float32_as: torch.
     return [Edge(n, *end, float32_as if end[3].producer >= 0 else None) for n, end in enumerate(between)]
 
 
-def list_routes(edges: Sequence[Edge], ranks: Sequence[Sequence[int]]) -> list[Route]:
+def list_routes(
+    edges: Sequence[Edge], ranks: Sequence[Sequence[int]], *, optional_gradients: bool = False
+) -> list[Route]:
     """Return all routes of both directions; minibatch i is at replica i mod r of each stage.
 
     Args:
         ranks: of each stage's replicas.
+        optional_gradients: see Bundle.
     """
     between: dict[tuple[Direction, int, int], list[Edge]] = {}
     for edge in edges:
@@ -159,8 +166,17 @@ def list_routes(edges: Sequence[Edge], ranks: Sequence[Sequence[int]]) -> list[R
         every = math.lcm(len(senders), len(receivers))
         for i in range(every):
             ends = (source, destination, senders[i % len(senders)], receivers[i % len(receivers)])
-            routes.append(Route(len(routes), direction, *ends, every, i, tuple(group)))
+            flags = None
+            if optional_gradients and direction == "backward":
+                flags = _flags(len(edges) + len(routes), source, destination, len(group))
+            carried = (*group, flags) if flags else tuple(group)
+            routes.append(Route(len(routes), direction, *ends, every, i, carried, flags))
     return routes
+
+
+def _flags(number: int, source: int, destination: int, count: int) -> Edge:
+    spec = TensorSpec(name="flags", producer=-1, consumers=(), shape=(count,), dtype="uint8", gradient=False)
+    return Edge(number, _FLAGS, source, destination, spec)
 
 
 def target_name(i: int) -> str:

@@ -146,15 +146,19 @@ class StageIO:
         received = self._receive(self._backward, minibatch)
         if self._is_last:
             return [None]
+        for route, _ in self._backward.receivers:
+            if route.flags and route.has(minibatch):
+                for edge, is_there in zip(route.edges, received[route.flags.number].tolist(), strict=False):
+                    if not is_there:
+                        del received[edge.number]
         total: dict[str, Tensor] = {}
         for edge in self._outgoing:
-            if edge.tensor.gradient:
-                gradient = received[edge.number]
+            if (gradient := received.get(edge.number)) is not None:
                 total[edge.name] = total[edge.name] + gradient if edge.name in total else gradient
         return [total.get(name) for name in self._module.outputs]
 
     def send_gradients(self, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
-        """Send each input's gradient to the stage it came from; zeros for one that the outputs do not depend on.
+        """Send each input's gradient to the stage it came from; zeros for one that there is none of.
 
         Args:
             gradients: of the stage's inputs, of their shapes.
@@ -168,6 +172,10 @@ class StageIO:
                 if gradient is None:
                     gradient = torch.zeros(edge.shape(samples), dtype=edge.dtype, device=self._device)
                 tensors[edge.number] = gradient
+        for route, _ in self._backward.senders:
+            if route.flags and route.has(minibatch):
+                flags = [by_name[edge.name] is not None for edge in route.edges[:-1]]
+                tensors[route.flags.number] = torch.tensor(flags, dtype=torch.uint8)
         self._send(self._backward, minibatch, tensors)
 
     def _check_outputs(self, outputs: Sequence[Any], samples: int) -> None:
