@@ -41,6 +41,7 @@ class Toy:
     tensors: tuple[TensorSpec, ...]
     inputs: tuple[str, ...] = ("x",)
     tied: tuple[TiedParameter, ...] = ()
+    optional_gradients: bool = False
 
 
 def tensor(name: str, producer: int, consumers: Sequence[int], *shape: int, dtype: str = "float32") -> TensorSpec:
@@ -172,6 +173,20 @@ SKIP3 = Toy(
         tensor("m", 0, [2], 5, dtype="bool"),
         tensor("k", 1, [2], 3),
     ),
+)
+
+# returns two tensors, of which a loss may leave out the second, that b and c alone compute
+_TWO = ("self.a = nn.Linear(6, 5)", "self.b = nn.Linear(5, 5); self.c = nn.Linear(5, 4)", "self.d = nn.Linear(5, 4)")
+TWO3 = Toy(
+    model=IMAGES.replace("n, 2, 6, 6", "n, 6")
+    + model("; ".join(_TWO), "x: h = torch.tanh(self.a(x)); return self.d(h), self.c(torch.tanh(self.b(h)))"),
+    stages=(
+        (stage(0, _TWO[0], "x: return torch.tanh(self.a(x))"), ("x",), ("h",)),
+        (stage(1, _TWO[1], "h: return self.c(torch.tanh(self.b(h)))"), ("h",), ("k",)),
+        (stage(2, _TWO[2], "h, k: return self.d(h), k"), ("h", "k"), ()),
+    ),
+    tensors=(tensor("x", -1, [0], 6), tensor("h", 0, [1, 2], 5), tensor("k", 1, [2], 4)),
+    optional_gradients=True,
 )
 
 SKIP1 = replace(
@@ -345,6 +360,7 @@ def job(
         stages=tuple(modules),
         tensors=toy.tensors,
         tied=toy.tied,
+        optional_gradients=toy.optional_gradients,
     )
     bundle.check()
     bundle.save(folder / "bundle" / "bundle.yaml")

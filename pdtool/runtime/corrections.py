@@ -73,7 +73,7 @@ class CompensatedSteps:
 
     Args:
         method: None takes plain steps.
-        parameters: the parameters that the optimizer steps.
+        parameters: the parameters that the optimizer steps; those that are frozen move no more.
         delay: tau, in updates.
 
     Attributes:
@@ -85,14 +85,16 @@ class CompensatedSteps:
         self._delay = delay
         self._gain = _NESTEROV_GAIN if self._value is None else self._value
         self._factor = {"weight-prediction": float(delay), "nesterov": self._gain}.get(self._kind, 0.0)
-        kept = [p for p in parameters if p.requires_grad] if self._factor else []
-        self.last_steps = {p: torch.zeros_like(p) for p in kept}
+        self._extrapolated = list(parameters) if self._factor else []
+        self.last_steps: dict[nn.Parameter, Tensor] = {}
+        self._select_parameters()
 
     def step(self, optimizer: Optimizer, update: int) -> None:
         """Take step number `update` (from 0) with the gradients of the parameters."""
         if self._kind == "lr-discount" and self._delay > 1:
             self._discounted_step(optimizer, update)
             return
+        self._select_parameters()
         before = [p.detach().clone() for p in self.last_steps]
         optimizer.step()
         with torch.no_grad():
@@ -102,6 +104,11 @@ class CompensatedSteps:
                     torch.add(old, last_step, out=p.data)
                 else:
                     torch.sub(p, old, out=last_step)
+
+    def _select_parameters(self) -> None:
+        """Keep the last steps of parameters that are trained, and begin those of parameters that are trained anew."""
+        trained = [p for p in self._extrapolated if p.requires_grad]
+        self.last_steps = {p: self.last_steps[p] if p in self.last_steps else torch.zeros_like(p) for p in trained}
 
     def _discounted_step(self, optimizer: Optimizer, update: int) -> None:
         power = 1.0 if self._value is None else max(0.0, 1 - update / self._value)

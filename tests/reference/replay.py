@@ -114,7 +114,9 @@ def asynchronous(
             those still due are taken.
         max_norm: before a step the gradients of a stage are clipped by the norm of those that are not tied, and the
             tied one by its own.
-        after_update: called with the named parameters of a stage and how many updates it has made.
+        after_update: called with the named parameters of a stage and how many updates it has made. It, and an
+            optimizer, may freeze parameters: one that is frozen in the version that a minibatch reads has no gradient
+            of it, and one that is frozen now takes no step. Hooks on gradients are called for each minibatch.
     """
     named = dict(model.named_parameters())
     stage = {n: stage_of(n) for n in named}
@@ -123,18 +125,16 @@ def asynchronous(
     optimizers = [make_optimizer([(n, named[n]) for n in names]) for names in own]
     updates = [0] * len(own)
     for batches in epochs:
-        history = {n: [named[n].detach().clone()] for names in own for n in names}  # by updates in this epoch
+        history = {n: [_version(named[n])] for names in own for n in names}  # by updates in this epoch
         for n in tied[1:]:
             history[n] = history[tied[0]]
         gradients: list[dict[str, Tensor]] = []
         for t, (x, y) in enumerate(batches):
-            weights = {n: history[n][max(0, pipeline.forward(s, t) - lag[n])].clone() for n, s in stage.items()}
-            for weight in weights.values():
-                weight.requires_grad_()
+            weights = {n: _version(history[n][max(0, pipeline.forward(s, t) - lag[n])]) for n, s in stage.items()}
             value = loss(functional_call(model, weights, (x,)), y)
             for n, s in stage.items():  # into the memory that the graph has saved
                 weights[n].data.copy_(history[n][max(0, pipeline.backward(s, t) - lag[n])])
-            found = dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True))
+            found = _gradients(value, weights, named)
             gradients.append(found | {n: sum(found[m] for m in tied) for n in tied})
             for s, names in enumerate(own):
                 if (t + 1) % pipeline.every[s] == 0 or t + 1 == len(batches):
@@ -148,15 +148,31 @@ def asynchronous(
                     updates[s] += 1
                     after_update([(n, named[n]) for n in names], updates[s])
                     for n in names:
-                        history[n].append(named[n].detach().clone())
+                        history[n].append(_version(named[n]))
     return {n: named[tied[0] if n in tied else n].detach() for n in named}
+
+
+def _version(weight: Tensor) -> Tensor:
+    """What it is now, and whether it is trained."""
+    return weight.detach().clone().requires_grad_(weight.requires_grad)
+
+
+def _gradients(value: Tensor, weights: dict[str, Tensor], named: dict[str, nn.Parameter]) -> dict[str, Any]:
+    """Of the loss of one minibatch, by name, as hooks on the parameters leave them; None of what it does not need."""
+    trained = {n: weight for n, weight in weights.items() if weight.requires_grad}
+    found = dict(zip(trained, torch.autograd.grad(value, list(trained.values()), allow_unused=True), strict=True))
+    for n, gradient in found.items():
+        for hook in (named[n]._backward_hooks or {}).values() if gradient is not None else ():
+            found[n] = hook(found[n])
+    return dict.fromkeys(weights) | found
 
 
 def _average(named: Any, names: Any, part: range, gradients: Any, sizes: Sequence[int]) -> None:
     """The mean over the samples of the minibatches `part`, for one update."""
     samples = sum(sizes[i] for i in part)
     for n in names:
-        named[n].grad = sum(gradients[i][n] * sizes[i] for i in part) / samples
+        found = [gradients[i][n] * sizes[i] for i in part if gradients[i][n] is not None]
+        named[n].grad = sum(found) / samples if found and named[n].requires_grad else None
 
 
 @_one_thread()

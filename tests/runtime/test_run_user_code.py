@@ -16,6 +16,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_rules import looks_at_all_parameters
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
+from pdtool.runtime.stage.optimizer_state import pack, unpack
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.worker.start_worker import WorkerContext
 
@@ -194,8 +195,6 @@ def optimizer_of(file, names=("body.weight", "body.bias"), model=None):
 
 
 def test_a_stage_with_nothing_to_train_has_no_optimizer(tmp_path):
-    frozen = {"w": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
-    assert optimizer_of(load(tmp_path), ["w"], frozen).optimizer is None
     assert optimizer_of(load(tmp_path, pick="'head' in n")).optimizer is None
     assert optimizer_of(load(tmp_path), []).optimizer is None
     assert optimizer_of(load(tmp_path)).optimizer is not None
@@ -209,10 +208,29 @@ def test_other_faults_of_the_optimizer_are_not_hidden(tmp_path):
 def test_state_that_no_checkpoint_holds_is_told_once(tmp_path, capsys):
     optimizer = optimizer_of(load(tmp_path))
     for parameter in optimizer.parameters.values():
-        optimizer.optimizer.state[parameter] = {"history": [1, 2], "momentum_buffer": None, "step": 3}
-    saved = [(name, key) for _ in range(2) for name, key, _ in optimizer.state()]
-    assert ("body.bias", "step:number") in saved
-    assert capsys.readouterr().err.count("keeps 'history', a list, for each parameter: checkpoints hold") == 1
+        optimizer.optimizer.state[parameter] = {"closure": parameters, "momentum_buffer": None, "step": 3}
+    saved = [dict(optimizer.state({name: name for name in optimizer.parameters})) for _ in range(2)]
+    record = unpack(saved[1], "optimizer.body.bias")
+    assert record["state"] == {"momentum_buffer": None, "step": 3}
+    assert capsys.readouterr().err.count("keeps 'closure', a function: checkpoints hold tensors, numbers, text") == 1
+
+
+def test_what_an_optimizer_keeps_is_packed_as_it_is():
+    """Of all types, under any names; two names that differ in where their dots are stay two."""
+    nested = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(3), "": torch.ones(()), 3: [torch.ones(1), (1, 2.5)]}
+    plain = {
+        "updates": 7,
+        "last_step": "no",
+        None: True,
+        "z": 1j,
+        "t": (float("inf"), 0.1),
+        "set": {1},
+        "n": np.int8(3),
+    }
+    record = {"updates": 2**70, "state": nested | plain}
+    found = unpack(dict(pack(record, "optimizer.w")), "optimizer.w")
+    torch.testing.assert_close({key: found["state"].pop(key) for key in nested}, nested, rtol=0, atol=0)
+    assert found == {"updates": 2**70, "state": plain | {"n": 3}}
 
 
 EVERY = (
@@ -374,7 +392,7 @@ def test_a_schedule_of_the_whole_run_goes_on_at_the_same_part_of_it(tmp_path):
     more = "def scheduler(o, total): return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=total)\n"
     file, model = load(tmp_path, more=more), parameters()
     resumed, expected = (NamedOptimizer(file, model, model, RunLength(epochs=2, updates=6)) for _ in range(2))
-    resumed.load({name: {"updates": torch.tensor(7)} for name in model}, [1.0])
+    resumed.load({name: {"updates": 7, "state": {}} for name in model}, [1.0])
     for _ in range(3):
         expected.step()
     assert resumed.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"] != 0.1
@@ -403,7 +421,7 @@ def test_a_step_count_is_resumed_where_the_optimizer_keeps_it(tmp_path, options,
     more = f"def optimizer(named): return torch.optim.Adam([p for _, p in named], {options})\n"
     model = {"w": torch.nn.Parameter(torch.empty(2, device="meta"))}
     resumed = NamedOptimizer(load(tmp_path, more=more), model, model)
-    resumed.load({"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}})
+    resumed.load({"w": {"updates": 3, "state": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}})
     state = resumed.optimizer.state[model["w"]]
     assert {key: value.device.type for key, value in state.items()} == {"step": device, "exp_avg": "meta"}
 

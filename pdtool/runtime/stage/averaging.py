@@ -32,15 +32,22 @@ class ReplicaAverager:
     Args:
         parameters: of the stage; those that need no gradient are left out.
         bucket_bytes: of gradients in one message, or little more.
+
+    Attributes:
+        parameters: those that need a gradient now, the last of the stage first: their gradients come in this order.
     """
 
     def __init__(
         self, replicas: ReplicaGroup, parameters: Iterable[nn.Parameter], meter: WorkerMeter, bucket_bytes: int
     ) -> None:
         self._replicas, self._meter = replicas, meter
-        self._group = replicas.group
-        self.parameters = [p for p in parameters if p.requires_grad][::-1]  # the last gradient comes first
-        buckets = _take_tensors(self.parameters, bucket_bytes)  # type: ignore[no-untyped-call]  # each of one dtype
+        self._group, self._of_stage, self._bucket_bytes = replicas.group, list(parameters), bucket_bytes
+        self.select_parameters()
+
+    def select_parameters(self) -> None:
+        """Average the gradients of those parameters that require one from the next round on; between two rounds."""
+        self.parameters = [p for p in self._of_stage if p.requires_grad][::-1]
+        buckets = _take_tensors(self.parameters, self._bucket_bytes)  # type: ignore[no-untyped-call]  # of one dtype each
         self._buckets: list[list[nn.Parameter]] = list(buckets)
         self._bucket_of = {id(p): b for b, bucket in enumerate(self._buckets) for p in bucket}
         self._begin_round()

@@ -7,10 +7,12 @@ groups. `LearningRateSchedule` steps the user's schedule after each update, or a
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,13 +22,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pdtool.errors import ModelError
+from pdtool.errors import FieldError, ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import derive_seed, seed_generators
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
+from pdtool.runtime.stage.optimizer_state import CannotPackError, pack
 
-_LAST_STEP = "last_step"  # key of the delay compensation's state in a checkpoint
-_NUMBER = ":number"  # suffix of a key whose value is a Python number
+# keys of a parameter group: which parameters it has, and what schedules of torch set
+_NAMES_OF_GROUP = {"params", "param_names"}
+_OF_SCHEDULES = {"lr", "initial_lr", "min_lr", "max_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum"}
 
 
 class NamedOptimizer:
@@ -42,7 +46,7 @@ class NamedOptimizer:
             the update and the parameters alone: the same at all replicas and holders, and in a resumed run.
 
     Attributes:
-        optimizer: None where nothing is trained: all parameters are frozen, or the user's optimizer takes none of them.
+        optimizer: None where the user's optimizer takes none of the parameters.
         steps: the optimizer's steps, compensated for their delay.
         updates: steps taken, including those of the runs that this one resumed.
     """
@@ -65,6 +69,10 @@ class NamedOptimizer:
         self.steps = CompensatedSteps(compensation, stepped, delay)
         self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
         self._may_draw = file.has("after_update") or _is_of_the_user(self.optimizer)
+        groups = self.optimizer.param_groups if self.optimizer else []
+        self._first_trained = {name: p.requires_grad for name, p in self.parameters.items()}
+        self._parameter_count = sum(len(group["params"]) for group in groups)
+        self._first_groups = [copy.deepcopy({k: group[k] for k in group.keys() - _NAMES_OF_GROUP}) for group in groups]
 
     @property
     def schedule_warning(self) -> str:
@@ -80,7 +88,7 @@ class NamedOptimizer:
         return rate if isinstance(rate, (int, float)) else None
 
     def step(self) -> None:
-        """Take one step with the gradients of the parameters, and clear them; then what the user does after an update.
+        """Take one step with the gradients of the parameters, then what the user does after an update; clear them.
 
         Raises:
             ModelError: the optimizer or the learning-rate schedule cannot be stepped after each update.
@@ -93,66 +101,126 @@ class NamedOptimizer:
                 self.steps.step(self.optimizer, self.updates)
             except Exception as error:
                 raise self._file.error_at(error, f"step {self.updates} of {type(self.optimizer).__name__}") from error
-        for parameter in self.parameters.values():  # also of those that the user's optimizer does not take
-            parameter.grad = None
         self.updates += 1
         self._file.after_update(list(self.parameters.items()), self.updates)
         if self._schedule:
             self._schedule.update_done()
+        self._keep_own_parameters()
+        for parameter in self.parameters.values():  # also of those that the user's optimizer does not take
+            parameter.grad = None
+
+    def _keep_own_parameters(self) -> None:
+        """Leave out those of parameters that were added to a group since, which are not stepped here."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        if sum(len(group["params"]) for group in groups) != self._parameter_count:
+            assert self.optimizer
+            keep_parameters(self.optimizer, {id(p) for p in self.parameters.values()})
+            self._parameter_count = sum(len(group["params"]) for group in groups)
+
+    def set_mode(self, *, training: bool) -> None:
+        """Put an optimizer that has modes, as schedule-free ones, into that of training or of evaluation.
+
+        It may change the values of the parameters. Raises ModelError.
+        """
+        name = "train" if training else "eval"
+        method = getattr(self.optimizer, name, None)
+        if callable(method):
+            try:
+                method()
+            except Exception as error:
+                raise self._file.error_at(error, f"{type(self.optimizer).__name__}.{name}()") from error
+
+    def fault(self, fault: FieldError) -> ModelError:
+        """Make the error of what the user's code did to a parameter; it names the function that did it."""
+        function = "after_update" if self.updates and self._file.has("after_update") else "optimizer"
+        return self._file.error_in(function, f"the parameter {fault.field} {fault}")
 
     def epoch_done(self, validation_loss: float) -> None:
         """Step a learning-rate schedule of epochs, at the end of an epoch and of its validation."""
         if self._schedule:
             self._schedule.epoch_done(validation_loss)
 
-    def state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (parameter, key, value): momentum and the like, and the number of updates; numbers as tensors."""
-        for name, parameter in self.parameters.items():
-            yield name, "updates", torch.tensor(self.updates)
-            state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    yield name, key, value
-                elif isinstance(value, (int, float)):
-                    yield name, f"{key}{_NUMBER}", torch.tensor(value)
-                elif value is not None:
-                    self._warn_of_lost_state(key, value)
-            if parameter in self.steps.last_steps:
-                yield name, _LAST_STEP, self.steps.last_steps[parameter]
+    def state(self, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield keys and tensors of a checkpoint: updates, and the state of each parameter and of its group.
 
-    def _warn_of_lost_state(self, key: str, value: object) -> None:
-        """Say once that a checkpoint cannot hold a value of the optimizer's state."""
-        if not self._has_warned:
-            self._has_warned = True
-            name = type(self.optimizer).__name__
-            sys.stderr.write(
-                f"warning: {name} keeps {key!r}, a {type(value).__name__}, for each parameter: "
-                "checkpoints hold tensors and numbers, so a resumed run begins without it\n"
-            )
-
-    def load(self, state: Mapping[str, Mapping[str, Tensor]], validation_losses: Sequence[float] = ()) -> None:
-        """Take over what `state` yielded, as {parameter: {key: value}}; the learning-rate schedule catches up.
+        Of what the user's code can set (values of groups, whether a parameter is trained) only that is saved which has
+        changed since it was made: what the user has changed in model.py holds in a resumed run.
 
         Args:
+            names: parameter -> the name that it is saved under.
+        """
+        groups = self.optimizer.param_groups if self.optimizer else []
+        kept = [self._packable(self._changed(group, first)) for group, first in self._groups_and_first()]
+        group_of = {p: state for group, state in zip(groups, kept, strict=True) for p in group["params"]}
+        for name, parameter in self.parameters.items():
+            state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
+            record = {"updates": self.updates, "state": self._packable(state), "group": group_of.get(parameter, {})}
+            if parameter.requires_grad != self._first_trained[name]:
+                record["is_trained"] = parameter.requires_grad
+            if parameter in self.steps.last_steps:
+                record["last_step"] = self.steps.last_steps[parameter]
+            yield from pack(record, f"optimizer.{names[name]}")
+
+    def _groups_and_first(self) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+        """Each parameter group with what was in it when optimizer() and scheduler() had made it; {} for a later one."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return zip_longest(groups, self._first_groups, fillvalue={})
+
+    def _changed(self, group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+        """What the optimizer keeps in a group: values that are not as optimizer() made them, nor a schedule's."""
+        others = _NAMES_OF_GROUP if not self._schedule or self._schedule.is_empty else _NAMES_OF_GROUP | _OF_SCHEDULES
+        return {k: value for k, value in group.items() if k not in others and not _is_same(value, first.get(k))}
+
+    def _packable(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Those of the values that a checkpoint can hold; the first time that one cannot be held, it is said."""
+        packable = {}
+        for key, value in values.items():
+            try:
+                list(pack({key: value}, ""))
+                packable[key] = value
+            except CannotPackError as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    sys.stderr.write(
+                        f"warning: {type(self.optimizer).__name__} keeps {key!r}, {error}: checkpoints hold tensors, "
+                        "numbers, texts and containers of them, so a resumed run begins without it\n"
+                    )
+        return packable
+
+    def load(self, records: Mapping[str, Mapping[str, Any]], validation_losses: Sequence[float] = ()) -> None:
+        """Take over what was saved; the learning-rate schedule catches up.
+
+        Args:
+            records: parameter -> its record of `state`.
             validation_losses: of each epoch until then.
         """
-        for name, parameter in self.parameters.items():
-            for key, value in state.get(name, {}).items():
-                self._load_value(parameter, key, value)
+        for name, record in records.items():
+            parameter = self.parameters[name]
+            self.updates = record["updates"]
+            parameter.requires_grad_(record.get("is_trained", parameter.requires_grad))
+            if parameter in self.steps.last_steps and "last_step" in record:
+                self.steps.last_steps[parameter].copy_(record["last_step"])
+            if self.optimizer and record["state"]:
+                self.optimizer.state[parameter] = self._placed(record["state"], parameter)
         if self._schedule:
             self._schedule.catch_up(self.updates, validation_losses)
+        for group, first in self._groups_and_first():
+            of_schedule = self._changed(group, first)  # by catching up: as another optimizer, it knows better
+            members = {id(p) for p in group["params"]}
+            saved = [records[name].get("group", {}) for name, p in self.parameters.items() if id(p) in members]
+            group |= {key: value for values in saved[:1] for key, value in values.items() if key not in of_schedule}
 
-    def _load_value(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        if key == "updates":
-            self.updates = int(value)
-        elif key == _LAST_STEP:
-            if parameter in self.steps.last_steps:
-                self.steps.last_steps[parameter].copy_(value)
-        elif self.optimizer and key.endswith(_NUMBER):
-            self.optimizer.state[parameter][key.removesuffix(_NUMBER)] = value.item()
-        elif self.optimizer:
-            is_on_device = value.dim() or self._keeps_counts_on_device(parameter)
-            self.optimizer.state[parameter][key] = value.to(parameter.device) if is_on_device else value
+    def _placed(self, value: Any, parameter: nn.Parameter) -> Any:
+        """A value of a state where the optimizer had it: on the device, and in the strides, of its parameter."""
+        if isinstance(value, dict):
+            return {key: self._placed(v, parameter) for key, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._placed(v, parameter) for v in value)
+        if not isinstance(value, Tensor) or not (value.dim() or self._keeps_counts_on_device(parameter)):
+            return value
+        if value.shape != parameter.shape:
+            return value.to(parameter.device)
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
     def _keeps_counts_on_device(self, parameter: nn.Parameter) -> bool:
         """Whether the step count of a parameter is where the parameter is: Adam and its kind keep it on the CPU,
@@ -160,6 +228,15 @@ class NamedOptimizer:
         groups = self.optimizer.param_groups if self.optimizer else []
         own = [group for group in groups if any(p is parameter for p in group["params"])]
         return any(group.get("fused") or group.get("capturable") for group in own)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.shape == other.shape and torch.equal(value, other)
+    try:
+        return bool(value == other)
+    except Exception:  # of a value that cannot be compared
+        return False
 
 
 def _is_of_the_user(optimizer: Optimizer | None) -> bool:
@@ -176,7 +253,7 @@ def _user_optimizer(
         ModelError: it cannot be used; it reads values of parameters; or it has a parameter that is not the model's,
             which no stage would update.
     """
-    if not any(p.requires_grad for p in kept.values()):
+    if not kept:
         return None
     with _MissingReads() as missing:  # type: ignore[no-untyped-call]
         try:
@@ -222,10 +299,10 @@ def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
     """
     for group in optimizer.param_groups:
         is_kept = [id(p) in kept for p in group["params"]]
-        for key in ("params", "param_names"):  # names where the optimizer was given them
+        for key in _NAMES_OF_GROUP:  # names where the optimizer was given them
             if key in group:
                 group[key] = [value for value, keep in zip(group[key], is_kept, strict=True) if keep]
-    for parameter in [p for p in optimizer.state if id(p) not in kept]:
+    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in kept]:
         del optimizer.state[parameter]
 
 
@@ -256,6 +333,11 @@ class LearningRateSchedule:
         self._scheduler = file.scheduler(optimizer, self._steps)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
         self._is_by_epoch = is_by_epoch or self._takes_loss
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the user has no schedule."""
+        return self._scheduler is None
 
     @property
     def length_warning(self) -> str:

@@ -5,7 +5,7 @@ With recomputation a stage keeps only what it received, and runs its forward aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +75,7 @@ class PipelineStage:
         autocast: None computes in the dtypes of the weights.
         compiled: whether the module goes through torch.compile, whose random operators are not seeded each.
         seeds: None draws the random numbers of stage 0 on the CPU.
+        without_gradient: number of an output that no gradient comes back for -> its name.
 
     Attributes:
         seeds: of the random numbers that forward draws.
@@ -93,7 +94,9 @@ class PipelineStage:
         autocast: Autocast | None = None,
         compiled: bool = False,
         seeds: OperatorSeeds | None = None,
+        without_gradient: Mapping[int, str] | None = None,
     ) -> None:
+        self._without_gradient = without_gradient or {}
         self.module, self._loss, self._autocast = module, loss, autocast
         self._call: Callable[..., Any] = compute_mode.compiled(module) if compiled else module
         self._recomputation = Recomputation(module) if recompute else None
@@ -114,15 +117,21 @@ class PipelineStage:
 
         Returns:
             What the module returns, [samples, ...] each; at the last stage the loss, a scalar.
+
+        Raises:
+            ModelError: parameters are trained whose gradient does not get here.
         """
         version = self.weights.acquire(minibatch)
         self.seeds.begin_forward(minibatch)
         if self._recomputation:
             with self._recomputation.first_forward(target) as state:
-                outputs = without_graph(self._compute(inputs, target))
+                outputs = self._compute(inputs, target)
+                self._check_gradients(outputs)
+                outputs = without_graph(outputs)
             self.stashed[minibatch] = StashedMinibatch(version, inputs, (), state)
         else:
             outputs = self._compute(inputs, target)
+            self._check_gradients(outputs)
             self.stashed[minibatch] = StashedMinibatch(version, inputs, outputs)
         self.peak_stashed = max(self.peak_stashed, len(self.stashed))
         return outputs
@@ -190,6 +199,15 @@ class PipelineStage:
             if self._loss is not None:
                 return as_tuple(self._differentiable_loss(output, target, inputs)) if with_loss else (output,)
         return self._autocast.cast_outputs(as_tuple(output)) if self._autocast else as_tuple(output)
+
+    def _check_gradients(self, outputs: Sequence[Any]) -> None:
+        for i, name in self._without_gradient.items():
+            if i < len(outputs) and isinstance(outputs[i], Tensor) and outputs[i].requires_grad:
+                raise ModelError(
+                    "optimizer() or after_update() trains parameters that model() left frozen, and the plan sends no "
+                    f"gradient back for {name}, which depends on them",
+                    "let model() leave them to be trained and freeze them in optimizer(); then profile and plan again",
+                )
 
     def _region(self) -> AbstractContextManager[Any]:
         return self._autocast.region() if self._autocast else nullcontext()

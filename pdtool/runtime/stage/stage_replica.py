@@ -7,7 +7,8 @@ their gradients clipped by a norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pdtool.errors import UsageError
+from pdtool.errors import FieldError, UsageError
 from pdtool.runtime.groups import PeerErrorContext
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.averaging import ReplicaAverager, clip, scale, squared_norm
 from pdtool.runtime.stage.losses import LossReader, RoundLoss
 from pdtool.runtime.stage.optimizer import NamedOptimizer
+from pdtool.runtime.stage.optimizer_state import unpack
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.stage.tied_parameters import TiedParameterSync
 
@@ -41,6 +43,7 @@ class StageReplica:
         unused_state: what else of the model's state a checkpoint holds, by name: second names of this stage's own
             parameters and buffers and, at the first stage, what no operator uses.
         losses: of the minibatches, at the last stage.
+        frozen_in_stages: parameters that other stages hold as well, and that nothing sums, as model() left them frozen.
     """
 
     stage: PipelineStage
@@ -51,7 +54,13 @@ class StageReplica:
     saved_names: list[str]
     unused_state: dict[str, Tensor]
     losses: LossReader
+    frozen_in_stages: Collection[str] = ()
     _round: dict[int, float] = field(default_factory=dict)  # minibatch of the round -> weight
+    _is_first_step: bool = True
+
+    def __post_init__(self) -> None:
+        self._hooked = {name for name, p in self.stage.weights.parameters.items() if p._backward_hooks}
+        self.adopt_changes()
 
     def backward_done(self, minibatch: int, weight: float) -> None:
         """Add a minibatch to the round.
@@ -81,9 +90,14 @@ class StageReplica:
 
     def step(self) -> None:
         """Step to a new weight version with the gradients of the round; tied parameters have steps of their own."""
-        self.stage.weights.prepare_update()
-        self.optimizer.step()
-        self._extrapolate_weights()
+        try:
+            self.stage.weights.prepare_update()
+        except FieldError as fault:
+            raise self.optimizer.fault(fault) from fault
+        with self.stage.weights.noticing_kept_memory() if self._is_first_step else nullcontext():
+            self.optimizer.step()
+        self._is_first_step = False
+        self.adopt_changes()
 
     def take_due_tied_steps(self) -> None:
         """Take the steps of tied parameters that are due, before the stage's next action.
@@ -94,7 +108,7 @@ class StageReplica:
             while tied.is_step_due:
                 tied.take_sum()
                 tied.step()
-                self._extrapolate_weights()
+                self.adopt_changes()
 
     def end_epoch(self, minibatches: int) -> RoundLoss | None:
         """Take the steps of tied parameters that are still due, and make the replicas' buffers equal.
@@ -117,7 +131,7 @@ class StageReplica:
             while not tied.is_drained:
                 tied.take_sum()
                 tied.step()
-        self._extrapolate_weights()
+        self.adopt_changes()
         self.averager.average_buffers(self.stage.module.buffers(), minibatches)
         return self.averager.sum_loss(loss) if loss else None
 
@@ -125,6 +139,14 @@ class StageReplica:
         """Step learning-rate schedules of epochs."""
         for optimizer in self._optimizers:
             optimizer.epoch_done(validation_loss)
+        self.adopt_changes()
+
+    def set_mode(self, *, training: bool) -> None:
+        """Put the module, and an optimizer that has modes, into that of training or of evaluation; between phases."""
+        self.stage.module.train(training)
+        for optimizer in self._optimizers:
+            optimizer.set_mode(training=training)
+        self.adopt_changes()
 
     def state(self, canonical: Mapping[str, str]) -> dict[str, Tensor]:
         """Return this stage's part of a checkpoint; the state of a tied parameter's optimizer is its first holder's.
@@ -136,7 +158,7 @@ class StageReplica:
         state = {f"model.{name}": module_state[name] for name in self.saved_names}
         state |= {f"model.{name}": value for name, value in self.unused_state.items()}
         for optimizer in (self.optimizer, *(tied.optimizer for tied in self.tied if tied.holders.is_first)):
-            state |= {f"optimizer.{canonical[name]}.{key}": value for name, key, value in optimizer.state()}
+            state |= optimizer.state(canonical)
         return state
 
     def load(
@@ -155,16 +177,13 @@ class StageReplica:
         """
         names = {canonical[name]: name for optimizer in self._optimizers for name in optimizer.parameters}
         model_keys = {f"model.{name}" for name in self.saved_names}
-        saved = read(lambda key: key in model_keys or _parameter_name(key) in names)
+        saved = read(lambda key: key in model_keys or _is_optimizer_key(key, names))
         self.stage.weights.bind_newest()
         self._load_module(saved, folder)
-        by_parameter: dict[str, dict[str, Tensor]] = {}
-        for key, value in saved.items():
-            if key not in model_keys:
-                by_parameter.setdefault(names[_parameter_name(key)], {})[key.rpartition(".")[2]] = value
+        records = {name: unpack(saved, f"optimizer.{first}") for first, name in names.items()}
         for optimizer in self._optimizers:
-            optimizer.load(by_parameter, validation_losses)
-        self._extrapolate_weights()
+            optimizer.load({name: records[name] for name in optimizer.parameters}, validation_losses)
+        self.adopt_changes()
 
     def _load_module(self, saved: Mapping[str, Tensor], folder: Path) -> None:
         current = self.stage.module.state_dict()
@@ -183,16 +202,44 @@ class StageReplica:
     def _optimizers(self) -> list[NamedOptimizer]:
         return [self.optimizer, *(tied.optimizer for tied in self.tied)]
 
-    def _extrapolate_weights(self) -> None:
-        """Let forwards read what the delay compensation says."""
+    def adopt_changes(self) -> None:
+        """After user code, let forwards read what it made of the parameters, and what the delay compensation says.
+
+        Raises:
+            ModelError: it did to one what training cannot follow.
+        """
+        try:
+            if self.stage.weights.adopt_changes():
+                self._check_trained()
+                self.averager.select_parameters()
+        except FieldError as fault:
+            raise self.optimizer.fault(fault) from fault
         values = {key: value for o in self._optimizers for key, value in o.steps.extrapolated_weights().items()}
         self.stage.weights.set_extrapolated(values)
 
+    def _check_trained(self) -> None:
+        """Check that what is trained now can be: no stage has the whole gradient of a parameter that several hold.
 
-def _parameter_name(key: str) -> str:
-    """`optimizer.features.0.weight.exp_avg` -> `features.0.weight`; "" for other keys."""
-    kind, _, rest = key.partition(".")
-    return rest.rpartition(".")[0] if kind == "optimizer" else ""
+        Raises:
+            FieldError: it cannot be.
+        """
+        tied = {id(tied.parameter) for tied in self.tied}
+        for name, parameter in self.stage.weights.parameters.items():
+            if parameter._backward_hooks and id(parameter) in tied:
+                what = "has a hook on its gradient, and several stages hold it, each with a part of the gradient"
+                raise FieldError(name, f"{what}; keep them in one stage with HINTS no_split")
+            if parameter._backward_hooks and name not in self._hooked:
+                what = "gets a hook on its gradient during training, which a resumed run would not have"
+                raise FieldError(name, f"{what}; register it in optimizer()")
+            if parameter.requires_grad and name in self.frozen_in_stages:
+                what = "is frozen in model() and held by several stages, so that nothing sums its gradient"
+                raise FieldError(name, f"{what}; let model() leave it to be trained, and freeze it in optimizer()")
+
+
+def _is_optimizer_key(key: str, names: Container[str]) -> bool:
+    """Whether a key is of the optimizer's state of one of these parameters, none of whose names begins another."""
+    kind, *parts = key.split(".")
+    return kind == "optimizer" and any(".".join(parts[:n]) in names for n in range(1, len(parts) + 1))
 
 
 class ClippedUpdates:

@@ -77,10 +77,11 @@ class TiedParameterSync:
             weight: number of these samples, in minibatches.
         """
         gradient, self.parameter.grad = self.parameter.grad, None
+        is_there = gradient is not None
         if gradient is None:
             gradient = torch.zeros_like(self.parameter)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        message = torch.cat([gradient.detach().reshape(-1), gradient.new_full((1,), weight)])
+        message = torch.cat([gradient.detach().reshape(-1), gradient.new_tensor([weight, is_there])])
         with self._peer_error():
             wait = self._all_reduce.start(message)
         self._due.append(_StartedSum(wait, time.perf_counter()))
@@ -97,14 +98,18 @@ class TiedParameterSync:
         return not self._due
 
     def take_sum(self) -> None:
-        """Give the parameter its oldest gradient: summed over the holders, the mean over the samples of its round."""
+        """Give the parameter its oldest gradient: summed over the holders, the mean over the samples of its round.
+
+        Where no holder has a gradient it keeps none, so that the optimizer leaves it alone.
+        """
         started = self._due.popleft()
         with self._meter.averaging, self._peer_error():
             total = started.wait()
         self._meter.all_reduce_ended(started.at_s, total.nbytes)
+        weight, holders_with_gradient = total[-2:].tolist()
         total = total.to(self.parameter.device, non_blocking=True)
-        gradient = total[:-1].div_(total[-1] / self.holders.count)
-        self.parameter.grad = gradient.view_as(self.parameter)
+        gradient = total[:-2].div_(weight / self.holders.count)
+        self.parameter.grad = gradient.view_as(self.parameter) if holders_with_gradient else None
         if self._max_norm:
             clip([self.parameter], self._max_norm)
 

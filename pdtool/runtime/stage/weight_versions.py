@@ -13,13 +13,18 @@ the new weights. (Without stashing that is what is asked for.)
 
 Which version a minibatch reads is decided by the schedule (schedule/policies.py): the newest, or with vertical sync
 the one that it read at the first stage, which is kept here for it until it comes.
+
+User code (optimizer(), a step, after_update(), a scheduler) is given the Parameters, and may do to them what a plain
+loop lets it: write into them, assign to `.data`, freeze or unfreeze them, hook their gradients. `adopt_changes` lets
+the newest version have all of it. What no version can have, as another shape, is refused.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from pdtool.errors import FieldError
 
 OnGradient = Callable[[nn.Parameter], None] | None  # called with each parameter whose gradient is complete
 
@@ -59,6 +66,7 @@ class WeightVersions:
         parameters: name -> Parameter, each once (one that is used under several names has the first).
         by_name: the same under all names.
         peak_versions: most versions that were ever alive together, the current one included.
+        kept_memory: name of a parameter whose memory user code has kept, as by `p.data`; "" for none.
     """
 
     def __init__(self, module: nn.Module, *, stashing: bool = True, extrapolates: bool = False) -> None:
@@ -78,6 +86,7 @@ class WeightVersions:
         self._reads: Mapping[int, int] = {}
         self._readers: Counter[int] = Counter()
         self._spare_memory: list[list[Tensor]] = []
+        self.kept_memory = ""
         self._alive: dict[int, WeightVersion] = {}
         self.peak_versions = 1
         self._bound: WeightVersion | None = None
@@ -139,12 +148,65 @@ class WeightVersions:
         elif self._exact:
             self._make_current(number, self._take_memory())
         else:
+            self._check_memory_can_move()
             memory = self._take_memory()
             _copy_all(memory, [parameter.data for parameter in self.parameters.values()])
             for parameter, new in zip(self.parameters.values(), memory, strict=True):
                 parameter.data = new
             self._make_current(number, memory)
         self.peak_versions = max(self.peak_versions, len(self._alive))
+
+    def adopt_changes(self) -> bool:
+        """After user code, let the newest version be what the Parameters are now; return whether that changed it.
+
+        Minibatches in flight keep the version that they read.
+
+        Raises:
+            FieldError: a parameter was changed in a way that training cannot follow; its text ends with what to do.
+        """
+        newest = self._exact or self._current
+        changed = [
+            p
+            for p, leaf in zip(self.parameters.values(), newest.leaves, strict=True)
+            if not p.is_set_to(leaf)
+            or p.requires_grad != leaf.requires_grad
+            or p._backward_hooks is not leaf._backward_hooks
+            or p._post_accumulate_grad_hooks
+        ]
+        if not changed:
+            return False
+        for name, p, leaf in zip(self.parameters, self.parameters.values(), newest.leaves, strict=True):
+            _check_change(name, p, leaf)
+        memory = [p.data for p in self.parameters.values()]
+        if self._exact:
+            self._exact = self._new_version(memory, self._exact.number)
+            memory = [leaf.detach() for leaf in self._current.leaves]
+        users = self._current.users
+        self._make_current(self._current.number, memory)
+        self._current.users = users
+        return True
+
+    @contextmanager
+    def noticing_kept_memory(self) -> Iterator[None]:
+        """Notice whether user code, while this lasts, takes hold of the memory of a parameter.
+
+        A step may move the Parameter to other memory, and what is written to the old one is lost.
+        """
+        before = self._others_in_memory()
+        yield
+        for name, others in self._others_in_memory().items():
+            if others > before[name] and not self.kept_memory:
+                self.kept_memory = name
+
+    def _others_in_memory(self) -> dict[str, int]:
+        """How many tensors hold the memory of each parameter besides the parameters and the leaves of the newest."""
+        known = (*self.parameters.values(), *(self._exact or self._current).leaves)
+        own = Counter(tensor.untyped_storage().data_ptr() for tensor in known)
+        storages = {name: p.untyped_storage() for name, p in self.parameters.items()}
+        return {
+            name: torch._C._storage_Use_Count(storage._cdata) - own[storage.data_ptr()]
+            for name, storage in storages.items()
+        }
 
     def set_extrapolated(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """After a step, set what forwards read.
@@ -174,7 +236,7 @@ class WeightVersions:
     def _release(self, version: WeightVersion) -> None:
         """End a minibatch's use of `version`; memory of a version without users is kept for the next one."""
         version.users -= 1
-        if version is not self._current and not version.users:
+        if self._alive.get(version.number) is version is not self._current and not version.users:
             del self._alive[version.number]
             self._spare_memory.append([leaf.detach() for leaf in version.leaves])
 
@@ -191,11 +253,35 @@ class WeightVersions:
         """A version with fresh leaves over `memory`."""
         parameters = self.parameters.values()
         leaves = [m.detach().requires_grad_(p.requires_grad) for m, p in zip(memory, parameters, strict=True)]
+        for leaf, p in zip(leaves, parameters, strict=True):
+            if p._backward_hooks is not None:
+                leaf._backward_hooks = p._backward_hooks  # the dict itself: it tells of hooks that are removed
         return WeightVersion(leaves, number, self._readers[number])
+
+    def _check_memory_can_move(self) -> None:
+        if self.kept_memory:
+            raise FieldError(
+                self.kept_memory,
+                "is kept by its memory, as p.data or a view of it, and that moves while minibatches are in flight; "
+                "take the parameter itself in each step, or plan with --schedule 1f1b-flush",
+            )
 
     def _make_current(self, number: int, memory: Sequence[Tensor]) -> None:
         self._current = self._alive[number] = self._new_version(memory, number)
         self.bind(self._current)
+
+
+def _check_change(name: str, parameter: nn.Parameter, leaf: Tensor) -> None:
+    """Check what user code did to a parameter; raises FieldError, as `adopt_changes` does."""
+    was, now = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}" for t in (leaf, parameter))
+    if was != now:
+        raise FieldError(name, f"was made {now}, and is {was} in its stage; keep its shape, dtype and device")
+    if parameter._post_accumulate_grad_hooks:
+        raise FieldError(
+            name,
+            "has a hook that waits for its accumulated gradient, which is complete only after the sum over "
+            "microbatches and replicas; step in the optimizer, or change gradients with register_hook()",
+        )
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -241,7 +327,9 @@ def _collect_gradients(leaves: Iterable[tuple[nn.Parameter, Tensor]], weight: fl
     collected: list[tuple[nn.Parameter, Tensor]] = []
     for parameter, leaf in leaves:
         gradient, leaf.grad = leaf.grad, None
-        if gradient is not None and gradient is not parameter.grad:
+        if not parameter.requires_grad:  # frozen since the forward
+            parameter.grad = None
+        elif gradient is not None and gradient is not parameter.grad:
             collected.append((parameter, gradient))
     if weight != 1.0 and collected:
         torch._foreach_mul_([gradient for _, gradient in collected], weight)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,7 +151,8 @@ class WorkerContext:
         config, shape, groups = self.config, self.shape, self.groups
         targets = describe_targets(self.splits["train"].leaves)
         edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
-        routes = list_routes(edges, [replicas.ranks for replicas in groups.replicas])
+        ranks = [replicas.ranks for replicas in groups.replicas]
+        routes = list_routes(edges, ranks, optional_gradients=config.bundle.optional_gradients)
         in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
         return open_channels(routes, groups, config, in_flight, self.meter)
 
@@ -288,9 +289,11 @@ class StageBuilder:
     def build(self, s: int, module: nn.Module) -> StageReplica:
         """Build this worker's replica of stage `s` from its module."""
         stage = self._pipeline_stage(s, module)
-        tied = self._tied(s, stage)
-        tied_ids = {id(t.parameter) for t in tied}
-        untied = {name: p for name, p in stage.weights.parameters.items() if id(p) not in tied_ids}
+        with stage.weights.noticing_kept_memory():
+            tied = self._tied(s, stage)
+            tied_ids = {id(t.parameter) for t in tied}
+            untied = {name: p for name, p in stage.weights.parameters.items() if id(p) not in tied_ids}
+            optimizer = self._optimizer(untied, s)
         in_flight = self.shape.in_flight[s % self.shape.pipeline_depth]
         saved_names = [name for name in module.state_dict() if name in self._model_state]
         return StageReplica(
@@ -299,26 +302,34 @@ class StageBuilder:
                 self.config.bundle, s, self.channels, prefetch=in_flight + 1, device=self.device, meter=self.meter
             ),
             averager=ReplicaAverager(self.groups.replicas[s], untied.values(), self.meter, self.config.bucket_bytes),
-            optimizer=self._optimizer(untied, s),
+            optimizer=optimizer,
             tied=tied,
             saved_names=saved_names,
             unused_state=self._unused_state(s, stage, saved_names),
             losses=LossReader(self.device),
+            frozen_in_stages=self._frozen_in_stages(s, untied),
         )
+
+    def _frozen_in_stages(self, s: int, untied: Iterable[str]) -> set[str]:
+        """See StageReplica.frozen_in_stages."""
+        others = [stage.parameters for other, stage in enumerate(self.config.bundle.stages) if other != s]
+        held = {self.canonical.get(name, name) for parameters in others for name in parameters}
+        return {name for name in untied if self.canonical.get(name, name) in held}
 
     def _pipeline_stage(self, s: int, module: nn.Module) -> PipelineStage:
         config, device = self.config, self.device
         compensation = config.delay_compensation
-        output_dtypes = [dtype_of(config.bundle.by_name[name]) for name in config.bundle.stages[s].outputs]
+        outputs = [config.bundle.by_name[name] for name in config.bundle.stages[s].outputs]
         return PipelineStage(
             module,
             self.built.file.loss if s == len(config.plan.stages) - 1 else None,
             recompute=config.plan.stages[s].recompute,
             stashing=config.plan.weights != "none",
             extrapolates=compensation is not None and compensation.extrapolates_weights,
-            autocast=Autocast(device, output_dtypes) if config.precision == "bf16" else None,
+            autocast=Autocast(device, [dtype_of(output) for output in outputs]) if config.precision == "bf16" else None,
             compiled=config.compiled,
             seeds=OperatorSeeds(s, device),
+            without_gradient={i: output.name for i, output in enumerate(outputs) if not output.gradient},
         )
 
     def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:

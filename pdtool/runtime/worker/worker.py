@@ -146,8 +146,6 @@ class Worker:
         action_list = self._forward_list(len(minibatches))
         self._begin_phase("valid", epoch, minibatches, action_list)
         totals = MetricTotals(self._context.file)
-        for replica in self._stages.values():
-            replica.stage.module.eval()
         with torch.no_grad():
             for action, _ in action_list.actions:
                 self._status.set(f"{action} of the validation after epoch {epoch}")
@@ -160,7 +158,6 @@ class Worker:
                     totals.add(loss, outputs[0], target, minibatches.samples(action.minibatch))
         for replica in self._stages.values():
             replica.io.end_phase()
-            replica.stage.module.train()
         return totals.summarize(self._context.groups.world, f"the validation after epoch {epoch}")
 
     def run(self) -> Report:
@@ -235,6 +232,7 @@ class Worker:
     def _begin_phase(self, split: str, epoch: int, minibatches: Minibatches, action_list: ActionList) -> None:
         data = self._context.data_pass(split, epoch, minibatches)
         for stage, replica in self._stages.items():
+            replica.set_mode(training=split == "train")
             replica.stage.weights.begin_phase(action_list.versions.get(stage, {}))
             replica.stage.seeds.begin_phase(self._config.seed, split, epoch)
             source = self._context.source if stage == 0 else None

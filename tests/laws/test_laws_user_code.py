@@ -1,0 +1,258 @@
+"""User code trains what it trains in a plain loop, whatever it does to the parameters that it is given.
+
+Programs are drawn from a grammar: an optimizer, what optimizer() does to the parameters, what after_update() does, and
+what the loss leaves out. With a flush their weights are those of the plain loop, without one those of the replay; a
+run that goes on from a checkpoint ends as one that was not disturbed. None is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import CONV3, SKIP3, TIED3, TWO3, Toy, assert_same, batches, stage_of, weights
+from reference import replay
+from test_laws_plain_loop import resumed
+from test_laws_training import pipeline
+
+from pdtool.frontend.model_file import ModelFile
+from pdtool.runtime.config import RunConfig
+
+DRAWS = int(os.environ.get("PDTOOL_USER_PROGRAMS", 12))
+
+OPTIMIZERS = {
+    "sgd": "return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)",
+    "adamw": "return torch.optim.AdamW(parameters, lr=0.01)",
+    "fused": "return torch.optim.Adam(parameters, lr=0.01, fused=True)",
+    "rate as a tensor": "return torch.optim.Adam(parameters, lr=torch.tensor(0.01), foreach=False, capturable=False)",
+    "rebinding": """
+        class Rebinding(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self):
+                for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                    p.data = p.data - 0.05 * p.grad
+        return Rebinding(parameters, lr=0.05)""",
+    "flattening": """
+        class Flattening(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self):
+                own = [p for group in self.param_groups for p in group["params"]]
+                changes = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
+                vectors = [nn.utils.parameters_to_vector(each) for each in (own, changes)]
+                nn.utils.vector_to_parameters(vectors[0] - 0.05 * vectors[1], own)
+        return Flattening(parameters, lr=0.05)""",
+    "hooks": """
+        for p in parameters:
+            p.register_hook(lambda gradient: 0.5 * gradient.clone())
+        return torch.optim.SGD(parameters, lr=0.05)""",
+    "state in groups": """
+        class Counting(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self):
+                for group in self.param_groups:
+                    group["k"] = group.get("k", 0) + 1
+                    group["mean"] = 0.5 * group.get("mean", torch.ones(())) + 0.5 / group["k"]
+                    group["lr"] *= 0.9
+                super().step()
+                for p in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+                    p.mul_(1 - 0.1 * group["mean"] / group["k"])
+        return Counting(parameters, lr=0.2)""",
+    "state of any type": """
+        class Odd(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self):
+                for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                    state = self.state[p]
+                    state["updates"] = state.get("updates", 0) + 1
+                    state["a.b"] = 0.5 * state.get("a.b", 0.1) + 0.3
+                    state["last_step"] = [torch.zeros_like(p), *state.get("last_step", ())][:3]
+                    state[1] = {"pair": (state["updates"], "text"), "mean": state.get(1, {}).get("mean", p.mean()) / 2}
+                    state["last_step"][0].copy_(p.grad)
+                    for i, past in enumerate(state["last_step"]):
+                        p.sub_(past, alpha=state["a.b"] * 0.1 / (i + 1))
+                    p.add_(state[1]["mean"] / state["updates"], alpha=0.1)
+        return Odd(parameters, lr=0.05)""",
+}
+IN_OPTIMIZER = {
+    "": "",
+    "freeze": "FIRST.requires_grad_(False)",
+    "hook": "FIRST.register_hook(lambda gradient: gradient * (torch.arange(gradient.numel()) % 2).view_as(gradient))",
+    "other strides": "FIRST.data = FIRST.data.transpose(0, -1).contiguous().transpose(0, -1)",
+}
+AFTER_UPDATE = {
+    "": "",
+    "rebind": "FIRST.data = FIRST.data * 0.9",
+    "write": "FIRST.mul_(0.9)",
+    "freeze": "FIRST.requires_grad_(update < 2)",
+    "thaw": "FIRST.requires_grad_(update >= 2)",
+    "thaw and freeze": "FIRST.requires_grad_(update % 3 == 1)",
+}
+LOSSES = {
+    "both": "F.cross_entropy(output[0], target) + F.cross_entropy(output[1], target)",
+    "one": "F.cross_entropy(output[0], target)",
+    "one, in some minibatches": "F.cross_entropy(output[0], target) + (output[1].mean() if target[0] > 1 else 0)",
+}
+PROGRAM = """
+def optimizer(named):
+    named = dict(named)
+    parameters = list(named.values())
+    for FIRST in [named["CHOSEN"]] if "CHOSEN" in named else []:
+        IN_OPTIMIZER
+        pass
+    OPTIMIZER
+
+def after_update(named_parameters, update):
+    for name, FIRST in named_parameters:
+        if name == "CHOSEN":
+            AFTER_UPDATE
+            pass
+"""
+LOSS = """
+def loss(output, target):
+    return LOSS
+
+def metrics(output, target):
+    return {}
+"""
+PLANS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "flush": ((1, 1, 1), {"schedule": "1f1b-flush", "microbatches": 3}),
+    "recomputing": ((1, 1, 1), {"schedule": "gpipe", "microbatches": 2}),
+    "zero bubble": ((1, 1, 1), {"schedule": "zb-h1", "microbatches": 4}),
+    "replicas": ((2, 1, 2), {"schedule": "gpipe", "microbatches": 2}),
+    "1f1b": ((1, 1, 1), {}),
+    "1f1b with replicas": ((2, 1, 1), {}),
+    "vertical sync": ((1, 1, 1), {"weights": "vertical-sync"}),
+}
+
+
+def program(draw: random.Random) -> tuple[str, Toy]:
+    """A program in words, and the toy that does it."""
+    toy, chosen = draw.choice([(SKIP3, "b.weight"), (TWO3, "b.weight"), (CONV3, "conv2.weight"), (SKIP3, "a.bias")])
+    parts = [draw.choice(list(part)) for part in (OPTIMIZERS, IN_OPTIMIZER, AFTER_UPDATE, LOSSES)]
+    if (parts[0], parts[1]) in (("flattening", "other strides"), ("hooks", "freeze")):  # refused by torch
+        parts[1] = ""
+    code = PROGRAM.replace("    OPTIMIZER\n", "    " + OPTIMIZERS[parts[0]].strip().replace("\n    ", "\n") + "\n")
+    code = code.replace("AFTER_UPDATE", AFTER_UPDATE[parts[2]]).replace("IN_OPTIMIZER", IN_OPTIMIZER[parts[1]])
+    code = code.replace("CHOSEN", chosen) + (LOSS.replace("LOSS", LOSSES[parts[3]]) if toy is TWO3 else "")
+    return f"{chosen}: {', '.join(parts)}", replace(toy, model=toy.model + code)
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_programs_of_users_train_what_a_plain_loop_trains(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    text, toy = program(draw)
+    name = draw.choice(list(PLANS))
+    replicas, settings = PLANS[name]
+    spec = harness.job(tmp_path, toy, replicas, epochs=2, batch_size=2, steps=10, **settings)
+    if name == "recomputing":
+        stages = tuple(stage.model_copy(update={"recompute": True}) for stage in spec.plan.stages)
+        spec = replace(spec, plan=spec.plan.model_copy(update={"stages": stages}))
+    sys.stdout.write(f"{text}; {name}\n")
+    found = harness.without_statistics(weights(harness.run(spec)))
+    expected = expected_weights(spec, replicas)
+    assert_same(found, {n: v for n, v in expected.items() if n in found})
+    assert_same(harness.without_statistics(weights(harness.run(resumed(spec)))), found, rtol=0, atol=0)
+
+
+def expected_weights(spec: RunConfig, replicas: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Those of the plain loop, or of the replay."""
+    file = ModelFile.load(spec.model, trusted=True)
+    model = file.build(spec.seed)
+    if spec.plan.schedule == "1f1b":
+        definition = pipeline(spec, replicas, replicas)
+        stage = stage_of(spec).__getitem__
+        after_update = file.after_update
+        return replay.asynchronous(
+            model, stage, batches(spec), file.loss, file.optimizer, definition, after_update=after_update
+        )
+    updates = iter(range(1, 1000))
+    trained = replay.synchronous(
+        model,
+        batches(spec),
+        file.loss,
+        file.optimizer,
+        spec.plan.microbatches,
+        after_update=lambda: file.after_update(model.named_parameters(), next(updates)),
+    )
+    return harness.without_statistics(trained)
+
+
+TIED_HOOK = """
+def optimizer(named):
+    named = dict(named)
+    named["embed.weight"].register_hook(lambda gradient: 2 * gradient)
+    return torch.optim.SGD(named.values(), lr=0.05)
+"""
+KEPT = """
+def optimizer(named):
+    parameters = [p for _, p in named]
+    class Keeping(torch.optim.SGD):
+        views = [p.data for p in parameters]
+        def step(self):
+            for p, view in zip(parameters, self.views):
+                if p.grad is not None:
+                    view.sub_(0.1 * p.grad)
+    return Keeping(parameters, lr=0.1)
+"""
+FROZEN_MODEL = """
+_made = model
+def model():
+    made = _made()
+    made.a.requires_grad_(False)
+    return made
+"""
+AFTER = "\ndef after_update(named, update):\n    p = dict(named).get({name!r})\n    if p is not None: {statement}\n"
+REFUSED = [
+    (
+        KEPT,
+        r"model.py:\d+: the parameter a.weight is kept by its memory, as p.data .*; take the parameter itself in each",
+    ),
+    (
+        AFTER.format(name="b.weight", statement="p.data = p.data.double()"),
+        r"b.weight was made float64\[5, 5\] on cpu, and",
+    ),
+    (
+        AFTER.format(name="b.weight", statement="p.data = p.data[:4]"),
+        r"b.weight was made float32\[4, 5\] on cpu, and is",
+    ),
+    (
+        AFTER.format(name="b.bias", statement="p.register_post_accumulate_grad_hook(print)"),
+        r"model.py:\d+: the parameter b.bias has a hook that waits for its accumulated gradient, .*; step in the opt",
+    ),
+    (
+        AFTER.format(name="b.bias", statement="p.register_hook(lambda gradient: gradient)"),
+        r"b.bias gets a hook on its gradient during training, .*; register it in optimizer\(\)",
+    ),
+    (
+        FROZEN_MODEL + AFTER.format(name="a.bias", statement="p.requires_grad_(True)"),
+        r"trains parameters that model\(\) left frozen, and the plan sends no gradient back for h, .*; let model\(\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "words"), REFUSED)
+def test_what_training_cannot_follow_is_refused_by_name(tmp_path: Path, code: str, words: str) -> None:
+    toy = replace(SKIP3, model=SKIP3.model + code)
+    if code.startswith(FROZEN_MODEL):
+        h = toy.tensors[1].model_copy(update={"gradient": False})
+        toy = replace(toy, tensors=(toy.tensors[0], h, *toy.tensors[2:]))
+    with pytest.raises(AssertionError, match=words):
+        harness.run(harness.job(tmp_path, toy))
+
+
+def test_memory_that_stays_where_it_is_may_be_kept(tmp_path: Path) -> None:
+    toy = replace(SKIP3, model=SKIP3.model + KEPT)
+    spec = harness.job(tmp_path, toy, schedule="1f1b-flush", microbatches=3)
+    assert_same(weights(harness.run(spec)), expected_weights(spec, (1, 1, 1)))
+
+
+def test_a_hook_on_a_gradient_that_no_stage_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"embed.weight has a hook on its gradient, and several stages hold it"):
+        harness.run(harness.job(tmp_path, replace(TIED3, model=TIED3.model + TIED_HOOK)))
