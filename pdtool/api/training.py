@@ -20,6 +20,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.run_dir import complete_checkpoints, latest, read_manifest
 from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.files import file_sha256
 from pdtool.host import usable_cores
 from pdtool.machines import Machines, is_first_worker, is_worker
 from pdtool.options import SAME_FOLDER, RunOptions, read_options
@@ -159,12 +160,30 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
         return Bundle.load(folder / "bundle.yaml").trusting(folder)
     bundle = inputs.bundle(folder)
     if bundle:
+        _prove_update_again(inputs, bundle)
         return bundle
     _refuse_edited_files(folder)
     if is_worker(os.environ):
         raise StaleError(folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
     note(f"{folder}/ is missing, or was made from something else: generating it")
     return generated(inputs, folder)
+
+
+def _prove_update_again(inputs: Inputs, bundle: Bundle) -> None:
+    """Prove the update again where model.py or its settings are not those that codegen proved it with.
+
+    Raises:
+        ModelError: the stages' updates are not those of the model.
+    """
+    from pdtool.frontend.user_code import find_source
+
+    proved = inputs.plan.model or inputs.profile.model
+    is_same = file_sha256(find_source(inputs.model.source)) in bundle.digests.values()
+    if is_first_worker(os.environ) and not (is_same and proved and proved.settings == inputs.model.settings):
+        from pdtool.generator.generate import prove_update
+
+        with status("proving the update of the stages"):
+            prove_update(inputs.model_file(), bundle)
 
 
 def _refuse_edited_files(folder: Path) -> None:

@@ -214,7 +214,7 @@ def check_bundle(
     """
     if bundle.graph_sha256 is None and check_files is None:
         return
-    with _random_state_kept():
+    with random_state_kept():
         traced = trace_file(model_file, model, bundle.batch_size)
     if bundle.graph_sha256 not in (None, graph_sha256(traced)):
         raise StaleError(
@@ -280,7 +280,7 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     """Give back the random state of this process, whatever example_inputs draws from; that of CUDA is left alone."""
     numpy: Any = sys.modules.get("numpy")
     states = random.getstate(), numpy and numpy.random.get_state()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -22,8 +21,6 @@ from torch.optim import Optimizer, SparseAdam
 from pdtool.artifacts.fields import MAX_WORKERS
 from pdtool.errors import FieldError, ModelError
 from pdtool.frontend.model_io import tensors_of
-
-_LOOKS_AT_ALL = re.compile(r"clip_grad|grad_norm|total_norm|global_norm")
 
 
 @dataclass(frozen=True)
@@ -151,19 +148,3 @@ def takes_total(scheduler: Callable[..., Any]) -> bool:
     parameters = inspect.signature(scheduler).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) > 1 and positional[1].default is inspect.Parameter.empty
-
-
-def looks_at_all_parameters(optimizer: Optimizer) -> bool:
-    """Whether a step is seen to compute something over all parameters, such as their norm; it cannot always be seen."""
-    return any(_LOOKS_AT_ALL.search(source) for source in _step_sources(optimizer))
-
-
-def _step_sources(optimizer: Optimizer) -> Iterator[str]:
-    """The source of the optimizer's own step, and of what is called before it, but for torch's own optimizers."""
-    own = (vars(kind).get("step") for kind in type(optimizer).__mro__ if not kind.__module__.startswith("torch."))
-    functions: list[Any] = [step for step in own if step]
-    for function in [*functions, *optimizer._optimizer_step_pre_hooks.values()]:
-        try:
-            yield inspect.getsource(function)
-        except (OSError, TypeError):
-            continue

@@ -9,16 +9,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from torch import nn
+
 from pdtool.artifacts.bundle import Bundle, StageModule
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import PdtoolError, StaleError, TraceError, UsageError
 from pdtool.files import write_atomically, write_remedy
-from pdtool.frontend.graph_digest import check_profile, graph_sha256
+from pdtool.frontend.graph_digest import check_profile, graph_sha256, random_state_kept
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import Traced, Value, named_state
 from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.update_proof import check_update
+from pdtool.frontend.user_code import undoing_user_changes
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.verify import verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
@@ -52,14 +56,33 @@ def generate(
     traced = trace_file(model_file, model_file.build(), plan.batch_size)
     check_profile(traced, profile, model_file.ref.source)
     progress("writing the stages")
-    fits = _fits_in_memory(traced)
+    fits = fits_in_memory(traced.model)
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
     progress(
         "proving the stages equal to the model" if fits else "checking shapes (the model is too large to run here)"
     )
     _verify(traced, model_file, texts, bundle)
+    prove_update(model_file, bundle)
     _write(folder, texts | {"bundle.yaml": bundle.dump()})
     return bundle
+
+
+def prove_update(model_file: ModelFile, bundle: Bundle) -> None:
+    """Check that updates of the stages are those of the model, where it fits into this machine's memory.
+
+    Raises:
+        ModelError: they are not.
+    """
+    if len(bundle.stages) < 2 or not model_file.has("optimizer"):
+        return
+    with random_state_kept(), undoing_user_changes():
+        model = model_file.build()
+        if fits_in_memory(model):
+            first: dict[int, str] = {}
+            names = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+            tied = {names[tied.names[0]] for tied in bundle.tied}
+            stages = [{names[name] for name in stage.parameters if name in names} - tied for stage in bundle.stages]
+            check_update(model_file, model, [*stages, *({name} for name in tied)])
 
 
 def check_stage_files(
@@ -156,8 +179,9 @@ def _bundle(
     return bundle.with_graph(graph_sha256(wiring.traced))
 
 
-def _fits_in_memory(traced: Traced) -> bool:
-    needed = _COPIES * sum(p.nbytes for p in traced.model.parameters())
+def fits_in_memory(model: nn.Module) -> bool:
+    """Whether this machine has the memory for what a proof needs of a model."""
+    needed = _COPIES * sum(p.nbytes for p in model.parameters())
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -13,7 +13,6 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_rules import looks_at_all_parameters
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.optimizer_state import pack, unpack
@@ -317,32 +316,6 @@ def test_sparse_gradients_become_dense_ones(tmp_path, kind):
     assert torch.equal(built.weight.grad, sparse.weight.grad.to_dense())
 
 
-NAMES = {0: (), 1: ("body.weight", "body.bias")}  # parameters of the stages of a worker
-CLIPPING = """
-class Clipping(torch.optim.SGD):
-    def step(self, closure=None):
-        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
-        return super().step(closure)
-class Scaled(torch.optim.SGD):
-    def step(self, closure=None):
-        return super().step(closure)
-def clip_first(optimizer, args, kwargs):
-    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-def hooked(params, lr):
-    made = torch.optim.SGD(params, lr)
-    made.register_step_pre_hook(clip_first)
-    return made
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "looks"), [("Clipping", True), ("hooked", True), ("Scaled", False), ("torch.optim.SGD", False)]
-)
-def test_a_step_that_looks_at_all_parameters_is_seen(tmp_path, kind, looks):
-    more = CLIPPING + f"def optimizer(named): return {kind}([p for _, p in named], lr=0.1)\n"
-    assert looks_at_all_parameters(optimizer_of(load(tmp_path, more=more)).optimizer) == looks
-
-
 @pytest.mark.parametrize(
     ("line", "match"),
     [
@@ -411,7 +384,7 @@ def test_a_one_cycle_schedule_of_another_length_than_the_run_is_told(tmp_path, c
     replica = SimpleNamespace(optimizer=NamedOptimizer(file, model, model, RunLength(updates=6)))
     shape = SimpleNamespace(replicas=(1,))
     context = SimpleNamespace(stages={0: replica, 1: replica}, assignment=SimpleNamespace(rank=0), shape=shape)
-    WorkerContext._warn_of_optimizer(context)
+    WorkerContext._warn_of_schedule(context)
     assert capsys.readouterr().err == f"warning: {warnings[6]}\n"
 
 
@@ -548,23 +521,6 @@ def test_a_loss_of_a_model_that_is_frozen_needs_no_gradient():
     stage = PipelineStage(torch.nn.Linear(2, 2).requires_grad_(False), lambda output, target: output.mean())
     stage.weights.begin_phase({0: 0})
     stage.forward(0, [torch.ones(1, 2)])
-
-
-@pytest.mark.parametrize(
-    ("rank", "replicas", "kind", "warnings"),
-    [(0, (1, 1), "Clipping", 1), (1, (1, 1), "Clipping", 0), (0, (2,), "Clipping", 0), (0, (1, 1), "Scaled", 0)],
-)
-def test_a_warning_says_that_each_stage_has_its_own_optimizer(tmp_path, capsys, rank, replicas, kind, warnings):
-    """Once, by the first worker; not where one stage has all parameters."""
-    more = CLIPPING + f"def optimizer(named): return {kind}([p for _, p in named], lr=0.1)\n"
-    stages = {
-        s: SimpleNamespace(optimizer=optimizer_of(load(tmp_path, more=more), names)) for s, names in NAMES.items()
-    }
-    context = SimpleNamespace(
-        stages=stages, assignment=SimpleNamespace(rank=rank), shape=SimpleNamespace(replicas=replicas)
-    )
-    WorkerContext._warn_of_optimizer(context)
-    assert capsys.readouterr().err.count("warning: a step of Clipping seems to compute a norm over all") == warnings
 
 
 def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):

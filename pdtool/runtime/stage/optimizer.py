@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pdtool.errors import FieldError, ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import derive_seed, seed_generators
+from pdtool.frontend.update_proof import NAMES_OF_GROUP, keep_parameters
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
 from pdtool.runtime.stage.optimizer_state import CannotPackError, pack
 
-# keys of a parameter group: which parameters it has, and what schedules of torch set
-_NAMES_OF_GROUP = {"params", "param_names"}
+# keys of a parameter group that schedules of torch set
 _OF_SCHEDULES = {"lr", "initial_lr", "min_lr", "max_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum"}
 
 
@@ -72,7 +72,7 @@ class NamedOptimizer:
         groups = self.optimizer.param_groups if self.optimizer else []
         self._first_trained = {name: p.requires_grad for name, p in self.parameters.items()}
         self._parameter_count = sum(len(group["params"]) for group in groups)
-        self._first_groups = [copy.deepcopy({k: group[k] for k in group.keys() - _NAMES_OF_GROUP}) for group in groups]
+        self._first_groups = [copy.deepcopy({k: group[k] for k in group.keys() - NAMES_OF_GROUP}) for group in groups]
 
     @property
     def schedule_warning(self) -> str:
@@ -168,7 +168,7 @@ class NamedOptimizer:
 
     def _changed(self, group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
         """What the optimizer keeps in a group: values that are not as optimizer() made them, nor a schedule's."""
-        others = _NAMES_OF_GROUP if not self._schedule or self._schedule.is_empty else _NAMES_OF_GROUP | _OF_SCHEDULES
+        others = NAMES_OF_GROUP if not self._schedule or self._schedule.is_empty else NAMES_OF_GROUP | _OF_SCHEDULES
         return {k: value for k, value in group.items() if k not in others and not _is_same(value, first.get(k))}
 
     def _packable(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -289,21 +289,6 @@ class _MissingReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _reads_values(file: ModelFile) -> ModelError:
     what = "optimizer() reads the values of parameters, of which a worker has those of its own stages only"
     return file.error(what, "let it use names, shapes and types of parameters only")
-
-
-def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
-    """Let an optimizer keep some of its parameters, in the groups where they are; a group may become empty.
-
-    Args:
-        kept: ids of these parameters.
-    """
-    for group in optimizer.param_groups:
-        is_kept = [id(p) in kept for p in group["params"]]
-        for key in _NAMES_OF_GROUP:  # names where the optimizer was given them
-            if key in group:
-                group[key] = [value for value, keep in zip(group[key], is_kept, strict=True) if keep]
-    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in kept]:
-        del optimizer.state[parameter]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from pdtool.errors import ModelError
 from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
-from pdtool.frontend.model_rules import looks_at_all_parameters
 from pdtool.frontend.random_numbers import OperatorSeeds
 from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.groups import ProcessGroups, all_gather, broadcast, make_process_groups
@@ -145,7 +144,7 @@ class WorkerContext:
             is_replica_0=self.is_replica_0,
             meter=self.meter,
         )
-        self._warn_of_optimizer()
+        self._warn_of_schedule()
 
     def _channels(self) -> Channels:
         config, shape, groups = self.config, self.shape, self.groups
@@ -187,20 +186,11 @@ class WorkerContext:
                 f"stages, and each needed the memory for it: {reasons[ranks[0]]}\n"
             )
 
-    def _warn_of_optimizer(self) -> None:
-        """Say once, at worker 0, that an optimizer which looks at all of its parameters sees those of a stage only; and
-        that a learning-rate schedule has another length than the run."""
+    def _warn_of_schedule(self) -> None:
+        """Say once, at worker 0, that a learning-rate schedule has another length than the run."""
         if self.assignment.rank == 0:
             warnings = [replica.optimizer.schedule_warning for replica in self.stages.values()]
             sys.stderr.writelines(f"warning: {warning}\n" for warning in filter(None, warnings[:1]))
-        optimizer = next((r.optimizer.optimizer for r in self.stages.values() if r.optimizer.optimizer), None)
-        is_divided = self.assignment.rank == 0 and len(self.shape.replicas) > 1
-        if is_divided and optimizer and looks_at_all_parameters(optimizer):
-            sys.stderr.write(
-                f"warning: a step of {type(optimizer).__name__} seems to compute a norm over all of its parameters, "
-                "but each stage has its own optimizer, which sees the parameters of that stage only: to clip gradients "
-                "by their norm over all stages, set MAX_GRAD_NORM in model.py instead\n"
-            )
 
     def sample_order(self, epoch: int) -> Sequence[int]:
         """Return the samples of an epoch, in order; the same on all workers, which call it together.

@@ -1,0 +1,149 @@
+"""Proof that a model's update is the same when each stage has an optimizer of its own.
+
+Each stage calls optimizer() with all parameters and keeps its own (`keep_parameters`). For nearly all optimizers that
+makes no difference. One that looks at all of its parameters, to clip by their norm or to find a common step size, would
+see those of a stage only, and train something else. So a few updates are computed both ways, and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, ReduceLROnPlateau
+
+from pdtool.errors import ModelError, describe_error
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.random_numbers import seed_all_generators
+
+NAMES_OF_GROUP = {"params", "param_names"}  # keys of a parameter group that say which parameters it has
+_UPDATES = 3  # with gradients that point the same way: what looks for a step size begins to move
+_CALLS_USER_CODE = (LambdaLR, MultiplicativeLR)
+
+
+def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
+    """Let an optimizer keep some of its parameters, in the groups where they are; a group may become empty.
+
+    Args:
+        kept: ids of these parameters.
+    """
+    for group in optimizer.param_groups:
+        is_kept = [id(p) in kept for p in group["params"]]
+        for key in NAMES_OF_GROUP:  # names where the optimizer was given them
+            if key in group:
+                group[key] = [value for value, keep in zip(group[key], is_kept, strict=True) if keep]
+    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in kept]:
+        del optimizer.state[parameter]
+
+
+def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[str]]) -> None:
+    """Check that updates of the stages, and of each layer alone, give the weights that those of the model give.
+
+    What torch's own optimizers and schedules compute for each parameter alone is not computed again. Where an update
+    draws random numbers, which are others for each stage, nothing can be compared.
+
+    Args:
+        model: on a CPU, with the values of its parameters.
+        stages: names of the parameters of each stage, and of each that several stages hold.
+
+    Raises:
+        ModelError: parameters get other values.
+    """
+    parameters = dict(model.named_parameters())
+    if len(stages) < 2 or not file.has("optimizer") or not _may_couple(file, _copies(parameters)):
+        return
+    update = _Update(file, parameters)
+    layers: dict[str, list[str]] = {}
+    for name in parameters:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    expected = update.of(parameters)
+    if update.draws_random_numbers:
+        return
+    for parts, owner in ((stages, "each stage"), (list(layers.values()), "each layer")):
+        found: dict[str, Tensor] = {}
+        for part in parts:
+            try:
+                found |= update.of(part)
+            except Exception as error:
+                what = f"an update of {', '.join(list(part)[:3])} alone raised {describe_error(error)}"
+                raise _refusal(file, update, f"{what}, and that of all parameters did not") from error
+        different = [name for name in found if not torch.equal(found[name], expected[name])]
+        if different:
+            others = f" and {len(different) - 3} others" * (len(different) > 3)
+            what = f"with the same gradients, {', '.join(different[:3])}{others} get other values"
+            raise _refusal(file, update, f"{what} where {owner} has an optimizer of its own")
+
+
+def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
+    return file.error_in(
+        "optimizer",
+        f"an update by {update.optimizer} depends on parameters of several stages: {what}",
+        "to clip gradients by the norm of all, set MAX_GRAD_NORM in model.py; else train without stages, as "
+        "`pdtool partition --strategy data-parallel` plans it",
+    )
+
+
+def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
+
+
+def _may_couple(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Whether code that is not torch's takes part in an update."""
+    optimizer = file.optimizer(list(parameters.items()))
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    is_changed = any(hooks) or "step" in vars(optimizer) or file.has("after_update")
+    if is_changed or not type(optimizer).__module__.startswith("torch.optim."):
+        return True
+    scheduler = file.scheduler(optimizer, _UPDATES)
+    is_of_torch = scheduler is None or type(scheduler).__module__ == "torch.optim.lr_scheduler"
+    return not is_of_torch or isinstance(scheduler, _CALLS_USER_CODE)
+
+
+class _Update:
+    """Updates of some parameters of a model, with gradients that are the same for each part.
+
+    Attributes:
+        optimizer: the name of its class.
+        draws_random_numbers: whether an update does.
+    """
+
+    def __init__(self, file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._file, self._parameters = file, parameters
+        self.optimizer, self.draws_random_numbers = "", False
+
+    def of(self, part: Collection[str]) -> dict[str, Tensor]:
+        """Return the values of the parameters of a part after a few updates, by name."""
+        parameters = _copies(self._parameters)
+        own = {name: parameters[name] for name in parameters if name in part}
+        optimizer = self._file.optimizer(list(parameters.items()))
+        self.optimizer = type(optimizer).__name__
+        keep_parameters(optimizer, {id(p) for p in own.values()})
+        scheduler: Any = self._file.scheduler(optimizer, _UPDATES)
+        train: Callable[[], object] | None = getattr(optimizer, "train", None)
+        if train:
+            train()
+        for update in range(_UPDATES):
+            for i, (name, p) in enumerate(self._parameters.items()):
+                if name in own and own[name].requires_grad:
+                    gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+                    own[name].grad = gradient.mul_(1 + update).to(p)
+            seed_all_generators(update)
+            before = _generator_states()
+            optimizer.step()
+            self._file.after_update(list(own.items()), update + 1)
+            self.draws_random_numbers |= before != _generator_states()
+            if scheduler:
+                scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+        return {name: p.detach() for name, p in own.items()}
+
+
+def _generator_states() -> list[str]:
+    """What says whether random numbers were drawn: each generator's state, as text."""
+    with np.printoptions(threshold=sys.maxsize):
+        return [str(torch.get_rng_state().tolist()), repr(random.getstate()), repr(np.random.get_state())]

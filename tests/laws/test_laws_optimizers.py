@@ -1,0 +1,154 @@
+"""Optimizers of torch and of others, in three stages: each trains as in a plain loop, or is refused by name.
+
+| optimizers | |
+|---|---|
+| all of torch.optim but LBFGS and SparseAdam; schedule-free AdamW, SGD and RAdam; Lion; Muon | as in a plain loop |
+| Prodigy; any that clips by a norm, or whose hooks or schedule do; any that goes by the number of a group | refused |
+| LBFGS, SparseAdam | refused by optimizer() (test_run_user_code.py) |
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import SKIP3, Toy, assert_same, batches, stage_of, weights
+from reference import replay
+from test_laws_plain_loop import resumed
+
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.errors import ModelError
+from pdtool.frontend import update_proof
+from pdtool.frontend.model_file import ModelFile
+
+OF_TORCH = ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"]
+OPTIMIZERS = {name: f"torch.optim.{name}(parameters, lr=0.01)" for name in (*OF_TORCH, "SGD")} | {
+    "Muon": "torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01)",
+    "schedule-free AdamW": "schedulefree.AdamWScheduleFree(parameters, lr=0.01, warmup_steps=3)",
+    "schedule-free SGD": "schedulefree.SGDScheduleFree(parameters, lr=0.1)",
+    "schedule-free RAdam": "schedulefree.RAdamScheduleFree(parameters, lr=0.01)",
+    "Lion": "lion_pytorch.Lion(parameters, lr=0.001, weight_decay=0.1)",
+}
+
+
+def with_optimizer(code: str, more: str = "") -> Toy:
+    imports = "\n".join(f"import {name}" for name in ("schedulefree", "lion_pytorch", "prodigyopt") if name in code)
+    made = f"\n{imports}\n{more}\ndef optimizer(named):\n    parameters = [p for _, p in named]\n    return {code}\n"
+    return replace(SKIP3, model=SKIP3.model + made)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_in_three_stages_it_trains_as_in_a_plain_loop(tmp_path: Path, name: str) -> None:
+    """In a run that goes on from a checkpoint, too. Those that have modes are in that of evaluation at the end."""
+    toy = with_optimizer(OPTIMIZERS[name])
+    spec = harness.job(tmp_path, toy, schedule="1f1b-flush", microbatches=3, epochs=2)
+    found = weights(harness.run(spec))
+    file = ModelFile.load(spec.model, trusted=True)
+    model, made = file.build(spec.seed), []
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        made.append(file.optimizer(list(named)))
+        set_mode("train")
+        return made[0]
+
+    def set_mode(mode: str) -> None:
+        if hasattr(made[0], mode):
+            getattr(made[0], mode)()
+
+    evaluated: dict[str, torch.Tensor] = {}
+
+    def after_epoch() -> None:
+        set_mode("eval")
+        evaluated.update({n: p.detach().clone() for n, p in model.named_parameters()})
+        set_mode("train")
+
+    replay.synchronous(model, batches(spec), file.loss, optimizer, 3, after_epoch=after_epoch)
+    assert_same(found, evaluated)
+    assert_same(weights(harness.run(resumed(spec))), found, rtol=0, atol=0)
+
+
+CLIPPING = """
+class Clipping(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step()
+class Scaled(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad *= 0.5
+        return super().step()
+class First(torch.optim.SGD):
+    def step(self):
+        self.param_groups[0]["lr"] = 0.1 * self.param_groups[0]["params"][0].numel()
+        return super().step()
+def hooked(parameters):
+    made = torch.optim.SGD(parameters, 0.1)
+    def clip(optimizer, args, kwargs):
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    made.register_step_pre_hook(clip)
+    return made
+"""
+SCHEDULED = """
+def scheduler(optimizer):
+    seen = [p for group in optimizer.param_groups for p in group["params"]]
+    def rate(i):
+        return 1 / (1 + sum(float(p.grad.norm()) for p in seen if p.grad is not None))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+"""
+NORMALIZED = """
+def after_update(named, update):
+    total = sum(p.square().sum() for _, p in named) ** 0.5
+    for _, p in named:
+        p.div_(total)
+"""
+SGD = "torch.optim.SGD(parameters, lr=0.1)"
+PROVED = [
+    ("Scaled(parameters, 0.1)", CLIPPING, ""),
+    (
+        "Clipping(parameters, 0.1)",
+        CLIPPING,
+        r"Clipping depends .*, a.weight, a.bias, b.weight and 5 others get other val",
+    ),
+    ("hooked(parameters)", CLIPPING, r"SGD depends on parameters of several stages: .* set MAX_GRAD_NORM in"),
+    (
+        "First([{'params': [p]} for p in parameters], 0.1)",
+        CLIPPING,
+        r"alone raised IndexError: .* all parameters did not",
+    ),
+    ("prodigyopt.Prodigy(parameters)", "", "Prodigy depends on parameters of several stages: with the same gradients"),
+    (SGD, SCHEDULED, "SGD depends on parameters of several stages"),
+    (SGD, NORMALIZED, "SGD depends on parameters of several stages"),
+    (SGD, NORMALIZED.replace("total)", "2.0)"), ""),
+]
+
+
+def parts(tmp_path: Path, toy: Toy) -> tuple[ModelFile, list[set[str]]]:
+    """The model's file, and the parameters of each stage."""
+    spec = harness.job(tmp_path, toy)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
+    return file, [{n for n, at in stage_of(spec).items() if at == s} for s in range(3)]
+
+
+@pytest.mark.parametrize(("code", "more", "words"), PROVED)
+def test_an_update_that_looks_at_several_stages_is_refused(tmp_path: Path, code: str, more: str, words: str) -> None:
+    file, stages = parts(tmp_path, with_optimizer(code, more))
+    update_proof.check_update(file, file.build(), [set.union(*stages)])  # in one stage it is what it is
+    if words:
+        with pytest.raises(ModelError, match=rf"^model.py:\d+: an update by .*{words}"):
+            update_proof.check_update(file, file.build(), stages)
+    else:
+        update_proof.check_update(file, file.build(), stages)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_of_each_parameter_alone_is_proved(tmp_path: Path, monkeypatch: Any, name: str) -> None:
+    """Those of torch are, too, though it is not computed for them."""
+    monkeypatch.setattr(update_proof, "_may_couple", lambda file, parameters: True)
+    file, stages = parts(tmp_path, with_optimizer(OPTIMIZERS[name]))
+    update_proof.check_update(file, file.build(), stages)
