@@ -119,7 +119,7 @@ PROVED = [
     (
         "First([{'params': [p]} for p in parameters], 0.1)",
         CLIPPING,
-        r"alone raised IndexError: .* all parameters did not",
+        r"that of .* alone raised an error, and .*IndexError",
     ),
     ("prodigyopt.Prodigy(parameters)", "", "Prodigy depends on parameters of several stages: with the same gradients"),
     (SGD, SCHEDULED, "SGD depends on parameters of several stages"),

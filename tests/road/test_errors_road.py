@@ -247,3 +247,27 @@ def test_ctrl_c_ends_the_run_with_130_and_leaves_no_worker(road):
     while left := alive(process.pid):
         assert time.monotonic() < deadline, f"{left} are left"
         time.sleep(0.05)
+
+
+CLIPPING = """
+class Clipping(torch.optim.SGD):
+    def step(self):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+
+def optimizer(named_parameters):
+    return Clipping([p for _, p in named_parameters], lr=0.1)
+"""
+
+
+def test_an_optimizer_that_looks_at_all_stages_is_refused_by_codegen_and_by_a_run_after_it(road):
+    """The operators stay the same, so that no new plan is asked for."""
+    road.pdtool("codegen")
+    road.write("model.py", NET + CLIPPING)
+    for command in ("run", "codegen"):
+        error = road.pdtool(command, code=1).stderr
+        assert ": an update by Clipping depends on parameters of several stages: with the same grad" in error
+    assert "pdtool partition --strategy data-parallel" in error
+    assert not list(road.path.glob("runs/*"))
+    road.pdtool("partition", "--topology", "2", "--strategy", "data-parallel", "--name", "replicas")
+    road.pdtool("codegen", "plans/replicas.yaml")
