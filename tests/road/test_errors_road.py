@@ -269,5 +269,5 @@ def test_an_optimizer_that_looks_at_all_stages_is_refused_by_codegen_and_by_a_ru
         assert ": an update by Clipping depends on parameters of several stages: with the same grad" in error
     assert "pdtool partition --strategy data-parallel" in error
     assert not list(road.path.glob("runs/*"))
-    road.pdtool("partition", "--topology", "2", "--strategy", "data-parallel", "--name", "replicas")
+    road.pdtool("partition", "--topology", "2", "--strategy", "data-parallel", "-o", "plans/replicas.yaml")
     road.pdtool("codegen", "plans/replicas.yaml")
