@@ -1,4 +1,7 @@
-"""The text formats of artifacts, JSON and YAML: read strictly, so that each text has one meaning, and written."""
+"""The text formats of artifacts, JSON and YAML: read strictly, so that each text has one meaning, and written.
+
+What workers send each other is JSON, too, of a type that both know.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from pdtool.artifacts.fields import first_fault
 from pdtool.errors import FieldError
 
 _EXPONENTIAL = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"
@@ -22,6 +28,10 @@ _MAX_NUMBER_CHARACTERS = 1000
 _MAX_YAML_CHARACTERS = 5_000_000  # PyYAML takes up to a minute for them; a large artifact has one million
 _TEXT_TAG, _MERGE_TAG = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_MESSAGE = ConfigDict(
+    strict=True, ser_json_inf_nan="constants", ser_json_bytes="base64", val_json_bytes="base64", extra="forbid"
+)
+_T = TypeVar("_T")
 
 
 class FormatError(ValueError):
@@ -43,6 +53,32 @@ def read_json(text: str) -> Any:
         raise FormatError(str(error)) from error
     check_plain(content)
     return content
+
+
+def write_message(value: _T, kind: type[_T]) -> bytes:
+    """Write a message to another worker, as JSON; texts in it must be Unicode.
+
+    Args:
+        kind: its type, of numbers, texts, bytes, None, containers, dataclasses and artifacts.
+    """
+    adapter: TypeAdapter[tuple[_T]] = _adapter(kind)  # type: ignore[arg-type]
+    return adapter.dump_json((value,), warnings="error")
+
+
+def read_message(content: bytes, kind: type[_T]) -> _T:
+    """Read a message of a type; raises FormatError when it is none of that type. Nothing in it is executed."""
+    adapter: TypeAdapter[tuple[_T]] = _adapter(kind)  # type: ignore[arg-type]
+    try:
+        return adapter.validate_json(content)[0]
+    except ValidationError as error:
+        field, what = first_fault(error)
+        raise FormatError(f"{field}: {what}" if field else what) from error
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    """Return what writes and reads a type, in a tuple: a dataclass by itself takes no configuration."""
+    return TypeAdapter(tuple[kind], config=_MESSAGE)
 
 
 def read_yaml(text: str) -> Any:

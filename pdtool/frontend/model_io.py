@@ -1,13 +1,16 @@
 """What a model takes and returns: tensors and constants in nested tuples, dicts and dataclasses.
 
 torch.export sees only into containers that torch's pytrees know. Of a model's own, dataclasses and subclasses of dict
-are made known when they are met.
+are made known when they are met. `Structure` describes such a value to a worker that does not have it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import TensorSpec
+from pdtool.errors import ModelError
 
 LEAVES = (Tensor, bool, int, float, type(None))
+_FACTORIES: dict[str, Any] = {"": None, "list": list, "dict": dict, "set": set, "int": int, "float": float}
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,103 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
         names = [field.name for field in dataclasses.fields(value)]
         return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     return None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Tensors in nested containers as data: what they are, without their values.
+
+    Attributes:
+        kind: `module:Class` of a container, `float32` of a tensor, "" of None.
+        shape: of a tensor.
+        keys: of a dict, or the fields of a dataclass; the length of a deque that has a limit.
+        factory: builtin class with which a defaultdict makes values.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    keys: tuple[str | int | float | bool | None, ...] = ()
+    children: tuple[Structure, ...] | None = None
+    factory: str = ""
+
+    @classmethod
+    def of(cls, value: Any) -> Structure:
+        """Describe a value; raises ModelError when it holds what cannot be described."""
+        if value is None:
+            return cls("")
+        if isinstance(value, Tensor):
+            return cls(str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        register_containers(value)
+        held = list(enumerate(value)) if isinstance(value, deque) else children(value)
+        if held is None or pytree.tree_is_leaf(value):
+            raise _cannot_be_sent(type(value).__name__)
+        keys = [] if isinstance(value, (tuple, list)) else [key for key, _ in held]
+        if isinstance(value, deque):
+            keys = [value.maxlen]
+        if wrong := [key for key in keys if type(key) not in (str, int, float, bool, type(None))]:
+            raise _cannot_be_sent(f"the key {wrong[0]!r:.80}")
+        maker = getattr(value, "default_factory", None)
+        factory = getattr(maker, "__name__", "")
+        if _FACTORIES.get(factory) is not maker:
+            raise _cannot_be_sent(f"a defaultdict of {maker!r:.80}")
+        return cls(_class_name(type(value)), (), tuple(keys), tuple(cls.of(child) for _, child in held), factory)
+
+    def example(self) -> Any:
+        """Return a value of this structure, whose tensors are zeros without memory; raises ModelError.
+
+        A container's class is found by its name among the modules that this process has imported.
+        """
+        try:
+            return self._made()
+        except Exception as error:  # of the constructor of that class as well
+            raise ModelError(
+                f"a target's {self.kind!r:.200} cannot be made on this worker ({error!s:.200})",
+                "let model.py import at its top the module of that class",
+            ) from error
+
+    def _made(self) -> Any:
+        if self.children is None:
+            return torch.zeros((), dtype=getattr(torch, self.kind)).expand(self.shape) if self.kind else None
+        kind: Any = _class(self.kind)
+        made = [child._made() for child in self.children]
+        if issubclass(kind, defaultdict):
+            return kind(_FACTORIES[self.factory], zip(self.keys, made, strict=True))
+        if issubclass(kind, dict):
+            return _made_dict(kind, made, self.keys)
+        if issubclass(kind, deque):
+            return kind(made, *self.keys)
+        if hasattr(kind, "__dataclass_fields__"):
+            return _made_dataclass(kind, made, self.keys)
+        if not issubclass(kind, (tuple, list)):
+            raise TypeError("it is no container")
+        return kind(*made) if hasattr(kind, "_fields") else kind(made)
+
+
+def _cannot_be_sent(what: str) -> ModelError:
+    return ModelError(
+        f"a target of the dataset holds {what}, which cannot be sent to another worker",
+        "let dataset() give tensors or numbers, or tuples and dicts of them",
+    )
+
+
+def _class_name(kind: type) -> str:
+    """Return the name by which other workers find a class; raises ModelError when they do not."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    with suppress(LookupError):
+        if _class(name) is kind:
+            return name
+    raise _cannot_be_sent(f"a {kind.__qualname__}, a class that is not found in {kind.__module__}")
+
+
+def _class(name: str) -> Any:
+    """Find a class by `module:Class` among what is imported; raises LookupError."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        found = vars(found)[part]
+    if not isinstance(found, type):
+        raise LookupError(f"{name} is no class")
+    return found
 
 
 def dtype_of(tensor: TensorSpec) -> torch.dtype:

@@ -9,7 +9,6 @@ as in training.
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import os
@@ -33,6 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from pdtool.artifacts.cluster import ClusterFile, LevelMeasured, LevelSpec, NetworkMeasured
+from pdtool.artifacts.text_formats import FormatError, read_message, write_message
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.host import safe_path
 from pdtool.machines import LOOPBACK, Machines, use_loopback, worker_environment
@@ -136,7 +136,8 @@ def run_probe_worker(request: ProbeRequest, store: Any, worker: ProbeWorker, on_
         use_loopback(os.environ)
     rendezvous = Rendezvous(store, worker.rank, request.workers, request.timeout_s)
     gpu = _gpu(worker.local_rank)
-    memory_bytes = agreed_memory_bytes(request.device, rendezvous.exchange(gpu and _uuid_and_memory(gpu)))
+    gpus = rendezvous.exchange(gpu and _uuid_and_memory(gpu), tuple[str, int] | None)
+    memory_bytes = agreed_memory_bytes(request.device, gpus)
     device = gpu if gpu and memory_bytes else torch.device("cpu")
     if memory_bytes:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends when its time is over, with an error
@@ -261,7 +262,7 @@ class _LevelProber:
         start_s = time.perf_counter()
         for count in [size] * messages + [rest] * (rest > 0):
             transfer(out[:count], into[:count])
-        return float(max(self.rendezvous.exchange(time.perf_counter() - start_s)))
+        return float(max(self.rendezvous.exchange(time.perf_counter() - start_s, float)))
 
     def _start_together(self) -> None:
         """Wait until all workers are here, so that they start at the same time."""
@@ -290,7 +291,7 @@ class _LevelProber:
             message = torch.zeros(1, device=self.device)
             with self.rendezvous.waiting_for([other]):
                 times = [self._ping_s(there_and_back, message, other) for _ in range(_PINGS)]
-        return float(max(self.rendezvous.exchange(statistics.median(times) / 2)))
+        return float(max(self.rendezvous.exchange(statistics.median(times) / 2, float)))
 
     def _ping_s(self, there_and_back: tuple[Any, Any], message: Tensor, other: int) -> float:
         start_s = time.perf_counter()
@@ -330,10 +331,24 @@ class Rendezvous:
         self.step = "coming together"
         self._turn = 0
 
-    def exchange(self, value: object = None) -> list[Any]:
-        """Return the values of all workers, by rank; raises WorkerDiedError naming those who gave none."""
+    def exchange(self, value: object = None, kind: Any = None) -> list[Any]:
+        """Return the values of all workers, by rank.
+
+        Args:
+            kind: their type, as `write_message` takes it.
+
+        Raises:
+            WorkerDiedError: some gave none, or one of another type; it names them.
+        """
         self._turn += 1
-        return [json.loads(text) for text in self._answers(str(self._turn), value)]
+        values = []
+        for rank, answer in enumerate(self._answers(str(self._turn), write_message(value, kind))):
+            try:
+                values.append(read_message(answer, kind))
+            except FormatError as error:
+                what = f"{self.step}: what worker {rank} answered cannot be read ({error})"
+                raise WorkerDiedError(what, "let nobody else reach the workers' ports (SECURITY.md)") from error
+        return values
 
     def leave(self) -> None:
         """End the rendezvous. Worker 0 goes last: the store, which others may still be reading, can end with it."""
@@ -341,7 +356,7 @@ class Rendezvous:
             if self.rank:
                 self.store.set(self._key("left", self.rank), "")
             else:
-                self._answers("left", None)
+                self._answers("left", b"")
 
     @contextmanager
     def waiting_for(self, peers: Iterable[int], remedy: str = _REMEDY) -> Iterator[None]:
@@ -355,12 +370,12 @@ class Rendezvous:
             others = sorted({*peers} - {self.rank})
             raise self._timeout_error([peer for peer in others if peer in silent] or others or [0], remedy) from error
 
-    def _answers(self, subject: str, value: object) -> list[bytes]:
+    def _answers(self, subject: str, content: bytes) -> list[bytes]:
         """What each worker has put into the store on a subject, this one included."""
         keys = [self._key(subject, rank) for rank in range(self._workers)]
         deadline_s, pause_s = time.monotonic() + 2 * self._timeout_s, 1e-3
         with self.waiting_for([0]):
-            self.store.set(keys[self.rank], json.dumps(value))
+            self.store.set(keys[self.rank], content)
             while not self.store.check(keys):
                 if time.monotonic() > deadline_s:
                     raise self._timeout_error([rank for rank, key in enumerate(keys) if not self.store.check([key])])

@@ -16,15 +16,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pdtool import __version__
 from pdtool.artifacts import run_dir
 from pdtool.artifacts.run_dir import TOKEN_FILE
-from pdtool.errors import UsageError, WorkerDiedError
+from pdtool.artifacts.text_formats import FormatError, read_message, write_message
+from pdtool.errors import UsageError, WorkerDiedError, printable
 from pdtool.files import file_sha256, open_in_place
 from pdtool.frontend.user_code import find_source
 from pdtool.runtime.config import RunConfig, assign_ranks, ranks_of_stage
@@ -45,6 +47,8 @@ _OPTIONS = {  # those that must be the same on all machines, and their fields of
 _DIGITS = 12  # of a digest that are shown
 _VISIBLE_WITHIN_S = 10.0  # until a file that one machine wrote is seen by another; NFS caches folders for seconds
 _POLL_S = 0.1
+_MAX_GATHERED_BYTES, _MAX_BROADCAST_BYTES = 2**26, 2**30  # that a worker reads from another
+_T = TypeVar("_T")
 
 
 class PeerError(WorkerDiedError):
@@ -93,20 +97,68 @@ def short_reason(error: RuntimeError) -> str:
     return re.sub(r"^\[\S*\] ?", "", str(error)).partition(". ")[0][:200]
 
 
-def all_gather(value: object, group: Any, what: str) -> list[Any]:
-    """Return the `value` of every rank of `group`, in order; raises PeerError, which says that `what` did not come."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    with PeerErrorContext(f"{what} did not come from every worker"):
-        dist.all_gather_object(values, value, group=group)
-    return values
+def all_gather(value: _T, kind: type[_T], group: Any, what: str) -> list[_T]:
+    """Return the `value` of every rank of `group`, in order.
+
+    It travels as data: object collectives of torch.distributed would execute what another worker sends.
+
+    Args:
+        kind: type of the values, as `write_message` takes it.
+        what: what they are, for an error.
+
+    Raises:
+        PeerError: one did not come, or is too long or not of that type.
+    """
+    problem = f"{what} did not come from every worker"
+    content = write_message(value, kind)
+    sizes = _gather(torch.tensor([len(content)]), group, problem)
+    lengths = [_length(size, rank, what, _MAX_GATHERED_BYTES) for rank, size in enumerate(sizes)]
+    gathered = _gather(_as_tensor(content, max(lengths)), group, problem)
+    received = zip(gathered, lengths, strict=True)
+    return [_read(tensor[:length], kind, rank, what) for rank, (tensor, length) in enumerate(received)]
 
 
-def broadcast(value: object, source: int, what: str) -> Any:
-    """Return the `value` of rank `source` on every rank; raises PeerError, which says that `what` did not come."""
-    values = [value]
-    with PeerErrorContext(f"{what} did not come from rank {source}", source):
-        dist.broadcast_object_list(values, src=source, device=torch.device("cpu"))
-    return values[0]
+def broadcast(value: _T, kind: type[_T], source: int, what: str) -> _T:
+    """Return the `value` of rank `source` on every rank; see `all_gather`."""
+    content = write_message(value, kind) if dist.get_rank() == source else b""
+    size, problem = torch.tensor([len(content)]), f"{what} did not come from rank {source}"
+    with PeerErrorContext(problem, source):
+        dist.broadcast(size, source)
+    tensor = _as_tensor(content, _length(size, source, what, _MAX_BROADCAST_BYTES))
+    with PeerErrorContext(problem, source):
+        dist.broadcast(tensor, source)
+    return _read(tensor, kind, source, what)
+
+
+def _gather(own: Tensor, group: Any, problem: str) -> list[Tensor]:
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with PeerErrorContext(problem):
+        dist.all_gather(gathered, own, group=group)
+    return gathered
+
+
+def _length(size: Tensor, rank: int, what: str, limit_bytes: int) -> int:
+    """Read how many bytes a message has, [1]."""
+    length = int(size)
+    if not 0 < length <= limit_bytes:
+        raise PeerError(
+            f"{what} would have {length} bytes from rank {rank}, and at most {limit_bytes} are read", peer=rank
+        )
+    return length
+
+
+def _as_tensor(content: bytes, length: int) -> Tensor:
+    """Return the bytes, and zeros up to the length."""
+    return torch.frombuffer(bytearray(content.ljust(length, b"\0")), dtype=torch.uint8)
+
+
+def _read(message: Tensor, kind: type[_T], rank: int, what: str) -> _T:
+    try:
+        return read_message(message.numpy().tobytes(), kind)
+    except FormatError as error:
+        remedy = "start the same pdtool on all machines, and let nobody else reach their ports (SECURITY.md)"
+        problem = f"{what} from rank {rank} cannot be read, and nothing of it was executed ({error})"
+        raise PeerError(problem, remedy, peer=rank) from error
 
 
 @dataclass(frozen=True)
@@ -161,7 +213,7 @@ def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroup
     assignments = assign_ranks(plan)
     with PeerErrorContext("the process groups were not made"):
         world = dist.new_group([a.rank for a in assignments], timeout=timeout, backend="gloo")
-        uses_nccl = have_own_devices(all_gather(_nccl_device(device), world, "the choice of NCCL or gloo"))
+        uses_nccl = have_own_devices(all_gather(_nccl_device(device), str, world, "the choice of NCCL or gloo"))
         sum_device = device if uses_nccl else torch.device("cpu")
         members = [ranks_of_stage(assignments, s % plan.pipeline_depth) for s in range(len(plan.stages))]
         host = [dist.new_group(m, timeout=timeout, backend="gloo") if len(m) > 1 else None for m in members]
@@ -208,7 +260,7 @@ def run_settings(config: RunConfig) -> dict[str, str]:
     settings = {option: str(getattr(config, name)) for option, name in _OPTIONS.items()}
     settings |= {"--schedule": plan.schedule, "--weights": plan.weights}
     settings |= {"--microbatches": str(plan.microbatches), "--update-every": str(plan.update_every)}
-    settings["--set"] = " ".join(f"{key}={value}" for key, value in sorted(config.model.settings.items()))
+    settings["--set"] = printable(" ".join(f"{key}={value}" for key, value in sorted(config.model.settings.items())))
     settings["--trust"] = str(config.check_stage_files is None)
     digests = {
         "the plan": plan.plan_sha256,
@@ -230,7 +282,8 @@ def check_agreement(config: RunConfig, group: object) -> None:
     machine = os.environ.get("GROUP_RANK")
     place = f"rank {os.environ['RANK']}" if machine is None else f"machine {machine}"
     own = (f"{place} ({socket.gethostname()})", run_settings(config))
-    differences = describe_differences(all_gather(own, group, "the settings of the run"))
+    settings = all_gather(own, tuple[str, dict[str, str]], group, "the settings of the run")
+    differences = describe_differences(settings)
     if differences:
         raise UsageError(
             f"the workers were not asked for the same: {'; '.join(differences)}",
@@ -272,9 +325,10 @@ def check_shared(out: Path, group: Any, timeout_s: float) -> None:
         with open_in_place(path) as file:
             file.truncate(0)
             file.write(token.encode())
-    token = broadcast(token, 0, "the token of the run's folder")
+    token = broadcast(token, str, 0, "the token of the run's folder")
     limit_s = min(_VISIBLE_WITHIN_S, timeout_s / 2)
-    seen = all_gather((_comes_to_hold(path, token, limit_s), socket.gethostname()), group, "word of the run's folder")
+    own = (_comes_to_hold(path, token, limit_s), socket.gethostname())
+    seen = all_gather(own, tuple[bool, str], group, "word of the run's folder")
     blind = {f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees}
     if blind:
         raise UsageError(

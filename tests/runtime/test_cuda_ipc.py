@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from pdtool.artifacts.bundle import TensorSpec
+from pdtool.artifacts.text_formats import read_message, write_message
 from pdtool.runtime.groups import PeerError
 from pdtool.runtime.messages import cuda_ipc
 from pdtool.runtime.messages import cuda_ipc as cuda_ipc_setup
@@ -310,10 +311,10 @@ class Cuda:
         with ThreadPoolExecutor(2) as pool:
             return [future.result() for future in [pool.submit(worker, rank) for rank in range(2)]]
 
-    def _gather(self, value: Any, group: object, what: str) -> list[Any]:
-        self._gathered[self._worker.rank] = value
+    def _gather(self, value: Any, kind: Any, group: object, what: str) -> list[Any]:
+        self._gathered[self._worker.rank] = write_message(value, kind)
         self._barrier.wait()
-        values = list(self._gathered)
+        values = [read_message(message, kind) for message in self._gathered]
         self._barrier.wait()
         return values
 

@@ -30,8 +30,8 @@ def descendants(pid: int) -> Iterator[int]:
                 yield from descendants(int(child))
 
 
-def listening_addresses() -> set[str]:
-    """The addresses at which this process and its descendants listen for TCP connections."""
+def listening_addresses() -> set[tuple[str, str]]:
+    """(address, socket) at which this process and its descendants listen for TCP connections."""
     sockets = set()
     for pid in descendants(os.getpid()):
         with suppress(OSError):
@@ -43,7 +43,7 @@ def listening_addresses() -> set[str]:
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in sockets:
-                found.add(address(fields[1].partition(":")[0]))
+                found.add((address(fields[1].partition(":")[0]), fields[9]))
     return found
 
 
@@ -57,7 +57,7 @@ def address(text: str) -> str:
 
 def test_addresses_are_read():
     with socket.create_server(("127.0.0.1", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
-        assert {"127.0.0.1", "::"} <= listening_addresses()
+        assert {"127.0.0.1", "::"} <= {found for found, _ in listening_addresses()}
 
 
 @contextmanager
@@ -82,8 +82,8 @@ def watching(look: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def new_addresses() -> Iterator[set[str]]:
     """Collect the addresses at which something listens meanwhile, and did not before."""
-    before, seen = listening_addresses(), set()
-    with watching(lambda: seen.update(listening_addresses() - before)):
+    before, seen = listening_addresses(), set[str]()
+    with watching(lambda: seen.update(found for found, _ in listening_addresses() - before)):
         yield seen
 
 

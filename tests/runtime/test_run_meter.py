@@ -143,7 +143,7 @@ def test_the_pace_is_that_of_the_device() -> None:
     for minibatch, at in ((0, "e0"), (1, "e1"), (2, "e2"), (5, "e5"), (6, "e6")):
         timer.loss_computed(minibatch, at)
     timer.epoch_ended(7, 56, 9.0, lambda start, end: {("e1", "e5"): 2.0}[start, end])
-    assert timer.time_per_minibatch_s == 0.5
+    assert timer.times.time_per_minibatch_s == 0.5
 
 
 def test_validation_counts_for_nothing_and_warming_up_stays_in_the_trace(clock: Told) -> None:

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from pdtool.errors import ModelError, UsageError
-from pdtool.frontend.model_io import register_containers
+from pdtool.frontend.model_io import Structure, register_containers
 from pdtool.frontend.random_numbers import derive_seed
 from pdtool.runtime.config import RunConfig
 
 NO_LENGTH = "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches"
 Shape = tuple[tuple[int, ...], torch.dtype]
+SplitData = tuple[int | None, Structure, bool]  # the fields of a DatasetSplit as they are sent
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,16 @@ class DatasetSplit:
     samples: int | None
     target: Any
     is_stream: bool = False
+
+    @classmethod
+    def of(cls, data: SplitData) -> DatasetSplit:
+        """Return the split that another worker describes; raises ModelError when its targets cannot be made here."""
+        samples, target, is_stream = data
+        return cls(samples, target.example(), is_stream)
+
+    def as_data(self) -> SplitData:
+        """Describe the split to other workers; raises ModelError when its targets cannot be described."""
+        return self.samples, Structure.of(self.target), self.is_stream
 
     @cached_property
     def leaves(self) -> list[Any]:

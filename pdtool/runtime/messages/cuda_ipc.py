@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from pdtool.errors import printable
 from pdtool.runtime.groups import all_gather
 from pdtool.runtime.messages.routes import Route
 from pdtool.runtime.messages.shared_memory import SharedMemory
@@ -30,6 +31,9 @@ from pdtool.runtime.messages.slots import SlotLayout, SlotReceiver, SlotSender, 
 
 SPARE_SLOTS = 2  # what the receiver may not keep: one is written while another one is on its way back
 _FIRST_BYTES = 8  # of the first message
+# What torch would be told by another process, and this one knows: no worker says which class is called here.
+_CLASSES = {"tensor_cls": Tensor, "storage_cls": torch.storage.TypedStorage, "dtype": torch.uint8}
+_DATA = (bool, int, tuple, bytes, type(None))
 
 
 class DeviceMemory(NamedTuple):
@@ -155,11 +159,11 @@ class _Offer(NamedTuple):
     """What a receiver exports.
 
     Attributes:
-        memory: arguments with which torch maps a tensor of another process.
+        memory: arguments, by name, with which torch maps a tensor of another process; those that are data.
         freed: handles of its events.
     """
 
-    memory: tuple[Any, ...]
+    memory: dict[str, bool | int | tuple[int, ...] | bytes | None]
     freed: list[bytes]
 
 
@@ -197,21 +201,21 @@ def share_device_memory(
     received, sent = [r for r in routes if r.receiver == rank], [r for r in routes if r.sender == rank]
 
     def exchange(
-        step: Callable[..., Any], own: Sequence[Route], before: Mapping[int, Any], what: str
+        step: Callable[..., Any], kind: Any, own: Sequence[Route], before: Mapping[int, Any], what: str
     ) -> dict[int, Any]:
         """Do a step for one's own routes that came through the step before; return its results for all routes."""
         results = {r.number: here.attempt(step, r, before[r.number]) for r in own if r.number in before}
         results = {number: result for number, result in results.items() if result is not None}
-        return {n: each for worker in all_gather(results, world, what) for n, each in worker.items()}
+        return {n: each for worker in all_gather(results, dict[int, kind], world, what) for n, each in worker.items()}
 
-    offers = exchange(here.offer, received, dict.fromkeys(shared, ()), "the offers to share memory of GPUs")
-    accepted = exchange(here.accept, sent, offers, "the events of those who share memory of GPUs")
-    agreed = set(exchange(here.check, received, accepted, "the memory of GPUs that is shared"))
-    refusals = [each for each in all_gather(here.refusal, world, "the refusals to share memory of GPUs") if each]
+    offers = exchange(here.offer, _Offer, received, dict.fromkeys(shared, ()), "the offers to share memory of GPUs")
+    accepted = exchange(here.accept, list[bytes], sent, offers, "the events of those who share memory of GPUs")
+    agreed = set(exchange(here.check, bool, received, accepted, "the memory of GPUs that is shared"))
+    refusals = [each for each in all_gather(here.refusal, str, world, "the refusals to share memory of GPUs") if each]
     if refusals and rank == 0:
         sys.stderr.write(
-            f"warning: CUDA does not let workers share memory of their GPUs ({refusals[0]}): they send each other "
-            "messages by NCCL, or through memory of the host\n"
+            f"warning: CUDA does not let workers share memory of their GPUs ({printable(refusals[0])}): they send each "
+            "other messages by NCCL, or through memory of the host\n"
         )
     return agreed, {number: memory for number, memory in here.memory.items() if number in agreed}
 
@@ -239,7 +243,7 @@ class _RouteEnds:
         except torch.OutOfMemoryError:  # of the allocation; CUDA's own error may mean that it has no more handles
             raise
         except Exception as error:
-            self.refusal = self.refusal or str(error).partition("\n")[0]
+            self.refusal = self.refusal or printable(str(error).partition("\n")[0])
             return None
 
     def offer(self, route: Route, _: object) -> _Offer:
@@ -248,7 +252,7 @@ class _RouteEnds:
         memory = torch.empty(layout.total_bytes, dtype=torch.uint8, device=self._device)
         freed = _new_events(layout.slots)
         self.memory[route.number] = DeviceMemory(memory, self._shared[route.number].connection, [], freed)
-        return _Offer(reductions.reduce_tensor(memory)[1], _handles(freed))  # type: ignore[no-untyped-call]
+        return _Offer(_exported(memory), _handles(freed))
 
     def accept(self, route: Route, offer: _Offer) -> list[bytes]:
         """Map the slots of a route that begins here, write a first message, and export the events."""
@@ -284,14 +288,24 @@ def _handles(events: Sequence[torch.cuda.Event]) -> list[bytes]:
     return [event.ipc_handle() for event in events]  # type: ignore[no-untyped-call]
 
 
-def _mapped(exported: tuple[Any, ...], device: torch.device) -> Tensor:
+def _exported(memory: Tensor) -> dict[str, Any]:
+    """Export a tensor to another process: the arguments of torch that are data, by name."""
+    exported = reductions.reduce_tensor(memory)[1]  # type: ignore[no-untyped-call]
+    arguments = inspect.signature(reductions.rebuild_cuda_tensor).bind(*exported).arguments
+    data = {name: value for name, value in arguments.items() if name not in _CLASSES}
+    if not all(isinstance(value, _DATA) for value in data.values()):
+        raise TypeError("torch exports memory of GPUs as what is no data")
+    return data
+
+
+def _mapped(exported: Mapping[str, Any], device: torch.device) -> Tensor:
     """Map a tensor of another process as one of this worker's own device, which reaches it from there.
 
     torch would give it the number that its device has in the other process, and use that device here, too.
     """
-    arguments = inspect.signature(reductions.rebuild_cuda_tensor).bind(*exported)
-    arguments.arguments["storage_device"] = device.index
-    tensor = reductions.rebuild_cuda_tensor(*arguments.args)  # type: ignore[no-untyped-call]
+    names = inspect.signature(reductions.rebuild_cuda_tensor).parameters
+    own = {name: kind for name, kind in _CLASSES.items() if name in names} | {"storage_device": device.index}
+    tensor = reductions.rebuild_cuda_tensor(**{**exported, **own})  # type: ignore[no-untyped-call]
     assert isinstance(tensor, Tensor)
     return tensor
 

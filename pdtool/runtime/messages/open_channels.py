@@ -64,7 +64,7 @@ def open_channels(
         PeerError: a worker does not come.
     """
     rank, size, device = dist.get_rank(), config.plan.batch_size, groups.device
-    devices = all_gather(device.type, groups.world, "the kind of each worker's device")
+    devices = all_gather(device.type, str, groups.world, "the kind of each worker's device")
     by_device = set(devices) == {"cuda"} and config.transport == "auto"
     layout = _device_layout if by_device else _host_layout
     layouts = {route.number: layout(route, size, in_flight) for route in routes}

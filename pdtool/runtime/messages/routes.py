@@ -16,13 +16,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
-from pdtool.errors import ModelError
 from pdtool.frontend.model_io import dtype_of
 from pdtool.runtime.groups import PeerError
 
@@ -184,21 +183,12 @@ def target_name(i: int) -> str:
     return f"{TARGET} {i}"
 
 
-def describe_targets(leaves: Sequence[Any]) -> list[TensorSpec]:
+def describe_targets(leaves: Sequence[Tensor]) -> list[TensorSpec]:
     """Describe the tensors of the target of any minibatch.
 
     Args:
         leaves: those of a minibatch of one sample, [1, ...] each.
-
-    Raises:
-        ModelError: one is not a tensor.
     """
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise ModelError(
-                f"a target of the dataset holds {type(leaf).__name__}, which cannot be sent to another worker",
-                "let dataset() give tensors or numbers, or tuples and dicts of them",
-            )
     return [
         TensorSpec(
             name=f"target_{i}",

@@ -97,7 +97,7 @@ def share_memory(
     machine = machine_id()
     with _listen(machine, len(routes)) as listener:
         address = listener.getsockname() if machine else b""
-        workers = all_gather((machine, address), world, "the place of each worker")
+        workers = all_gather((machine, address), tuple[str, bytes], world, "the place of each worker")
         offered: dict[int, SharedMemory] = {}
         for route in routes:
             receiver_machine, receiver_address = workers[route.receiver]
@@ -105,11 +105,11 @@ def share_memory(
                 memory = offer_memory(receiver_address, route.number, sizes_bytes[route.number])
                 if memory:
                     offered[route.number] = memory
-        all_offered = set().union(*all_gather(set(offered), world, "the offers to share memory"))
+        all_offered = set().union(*all_gather(set(offered), set[int], world, "the offers to share memory"))
         received = [route.number for route in routes if route.receiver == rank and route.number in all_offered]
         expected = {number: sizes_bytes[number] for number in received}
         accepted = accept_memory(listener, expected)
-    agreed = set().union(*all_gather(set(accepted), world, "the memory shared"))
+    agreed = set().union(*all_gather(set(accepted), set[int], world, "the memory shared"))
     shared = {n: memory for n, memory in (offered | accepted).items() if n in agreed}
     for memory in shared.values():
         memory.connection.settimeout(timeout_s)

@@ -151,13 +151,49 @@ class MetricTotals:
         Raises:
             PdtoolError: one of them is not a number.
         """
-        totals = _sum(all_gather(self._totals, group, "the validation metrics"))  # in order: the same on all
+        own = {name: (_as_data(total), count) for name, (total, count) in self._totals.items()}
+        gathered = all_gather(own, dict[str, tuple[float | _TensorData, float]], group, "the validation metrics")
+        totals = _sum([{name: (_of_data(t), n) for name, (t, n) in each.items()} for each in gathered])  # in order
         loss, samples = totals.pop("loss")
         figures = {"loss": loss / samples} | self._file.summarize_metrics(totals)
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise PdtoolError(f"{where} gives {name} {value}", "try a lower learning rate")
         return figures
+
+
+@dataclass(frozen=True)
+class _TensorData:
+    """A tensor as it is sent to other workers."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
+
+    def __post_init__(self) -> None:
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or math.prod(self.shape) * dtype.itemsize != len(self.content):
+            raise ValueError(f"{len(self.content)} bytes are no {self.dtype:.20} of shape {self.shape}")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _TensorData:
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.to_dense())
+        content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), content)
+
+    @property
+    def tensor(self) -> Tensor:
+        if not self.content:
+            return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        return torch.frombuffer(bytearray(self.content), dtype=getattr(torch, self.dtype)).reshape(self.shape)
+
+
+def _as_data(total: Any) -> float | _TensorData:
+    return _TensorData.of(total) if isinstance(total, Tensor) else float(total)
+
+
+def _of_data(total: float | _TensorData) -> Any:
+    return total.tensor if isinstance(total, _TensorData) else total
 
 
 def _sum(parts: list[dict[str, tuple[Any, float]]]) -> dict[str, tuple[Any, float]]:

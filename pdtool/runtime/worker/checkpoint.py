@@ -17,7 +17,7 @@ import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,12 @@ from pdtool.artifacts.run_dir import (
     latest,
     read_manifest,
 )
-from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.errors import ArtifactError, PdtoolError, printable
 from pdtool.files import check_replaceable, replacing
 from pdtool.runtime.groups import all_gather
 
 _ZIP = b"PK"  # how what torch.save writes begins
-_T = TypeVar("_T")
+_Written = dict[str, StoredFile] | None  # by a worker: the files that it describes
 
 
 def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[str, Tensor]], group: Any) -> Path:
@@ -61,7 +61,7 @@ def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[s
     try:
         _on_all_workers(group, lambda: _make_empty(partial, out) if leader else None)
         written = _on_all_workers(group, lambda: {_file_name(s): _write(partial, s, states[s]) for s in states})
-        files = {name: stored for files in written for name, stored in files.items()}
+        files = {name: stored for files in written if files for name, stored in files.items()}
         complete = manifest.model_copy(update={"files": dict(sorted(files.items()))})
         _on_all_workers(group, lambda: _publish(partial, folder, complete) if leader else None)
     except PdtoolError:
@@ -144,14 +144,14 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return tensor.dtype == other.dtype and torch.equal(tensor, other)
 
 
-def _on_all_workers(group: Any, step: Callable[[], _T]) -> list[_T]:
+def _on_all_workers(group: Any, step: Callable[[], _Written]) -> list[_Written]:
     """Run a step on every worker and return what each returned, in order; when it fails on one it fails on all."""
     failure, result = "", None
     try:
         result = step()
     except (OSError, ValueError, RuntimeError, SafetensorError, PdtoolError) as error:
-        failure = " ".join(str(error).split())[-300:] or type(error).__name__
-    outcomes = all_gather((failure, result), group, "word of the checkpoint")
+        failure = printable(" ".join(str(error).split()))[-300:] or type(error).__name__
+    outcomes = all_gather((failure, result), tuple[str, _Written], group, "word of the checkpoint")
     failures = [failure for failure, _ in outcomes if failure]
     if failures:
         raise PdtoolError(

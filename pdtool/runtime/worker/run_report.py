@@ -16,6 +16,22 @@ from pdtool.schedule import steady_minibatches
 
 
 @dataclass(frozen=True, kw_only=True)
+class EpochTimes:
+    """The training time of some epochs.
+
+    Attributes:
+        minibatches, samples: numbers of those trained.
+        train_s: seconds of training, pipeline fill and drain included.
+        time_per_minibatch_s: seconds between the first and the last loss in steady state; 0 when not known.
+    """
+
+    minibatches: int
+    samples: int
+    train_s: float
+    time_per_minibatch_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerMeasurements:
     """What one worker measured, over the epochs after the first (over the first when it is the only one).
 
@@ -28,7 +44,7 @@ class WorkerMeasurements:
 
     stage: int
     totals: TimeTotals
-    epochs: EpochTimer
+    epochs: EpochTimes
     peak_versions: int
     peak_stashed: int
     peak_memory_bytes: int | None = None
@@ -111,7 +127,7 @@ def _stage_report(replicas: Sequence[WorkerMeasurements]) -> StageReport:
 
 
 class EpochTimer:
-    """The training time of the epochs since the last `restart`.
+    """Takes the training time of the epochs since the last `restart`.
 
     Attributes:
         epochs, minibatches, samples: numbers of those trained.
@@ -154,6 +170,11 @@ class EpochTimer:
         self._first_loss = self._last_loss = None
 
     @property
-    def time_per_minibatch_s(self) -> float:
-        """Seconds per minibatch between the first and the last loss in steady state; 0 when not known."""
-        return self._intervals_s / self._intervals if self._intervals else 0.0
+    def times(self) -> EpochTimes:
+        """What was taken so far."""
+        return EpochTimes(
+            minibatches=self.minibatches,
+            samples=self.samples,
+            train_s=self.train_s,
+            time_per_minibatch_s=self._intervals_s / self._intervals if self._intervals else 0.0,
+        )

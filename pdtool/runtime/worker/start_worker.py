@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
-from pdtool.errors import ModelError
+from pdtool.errors import ModelError, printable
 from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
@@ -32,6 +32,7 @@ from pdtool.runtime.loading.minibatches import (
     DataPass,
     DatasetSplit,
     Minibatches,
+    SplitData,
     epochs_go_on,
     sample_order,
     samples_in_epoch,
@@ -98,7 +99,9 @@ class WorkerContext:
         built = WorkerModel.build(self.file, config.seed, bundle, own_stages, as_a_whole=is_small(config.plan))
         if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
             built.check(lambda model: check_bundle(self.file, model, bundle, config.check_stage_files))
-        self._warn_of_whole_models(all_gather(built.why_whole, self.groups.world, "the check of the stage files"))
+        self._warn_of_whole_models(
+            all_gather(printable(built.why_whole), str, self.groups.world, "the check of the stage files")
+        )
         model = built.model
         first: dict[int, str] = {}
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -114,9 +117,10 @@ class WorkerContext:
         }
         self.source = self._minibatch_source() if self.loaders else None
         count_s = config.timeout_s * _COUNTING  # the others wait for this one meanwhile
-        described = {name: loader.describe(count_s) for name, loader in self.loaders.items()}
+        described = {name: loader.describe(count_s).as_data() for name, loader in self.loaders.items()}
         source = self.groups.replicas[0].ranks[0]
-        self.splits: dict[str, DatasetSplit] = broadcast(described, source, "the description of the data")
+        received = broadcast(described, dict[str, SplitData], source, "the description of the data")
+        self.splits = {name: DatasetSplit.of(data) for name, data in received.items()}
         self._chosen = len(self._sampled(1)) if self.file.has("sampler") else self.splits["train"].samples
         self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=options.drop_last)
         self._epochs_go_on = epochs_go_on(self.splits["train"], config)
@@ -183,7 +187,7 @@ class WorkerContext:
         if ranks and self.assignment.rank == 0:
             sys.stderr.write(
                 f"warning: {len(ranks)} of {len(reasons)} workers built the whole model at the start, not only their "
-                f"stages, and each needed the memory for it: {reasons[ranks[0]]}\n"
+                f"stages, and each needed the memory for it: {printable(reasons[ranks[0]])}\n"
             )
 
     def _warn_of_schedule(self) -> None:
@@ -220,9 +224,8 @@ class WorkerContext:
         Each worker that loads asks its own sampler(), which may tell its dataset the epoch.
         """
         source = self.groups.replicas[0].ranks[0]
-        own = self.loaders["train"].sample_order(self.config.seed, epoch) if self.loaders else None
-        order: list[int] = broadcast(own, source, "the order of the samples")
-        return order
+        own = self.loaders["train"].sample_order(self.config.seed, epoch) if self.loaders else []
+        return broadcast(own, list[int], source, "the order of the samples")
 
     @property
     def is_replica_0(self) -> bool:

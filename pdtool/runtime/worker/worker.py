@@ -35,7 +35,7 @@ import torch
 
 from pdtool import schedule
 from pdtool.artifacts import run_dir
-from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
+from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, TraceEvent, chrome_trace
 from pdtool.artifacts.metrics import MetricsLog
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.run_dir import CheckpointManifest, update_record
@@ -316,7 +316,12 @@ class Worker:
     def _report(self, epochs: int, samples: int, *, includes_compilation: bool) -> Report:
         """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""
         measured = (str(self._assignment), self._measurements(), self._meter.events, usable_cores())
-        workers = all_gather(measured, self._context.groups.world, "measurements")
+        workers = all_gather(
+            measured,
+            tuple[str, WorkerMeasurements, list[TraceEvent], frozenset[int]],
+            self._context.groups.world,
+            "the measurements",
+        )
         measurements = [measurements for _, measurements, _, _ in workers]
         cores = frozenset().union(*(cores for *_, cores in workers[: self._context.local_workers]))
         is_on_gpu = self._context.device.type == "cuda"
@@ -343,7 +348,7 @@ class Worker:
         return WorkerMeasurements(
             stage=self._assignment.stage,
             totals=self._meter.totals,
-            epochs=self._timer,
+            epochs=self._timer.times,
             peak_versions=max(stage.weights.peak_versions for stage in stages),
             peak_stashed=max(stage.peak_stashed for stage in stages),
             peak_memory_bytes=self._meter.memory.peak_bytes,

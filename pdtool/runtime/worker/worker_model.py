@@ -232,11 +232,13 @@ def equalize_weights(
     if not shares:
         return []
     own = {(s, name): tensor for s, module in modules.items() for name, tensor in _state(module).items()}
-    digests = all_gather({key: _digest(tensor) for key, tensor in own.items()}, groups.world, "the initial weights")
+    listed = [(s, name, _digest(tensor)) for (s, name), tensor in own.items()]
+    gathered = all_gather(listed, list[tuple[int, str, str]], groups.world, "the digests of the initial weights")
+    digests = [{(s, name): digest for s, name, digest in held} for held in gathered]
     different: dict[str, None] = {}
     for group in groups.replicas:
         for key in [key for key in digests[group.ranks[0]] if key[0] == group.stage]:
-            if len({digests[rank][key] for rank in group.ranks}) > 1:
+            if len({digests[rank].get(key) for rank in group.ranks}) > 1:
                 different[key[1]] = None
                 if key in own:
                     _broadcast(own[key], group.ranks[0], group.group, group.device)
@@ -255,9 +257,9 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _digest(tensor: Tensor) -> bytes:
+def _digest(tensor: Tensor) -> str:
     content = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(content.view(torch.uint8).numpy().data).digest()
+    return hashlib.sha256(content.view(torch.uint8).numpy().data).hexdigest()
 
 
 def _broadcast(tensor: Tensor, source: int, group: Any, device: torch.device) -> None:
