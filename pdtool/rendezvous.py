@@ -3,35 +3,48 @@
 Machine 0 listens at the endpoint until every other machine has said what it is. Then it tells all of them what each has
 said, and frees the port for what is started next. Messages are lines of JSON:
 
-    machine 1 ──▶ machine 0   {"node_rank": 1, "count": 3, "host": "b", ...}      what I am
-    machine 0 ──▶ machine 1   {"missing": [2]}                                    as often as it changes
-    machine 0 ──▶ machine 1   {"machines": [{...}, {...}, {...}]}                 all are there, or
-                              {"what": "two machines were ...", "remedy": "..."}  they do not belong together
+    machine 0 ──▶ machine 1   {"nonce": "5c1e..."}
+    machine 1 ──▶ machine 0   {"nonce": "f00d...", "node_rank": 1, "host": "b", ...}  what I am
+    machine 0 ──▶ machine 1   {"missing": [2]}                                        as often as it changes
+    machine 0 ──▶ machine 1   {"machines": [{...}, {...}, {...}]}                     all are there, or
+                              {"what": "two machines were ...", "remedy": "..."}      this one does not belong to them
+
+Anybody can connect. Machine 0 ignores what no machine says, and refuses a machine that does not belong to the launch;
+neither ends it. If the machines share a token (PDTOOL_TOKEN), each message carries the HMAC of the other side's nonce
+and of its content, so that whoever does not know the token is no machine of the launch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 import ipaddress
 import json
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from pdtool.errors import PdtoolError
+from pdtool.errors import PdtoolError, printable
 from pdtool.machines import Machines
 
-GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+GLOO_VARIABLE, TOKEN_VARIABLE = "GLOO_SOCKET_IFNAME", "PDTOOL_TOKEN"
 Notify = Callable[[str], None]  # called with a line for the user
 _NOTICE_S = 3.0  # of waiting, before a line says for whom
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
-_MAX_LINE_BYTES = 2**20
-_NO_MACHINE = (ValueError, TypeError, KeyError, RecursionError)  # what reading raises when something else is connected
+_MAX_LINE_BYTES, _MAX_HELLO_BYTES = 2**20, 2**12  # of machine 0; of another one
+_MAX_SILENT = 64  # connections that have not said what they are; the oldest makes room for another
+_HELLO_S = 10.0  # until they must have
+_MAX_NUMBER, _MAX_CHARACTERS = 2**31, 255  # of a machine's facts
+_MAX_REFUSAL = 2000  # characters
+# What reading raises when something else is connected.
+_NO_MACHINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 _IFREQ_BYTES = 40
 
@@ -43,8 +56,8 @@ def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None 
         notify: called with a line that says for whom this machine waits, when that takes more than a few seconds.
 
     Raises:
-        PdtoolError: a machine does not come in time, two have one rank, their counts differ, the port is taken, or
-            gloo would listen where other machines cannot reach it.
+        PdtoolError: a machine does not come in time, this one does not belong to machine 0 (another has its rank, their
+            counts or tokens differ), the port is taken, or gloo would listen where other machines cannot reach it.
     """
     own = MachineFacts.of_this_machine(machines)
     if machines.count == 1:
@@ -88,11 +101,21 @@ class MachineFacts:
         )
 
     @classmethod
-    def parse(cls, line: bytes) -> MachineFacts:
-        """Read a line of JSON; raises ValueError or TypeError when no machine has written it."""
-        machine = cls(**json.loads(line))
-        if not all(type(number) is int for number in (machine.node_rank, machine.count, machine.pid)):
+    def parse(cls, fields: Mapping[str, Any]) -> MachineFacts:
+        """Read what a machine says of itself; raises ValueError or TypeError when no machine says that."""
+        machine = cls(**fields)
+        numbers = (machine.node_rank, machine.count, machine.pid)
+        texts = (machine.host, machine.gloo_address, machine.interface)
+        if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
             raise ValueError("a rank, count or pid is no number")
+        if machine.node_rank >= machine.count:
+            raise ValueError("a rank is none of the machines'")
+        if not all(isinstance(text, str) and text.isprintable() and len(text) <= _MAX_CHARACTERS for text in texts):
+            raise ValueError("a name is no text")
+        if type(machine.is_remote) is not bool:
+            raise ValueError("is_remote is neither true nor false")
+        if machine.gloo_address:
+            ipaddress.ip_address(machine.gloo_address.partition("%")[0])
         return machine
 
 
@@ -168,16 +191,17 @@ class _MeetingServer(_Meeting):
     def __init__(self, own: MachineFacts, machines: Machines) -> None:
         super().__init__(own, machines)
         self._present = {0: own}
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._silent: dict[asyncio.StreamWriter, None] = {}
+        self._admitted: dict[int, tuple[asyncio.StreamWriter, str]] = {}
         self._result: asyncio.Future[list[MachineFacts]]
 
     async def gather(self, timeout_s: float, notify: Notify) -> list[MachineFacts]:
         try:
             machines = await super().gather(timeout_s, notify)
         except PdtoolError as error:
-            await self._tell({"what": error.what, "remedy": error.remedy})
+            await self._tell_all(_refusal(error))
             raise
-        await self._tell({"machines": [asdict(machine) for machine in machines]})
+        await self._tell_all({"machines": [asdict(machine) for machine in machines]})
         return machines
 
     async def _meet(self) -> list[MachineFacts]:
@@ -201,32 +225,58 @@ class _MeetingServer(_Meeting):
 
     async def _listen(self) -> asyncio.Server:
         try:
-            return await asyncio.start_server(self._hear, port=self.port, limit=_MAX_LINE_BYTES)
+            return await asyncio.start_server(self._hear, port=self.port, limit=_MAX_HELLO_BYTES)
         except OSError as error:
             reason = "another program has it" if error.errno == errno.EADDRINUSE else error.strerror
             what = f"machine 0 cannot listen on port {self.port} ({reason})"
             raise PdtoolError(what, "give --rdzv-endpoint with another port, the same on all machines") from error
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear what a machine says of itself; it is present until it hangs up."""
-        with suppress(OSError, asyncio.CancelledError, *_NO_MACHINE), closing(writer):  # cancelled: the meeting is over
-            machine = MachineFacts.parse(await reader.readline())
+        """Hear what a machine says of itself; it is present until it hangs up, or says anything more."""
+        with suppress(OSError, asyncio.CancelledError), closing(writer):  # cancelled: the meeting is over
+            try:
+                machine, nonce, mac = await self._hello(reader, writer)
+            except (OSError, *_NO_MACHINE):
+                self.hint = f"{(writer.get_extra_info('peername') or '?')[0]} connected, and is no machine of a launch"
+                return
             if self._result.done():
                 return
-            self._writers.add(writer)
-            self._admit(machine, str(writer.get_extra_info("sockname")[0]))
-            await self._tell({"missing": list(self.missing)})
-            await reader.read()
-            self._writers.discard(writer)
+            if problem := self._problem_with(machine, *mac):
+                self.hint = problem.what
+                await _tell(writer, _refusal(problem), nonce)
+                return
+            self._admit(machine, writer, nonce)
+            await self._tell_missing()
+            await reader.read(1)
             self._dismiss(machine)
-            await self._tell({"missing": list(self.missing)})
+            await self._tell_missing()
 
-    def _admit(self, machine: MachineFacts, own_address: str) -> None:
-        if problem := self._problem_with(machine):
-            self._result.set_exception(problem)
-            return
+    async def _hello(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[MachineFacts, str, tuple[bytes, bytes]]:
+        """Ask who has connected; return its facts, its nonce, and its HMAC and the one that it should be."""
+        self._silent[writer] = None
+        if len(self._silent) > _MAX_SILENT:
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            oldest.transport.abort()
+        try:
+            nonce = secrets.token_hex(16)
+            async with asyncio.timeout(_HELLO_S):
+                await _tell(writer, {"nonce": nonce})
+                said = dict(json.loads(await reader.readline()))
+        finally:
+            self._silent.pop(writer, None)
+        mac = said.pop("mac").encode(), _mac(nonce, said).encode()
+        return MachineFacts.parse({k: v for k, v in said.items() if k != "nonce"}), str(said["nonce"]), mac
+
+    def _admit(self, machine: MachineFacts, writer: asyncio.StreamWriter, nonce: str) -> None:
+        if before := self._admitted.get(machine.node_rank):
+            before[0].transport.abort()
+        self._admitted[machine.node_rank] = writer, nonce
         self._present[machine.node_rank] = machine
         if machine.is_remote:
+            own_address = str(writer.get_extra_info("sockname")[0])
             self._present[0] = replace(self.own, interface=interface_with(own_address))
         self.missing = [rank for rank in self.missing if rank != machine.node_rank]
         if not self.missing:
@@ -234,10 +284,16 @@ class _MeetingServer(_Meeting):
 
     def _dismiss(self, machine: MachineFacts) -> None:
         if self._present.get(machine.node_rank) is machine and not self._result.done():
-            del self._present[machine.node_rank]
+            del self._present[machine.node_rank], self._admitted[machine.node_rank]
             self.missing = sorted([*self.missing, machine.node_rank])
 
-    def _problem_with(self, machine: MachineFacts) -> PdtoolError | None:
+    def _problem_with(self, machine: MachineFacts, mac: bytes, expected: bytes) -> PdtoolError | None:
+        if not hmac.compare_digest(mac, expected):
+            has, lacks = (machine, self.own) if mac else (self.own, machine)
+            what = f"{has} has a {TOKEN_VARIABLE}, and {lacks} has none"
+            if mac and expected:
+                what = f"{machine} has another {TOKEN_VARIABLE} than {self.own}"
+            return PdtoolError(what, f"set {TOKEN_VARIABLE} to the same text on all machines")
         if machine.count != self.own.count:
             what = f"{machine} was started with --nnodes {machine.count}, {self.own} with --nnodes {self.own.count}"
             return PdtoolError(what, "give all machines the same --nnodes")
@@ -250,11 +306,14 @@ class _MeetingServer(_Meeting):
             return PdtoolError(what, f"give each machine its own --node-rank, from 0 to {self.own.count - 1}")
         return None
 
-    async def _tell(self, message: Mapping[str, object]) -> None:
-        for writer in list(self._writers):
+    async def _tell_missing(self) -> None:
+        if not self._result.done():
+            await self._tell_all({"missing": list(self.missing)})
+
+    async def _tell_all(self, message: Mapping[str, object]) -> None:
+        for writer, nonce in list(self._admitted.values()):
             with suppress(OSError):  # it has hung up
-                writer.write(json.dumps(message).encode() + b"\n")
-                await writer.drain()
+                await _tell(writer, message, nonce)
 
 
 class _MeetingClient(_Meeting):
@@ -279,14 +338,41 @@ class _MeetingClient(_Meeting):
         """Say what this machine is, and hear who is missing until nobody is."""
         here, there = (str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername"))
         own = replace(self.own, interface=interface_with(here), is_remote=here != there)
-        writer.write(json.dumps(asdict(own)).encode() + b"\n")
+        nonce = secrets.token_hex(16)
+        greeting = dict(json.loads(await reader.readline()))
+        await _tell(writer, {"nonce": nonce, **asdict(own)}, str(greeting["nonce"]))
         while True:
-            answer = json.loads(await reader.readline())
-            if "what" in answer:
-                raise PdtoolError(answer["what"], answer["remedy"])
+            answer = dict(json.loads(await reader.readline()))
+            mac = answer.pop("mac").encode()
+            if "what" in answer:  # also of a machine 0 with another token
+                raise PdtoolError(*(printable(str(answer[part]))[:_MAX_REFUSAL] for part in ("what", "remedy")))
+            if not hmac.compare_digest(mac, _mac(nonce, answer).encode()):
+                raise ValueError("it does not know the token")
             if "machines" in answer:
-                return [MachineFacts(**machine) for machine in answer["machines"]]
-            self.missing, self.hint = answer["missing"], ""
+                return [MachineFacts.parse(machine) for machine in answer["machines"]]
+            self.missing, self.hint = self._ranks(answer["missing"]), ""
+
+    def _ranks(self, missing: Any) -> list[int]:
+        if not (isinstance(missing, list) and missing and all(type(r) is int for r in missing)):
+            raise ValueError("it names no machines")
+        return missing[: self.own.count]
+
+
+async def _tell(writer: asyncio.StreamWriter, message: Mapping[str, object], nonce: str = "") -> None:
+    """Send a message as a line of JSON; raises OSError when it is not taken in time."""
+    writer.write(json.dumps({**message, "mac": _mac(nonce, message)}).encode() + b"\n")
+    async with asyncio.timeout(_HELLO_S):
+        await writer.drain()
+
+
+def _mac(nonce: str, message: Mapping[str, object]) -> str:
+    """Return the HMAC of a message to the side that chose the nonce; "" without a token."""
+    token = os.environ.get(TOKEN_VARIABLE, "").encode(errors="surrogateescape")
+    return hmac.new(token, json.dumps([nonce, message]).encode(), "sha256").hexdigest() if token else ""
+
+
+def _refusal(error: PdtoolError) -> dict[str, object]:
+    return {"what": error.what, "remedy": error.remedy}
 
 
 def _list(numbers: Sequence[int], conjunction: str) -> str:

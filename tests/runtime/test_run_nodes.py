@@ -9,13 +9,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import harness
 import pytest
 import torch
 from harness import CONV1, CONV2, CONV3
 from launches import Launch, end, free_port, machines
+from torch.distributed import TCPStore
 
 from pdtool.machines import Machines
 from pdtool.rendezvous import gather_machines
@@ -126,6 +129,32 @@ def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path) -> None:
     code, _, errors = first.end()
     assert (code, time.monotonic() - begin < 60) == (1, True)
     assert "torch elastic could not start the workers (" in errors
+
+
+class Malicious:
+    """Its pickle touches a file where it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("said", ["pickle", b"\xff", b"[]", b"3", b'["default", null, "x"]', b'{"role": {}}'])
+def test_a_stranger_who_says_what_no_machine_says_executes_nothing(tmp_path: Path, said: Any) -> None:
+    """It has come in the place of machine 1, and answers torch elastic."""
+    spec = harness.job(tmp_path, CONV2, timeout_s=5.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
+    first = Launch(spec, tmp_path)
+    gather_machines(replace(spec.machines, node_rank=1), 60.0)
+    host, port = spec.machines.rendezvous_address
+    store = TCPStore(host, port, 2, is_master=False, timeout=timedelta(seconds=30))
+    said = pickle.dumps(Malicious(tmp_path / "executed")) if said == "pickle" else said
+    store.set("pdtool/torchelastic/role_info/1", said)
+    code, _, errors = first.end()
+    assert code == 1
+    assert f"torch elastic cannot read what was written at {spec.machines.endpoint}" in errors
+    assert not (tmp_path / "executed").exists()
 
 
 def test_workers_of_several_machines_that_gloo_does_not_let_meet(tmp_path: Path, script: Path) -> None:

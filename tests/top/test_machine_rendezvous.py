@@ -26,7 +26,7 @@ from pdtool.errors import PdtoolError
 from pdtool.rendezvous import gather_machines
 from pdtool.machines import Machines
 
-pdtool.rendezvous._NOTICE_S = 0.5
+pdtool.rendezvous._NOTICE_S, pdtool.rendezvous._HELLO_S = 0.5, 2.0
 count, rank, endpoint, timeout = sys.argv[1:]
 try:
     machines = Machines(int(count), int(rank), endpoint)
@@ -47,12 +47,19 @@ def endpoint() -> str:
 
 
 def machine(
-    count: int, rank: int, endpoint: str, *, timeout_s: float = 20, netns: str = "", interface: str = ""
+    count: int,
+    rank: int,
+    endpoint: str,
+    *,
+    timeout_s: float = 20,
+    netns: str = "",
+    interface: str = "",
+    token: str = "",
 ) -> Process:
     """Start a machine's part; it prints rank and process of every machine."""
     command = [sys.executable, "-c", SCRIPT, str(count), str(rank), endpoint, str(timeout_s)]
     inside = ["ip", "netns", "exec", netns] if netns else []
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": interface}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": interface, "PDTOOL_TOKEN": token}
     return subprocess.Popen(
         [*inside, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -105,16 +112,22 @@ def test_an_endpoint_on_another_machine_than_machine_0() -> None:
 
 
 def test_two_machines_with_one_rank(endpoint: str) -> None:
-    for errors in refusals(machine(3, 0, endpoint), machine(3, 1, endpoint), machine(3, 1, endpoint)):
-        assert "two machines were started with --node-rank 1: " in errors
+    first = machine(3, 0, endpoint, timeout_s=4)
+    for errors in refusals(first, machine(3, 1, endpoint), machine(3, 1, endpoint)):
+        assert "two machines were started with --node-rank 1: " in errors or "machine 2 of 3 did not come" in errors
+
+
+def test_a_machine_that_does_not_belong_is_told_so_at_once_and_machine_0_waits_on(endpoint: str) -> None:
+    first = machine(3, 0, endpoint)
+    [errors] = refusals(machine(2, 1, endpoint))
+    assert re.search(r"machine 1 \(.*\) was started with --nnodes 2, machine 0 \(.*\) with --nnodes 3; give", errors)
+    with connected(endpoint) as connection:
+        assert b"missing" in say(connection, node_rank=2, count=3)
+        [errors] = refusals(machine(3, 2, endpoint))
+        assert "two machines were started with --node-rank 2: " in errors
         assert "give each machine its own --node-rank, from 0 to 2" in errors
-
-
-def test_a_machine_that_was_told_of_another_number_of_machines(endpoint: str) -> None:
-    for errors in refusals(machine(2, 0, endpoint), machine(3, 2, endpoint)):
-        assert "machine 2 (" in errors
-        assert "was started with --nnodes 3, machine 0 (" in errors
-        assert "with --nnodes 2; give all machines the same --nnodes" in errors
+    others = [machine(3, rank, endpoint) for rank in (1, 2)]
+    assert [code for code, _, _ in outcomes(first, *others)] == [0, 0, 0]
 
 
 @contextmanager
@@ -142,7 +155,43 @@ def connected(endpoint: str) -> socket.socket:
     raise TimeoutError(f"nobody listens at {endpoint}")
 
 
-STRANGERS = [b"GET / HTTP/1.1\r\n\r\n", b'{"node_rank": "1"}\n', b"[" * 100_000 + b"\n", b"x" * 2**21, b""]
+FACTS = asdict(MachineFacts(node_rank=1, count=2, host="stranger", pid=1, gloo_address="10.0.0.9"))
+
+
+def say(connection: socket.socket, **facts: object) -> bytes:
+    """Say what a machine says, with these facts; return the answer."""
+    connection.recv(1000)
+    connection.sendall(json.dumps(FACTS | {"nonce": "n", "mac": ""} | facts).encode() + b"\n")
+    return connection.recv(1000)
+
+
+STRANGERS = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b'{"node_rank": "1"}\n',
+    b"[" * 100_000 + b"\n",
+    b"x" * 2**21,
+    b"",
+    b"\xff\xfe\n",
+    b"3\n",
+    b'{"mac": "\\ud800", "nonce": []}\n',
+]
+CLAIMS: list[dict[str, object]] = [
+    {"count": 3},
+    {"node_rank": 0},
+    {"node_rank": -1},
+    {"node_rank": 2},
+    {"node_rank": 1.0},
+    {"node_rank": True},
+    {"pid": 2**40},
+    {"gloo_address": 3},
+    {"gloo_address": "no address"},
+    {"host": "\x1b[31m"},
+    {"host": "a" * 3000},
+    {"is_remote": 1},
+    {"interface": None},
+    {"mac": 1},
+    {"more": 1},
+]
 
 
 def test_a_stranger_at_the_port_is_not_waited_for(endpoint: str) -> None:
@@ -151,18 +200,117 @@ def test_a_stranger_at_the_port_is_not_waited_for(endpoint: str) -> None:
         for said in STRANGERS:
             with suppress(ConnectionError):  # it may hang up while it hears too much
                 strangers.enter_context(connected(endpoint)).sendall(said)
+        for claim in CLAIMS:
+            answer = say(strangers.enter_context(connected(endpoint)), **claim)
+            assert b"missing" not in answer, claim
         second = machine(2, 1, endpoint)
-        assert outcomes(first, second) == [(0, f"0 {first.pid}\n1 {second.pid}\n", "")] * 2
+        for code, out, errors in outcomes(first, second):
+            assert (code, out) == (0, f"0 {first.pid}\n1 {second.pid}\n")
+            assert all(line.startswith("waiting for") for line in errors.splitlines()), errors
+
+
+def test_a_stranger_is_reported(endpoint: str) -> None:
+    first = machine(2, 0, endpoint, timeout_s=2)
+    connected(endpoint).close()
+    [errors] = refusals(first)
+    assert "machine 1 of 2 did not come to" in errors
+    assert "within 2 s (127.0.0.1 connected, and is no machine of a launch); start what is missing" in errors
+
+
+def test_the_connections_of_strangers_are_few_and_end(endpoint: str) -> None:
+    """The script lets them say nothing for two seconds."""
+    first = machine(2, 0, endpoint, timeout_s=60)
+    with ExitStack() as strangers:
+        held = strangers.enter_context(connected(endpoint))
+        held.sendall(b'{"node_rank"')
+        held.settimeout(30)
+        while held.recv(1000):
+            pass
+        flood = [strangers.enter_context(connected(endpoint)) for _ in range(1000)]
+        assert len(os.listdir(f"/proc/{first.pid}/fd")) < 150
+        second = machine(2, 1, endpoint)
+        assert [code for code, _, _ in outcomes(first, second)] == [0, 0]
+        assert len(flood) == 1000
+
+
+def test_a_machine_that_says_more_than_it_should_has_left(endpoint: str) -> None:
+    first = machine(3, 0, endpoint)
+    with connected(endpoint) as connection:
+        assert b"missing" in say(connection, node_rank=2, count=3)
+        with suppress(ConnectionError):
+            connection.sendall(b"x" * 2**21)
+        others = [machine(3, rank, endpoint) for rank in (1, 2)]
+        assert [code for code, _, _ in outcomes(first, *others)] == [0, 0, 0]
 
 
 def test_a_machine_that_leaves_is_waited_for_again(endpoint: str) -> None:
     first = machine(3, 0, endpoint, timeout_s=6)
-    third = MachineFacts(node_rank=2, count=3, host="c", pid=1, gloo_address="")
     with connected(endpoint) as connection:
-        connection.sendall(json.dumps(asdict(third)).encode() + b"\n")
-        assert b"missing" in connection.recv(100)
+        assert b"missing" in say(connection, node_rank=2, count=3)
     for errors in refusals(first, machine(3, 1, endpoint)):
         assert "machine 2 of 3 did not come" in errors
+
+
+def test_machines_that_share_a_token(endpoint: str) -> None:
+    """A stranger who does not know it takes no place, whatever it says."""
+    first = machine(2, 0, endpoint, token="secret")
+    for mac in ("", "0" * 64, "é"):
+        with connected(endpoint) as stranger:
+            assert b"PDTOOL_TOKEN" in say(stranger, mac=mac)
+    second = machine(2, 1, endpoint, token="secret")
+    for code, out, errors in outcomes(first, second):
+        assert (code, out) == (0, f"0 {first.pid}\n1 {second.pid}\n"), errors
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (("secret", ""), r"machine 0 \(.*\) has a PDTOOL_TOKEN, and machine 1 \(.*\) has none; set PDTOOL_TOKEN to"),
+        (("", "secret"), r"machine 1 \(.*\) has a PDTOOL_TOKEN, and machine 0 \(.*\) has none; set PDTOOL_TOKEN to"),
+        (("one", "other"), r"machine 1 \(.*\) has another PDTOOL_TOKEN than machine 0 \(.*\); set PDTOOL_TOKEN to the"),
+    ],
+)
+def test_machines_of_which_one_has_another_token(endpoint: str, tokens: tuple[str, str], said: str) -> None:
+    first, second = (machine(2, rank, endpoint, timeout_s=4, token=token) for rank, token in enumerate(tokens))
+    at_0, at_1 = refusals(first, second)
+    assert re.search(said, at_1)
+    assert re.search(said.partition(";")[0], at_0)
+
+
+def test_who_answers_without_the_token_is_not_machine_0(endpoint: str) -> None:
+    with listening(endpoint) as server:
+        second = machine(2, 1, endpoint, timeout_s=3, token="secret")
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b'{"nonce": "n", "mac": ""}\n')
+            said = json.loads(connection.recv(10_000))
+            for answer in ({"missing": [0]}, {"machines": [FACTS, FACTS]}):
+                connection.sendall(json.dumps(answer | {"mac": said["mac"]}).encode() + b"\n")
+            [errors] = refusals(second)
+    assert "machine 0 of 2 did not come" in errors
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"3\n",
+        b"[]\n",
+        b'{"missing": "all", "mac": ""}\n',
+        b'{"missing": [], "mac": ""}\n',
+        b'{"mac": 3}\n',
+        b"x" * 2**21,
+    ],
+)
+def test_who_answers_what_machine_0_does_not_say(endpoint: str, answer: bytes) -> None:
+    with listening(endpoint) as server:
+        second = machine(2, 1, endpoint, timeout_s=3)
+        connection, _ = server.accept()
+        with connection, suppress(ConnectionError):
+            connection.sendall(b'{"nonce": "n", "mac": ""}\n' + answer)
+            connection.recv(10_000)
+        [errors] = refusals(second)
+    assert errors.splitlines()[-1].startswith(f"machine 0 of 2 did not come to {endpoint} within 3 s")
+    assert "Traceback" not in errors
 
 
 @pytest.fixture

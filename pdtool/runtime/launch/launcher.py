@@ -185,10 +185,8 @@ def _launch_workers(
     except dist.DistError as error:
         what = f"torch elastic could not start the workers ({short_reason(error)})"
         raise PdtoolError(what, "start it again on every machine") from error
-    except (json.JSONDecodeError, EOFError, pickle.UnpicklingError) as error:
-        # what torch elastic reads when a worker could not write how it ended
-        what = f"a worker died, and could not write why into {config.out}"
-        raise PdtoolError(what, "see whether the disk is full") from error
+    except (ValueError, TypeError, KeyError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        raise _unreadable_error(config, error) from error
     except ChildFailedError as error:
         if not (config.out / WORKERS_FOLDER).is_dir():
             remedy = "start it again, and leave the folder"
@@ -206,6 +204,21 @@ def _launch_workers(
         raise KeyboardInterrupt
     shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)
     return Report.parse(next(iter(reports.values())))
+
+
+def _unreadable_error(config: RunConfig, error: Exception) -> PdtoolError:
+    """Return the error of what torch elastic reads: how a worker ended, or what other machines tell it.
+
+    Raises:
+        Exception: `error` itself, if it has another cause.
+    """
+    if config.machines.count > 1:
+        what = f"torch elastic cannot read what was written at {config.machines.endpoint}, or how a worker ended"
+        remedy = "let nobody but the machines reach that port (SECURITY.md), and see whether the disk is full"
+        return PdtoolError(f"{what} ({describe_error(error)[:_MAX_REASON]})", remedy)
+    if not isinstance(error, (json.JSONDecodeError, EOFError, pickle.UnpicklingError)):
+        raise error
+    return PdtoolError(f"a worker died, and could not write why into {config.out}", "see whether the disk is full")
 
 
 def check_config(config: RunConfig) -> None:
