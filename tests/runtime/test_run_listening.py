@@ -13,8 +13,13 @@ from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 import harness
+from conftest import Folder
+from graphs import chain, plan_of
+from namespaces import namespaces
 
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.machines import Machines
+from pdtool.planner.choice.make_plan import refresh
 from pdtool.profiler.probe import ProbeRequest, probe
 from pdtool.runtime.launch.launcher import launch
 
@@ -99,6 +104,37 @@ def test_nor_can_a_probe():
     with new_addresses() as seen:
         assert probe(request, Machines(), on_step=lambda step: None)
     assert seen
+    assert all(ip_address(found).is_loopback for found in seen), seen
+
+
+def test_nor_can_train(road: Folder) -> None:
+    options = ("--topology", "2", "--straight", "--bandwidth", "1GB/s", "--batch-size", "8", "--steps", "2")
+    with new_addresses() as seen:
+        road.pdtool("train", "model.py", *options, "--epochs", "1")
+    assert seen
+    assert all(ip_address(found).is_loopback for found in seen), seen
+
+
+@namespaces
+def test_nor_can_emulate(folder: Folder) -> None:
+    """Its workers listen in a network that has no interface in common with this one."""
+    cluster, net = make_cluster((2,), (2e7,)), chain([0.006] * 2, parameters=20_000, crossing=40_000)
+    net.save("net.json")
+    plan = plan_of(net, (["x", "a0"], ["a1"]), ((0,), (1,)), cluster, digests={"net.json": net.content_sha256})
+    refresh(plan, net).save("net.yaml")
+    interfaces, networks, own = set(socket.if_nameindex()), set[str](), os.readlink("/proc/self/ns/net")
+
+    def look() -> None:
+        for pid in descendants(os.getpid()):
+            with suppress(OSError):
+                networks.add(os.readlink(f"/proc/{pid}/ns/net"))
+        interfaces.update(socket.if_nameindex())
+
+    before = set(interfaces)
+    with new_addresses() as seen, watching(look):
+        folder.pdtool("emulate", "net.yaml", "--slowdown", "2", "--minibatches", "10", "-o", "out")
+    assert networks > {own}
+    assert interfaces == before
     assert all(ip_address(found).is_loopback for found in seen), seen
 
 
