@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from pdtool.errors import ModelError
 from pdtool.frontend import compute_mode
 from pdtool.frontend.compute_mode import computing_in
 from pdtool.frontend.model_rules import check_gradient
-from pdtool.frontend.random_numbers import OperatorSeeds
+from pdtool.frontend.random_numbers import OperatorSeeds, is_user_module
 from pdtool.runtime.stage.split_backward import WeightBackward, backward_input
 from pdtool.runtime.stage.weight_versions import OnGradient, WeightVersion, WeightVersions
 
@@ -123,15 +124,13 @@ class PipelineStage:
         """
         version = self.weights.acquire(minibatch)
         self.seeds.begin_forward(minibatch)
-        if self._recomputation:
-            with self._recomputation.first_forward(target) as state:
-                outputs = self._compute(inputs, target)
-                self._check_gradients(outputs)
-                outputs = without_graph(outputs)
-            self.stashed[minibatch] = StashedMinibatch(version, inputs, (), state)
+        state = self._recomputation.save(inputs, target) if self._recomputation else None
+        outputs = self._compute(inputs, target)
+        self._check_gradients(outputs)
+        if state:
+            outputs = without_graph(outputs)
+            self.stashed[minibatch] = StashedMinibatch(version, state.inputs, (), state)
         else:
-            outputs = self._compute(inputs, target)
-            self._check_gradients(outputs)
             self.stashed[minibatch] = StashedMinibatch(version, inputs, outputs)
         self.peak_stashed = max(self.peak_stashed, len(self.stashed))
         return outputs
@@ -237,7 +236,7 @@ class PipelineStage:
             return stashed.outputs
         self.weights.bind(stashed.version)
         self.seeds.begin_forward(minibatch)
-        with self._recomputation.second_forward(stashed.forward_state):
+        with self._recomputation.restored(stashed.forward_state):
             return self._compute(stashed.inputs, stashed.forward_state.target)
 
     def _differentiable_outputs(
@@ -278,61 +277,93 @@ def as_tuple(output: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What a forward saw besides its weights and inputs.
+    """What a forward saw besides its weights.
 
     Attributes:
-        buffers: name -> value, of those that forwards change.
+        inputs: of the stage's module; those that get a gradient are the ones that were received.
         target: of the minibatch; None unless the stage is the last.
+        attributes: of each module that may keep something, its buffers among them.
     """
 
-    buffers: dict[str, Tensor]
+    inputs: list[Tensor]
     target: Any
+    attributes: list[dict[str, Any]]
 
 
 class Recomputation:
     """Saves and restores what the forwards of one stage see, so that a forward can run again.
 
     Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost", with one checkpoint for a whole stage. The
-    second forward sees what the first one saw: the same weight version and buffers, and the same random numbers, since
-    the stage seeds them again. Only the first one updates running statistics.
+    second forward sees what the first one saw: the same weight version, buffers and target, and the same random
+    numbers, since the stage seeds them again. What it writes is dropped: only the first one updates running statistics.
+
+    The first forward is computed in the mode that makes a graph, which nobody keeps: without one torch takes other
+    kernels, as of an LSTM on a CPU, whose last bits differ.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._changing: set[str] | None = None  # names of the buffers that a forward changes, known after the first one
+        self._modules = [m for m in module.modules() if m._buffers or is_user_module(m)]
+
+    def save(self, inputs: Sequence[Tensor], target: Any) -> ForwardState:
+        """Return what a forward that begins now will see."""
+        copy = _LazyCopy()
+        return ForwardState(
+            [copy(value) for value in inputs],
+            tree_map(copy, target),
+            [
+                vars(module) | {"_buffers": {name: copy(buffer) for name, buffer in module._buffers.items()}}
+                for module in self._modules
+            ],
+        )
 
     @contextmanager
-    def first_forward(self, target: Any) -> Iterator[ForwardState]:
-        """Save, during the first forward, what it sees.
-
-        It is computed in the mode that makes a graph, which nobody keeps: without one torch takes other kernels, as of
-        an LSTM on a CPU, whose last bits differ.
-        """
-        buffers = dict(self._module.named_buffers())
-        names = buffers if self._changing is None else self._changing
-        state = ForwardState({name: buffers[name].clone() for name in names}, target)
-        yield state
-        if self._changing is None:
-            now = dict(self._module.named_buffers())  # by value: batch norm's kernels leave `_version` as it is
-            self._changing = {name for name, old in state.buffers.items() if not torch.equal(now[name], old)}
-            for name in state.buffers.keys() - self._changing:
-                del state.buffers[name]
-
-    @contextmanager
-    def second_forward(self, state: ForwardState) -> Iterator[None]:
-        """Restore, during the second forward, what the first one saw."""
-        entries = {name: _buffer_entry(self._module, name) for name in state.buffers}
-        newest = {name: owner[key] for name, (owner, key) in entries.items()}
+    def restored(self, state: ForwardState) -> Iterator[None]:
+        """Let the modules be meanwhile as they were when `state` was saved; it can be restored once."""
+        newest = [vars(module).copy() for module in self._modules]
         try:
-            for name, (owner, key) in entries.items():
-                owner[key] = state.buffers[name]
+            self._set(state.attributes)
             with torch.enable_grad():
                 yield
         finally:
-            for name, (owner, key) in entries.items():
-                owner[key] = newest[name]
+            self._set(newest)
+
+    def _set(self, attributes: Sequence[dict[str, Any]]) -> None:
+        for module, values in zip(self._modules, attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(values)
 
 
-def _buffer_entry(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path)._buffers, key
+class _LazyCopy:
+    """Copies tensors, of any shapes; those that share memory do so in their copies.
+
+    The memory itself is copied when somebody writes into one of the two, so what stays as it is costs nothing. Memory
+    that is not torch's own, as of a message or of numpy, is copied at once.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Tensor] = {}  # by storage
+
+    def __call__(self, value: Any) -> Any:
+        """Return a copy of a tensor; anything else as it is, a tensor with a graph too."""
+        if not isinstance(value, Tensor) or value.requires_grad:
+            return value
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            return value.clone()
+        storage = value.untyped_storage()._cdata
+        if storage in self._copies:
+            return _over(self._copies[storage].untyped_storage(), value)
+        copied = self._copies[storage] = _copied_when_written(value)
+        return copied
+
+
+def _copied_when_written(tensor: Tensor) -> Tensor:
+    try:
+        return torch._lazy_clone(tensor)
+    except RuntimeError:
+        return _over(tensor.untyped_storage().clone(), tensor)  # type: ignore[no-untyped-call]
+
+
+def _over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+    """A tensor that lies in `storage` where `tensor` lies in its own."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
