@@ -209,6 +209,27 @@ def scheduled_loop(spec: RunConfig, total_steps: int, *, steps_by_epoch: bool) -
     return harness.without_statistics(trained)
 
 
+TRANSPOSED = """
+as_it_was = model
+
+def model():
+    built = as_it_was()
+    for p in built.parameters():
+        p.data = p.data.permute(*reversed(range(p.dim()))).contiguous().permute(*reversed(range(p.dim())))
+    return built
+
+def optimizer(named):
+    return torch.optim.Adam([p for _, p in named], lr=0.01, fused=True)
+"""
+
+
+@pytest.mark.parametrize(("toy", "replicas"), [(CONV2, (2, 1)), (TIED3, (1, 1, 1))], ids=["conv-2-1", "tied"])
+def test_gradients_have_the_strides_of_their_parameters(tmp_path: Path, toy: Toy, replicas: tuple[int, ...]) -> None:
+    """As fused optimizers take them to have."""
+    spec = harness.job(tmp_path, with_code(toy, TRANSPOSED), replicas, schedule="gpipe", microbatches=2, epochs=2)
+    assert_same(weights(harness.run(spec)), plain_loop(spec, 2))
+
+
 def test_a_short_last_minibatch_is_dropped(tmp_path: Path) -> None:
     """Of 26 samples, two; of other samples in each epoch."""
     spec = harness.job(tmp_path, with_code(CONV3, "\nDROP_LAST = True\n"), schedule="gpipe", microbatches=3, epochs=2)

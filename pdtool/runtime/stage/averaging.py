@@ -132,8 +132,7 @@ class ReplicaAverager:
 
     def _start_bucket(self) -> None:
         self._started_s = self._started_s or time.perf_counter()
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._buckets[len(self._started)]]
-        flat = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in gradients])
+        flat = torch.cat([flat_gradient(p) for p in self._buckets[len(self._started)]])
         self._started.append((self._all_reduce(flat), flat))
 
     def _take_sums(self) -> None:
@@ -145,7 +144,7 @@ class ReplicaAverager:
             self._meter.all_reduce_ended(self._started_s, size_bytes)
         for bucket, (_, flat) in zip(self._buckets, self._started, strict=True):
             for p, gradient in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-                p.grad = gradient.view_as(p)
+                p.grad = shaped_gradient(gradient, p)
         self._begin_round()
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
@@ -168,6 +167,32 @@ class ReplicaAverager:
     def _peer_error(self, what: str) -> PeerErrorContext:
         stage, ranks = self._replicas.stage, self._replicas.ranks
         return PeerErrorContext(f"{what} were not averaged with the other replicas of stage {stage} (ranks {ranks})")
+
+
+def flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter, or zeros, in one dimension: in the order of the parameter in memory."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    if not parameter.is_contiguous():
+        strides = _dense_strides(parameter)
+        gradient = gradient.permute(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
+    return gradient.reshape(-1)
+
+
+def shaped_gradient(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return what `flat_gradient` made, in the shape of the parameter and, where that is dense, with its strides.
+
+    Fused optimizers take the gradient by the strides of the parameter.
+    """
+    return (
+        flat.view_as(parameter)
+        if parameter.is_contiguous()
+        else flat.as_strided(parameter.shape, _dense_strides(parameter))
+    )
+
+
+def _dense_strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    return torch.empty_like(parameter, device="meta").stride()
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> None:

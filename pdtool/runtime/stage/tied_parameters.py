@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pdtool.runtime.groups import PeerErrorContext
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.runtime.stage.averaging import clip
+from pdtool.runtime.stage.averaging import clip, flat_gradient, shaped_gradient
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 
 
@@ -76,12 +76,9 @@ class TiedParameterSync:
         Args:
             weight: number of these samples, in minibatches.
         """
-        gradient, self.parameter.grad = self.parameter.grad, None
-        is_there = gradient is not None
-        if gradient is None:
-            gradient = torch.zeros_like(self.parameter)
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        message = torch.cat([gradient.detach().reshape(-1), gradient.new_tensor([weight, is_there])])
+        is_there = self.parameter.grad is not None
+        gradient, self.parameter.grad = flat_gradient(self.parameter), None
+        message = torch.cat([gradient, gradient.new_tensor([weight, is_there])])
         with self._peer_error():
             wait = self._all_reduce.start(message)
         self._due.append(_StartedSum(wait, time.perf_counter()))
@@ -109,7 +106,7 @@ class TiedParameterSync:
         weight, holders_with_gradient = total[-2:].tolist()
         total = total.to(self.parameter.device, non_blocking=True)
         gradient = total[:-2].div_(weight / self.holders.count)
-        self.parameter.grad = gradient.view_as(self.parameter) if holders_with_gradient else None
+        self.parameter.grad = shaped_gradient(gradient, self.parameter) if holders_with_gradient else None
         if self._max_norm:
             clip([self.parameter], self._max_norm)
 
