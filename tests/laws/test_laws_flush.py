@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,35 @@ def test_replicas_share_their_running_statistics(tmp_path: Path) -> None:
         torch.testing.assert_close(
             left.state[name], (2 * models[0].get_buffer(name) + models[1].get_buffer(name)) / 3, **TOLERANCE
         )
+
+
+CONSTANTS = {
+    "mask": "torch.full((4, 4), float('-inf')).triu(1)",
+    "tenth": "torch.full((7,), 0.1)",
+    "turned": "torch.rand(3, 2, generator=torch.Generator().manual_seed(0)).t()",
+    "spread": "torch.full((1,), 0.3).expand(3)",
+    "waves": "torch.polar(torch.ones(2), torch.tensor([0.1, 0.7]))",
+    "empty": "torch.empty(0, 2)",
+    "counts": "torch.ones(2, dtype=torch.int16)",
+    "coarse": "torch.full((2,), 0.7, dtype=torch.bfloat16)",
+}
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["one-replica-idle", "both-busy"])
+def test_constant_buffers_stay_as_they_are(tmp_path: Path, steps: int) -> None:
+    """To the last bit, also where a replica had no minibatch, and lacks a buffer that forward makes."""
+    buffers = "; ".join(f"self.register_buffer('{name}', {value})" for name, value in CONSTANTS.items())
+    init = f"self.fc = nn.Linear(72, 4); {buffers}"
+    made = "hasattr(self, 'made') or self.register_buffer('made', torch.ones(2))"
+    forward = f"x: {made}; return self.fc(x.flatten(1)) @ self.mask.softmax(1)"
+    stages = ((harness.stage(0, init, forward), ("x",), ()),)
+    toy = replace(CONV1, model=harness.IMAGES + harness.model(init, forward), stages=stages)
+    spec = harness.job(tmp_path, toy, (2,), steps=steps, epochs=3)
+    outcomes = harness.run(spec)
+    file = ModelFile.load(spec.model, trusted=True)
+    model = file.build(spec.seed)
+    constants = {name: model.get_buffer(name).clone() for name in CONSTANTS}
+    expected = replay.synchronous(model, batches(spec), file.loss, file.optimizer, 2)
+    for outcome in outcomes:
+        assert_same(outcome.state, {name: expected[name] for name in ("fc.weight", "fc.bias")})
+        assert_same(outcome.state, constants, rtol=0, atol=0)

@@ -7,7 +7,7 @@ torch.nn.utils.clip_grad_norm_.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _take_tensors
 
-from pdtool.runtime.groups import PeerErrorContext, ReplicaGroup
+from pdtool.runtime.groups import PeerErrorContext, ReplicaGroup, all_gather
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.losses import RoundLoss
 
@@ -110,25 +110,42 @@ class ReplicaAverager:
         total, weight = self._sum([loss.total, loss.weight])
         return replace(loss, total=total, weight=weight)
 
-    def average_buffers(self, buffers: Iterable[Tensor], minibatches: int) -> None:
+    def average_buffers(self, buffers: Mapping[str, Tensor], minibatches: int) -> None:
         """Let all replicas hold the same buffers.
 
-        Floating-point buffers (running statistics) are averaged, weighted by the minibatches that each replica saw; of
-        others (counters) those of replica 0 are taken.
+        Floating-point buffers (running statistics) are averaged, weighted by the minibatches that each replica saw, in
+        fp64, so that what is the same everywhere stays as it is. Of others (counters) those of replica 0 are taken. A
+        buffer that some replica does not have, such as one that a forward makes, is left alone.
 
         Args:
-            buffers: of any shape, the same at every replica; changed in place.
+            buffers: by name, of any shape, the same at every replica; changed in place.
             minibatches: number of minibatches of the epoch that this replica saw.
         """
         if not self._group:
             return
         [total] = self._sum([minibatches])
-        for buffer in buffers:
-            with self._meter.averaging, self._peer_error("buffers"):
-                if buffer.is_floating_point():
-                    self._all_reduce(buffer.mul_(minibatches / total)).wait()
-                else:
-                    dist.broadcast(buffer, group=self._group, group_src=0)
+        with self._meter.averaging, self._peer_error("buffers"):
+            held = all_gather({n: tuple(b.shape) for n, b in buffers.items()}, self._replicas.host_group, "the buffers")
+            for name, shape in held[0].items():
+                if all(other.get(name) == shape for other in held):
+                    buffer = _without_repetition(buffers[name])
+                    if buffer.is_floating_point() or buffer.is_complex():
+                        buffer.copy_(self._average(buffer, minibatches, total))
+                    else:
+                        buffer.copy_(self._of_replica_0(buffer))
+
+    def _average(self, buffer: Tensor, minibatches: int, total: float) -> Tensor:
+        precise = torch.promote_types(buffer.dtype, torch.float64)
+        average = buffer.to(precise, copy=True, memory_format=torch.contiguous_format)
+        values = torch.view_as_real(average) if average.is_complex() else average
+        self._all_reduce(values.mul_(minibatches) if minibatches else values.zero_()).wait()  # 0 times infinity is NaN
+        values.div_(total)
+        return average
+
+    def _of_replica_0(self, buffer: Tensor) -> Tensor:
+        values = buffer.contiguous().reshape(-1).view(torch.uint8)  # gloo does not take all dtypes
+        dist.broadcast(values, group=self._group, group_src=0)
+        return values.view(buffer.dtype).view(buffer.shape)
 
     def _start_bucket(self) -> None:
         self._started_s = self._started_s or time.perf_counter()
@@ -184,15 +201,18 @@ def shaped_gradient(flat: Tensor, parameter: nn.Parameter) -> Tensor:
 
     Fused optimizers take the gradient by the strides of the parameter.
     """
-    return (
-        flat.view_as(parameter)
-        if parameter.is_contiguous()
-        else flat.as_strided(parameter.shape, _dense_strides(parameter))
-    )
+    if parameter.is_contiguous():
+        return flat.view_as(parameter)
+    return flat.as_strided(parameter.shape, _dense_strides(parameter))
 
 
 def _dense_strides(parameter: nn.Parameter) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
+
+
+def _without_repetition(tensor: Tensor) -> Tensor:
+    """Return the part of an expanded tensor that lies in memory once; any other as it is."""
+    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> None:

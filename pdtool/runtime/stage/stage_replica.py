@@ -132,7 +132,7 @@ class StageReplica:
                 tied.take_sum()
                 tied.step()
         self.adopt_changes()
-        self.averager.average_buffers(self.stage.module.buffers(), minibatches)
+        self.averager.average_buffers(dict(self.stage.module.named_buffers()), minibatches)
         return self.averager.sum_loss(loss) if loss else None
 
     def epoch_done(self, validation_loss: float) -> None:
