@@ -156,3 +156,24 @@ def test_constant_buffers_stay_as_they_are(tmp_path: Path, steps: int) -> None:
     for outcome in outcomes:
         assert_same(outcome.state, {name: expected[name] for name in ("fc.weight", "fc.bias")})
         assert_same(outcome.state, constants, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20], ids=["many-buckets", "one"])
+def test_a_layer_that_a_reentrant_checkpoint_uses_again_sums_all_its_gradients(
+    tmp_path: Path, bucket_bytes: int
+) -> None:
+    """The backward of such a checkpoint is one of its own, after which the gradient of a parameter seems complete."""
+    init = "self.before = nn.Linear(72, 8); self.layer = nn.Linear(8, 8); self.fc = nn.Linear(8, 4)"
+    again = "h = checkpoint(lambda h: torch.tanh(self.layer(h)), h, use_reentrant=True)"
+    forward = (
+        "x: from torch.utils.checkpoint import checkpoint; h = self.before(x.flatten(1)); "
+        f"{again}; {again}; {again}; h = self.layer(h); return self.fc(h)"
+    )
+    stages = ((harness.stage(0, init, forward), ("x",), ()),)
+    toy = replace(CONV1, model=harness.IMAGES + harness.model(init, forward), stages=stages)
+    spec = harness.job(tmp_path, toy, (2,), optimizer="decay", epochs=2, bucket_bytes=bucket_bytes)
+    outcomes = harness.run(spec)
+    file = ModelFile.load(spec.model, trusted=True)
+    expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, 2)
+    for outcome in outcomes:
+        assert_same(outcome.state, expected)

@@ -63,12 +63,18 @@ class ReplicaAverager:
 
     def _begin_round(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
+        self._ready: set[int] = set()  # ids of parameters
+        self._with_gradient: set[int] = set()
         self._started: list[tuple[Any, Tensor]] = []
         self._started_s = 0.0
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Take note that the round's gradient of this parameter is complete, and start the buckets that are."""
-        if id(parameter) in self._bucket_of:
+        """Take note that the round's gradient of this parameter seems complete, and start the buckets that are.
+
+        More of it may come: a reentrant checkpoint that uses a parameter again has a backward of its own for each use.
+        """
+        if id(parameter) in self._bucket_of and id(parameter) not in self._ready:
+            self._ready.add(id(parameter))
             self._missing[self._bucket_of[id(parameter)]] -= 1
             while len(self._started) < len(self._buckets) and not self._missing[len(self._started)]:
                 self._start_bucket()
@@ -90,12 +96,17 @@ class ReplicaAverager:
         """
         if self._group:
             losses = [loss.total, loss.weight] if loss else [0.0, 0.0]
-            numbers = [weight, *losses, *(p.grad is not None for p in self.parameters)]
             while len(self._started) < len(self._buckets):
                 self._start_bucket()
-            weight, total, loss_weight, *replicas_with_gradient = self._sum(numbers)
+            is_late = any(p.grad is not None for p in self.parameters)
+            numbers = [weight, *losses, is_late, *(id(p) in self._with_gradient for p in self.parameters)]
+            weight, total, loss_weight, late, *replicas_with_gradient = self._sum(numbers)
             loss = replace(loss, total=total, weight=loss_weight) if loss else None
+            late_sums = self._sum_late_gradients() if late else []
             self._take_sums()
+            for p, gradient in late_sums:
+                assert p.grad is not None
+                p.grad += gradient
             for p, n in zip(self.parameters, replicas_with_gradient, strict=True):
                 p.grad = p.grad if n else None
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -149,8 +160,22 @@ class ReplicaAverager:
 
     def _start_bucket(self) -> None:
         self._started_s = self._started_s or time.perf_counter()
-        flat = torch.cat([flat_gradient(p) for p in self._buckets[len(self._started)]])
+        bucket = self._buckets[len(self._started)]
+        flat = torch.cat([flat_gradient(p) for p in bucket])
         self._started.append((self._all_reduce(flat), flat))
+        self._with_gradient |= {id(p) for p in bucket if p.grad is not None}
+        for p in bucket:
+            p.grad = None
+
+    def _sum_late_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Sum what was added to gradients at any replica after their buckets had left."""
+        sums = []
+        for p, late in zip(self.parameters, self._sum([p.grad is not None for p in self.parameters]), strict=True):
+            if late:
+                flat = flat_gradient(p)
+                self._all_reduce(flat).wait()
+                sums.append((p, shaped_gradient(flat, p)))
+        return sums
 
     def _take_sums(self) -> None:
         with self._meter.averaging, self._peer_error("gradients"):
