@@ -1,7 +1,8 @@
 """`metrics.jsonl`: a line for each update and each validation, written by one worker of the last stage.
 
-A line of an update has `epoch`, `step`, `loss` (the training loss), `time` (Unix time, in seconds), `lr` (of the first
-parameter group; null where it is not known) and `samples_per_s` (since the line before, or the beginning of the epoch).
+A line of an update has `epoch`, `step`, `samples`, `loss` (the training loss, the mean over these samples), `time`
+(Unix time, in seconds), `lr` (of the first parameter group; null where it is not known) and `samples_per_s` (since the
+line before, or the beginning of the epoch).
 A line of a validation has `epoch`, `step`, `time`, `loss` (the validation loss) and the metrics.
 """
 
@@ -63,6 +64,7 @@ class MetricsLog:
                 "split": "train",
                 "epoch": epoch,
                 "step": step,
+                "samples": round(samples),
                 "loss": loss,
                 "time": round(time.time(), _DIGITS),
                 "lr": lr,

@@ -83,22 +83,22 @@ class _Training:
     samples: float = 0.0
     _recent: deque[tuple[float, int]] = field(default_factory=deque)  # time and step of updates of this epoch
     _first: tuple[float, int] | None = None
-    _losses: list[float] = field(default_factory=list)  # of this epoch
+    _losses: list[tuple[float, int]] = field(default_factory=list)  # of this epoch's updates, with their samples
 
     def add(self, event: dict[str, Any]) -> None:
         """Take note of an update."""
         at = (event["time"], event["step"])
         self._first = self._first or at
-        self._losses.append(event["loss"])
+        self._losses.append((event["loss"], event["samples"]))
         self._recent.append(at)
         while at[0] - self._recent[0][0] > _RATE_S:
             self._recent.popleft()
 
     def end_epoch(self) -> float | None:
-        """Begin anew after a validation; return the mean training loss of the epoch, if there was an update."""
+        """Begin anew after a validation; return the mean training loss over the samples of the epoch, if it has any."""
         losses, self._losses = self._losses, []
         self._recent.clear()
-        return sum(losses) / len(losses) if losses else None
+        return sum(loss * n for loss, n in losses) / sum(n for _, n in losses) if losses else None
 
     @property
     def total(self) -> int | None:

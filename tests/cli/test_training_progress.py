@@ -24,12 +24,22 @@ def record(out: Path) -> None:
 
 
 def events(epochs: int = EPOCHS, update_s: float = 0.5) -> Iterator[dict[str, Any]]:
-    """Lines of metrics.jsonl of a run whose updates of 8 samples take half a second, and validations two seconds."""
+    """Lines of metrics.jsonl of a run whose updates of 8 samples take half a second, and validations two seconds.
+
+    The last update of an epoch has one sample.
+    """
     now, step = 1000.0, 0
     for epoch in range(1, epochs + 1):
-        for _ in range(UPDATES):
+        for update in range(UPDATES):
             now, step = now + update_s, step + 1
-            figures = {"loss": 1 / step, "time": now, "lr": 0.1, "samples_per_s": 99.0}
+            samples = 1 if update == UPDATES - 1 else 8
+            figures = {
+                "samples": samples,
+                "loss": 10.0 if samples == 1 else 1 / step,
+                "time": now,
+                "lr": 0.1,
+                "samples_per_s": 99.0,
+            }
             yield {"split": "train", "epoch": epoch, "step": step, **figures}
         now += 2
         yield {"split": "valid", "epoch": epoch, "step": step, "time": now, "loss": 0.5, "accuracy": 0.75}
@@ -57,7 +67,7 @@ def test_without_a_terminal_there_is_a_line_every_so_many_updates(tmp_path: Path
     ]
     assert lines[0].endswith(": training loss 0.0333, lr 0.1, 16 samples/s, 0:45 left")
     assert lines[2].endswith("samples/s, 0:32 left")
-    assert lines[-1] == "epoch 3/3: training loss 0.0101, validation loss 0.5000, accuracy 0.7500"
+    assert lines[-1] == "epoch 3/3: training loss 0.0420, validation loss 0.5000, accuracy 0.7500"
 
 
 def test_by_default_there_is_a_line_every_ten_seconds(tmp_path: Path, capsys: Any) -> None:
