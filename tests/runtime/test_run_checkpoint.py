@@ -86,6 +86,43 @@ def test_export_is_the_models_own_state_dict(tmp_path: Path, capfdbinary: pytest
     assert_same(torch.load(io.BytesIO(capfdbinary.readouterr().out)), torch.load(tmp_path / "model.pt"))
 
 
+_COMPLEX = (
+    "self.fc = nn.Linear(72, 4); self.turn = nn.Parameter(torch.eye(4, dtype=torch.complex128) * (1 + 2j)); "
+    "self.register_buffer('waves', torch.polar(torch.ones(4), torch.arange(4.0)).conj())"
+)
+_COMPLEX_FORWARD = (
+    "x: h = torch.view_as_real(self.fc(x.flatten(1)) * self.waves @ self.turn.to(torch.complex64)).flatten(1)"
+)
+COMPLEX = replace(
+    CONV2,
+    model=harness.IMAGES
+    + harness.model(f"{_COMPLEX}; self.out = nn.Linear(8, 4)", f"{_COMPLEX_FORWARD}; return self.out(h)"),
+    stages=(
+        (harness.stage(0, _COMPLEX, f"{_COMPLEX_FORWARD}; return h"), ("x",), ("h",)),
+        (harness.stage(1, "self.out = nn.Linear(8, 4)", "h: return self.out(h)"), ("h",), ()),
+    ),
+    tensors=(harness.tensor("x", -1, [0], 2, 6, 6), harness.tensor("h", 0, [1], 8)),
+)
+
+
+def test_checkpoints_hold_complex_numbers_of_any_precision(tmp_path: Path) -> None:
+    """And the state of their optimizer; an export gives them back, conjugated ones too."""
+    settings = {"schedule": "1f1b-flush", "microbatches": 2, "optimizer": "adam"}
+    part = harness.job(tmp_path, COMPLEX, (2, 1), epochs=1, **settings)
+    harness.run(part)
+    whole = replace(part, epochs=2, resume=part.out)
+    file = ModelFile.load(whole.model, trusted=True)
+    model = file.build(whole.seed)
+    waves = model.waves.clone()
+    expected = replay.synchronous(model, batches(whole), file.loss, file.optimizer, 2)
+    assert_same(weights(harness.run(whole)), expected)
+    checkpoint.export(whole.out, tmp_path / "model.pt")
+    exported = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert_same(exported, expected)
+    assert torch.equal(exported["waves"], waves)
+    assert exported["turn"].dtype == torch.complex128
+
+
 def test_tied_names_share_a_tensor_in_an_export(tmp_path: Path) -> None:
     """Stored once, as torch.save stores the model's own; names whose values differ, and older checkpoints, do not."""
     spec = harness.job(tmp_path, TIED3, epochs=1, steps=2)

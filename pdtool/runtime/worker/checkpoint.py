@@ -1,6 +1,7 @@
 """Checkpoints by original names, so that a run goes on under another plan; a folder that exists is complete.
 
-    checkpoints/epoch-3/   stage-0.safetensors, ...   the state of one stage: `model.NAME`, `optimizer.PARAMETER.KEY`
+    checkpoints/epoch-3/   stage-0.safetensors, ...   the state of one stage: `model.NAME`, `optimizer.PARAMETER.KEY`;
+                                                      a complex128 is a float64 [..., 2] that is marked as complex
                            checkpoint.json            epoch, seed, metrics, and the digest of each file
 
 Workers write together into `.epoch-3.partial`, which is renamed when all are done. A file is data: nothing in it is
@@ -40,6 +41,8 @@ from pdtool.runtime.groups import all_gather
 
 _ZIP = b"PK"  # how what torch.save writes begins
 _Written = dict[str, StoredFile] | None  # by a worker: the files that it describes
+_STORED_AS_REAL = (torch.complex128, torch.complex32)  # with real and imaginary parts: safetensors has neither
+_COMPLEX = "complex"  # the mark of such a tensor in the metadata of its file
 
 
 def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[str, Tensor]], group: Any) -> Path:
@@ -84,7 +87,7 @@ def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
             state |= _read(checkpoint / name, stored, wanted)
         except FileNotFoundError as error:
             raise ArtifactError(checkpoint / name, "is missing", checkpoint_remedy(checkpoint)) from error
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             what = f"is damaged ({getattr(error, 'strerror', None) or error})"
             raise ArtifactError(checkpoint / name, what, checkpoint_remedy(checkpoint)) from error
     return state
@@ -175,7 +178,10 @@ def _make_empty(partial: Path, out: Path) -> None:
 def _write(folder: Path, stage: int, state: Mapping[str, Tensor]) -> StoredFile:
     """Write the state of a stage and return what must be found again."""
     path = folder / _file_name(stage)
-    save_file(_separate(state), path)
+    separate = _separate(state)
+    complex_keys = [key for key, value in separate.items() if value.dtype in _STORED_AS_REAL]
+    stored = separate | {key: torch.view_as_real(separate[key]) for key in complex_keys}
+    save_file(stored, path, metadata=dict.fromkeys(complex_keys, _COMPLEX))
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return _describe(path)
@@ -186,9 +192,7 @@ def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     separate = {}
     for key, value in state.items():
-        if value.dtype is torch.complex128:
-            raise ValueError(f"{key} is {value.dtype}, which safetensors cannot store")
-        tensor = value.detach().cpu().contiguous()
+        tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         storage = tensor.untyped_storage()
         is_shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen
         separate[key] = tensor.clone() if is_shared else tensor
@@ -216,7 +220,7 @@ def _publish(partial: Path, folder: Path, manifest: CheckpointManifest) -> None:
 
 
 def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The wanted tensors of one file; raises OSError, ValueError or SafetensorError."""
+    """The wanted tensors of one file; raises OSError, ValueError, RuntimeError or SafetensorError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # a FIFO would be waited for
         raise ValueError("it is no regular file")
@@ -226,4 +230,6 @@ def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict
         keys = [key for key in file.keys() if wanted(key)]  # noqa: SIM118
         if keys and _describe(path) != stored:
             raise ValueError("its content is not what was written")
-        return {key: file.get_tensor(key) for key in keys}
+        kinds = file.metadata() or {}
+        tensors = {key: file.get_tensor(key) for key in keys}
+    return {key: torch.view_as_complex(t) if kinds.get(key) == _COMPLEX else t for key, t in tensors.items()}

@@ -258,7 +258,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _digest(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1)
+    content = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return hashlib.sha256(content.view(torch.uint8).numpy().data).hexdigest()
 
 
