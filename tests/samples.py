@@ -208,6 +208,7 @@ def checkpoint_manifest() -> CheckpointManifest:
         metrics={"loss": 0.5, "accuracy": 0.75},
         files=files,
         minibatches=(0, 45, 20),
+        samples=(360, 360, 160),
         tied={"head.weight": "embedding.weight"},
     )
 

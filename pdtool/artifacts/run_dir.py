@@ -76,6 +76,7 @@ class CheckpointManifest(Artifact):
             checkpoints have none.
         minibatches: of each epoch until then; 0 where an older pdtool trained it, which did not say. Older checkpoints
             have none.
+        samples: of each epoch until then. Older checkpoints have none.
         tied: name of a parameter or buffer -> the first name of the same tensor in the model, where that is another.
             Older checkpoints have none.
         files: the safetensors files in the same folder, each with the state of one stage.
@@ -92,6 +93,7 @@ class CheckpointManifest(Artifact):
     files: dict[StageFile, StoredFile]
     validation_losses: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()
     minibatches: tuple[Number, ...] = ()
+    samples: tuple[Number, ...] = ()
     tied: dict[str, str] = Field(default_factory=dict)
 
 

@@ -22,14 +22,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.profiler.measure import measure_loading_s
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
-from pdtool.runtime.loading.minibatches import (
-    DataPass,
-    DatasetSplit,
-    Minibatches,
-    epochs_go_on,
-    samples_in_epoch,
-    stream_order,
-)
+from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches, epochs_go_on, samples_in_epoch
 
 SYNC = {"weights": "vertical-sync"}
 TRAINED, SIZE = 26, 4
@@ -108,6 +101,21 @@ def test_a_resumed_run_reads_past_what_was_trained(tmp_path: Path) -> None:
     assert_same(found, expected, rtol=0, atol=0)
 
 
+def test_a_run_of_other_minibatches_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+    """No sample is left out or trained again, though an epoch of --steps has other samples from then on."""
+    state: dict[str, Any] = {}
+    epochs = [(4, 5, range(20)), (2, 4, range(20, 28)), (8, 4, range(28, 60))]
+    for epoch, (size, steps, numbers) in enumerate(epochs, 1):
+        toys = {"stream": streamed("Stream"), "list": numbered(f"(k % 26 for k in {numbers})")}
+        for name, toy in toys.items():
+            out = tmp_path / name / "run"
+            settings = {"out": out, "resume": out if epoch > 1 else None, "epochs": epoch, "steps": steps, **SYNC}
+            state[name] = weights(
+                harness.run(harness.job(tmp_path / name / str(epoch), toy, batch_size=size, **settings))
+            )
+    assert_same(state["stream"], state["list"], rtol=0, atol=0)
+
+
 # --- one source -------------------------------------------------------------------------------------------------------
 
 # Shuffled by a buffer, and augmented, by the generators of torch, numpy and Python.
@@ -147,7 +155,8 @@ def loader(folder: Path, text: str = TEXT, split: str = "train", seed: int = 5) 
 def epoch_of(epoch: int, *, goes_on: bool = True) -> DataPass:
     """Five minibatches of four samples."""
     described = DatasetSplit(None, torch.zeros(1, dtype=torch.int64), is_stream=True)
-    minibatches = Minibatches(stream_order(epoch, EPOCH, goes_on=goes_on), SIZE)
+    first = EPOCH * (epoch - 1) if goes_on else 0
+    minibatches = Minibatches(range(first, first + EPOCH), SIZE)
     return DataPass("train", described, minibatches, 5, epoch, None if goes_on else epoch)
 
 

@@ -526,9 +526,9 @@ def test_a_loss_of_a_model_that_is_frozen_needs_no_gradient():
 def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
     file = load(tmp_path, more="def sampler(data, epoch): return range(epoch)\n")
     context = SimpleNamespace(file=file, _sampled=lambda epoch: file.sampler(None, epoch), _chosen=1, epoch_samples=1)
-    assert WorkerContext.sample_order(context, 1) == [0]
+    assert WorkerContext.sample_order(context, 1, 0) == [0]
     with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, and 1 in epoch 1; return"):
-        WorkerContext.sample_order(context, 2)
+        WorkerContext.sample_order(context, 2, 1)
 
 
 LATE_IMPORTS = """

@@ -67,7 +67,7 @@ def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch
         last_stage=None,
         epoch_samples=6,
         received_device_bytes=0,
-        sample_order=lambda epoch: range(6),
+        sample_order=lambda epoch, trained: range(6),
     )
     for name in ("train", "validate", "_save", "_report"):
         monkeypatch.setattr(Worker, name, lambda *_, **__: {"loss": 1.0})

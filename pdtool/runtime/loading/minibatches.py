@@ -150,16 +150,6 @@ def sample_order(seed: int, epoch: int, samples: int) -> list[int]:
     return torch.randperm(samples, generator=generator).tolist()
 
 
-def stream_order(epoch: int, samples: int, *, goes_on: bool) -> range:
-    """Return the numbers of the samples of a stream in `epoch`, each of which has as many.
-
-    Args:
-        goes_on: whether they are counted over all epochs.
-    """
-    first = (epoch - 1) * samples if goes_on else 0
-    return range(first, first + samples)
-
-
 def tensors_of_target(target: Any) -> list[Any]:
     """Return the tensors of a target, and whatever else but None it holds."""
     if isinstance(target, Tensor):

@@ -36,7 +36,6 @@ from pdtool.runtime.loading.minibatches import (
     epochs_go_on,
     sample_order,
     samples_in_epoch,
-    stream_order,
 )
 from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.routes import describe_targets, list_edges, list_routes
@@ -196,8 +195,11 @@ class WorkerContext:
             warnings = [replica.optimizer.schedule_warning for replica in self.stages.values()]
             sys.stderr.writelines(f"warning: {warning}\n" for warning in filter(None, warnings[:1]))
 
-    def sample_order(self, epoch: int) -> Sequence[int]:
+    def sample_order(self, epoch: int, trained: int) -> Sequence[int]:
         """Return the samples of an epoch, in order; the same on all workers, which call it together.
+
+        Args:
+            trained: samples of all epochs before, which a stream that goes on from epoch to epoch has given.
 
         Raises:
             ModelError: sampler() chooses another number of samples than in the first epoch.
@@ -205,7 +207,8 @@ class WorkerContext:
         if self.file.has("sampler"):
             order = self._sampled(epoch)
         elif self._chosen is None or self.splits["train"].is_stream:
-            return stream_order(epoch, self.epoch_samples, goes_on=self._epochs_go_on)
+            first = trained if self._epochs_go_on else 0
+            return range(first, first + self.epoch_samples)
         else:
             order = sample_order(self.config.seed, epoch, self._chosen)
         if len(order) != self._chosen:

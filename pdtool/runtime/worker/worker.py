@@ -85,6 +85,7 @@ class Worker:
         self.metrics: dict[str, float] = {}
         self._losses: list[float] = []  # of the validation after each epoch
         self._minibatches: list[int] = []  # of each epoch
+        self._samples: list[int] = []  # likewise
         self._log: MetricsLog | None = None
         self._timer = EpochTimer()
         self._action_lists: dict[int, ActionList] = {}
@@ -185,7 +186,7 @@ class Worker:
                 self._timer.restart()
                 self._meter.restart()
             done += 1
-            minibatches = Minibatches(self._context.sample_order(done), size)
+            minibatches = Minibatches(self._context.sample_order(done, sum(self._samples)), size)
             start_s = time.perf_counter()
             if self._log:
                 self._log.epoch_begins()
@@ -194,6 +195,7 @@ class Worker:
             self._meter.memory.epoch_ended()
             self._timer.epoch_ended(len(minibatches), count, train_s, self._meter.timestamps.seconds_between)
             self._minibatches.append(len(minibatches))
+            self._samples.append(count)
             with self._meter.paused():
                 self.metrics = self.validate(done)
             self._epoch_done()
@@ -258,6 +260,7 @@ class Worker:
         self.metrics = dict(manifest.metrics)
         self._losses = [*manifest.validation_losses] or [self.metrics.get("loss", 0.0)] * manifest.epoch
         self._minibatches = [*manifest.minibatches] or [0] * manifest.epoch
+        self._samples = [*manifest.samples] or [self._context.epoch_samples] * manifest.epoch
         self._context.load(folder, self._losses)
         if self._assignment.rank == 0:
             self._warn_of_length(manifest)
@@ -308,6 +311,7 @@ class Worker:
             metrics=self.metrics,
             validation_losses=tuple(self._losses),
             minibatches=tuple(self._minibatches),
+            samples=tuple(self._samples),
             tied={name: first for name, first in self._context.canonical.items() if name != first},
             files={},
         )
