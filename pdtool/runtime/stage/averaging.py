@@ -139,7 +139,7 @@ class ReplicaAverager:
             held = all_gather({n: tuple(b.shape) for n, b in buffers.items()}, self._replicas.host_group, "the buffers")
             for name, shape in held[0].items():
                 if all(other.get(name) == shape for other in held):
-                    buffer = _without_repetition(buffers[name])
+                    buffer = without_repetition(buffers[name])
                     if buffer.is_floating_point() or buffer.is_complex():
                         buffer.copy_(self._average(buffer, minibatches, total))
                     else:
@@ -235,9 +235,14 @@ def _dense_strides(parameter: nn.Parameter) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def _without_repetition(tensor: Tensor) -> Tensor:
-    """Return the part of an expanded tensor that lies in memory once; any other as it is."""
-    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+def without_repetition(tensor: Tensor, expanded: Tensor | None = None) -> Tensor:
+    """Return the part of an expanded tensor that lies in memory once, into which one can write; any other as it is.
+
+    Args:
+        expanded: whose part it is to be, of the same shape; else of the tensor itself.
+    """
+    strides = (tensor if expanded is None else expanded).stride()
+    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> None:

@@ -21,7 +21,7 @@ from pdtool.errors import FieldError, UsageError
 from pdtool.runtime.groups import PeerErrorContext
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.runtime.stage.averaging import ReplicaAverager, clip, scale, squared_norm
+from pdtool.runtime.stage.averaging import ReplicaAverager, clip, scale, squared_norm, without_repetition
 from pdtool.runtime.stage.losses import LossReader, RoundLoss
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 from pdtool.runtime.stage.optimizer_state import unpack
@@ -196,7 +196,7 @@ class StageReplica:
                     "resume from a run of the same model",
                 )
             with torch.no_grad():
-                current[name].copy_(value)
+                without_repetition(current[name]).copy_(without_repetition(value, current[name]))
 
     @property
     def _optimizers(self) -> list[NamedOptimizer]:
