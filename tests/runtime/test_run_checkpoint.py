@@ -18,7 +18,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3, assert_same, batches, weights
+from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3, TIED4, assert_same, batches, weights
 from reference import replay
 from safetensors.torch import load_file
 
@@ -59,8 +59,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("toy", [CONV1, TIED3], ids=["conv", "tied"])
 def test_a_run_goes_on_under_another_plan(tmp_path: Path, toy: harness.Toy) -> None:
-    """Parameters, buffers and Adam's state by name: an epoch under each of two flushing plans, as if unsplit."""
-    plans = [(CONV3, (1, 1, 1)), (CONV2, (1, 1))] if toy is CONV1 else [(TIED3, (1, 1, 1)), (TIED1, (1,))]
+    """Parameters, buffers and Adam's state by name: an epoch under each of two flushing plans, as if unsplit.
+
+    A stage of TIED4 has none of these.
+    """
+    plans = [(CONV3, (1, 1, 1)), (CONV2, (1, 1))] if toy is CONV1 else [(TIED4, (1, 1, 1, 1)), (TIED1, (1,))]
     settings = {"schedule": "1f1b-flush", "microbatches": 3, "optimizer": "adam"}
     out = tmp_path / "run"
     first = harness.job(tmp_path / "first", *plans[0], out=out, epochs=1, **settings)

@@ -181,7 +181,9 @@ def _write(folder: Path, stage: int, state: Mapping[str, Tensor]) -> StoredFile:
     separate = _separate(state)
     complex_keys = [key for key, value in separate.items() if value.dtype in _STORED_AS_REAL]
     stored = separate | {key: torch.view_as_real(separate[key]) for key in complex_keys}
-    save_file(stored, path, metadata=dict.fromkeys(complex_keys, _COMPLEX))
+    save_file(
+        stored, path, metadata=dict.fromkeys(complex_keys, _COMPLEX) or None
+    )  # of {} comes a file that cannot be read
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return _describe(path)
