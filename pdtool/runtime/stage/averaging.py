@@ -136,7 +136,8 @@ class ReplicaAverager:
             return
         [total] = self._sum([minibatches])
         with self._meter.averaging, self._peer_error("buffers"):
-            held = all_gather({n: tuple(b.shape) for n, b in buffers.items()}, self._replicas.host_group, "the buffers")
+            shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+            held = all_gather(shapes, dict[str, tuple[int, ...]], self._replicas.host_group, "the buffers")
             for name, shape in held[0].items():
                 if all(other.get(name) == shape for other in held):
                     buffer = without_repetition(buffers[name])
