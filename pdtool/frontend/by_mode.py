@@ -109,7 +109,7 @@ class _Merger:
             self.traces[TRAINING],
             operators=tuple(operators),
             output=output,
-            together=operators_sharing_state(operators, changed),
+            together=operators_sharing_state(operators, changed, self.traces[TRAINING].model),
             changed_buffers=changed,
         )
 

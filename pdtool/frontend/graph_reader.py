@@ -29,7 +29,17 @@ from pdtool.frontend.operator_builder import (
     module_path,
     operators_sharing_state,
 )
-from pdtool.frontend.operators import Operator, Size, State, Traced, Value, tensor_attributes
+from pdtool.frontend.operators import (
+    Operator,
+    Size,
+    State,
+    Traced,
+    Value,
+    have_one_storage,
+    named_state,
+    names_over_parameters,
+    tensor_attributes,
+)
 
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _MAX_LITERAL_ELEMENTS = 64  # of a constant tensor, to stand in a stage file as a literal
@@ -70,6 +80,7 @@ class GraphReader:
         self._builder = OperatorBuilder(model, self._values)
         self._leaf_reader = LeafReader(calls, self._values, self._builder)
         self._autocast_off: list[str] = []  # the lines where the model switches it off
+        self._over_parameters = {name for group in names_over_parameters(named_state(model)) for name in group}
 
     def read(self) -> Traced:
         """Read all operators, model inputs first; raises TraceError."""
@@ -85,14 +96,15 @@ class GraphReader:
                     raise
         output = self._output()
         self._write_buffers()
-        operators = drop_dead_operators(self._builder.operators, output, self._builder.changed_buffers)
+        changed = self._builder.changed_buffers | self._over_parameters.intersection(self._builder.buffers)
+        operators = mark_constants(drop_dead_operators(self._builder.operators, output, changed), changed)
         return Traced(
             model=self._model,
-            operators=tuple(mark_constants(operators, self._builder.changed_buffers)),
+            operators=tuple(operators),
             output=output,
-            together=operators_sharing_state(self._builder.operators, self._builder.changed_buffers),
+            together=operators_sharing_state(operators, changed, self._model),
             tied=first_names(self._builder.parameters),
-            changed_buffers=frozenset(self._builder.changed_buffers),
+            changed_buffers=frozenset(changed),
             autocast_off=tuple(dict.fromkeys(self._autocast_off)),
         )
 
@@ -120,14 +132,23 @@ class GraphReader:
         return value
 
     def _constant(self, name: str, node: fx.Node) -> Tensor | State:
-        """A small tensor itself; a large one that is an attribute of a module as a buffer of that name."""
+        """A small tensor itself; one that is large, or that is trained, as a buffer if it is an attribute of a module.
+
+        Raises:
+            TraceError: it is neither small nor an attribute.
+        """
         tensor: Any = self._program.constants[name]
+        trained = next((n for n, p in self._builder.parameters.items() if have_one_storage(p, tensor)), None)
+        if name in tensor_attributes(self._model) and (trained or tensor.numel() > _MAX_LITERAL_ELEMENTS):
+            self._builder.buffers[name] = tensor
+            return State(name)
+        if trained:
+            what = f"forward takes a tensor that shares the memory of parameter {trained}, and that has no name"
+            remedy = "keep it with register_buffer, or make it of the parameter in forward"
+            raise TraceError(what, remedy, location=location(next(iter(node.users), node)))
         if tensor.numel() <= _MAX_LITERAL_ELEMENTS:
             small: Tensor = tensor.detach().clone()
             return small
-        if name in tensor_attributes(self._model):
-            self._builder.buffers[name] = tensor
-            return State(name)
         what = f"the model makes a tensor of {tensor.numel()} elements from Python numbers in forward"
         remedy = "make it in __init__, as an attribute or with register_buffer"
         raise TraceError(what, remedy, location=location(next(iter(node.users), node)))

@@ -19,7 +19,17 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import TraceError
-from pdtool.frontend.operators import BATCH, Operator, Size, State, Value, values_in
+from pdtool.frontend.operators import (
+    BATCH,
+    Operator,
+    Size,
+    State,
+    Value,
+    named_state,
+    names_over_parameters,
+    shared_memory,
+    values_in,
+)
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -210,17 +220,35 @@ def mark_constants(operators: Sequence[Operator], changed_buffers: Collection[st
 
 
 def operators_sharing_state(
-    operators: Sequence[Operator], changed_buffers: Collection[str]
+    operators: Sequence[Operator], changed_buffers: Collection[str], model: nn.Module
 ) -> tuple[tuple[str, ...], ...]:
-    """Group the names of operators that use a buffer which one of them changes, or that call one opaque module."""
-    users: dict[str, list[str]] = {}
+    """Group the names of operators that must stand in one stage.
+
+    They use a buffer that one of them changes, different tensors over the memory of a parameter, or one opaque module.
+    """
+    state = named_state(model)
+    first: dict[int, str] = {}
+    memory = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+    for group in shared_memory(state):
+        memory |= dict.fromkeys(group, group[0])
+    used = {op.name: _state_used(op, state) for op in operators}
+    changing = {memory[name] for name in changed_buffers}
+    all_used = dict.fromkeys(name for names in used.values() for name in names)
+    for group in names_over_parameters(state):
+        if len({id(state[name]) for name in group if name in all_used}) > 1:
+            changing.add(group[0])
+    users: dict[str, dict[str, None]] = {}
     for op in operators:
-        if op.opaque:
-            users.setdefault(op.module, []).append(op.name)
-        for name in op.buffers:
-            if name in changed_buffers and not op.constant:
-                users.setdefault(name, []).append(op.name)
+        shared = [op.module] if op.opaque else []
+        for place in (*shared, *(memory[name] for name in used[op.name] if memory[name] in changing)):
+            users.setdefault(place, {})[op.name] = None
     return tuple(dict.fromkeys(tuple(names) for names in users.values() if len(names) > 1))
+
+
+def _state_used(op: Operator, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The parameters and buffers that an operator uses; of an opaque module also tensors that are mere attributes."""
+    inside = (name for name in state if op.opaque and name.startswith(f"{op.module}."))
+    return (*op.parameters, *op.buffers, *inside)
 
 
 def first_names(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -217,6 +217,66 @@ def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
         for name, value in vars(module).items()
         if isinstance(value, Tensor)
     }
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return what tells the storage of a tensor from others, as long as it lives; views share it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def have_one_storage(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors lie in one storage."""
+    is_strided = a.layout is b.layout is torch.strided
+    return is_strided and storage_address(a) == storage_address(b)
+
+
+def shared_memory(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """Group the names of different tensors that overlap in memory: a weight and a view of it, such as its transpose.
+
+    Two names of one tensor are no group; together with a view of it they are in one.
+    """
+    extents: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in state.items():
+        if tensor.layout is torch.strided and tensor.numel():
+            last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            end = begin + (last + 1) * tensor.itemsize
+            extents.setdefault(storage_address(tensor), []).append((begin, end, name))
+    groups: list[list[str]] = []
+    for in_storage in extents.values():
+        reached = 0
+        for begin, end, name in sorted(in_storage):
+            if begin >= reached:
+                groups.append([])
+            groups[-1].append(name)
+            reached = max(reached, end)
+    return [group for group in groups if len({id(state[name]) for name in group}) > 1]
+
+
+def names_over_parameters(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the groups of `shared_memory` with a parameter in them: what changes with each update."""
+    return [group for group in shared_memory(state) if any(isinstance(state[n], nn.Parameter) for n in group)]
+
+
+def empty_in_same_place(
+    tensor: Tensor, storages: dict[int, torch.UntypedStorage], device: torch.device | None = None
+) -> Tensor:
+    """Return an empty tensor that lies in a new storage where `tensor` lies in its own.
+
+    So what shares memory shares it in each version. And cuDNN takes the weights of a recurrent layer from one piece of
+    memory, in an order of its own, which a module makes when it moves to the device. Of weights that lie elsewhere it
+    makes such a copy at every call, and warns.
+
+    Args:
+        storages: address of a storage -> the new one in its place; filled here.
+        device: of the new storage; None is that of the tensor.
+    """
+    address, device = storage_address(tensor), device or tensor.device
+    if address not in storages:
+        size = tensor.untyped_storage().nbytes()
+        storages[address] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype, device=device)
+    return empty.set_(storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def is_persistent(owner: nn.Module, name: str) -> bool:

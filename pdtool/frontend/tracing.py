@@ -28,7 +28,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.model_rules import unknown_module_remedy
 from pdtool.frontend.opaque_modules import FixedSize, failing_module, fixed_sizes, modules_writing_data, without_inner
-from pdtool.frontend.operators import Traced
+from pdtool.frontend.operators import Traced, named_state, names_over_parameters
 from pdtool.frontend.user_code import user_line
 
 _SIZES = (2, 3)  # of the minibatches that tell the shapes of opaque modules
@@ -60,6 +60,7 @@ def trace(
             try:
                 traced = tracer.trace(reasons)
                 _check_opaque(traced, reasons)
+                _check_shared_memory(traced)
                 return replace(traced, opaque=reasons)
             except TraceError as error:
                 found = _alike(model, error.module)
@@ -102,6 +103,19 @@ def _check_opaque(traced: Traced, opaque: Collection[str]) -> None:
             raise TraceError(what, f"call it from {path} only", location=inner.location, module=path.rpartition(".")[0])
         if not any(part.opaque and part.module == path for part in parts):
             raise TraceError(f"{path} is to be called whole, and is not called", "take it out of HINTS")
+
+
+def _check_shared_memory(traced: Traced) -> None:
+    """Check that what is saved and shares the memory of a trained parameter is used: otherwise it is in no stage."""
+    state = named_state(traced.model)
+    used = {name for op in traced.operators for name in (*op.parameters, *op.buffers)}
+    used_parameters = {id(state[name]) for name in used if isinstance(state[name], nn.Parameter)}
+    unused = {n for n in traced.model.state_dict() if n not in used and id(state.get(n)) not in used_parameters}
+    for group in names_over_parameters(state):
+        if used.intersection(group) and (name := next(filter(unused.__contains__, group), None)):
+            other = next(filter(used.__contains__, group))
+            what = f"{name} shares the memory of {other}, which forward uses, and is not used itself: no stage has it"
+            raise TraceError(what, "give it memory of its own with clone(), or register the buffer as persistent=False")
 
 
 def trace_file(file: ModelFile, model: nn.Module, batch_size: int) -> Traced:

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from pdtool.frontend.operators import Operator, is_persistent
+from pdtool.frontend.operators import Operator, is_persistent, named_state, names_over_parameters
 from pdtool.frontend.user_code import user_module
 from pdtool.generator.expressions import ModuleTree, access, access_state, constructor_call, literal, set_parameter
 from pdtool.generator.forward_writer import ForwardWriter
@@ -157,6 +157,7 @@ class InitWriter:
         for name in self._direct_state:
             yield self._declaration(name)
         yield from self._ties()
+        yield from self._shared_memory()
         yield from self._ties_to_other_stages()
         yield from self._frozen()
 
@@ -207,6 +208,13 @@ class InitWriter:
                 owner = self._opaque_owner(original)
                 inside = f'{access(owner)}.get_parameter("{original[len(owner) + 1 :]}")' if owner else None
                 yield f"{set_parameter(name, inside or access_state(original))}  # tied"
+
+    def _shared_memory(self) -> Iterator[str]:
+        """Yield a comment for what shares the memory of a parameter."""
+        names = {*self.wiring.parameters(self.stage), *self.wiring.buffers(self.stage)}
+        for group in names_over_parameters(named_state(self.wiring.traced.model)):
+            if len(held := [name for name in group if name in names]) > 1:
+                yield f"# {' and '.join(held)} share memory: `pdtool run` takes them from the model"
 
     def _ties_to_other_stages(self) -> Iterator[str]:
         """Yield a comment for each parameter that another stage holds as well."""

@@ -101,9 +101,11 @@ class CompensatedSteps:
             for (p, last_step), old in zip(self.last_steps.items(), before, strict=True):
                 if self._kind == "nesterov":
                     last_step.mul_(self._gain).add_(p - old, alpha=1 - self._gain)
-                    torch.add(old, last_step, out=p.data)
                 else:
                     torch.sub(p, old, out=last_step)
+            if self._kind == "nesterov":  # all at the end: parameters may share memory
+                for (p, last_step), old in zip(self.last_steps.items(), before, strict=True):
+                    torch.add(old, last_step, out=p.data)
 
     def _select_parameters(self) -> None:
         """Keep the last steps of parameters that are trained, and begin those of parameters that are trained anew."""

@@ -95,6 +95,48 @@ def test_operators_that_share_a_changing_buffer_stand_together():
     assert trace(model_file.build(), model_file.example_inputs, 4, MODELS).together == (("norm@0", "norm@1"),)
 
 
+class Views(torch.nn.Linear):
+    """A layer, and tensors over the memory of its weight."""
+
+    def __init__(self, how):
+        super().__init__(8, 8)
+        self.second, row = torch.nn.Linear(8, 8), self.weight.detach()[1]
+        if how == "pieces":  # of one storage, that do not overlap
+            pieces = torch.randn(2, 8, 8)
+            self.weight, self.second.weight = map(torch.nn.Parameter, pieces)
+        elif how == "columns":
+            columns = torch.randn(8, 16).chunk(2, 1)
+            self.weight, self.second.weight = map(torch.nn.Parameter, columns)
+        elif how == "unused":
+            self.register_buffer("row", row)
+        self.rows = [row if how == "in a list" else row.clone()]
+        self.row_of_other = row if how == "attribute" else row.clone()
+
+    def forward(self, x):
+        return self.second(super().forward(x)) + self.rows[0] + self.row_of_other
+
+
+def test_operators_over_the_memory_of_one_parameter_stand_together():
+    def together(how):
+        return trace(Views(how), lambda n: (torch.randn(n, 8),), 4, MODELS).together
+
+    assert together("pieces") == together("copies") == ()
+    assert together("attribute") == (("linear", "add_1"),)
+    assert together("columns") == (("linear", "second"),)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("unused", "row shares the memory of weight, which forward uses, and is not used itself.*clone"),
+        ("in a list", r"test_frontend.py:\d+: .* the memory of parameter weight, and that has no name.*register_buf"),
+    ],
+)
+def test_what_no_stage_could_keep_over_the_memory_of_a_parameter_is_refused(how, what):
+    with pytest.raises(TraceError, match=f"(?s){what}"):
+        trace(Views(how), lambda n: (torch.randn(n, 8),), 4, MODELS)
+
+
 def test_tracing_leaves_the_model_usable():
     model_file = load("branchy")
     model = model_file.build()

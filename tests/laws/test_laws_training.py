@@ -9,11 +9,12 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import CONV2, CONV3, LSTM3, SKIP3, TIED3, Outcome, Toy, assert_same, batches, stage_of, weights
+from harness import CONV2, CONV3, LSTM3, SKIP1, SKIP3, TIED3, Outcome, Toy, assert_same, batches, stage_of, weights
 from reference import replay
 
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.config import RunConfig
+from pdtool.runtime.corrections import DelayCompensation
 
 # 26 samples: 7 minibatches of 4, or 13 of 2, which no update divides; the last one short
 SMALL: dict[str, Any] = {"batch_size": 2}
@@ -135,3 +136,55 @@ def test_tied_weights_without_flush_equal_their_replay_and_each_other(
     assert torch.equal(found["embed.weight"], found["out.weight"])
     assert_same(found, expected)
     assert_kept(spec, outcomes, definition)
+
+
+def autoencoder(decoder: str, decode: str, row: str, read: str) -> Toy:
+    """Three stages, the second of which decodes with the transposed weight of its encoder, and reads a row of it."""
+    layers = ("self.a = nn.Linear(6, 7)", "self.b = nn.Linear(7, 3)", "self.c = nn.Linear(7, 4)")
+    forward = f"h = torch.tanh(self.b(h) + {read}); k = {decode}"
+    in_stage = f"{layers[1]}; {decoder}; {row}".replace("self.b.weight.detach()[1, :3]", "torch.zeros(3)")
+    own = harness.model(
+        "; ".join((layers[0], layers[1], decoder.replace("torch.zeros(7, 3)", "self.b.weight.t()"), row, layers[2])),
+        f"x: h = torch.tanh(self.a(x)); {forward}; return self.c(k)",
+    )
+    return Toy(
+        model=SKIP1.model[: SKIP1.model.index("class Net")] + own,
+        stages=(
+            (harness.stage(0, layers[0], "x: return torch.tanh(self.a(x))"), ("x",), ("h",)),
+            (harness.stage(1, in_stage, f"h: {forward}; return k"), ("h",), ("k",)),
+            (harness.stage(2, layers[2], "k: return self.c(k)"), ("k",), ()),
+        ),
+        tensors=(harness.tensor("x", -1, [0], 6), harness.tensor("h", 0, [1], 7), harness.tensor("k", 1, [2], 7)),
+    )
+
+
+OVER_ONE_MEMORY = autoencoder(
+    "self.d = nn.Parameter(torch.zeros(7, 3))",
+    "h @ self.d.t()",
+    'self.register_buffer("row", self.b.weight.detach()[1, :3])',
+    "self.row",
+)
+USED_TWICE = autoencoder("", "h @ self.b.weight", "", "self.b.weight.detach()[1, :3]")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "settings"),
+    [
+        pytest.param((1, 1, 1), {}, id="straight"),
+        pytest.param((1, 2, 1), {}, id="1-2-1"),
+        pytest.param((1, 1, 1), SYNC | SMALL, id="sync"),
+        pytest.param((1, 1, 1), NONE, id="none"),
+        pytest.param((1, 1, 1), BW2, id="2bw"),
+        pytest.param((1, 1, 1), {"schedule": "1f1b-flush", "microbatches": 4}, id="flush"),
+        pytest.param((1, 1, 1), {"delay_compensation": DelayCompensation("weight-prediction")}, id="prediction"),
+    ],
+)
+def test_parameters_and_buffers_over_one_memory_are_one_in_each_version(
+    tmp_path: Path, replicas: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    """Two parameters over one memory take two steps in it, which with SGD are those of one that is used twice."""
+    found, expected = (
+        weights(harness.run(harness.job(tmp_path / name, toy, replicas, optimizer="sgd", epochs=2, **settings)))
+        for name, toy in (("views", OVER_ONE_MEMORY), ("used-twice", USED_TWICE))
+    )
+    assert_same(found, expected | {"d": expected["b.weight"].t(), "row": expected["b.weight"][1, :3]})

@@ -584,7 +584,24 @@ class SharedNorm(nn.Module):
         return self.third(self.norm_again(self.second(x)).relu())
 
 
+class SharedMemory(nn.Module):
+    """An autoencoder whose decoder has the encoder's weight, transposed, and which looks at it in a buffer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.encoder = nn.Linear(8, 12), nn.Linear(12, 4)
+        self.decoder, self.last = nn.Linear(4, 12), nn.Linear(12, 8)
+        self.decoder.weight = nn.Parameter(self.encoder.weight.t())
+        self.register_buffer("scale", self.encoder.weight.detach()[0, :4])
+        self.row = self.encoder.weight.detach()[1]
+
+    def forward(self, x):
+        code = self.encoder(torch.tanh(self.first(x))) + self.scale
+        return self.last(torch.tanh(self.decoder(code)) + self.row)
+
+
 MODELS = {
+    "shared_memory": Task(SharedMemory, INPUT, None, F.mse_loss),
     "shared_norm": Task(SharedNorm, INPUT, CLASS),
     "distillation": Task(Distillation, INPUT, CLASS, distillation_loss),
     "frozen_batch_norm": Task(FrozenBatchNorm, numbers(3, 8, 8), CLASS),

@@ -21,6 +21,7 @@ ROAD = [
     "tabular.gat",
     "structures.binary_net",
     "structures.shared_norm",
+    "structures.shared_memory",
 ]
 TASKS, REFUSED = tasks(*FAMILIES), tasks("refused")
 pytestmark = pytest.mark.filterwarnings("ignore")  # models warn, as they do in a plain loop

@@ -27,7 +27,7 @@ from torch.nn.utils import prune
 
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.operators import named_state
+from pdtool.frontend.operators import named_state, names_over_parameters
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 from pdtool.runtime.worker.partial_build import MissingValuesError, build_partially
 from pdtool.runtime.worker.worker_model import WorkerModel, is_small
@@ -71,6 +71,7 @@ def check_equal(build: Callable[[], nn.Module], names: Callable[[str], bool]) ->
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, equal_nan=True)
     ties = [[[a is b for b in state.values()] for a in state.values()] for state in (found, expected)]
     assert ties[0] == ties[1]
+    assert names_over_parameters(found) == names_over_parameters(expected)
     return model
 
 
@@ -319,6 +320,15 @@ def test_a_worker_has_the_values_of_its_own_stages(tmp_path: Path) -> None:
         built = worker_model(tmp_path / str(stage), USED_BY_NONE, [stage])
         has_values = {name.partition(".")[0] for name, p in built.model.named_parameters() if not p.is_meta}
         assert (has_values, built.why_whole) == (layers, "")
+
+
+def test_what_is_traced_without_values_shares_memory_as_the_whole_model_does(tmp_path: Path) -> None:
+    shared = replace(CONV3, model=CONV3.model.replace("self.fc =", "self.w = self.conv2.weight.data; self.fc ="))
+    [group] = names_over_parameters(named_state(worker_model(tmp_path / "whole", shared, range(3)).model))
+    checked: list[nn.Module] = []
+    worker_model(tmp_path / "part", shared, [0]).check(checked.append)
+    assert names_over_parameters(named_state(checked[0])) == [group]
+    assert sorted(group) == ["conv2.weight", "w"]
 
 
 def test_a_worker_with_all_stages_builds_the_whole_model(tmp_path: Path) -> None:

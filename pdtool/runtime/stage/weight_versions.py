@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pdtool.errors import FieldError
+from pdtool.frontend.operators import empty_in_same_place, named_state, names_over_parameters
 
 OnGradient = Callable[[nn.Parameter], None] | None  # called with each parameter whose gradient is complete
 
@@ -44,11 +45,13 @@ class WeightVersion:
 
     Attributes:
         leaves: in the order of `WeightVersions.parameters`, each of the parameter's shape.
+        views: of the memory of leaves: buffers and other tensors of the module that share that of parameters.
         number: updates since the phase began.
         users: minibatches that still need the version.
     """
 
     leaves: list[Tensor]
+    views: list[Tensor]
     number: int
     users: int
 
@@ -79,9 +82,18 @@ class WeightVersions:
             for key, parameter in owner._parameters.items()
             if parameter is not None
         ]
+        state = named_state(module)
+        shared = {id(state[name]) for group in names_over_parameters(state) for name in group}
+        self._view_entries: list[tuple[dict[str, Any], str]] = [
+            (tensors, key)
+            for owner in module.modules()
+            for tensors in (owner._buffers, vars(owner))
+            for key, value in tensors.items()
+            if id(value) in shared
+        ]
         # nn.LSTM and its kind compute with a list of their own, made when a parameter is assigned
         self._rnns: list[Any] = [owner for owner in module.modules() if hasattr(owner, "_flat_weights_names")]
-        self._recurrent = {id(parameter) for rnn in self._rnns for parameter in rnn._parameters.values()}
+        self._in_one_storage = shared | {id(p) for rnn in self._rnns for p in rnn._parameters.values()}
         self._stashing = stashing
         self._reads: Mapping[int, int] = {}
         self._readers: Counter[int] = Counter()
@@ -90,7 +102,10 @@ class WeightVersions:
         self._alive: dict[int, WeightVersion] = {}
         self.peak_versions = 1
         self._bound: WeightVersion | None = None
-        values = [p.data for p in self.parameters.values()]
+        values = [
+            *(p.data for p in self.parameters.values()),
+            *(tensors[key].data for tensors, key in self._view_entries),
+        ]
         self._exact = self._new_version(values, 0) if extrapolates else None
         self._make_current(0, self._take_memory() if extrapolates else values)
         self.set_extrapolated({})
@@ -150,8 +165,8 @@ class WeightVersions:
         else:
             self._check_memory_can_move()
             memory = self._take_memory()
-            _copy_all(memory, [parameter.data for parameter in self.parameters.values()])
-            for parameter, new in zip(self.parameters.values(), memory, strict=True):
+            _copy_all(memory, [*(parameter.data for parameter in self.parameters.values()), *self._current.views])
+            for parameter, new in zip(self.parameters.values(), memory, strict=False):
                 parameter.data = new
             self._make_current(number, memory)
         self.peak_versions = max(self.peak_versions, len(self._alive))
@@ -177,10 +192,10 @@ class WeightVersions:
             return False
         for name, p, leaf in zip(self.parameters, self.parameters.values(), newest.leaves, strict=True):
             _check_change(name, p, leaf)
-        memory = [p.data for p in self.parameters.values()]
+        memory = [*(p.data for p in self.parameters.values()), *newest.views]
         if self._exact:
             self._exact = self._new_version(memory, self._exact.number)
-            memory = [leaf.detach() for leaf in self._current.leaves]
+            memory = [*(leaf.detach() for leaf in self._current.leaves), *self._current.views]
         users = self._current.users
         self._make_current(self._current.number, memory)
         self._current.users = users
@@ -216,6 +231,7 @@ class WeightVersions:
         """
         if self._exact:
             with torch.no_grad():
+                _copy_all(self._current.views, self._exact.views)
                 _copy_all(self._current.leaves, [values.get(p, p.detach()) for p in self.parameters.values()])
 
     def bind_newest(self) -> None:
@@ -229,6 +245,8 @@ class WeightVersions:
         self._bound = version
         for parameters, key, i in self._entries:
             parameters[key] = version.leaves[i]  # type: ignore[assignment]
+        for (tensors, key), view in zip(self._view_entries, version.views, strict=True):
+            tensors[key] = view
         for rnn in self._rnns:  # with the references, or on a GPU its forward would move the leaves to its own memory
             rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
             rnn._flat_weight_refs = [weakref.ref(weight) for weight in rnn._flat_weights]
@@ -238,25 +256,26 @@ class WeightVersions:
         version.users -= 1
         if self._alive.get(version.number) is version is not self._current and not version.users:
             del self._alive[version.number]
-            self._spare_memory.append([leaf.detach() for leaf in version.leaves])
+            self._spare_memory.append([*(leaf.detach() for leaf in version.leaves), *version.views])
 
     def _take_memory(self) -> list[Tensor]:
         if self._spare_memory:
             return self._spare_memory.pop()
         storages: dict[int, torch.UntypedStorage] = {}
-        return [
-            _empty_in_same_place(p.data, storages) if id(p) in self._recurrent else torch.empty_like(p.data)
+        memory = [
+            empty_in_same_place(p.data, storages) if id(p) in self._in_one_storage else torch.empty_like(p.data)
             for p in self.parameters.values()
         ]
+        return memory + [empty_in_same_place(view, storages) for view in (self._exact or self._current).views]
 
     def _new_version(self, memory: Sequence[Tensor], number: int) -> WeightVersion:
         """A version with fresh leaves over `memory`."""
         parameters = self.parameters.values()
-        leaves = [m.detach().requires_grad_(p.requires_grad) for m, p in zip(memory, parameters, strict=True)]
+        leaves = [m.detach().requires_grad_(p.requires_grad) for m, p in zip(memory, parameters, strict=False)]
         for leaf, p in zip(leaves, parameters, strict=True):
             if p._backward_hooks is not None:
                 leaf._backward_hooks = p._backward_hooks  # the dict itself: it tells of hooks that are removed
-        return WeightVersion(leaves, number, self._readers[number])
+        return WeightVersion(leaves, list(memory[len(leaves) :]), number, self._readers[number])
 
     def _check_memory_can_move(self) -> None:
         if self.kept_memory:
@@ -288,22 +307,6 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target, of the same shape; a few kernels do it for all."""
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def _empty_in_same_place(weight: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    """An empty tensor that lies in a new storage where `weight` lies in its own.
-
-    cuDNN takes the weights of a recurrent layer from one piece of memory, in an order of its own, which a module makes
-    when it moves to the device. Of weights that lie elsewhere it makes such a copy at every call, and warns.
-
-    Args:
-        storages: address of a storage -> the new one in its place; filled here.
-    """
-    old = weight.untyped_storage()
-    if old.data_ptr() not in storages:
-        storages[old.data_ptr()] = torch.empty(old.nbytes(), dtype=torch.uint8, device=weight.device).untyped_storage()
-    empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
-    return empty.set_(storages[old.data_ptr()], weight.storage_offset(), weight.size(), weight.stride())
 
 
 def _add_hooks(

@@ -28,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from pdtool.frontend.operators import storage_address
+
 META = torch.device("meta")
 _DRAWN_IN_PIECES = {"aten::normal_", "aten::uniform_"}
 # These draw as much for a tensor as its shape says, whatever its values are.
@@ -309,11 +311,6 @@ def draw(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
 def is_random(func: Any) -> bool:
     """Return whether an operator draws from a generator."""
     return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def storage_address(tensor: Tensor) -> int:
-    """Return what tells the storage of a tensor from others, as long as it lives; views share it."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -25,7 +25,7 @@ from pdtool.artifacts.bundle import Bundle, TiedParameter
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.operators import named_state
+from pdtool.frontend.operators import empty_in_same_place, named_state
 from pdtool.frontend.user_code import user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
 from pdtool.runtime.worker.partial_build import build_partially
@@ -131,10 +131,11 @@ def _tensors_inside(module: nn.Module) -> Iterator[Tensor]:
 def _allocated(model: nn.Module) -> nn.Module:
     """Give the tensors on the meta device memory, which the system provides only once something is written there."""
     allocated: dict[int, Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def allocate(tensor: Tensor) -> Tensor:
         if id(tensor) not in allocated:
-            memory = torch.empty_like(tensor, device="cpu")
+            memory = empty_in_same_place(tensor, storages, torch.device("cpu"))
             is_parameter = isinstance(tensor, nn.Parameter)
             allocated[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_parameter else memory
         return allocated[id(tensor)]
