@@ -9,11 +9,8 @@ import ast
 import hashlib
 import inspect
 import json
-import random
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -42,6 +39,7 @@ from pdtool.frontend.operators import (
     is_default,
     is_persistent,
 )
+from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.user_code import find_source, user_module
 from pdtool.units import format_bytes
@@ -277,15 +275,3 @@ def _difference(node: Node, op: Operator, traced: Traced, profile: Profile) -> s
 
 def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(names) or "nothing"
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Give back the random state of this process, whatever example_inputs draws from; that of CUDA is left alone."""
-    numpy: Any = sys.modules.get("numpy")
-    states = random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(states[0])
-    if numpy:
-        numpy.random.set_state(states[1])

@@ -245,6 +245,8 @@ class GraphReader:
             return  # torch.export's own note of a buffer that an operator before it has already changed
         if written and not isinstance(overwritten, State):
             target = self._out_of_place(node, target, overwritten)
+            names = [argument.name for argument in target._schema.arguments]  # dropout's are not all those of dropout_
+            arguments = dict(zip(names, arguments.values(), strict=False))
         outputs = self._aten_operator(node, target, arguments)
         self._values[node] = list(outputs) if isinstance(node.meta["val"], (tuple, list)) else outputs[0]
         if isinstance(overwritten, State):

@@ -10,6 +10,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,18 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     seed_torch(seed, device)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Give torch, Python and numpy their random states back at the end, CUDA's excepted."""
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
 
 
 class OperatorSeeds:

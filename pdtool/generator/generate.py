@@ -16,10 +16,11 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import PdtoolError, StaleError, TraceError, UsageError
 from pdtool.files import write_atomically, write_remedy
-from pdtool.frontend.graph_digest import check_profile, graph_sha256, random_state_kept
+from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import Traced, Value, named_state
+from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.update_proof import check_update
 from pdtool.frontend.user_code import undoing_user_changes

@@ -2,8 +2,9 @@
 
 Compared are outputs, gradients of all parameters, and buffers afterwards, over three consecutive minibatches, two of
 one size and one of another, in training and in evaluation mode. Random operators draw from a generator seeded by their
-own input, so that model and stages drop the same elements in whatever order they run. A model that keeps other state
-from one call of forward to the next is refused: `kept_attributes` finds that state.
+own input, and opaque modules, which may draw from Python's and numpy's, from ones seeded by their path, so that model
+and stages drop the same elements in whatever order they run. A model that keeps other state from one call of forward to
+the next is refused: `kept_attributes` finds that state.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -29,6 +31,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
 from pdtool.frontend.operators import named_state
+from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import user_modules_importable
 
 Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> something that is equal while it is kept
@@ -112,6 +115,9 @@ def verify_values(
     minibatches = [ModelInputs.of(inputs) for inputs in batches]
     model, stages = build(), load_stages(texts, bundle, build=build)
     copy_state(model, stages, bundle)
+    for stage, spec in zip(stages, bundle.stages, strict=True):
+        _seed_by_path(model, spec.opaque)
+        _seed_by_path(stage, spec.opaque)
     before = attributes(model)
     try:
         _compare_minibatches(model, stages, bundle, minibatches)
@@ -262,8 +268,8 @@ def _backward(outputs: Sequence[Tensor]) -> None:
     differentiable = [t for t in outputs if t.requires_grad]
     gradients = [torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in differentiable]
     if differentiable:
-        with _repeatable():
-            torch.autograd.backward(differentiable, gradients)
+        with _repeatable():  # torch.autograd.backward itself would leave that mode, in which checkpoints compute again
+            _engine_run_backward(tuple(differentiable), tuple(gradients), False, False, (), True, True)
 
 
 def _stage_gradients(model: nn.Module, stages: Sequence[nn.Module]) -> dict[int, Tensor]:
@@ -301,13 +307,20 @@ def _compare(expected: Tensor, composed: Tensor, what: str) -> None:
     tolerance = {"rtol": _TOLERANCE["rtol"], "atol": _TOLERANCE["atol"] * max(1.0, scale)}
     if not torch.allclose(expected, composed, **tolerance, equal_nan=True):
         worst = (expected.double() - composed.double()).abs().max().item()
-        remedy = "it may keep state on self between calls, override train(), or use an autograd.Function of its own"
+        remedy = (
+            "it may keep state on self between calls, override train(), use an autograd.Function of its own, or draw "
+            "random numbers from a generator of its own"
+        )
         raise VerificationError(f"{what} differs between the stages and the model by up to {worst:.3g}", remedy)
 
 
 class _SeedByInput(TorchFunctionMode):
     """Seed the generator before each function that may draw from it: from its own first tensor, or from the shape of
-    the tensor that it fills, whose values are not there yet."""
+    the tensor that it fills, whose values are not there yet.
+
+    As in a run, it draws for contiguous tensors: the layout decides which element gets which number, and a stage leaves
+    out calls of contiguous().
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -317,15 +330,29 @@ class _SeedByInput(TorchFunctionMode):
         elif any(word in name for word in _RANDOM):
             first = next((a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)), torch.zeros(0))
             with torch._C.DisableTorchFunction():
-                total = float(first.detach().double().abs().sum())
+                given = first.contiguous()
+                total = float(given.detach().double().abs().sum())
                 torch.manual_seed(hash((total, tuple(first.shape))) & 0x7FFFFFFF)
+            version = given._version
+            args, kwargs = pytree.tree_map(lambda a: given if a is first else a, (args, kwargs))
+            result = func(*args, **(kwargs or {}))
+            if given is first or given._version == version:
+                return result
+            return first.copy_(given)  # what was written in place
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    with torch.random.fork_rng(), _SeedByInput():
+    with random_state_kept(), torch.random.fork_rng(), _SeedByInput():
         yield
+
+
+def _seed_by_path(module: nn.Module, paths: Sequence[str]) -> None:
+    """Seed all generators before each call of these modules inside of `module`."""
+    for path in paths:
+        seed = derive_seed(path)
+        module.get_submodule(path).register_forward_pre_hook(lambda *_, seed=seed: seed_generators(seed))
 
 
 @dataclass(frozen=True)

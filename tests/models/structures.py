@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 import torch.nn.utils.prune as prune
 from task import Task, both, classes, named, numbers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def perceptron(inputs=8, width=12, outputs=3):
@@ -600,7 +602,50 @@ class SharedMemory(nn.Module):
         return self.last(torch.tanh(self.decoder(code)) + self.row)
 
 
+class Recomputed(nn.Module):
+    """Dropout that is computed again before the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.dropout = nn.Linear(8, 8), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.dropout(torch.relu(self.fc(x))), x, use_reentrant=False)
+
+
+class LayerDrop(nn.Module):
+    """Layers that are skipped at random, by Python's random; one of them is computed again before its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.again = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]), Recomputed()
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.training and random.random() < 0.5:
+                continue
+            x = x + torch.tanh(layer(x))
+        return self.again(x)
+
+
+class DroppedWeight(nn.Module):
+    """DropConnect on a weight that is not contiguous; then dropout of what was made contiguous, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(37, 8).t())
+
+    def forward(self, x):
+        x = (x @ F.dropout(self.weight, 0.2, self.training)).t().contiguous()
+        return F.dropout(x, 0.2, self.training, inplace=True).t()
+
+
 MODELS = {
+    "recomputed": Task(lambda: nn.Sequential(Recomputed(), Recomputed(), nn.Linear(8, 3)), INPUT, CLASS, noisy=True),
+    "layer_drop": Task(lambda: nn.Sequential(LayerDrop(), LayerDrop(), nn.Linear(8, 3)), INPUT, CLASS, noisy=True),
+    "dropped_weight": Task(
+        lambda: nn.Sequential(nn.Linear(8, 8), DroppedWeight(), nn.Linear(37, 3)), INPUT, CLASS, noisy=True
+    ),
     "shared_memory": Task(SharedMemory, INPUT, None, F.mse_loss),
     "shared_norm": Task(SharedNorm, INPUT, CLASS),
     "distillation": Task(Distillation, INPUT, CLASS, distillation_loss),
