@@ -235,6 +235,11 @@ class GraphReader:
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
         arguments = self._aten_arguments(node, target)
+        if target is torch.ops.aten.embedding_renorm_.default:
+            where = module_path(node) or "the model"
+            what = f"{where} renormalises its weight in forward (max_norm), while other minibatches and replicas use it"
+            remedy = "leave max_norm out, and let after_update() do it: p.renorm_(2, 0, max_norm)"
+            raise TraceError(what, remedy, location=location(node), module="")
         if target in _FACTORIES and isinstance(arguments["self"], State):
             dtype = arguments["dtype"] or self._program.state_dict[arguments.pop("self").name].dtype
             target, arguments = _FACTORIES[target], arguments | {"dtype": dtype, "device": torch.device("cpu")}

@@ -152,7 +152,7 @@ def _compare_minibatches(
     if changed:  # at each call: a mask that is applied to a weight in the first one changes nothing afterwards
         raise VerificationError(
             f"forward changes parameter {changed[0]} at each call: minibatches in flight together cannot share it",
-            "keep what forward changes in a buffer of the module that uses it",
+            "let after_update() change it, or keep what forward changes in a buffer of the module that uses it",
         )
 
 

@@ -71,6 +71,17 @@ class TeacherForcing(nn.Module):
         return torch.stack(outputs, 1)
 
 
+class Renormalised(nn.Module):
+    """Keeps the vectors of its words short."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(20, 8, max_norm=1.0), nn.Linear(8, 20)
+
+    def forward(self, tokens):
+        return self.out(torch.tanh(self.embedding(tokens)))
+
+
 class OneSize(nn.Module):
     """Knows minibatches of four only."""
 
@@ -130,6 +141,7 @@ MODELS = {
     "kept_average": Task(Kept, INPUT, CLASS, refused="self.average of the model"),
     "layer_drop": Task(LayerDrop, INPUT, CLASS, refused="random"),
     "teacher_forcing": Task(TeacherForcing, TOKENS, TOKENS, next_token_loss, refused="random"),
+    "max_norm": Task(Renormalised, TOKENS, TOKENS, token_loss, refused="embedding renormalises its weight in forward"),
     "one_size": Task(OneSize, INPUT, CLASS, refused="some minibatch sizes only"),
     "center_loss": Task(Perceptron, INPUT, CLASS, center_loss, refused="a parameter of its own"),
     "accuracy_loss": Task(Perceptron, INPUT, CLASS, accuracy_loss, refused="without a gradient"),
