@@ -272,7 +272,7 @@ def _by_mode(a: Any, b: Any) -> Any:
 
 def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and bool((a == b).all())
+        return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())  # NaN equals itself here
     if isinstance(a, Value) and isinstance(b, Value):
         return (a.operator, a.index) == (b.operator, b.index)
     return type(a) is type(b) and bool(a == b or a != a)  # NaN equals itself here

@@ -205,13 +205,17 @@ def literal(value: Any) -> str:
         return "device"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, complex):
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, str):
         return '"' + repr(value)[1:-1].replace('"', '\\"') + '"'
     if isinstance(value, Tensor):
-        return f"torch.tensor({value.tolist()}, dtype={value.dtype}, device=device)"
+        return f"torch.tensor({literal(value.tolist())}, dtype={value.dtype}, device=device)"
     if isinstance(value, Size):
         return re.sub(r"\s*(//|[*+])\s*", r" \1 ", str(value))
-    if value is None or isinstance(value, (bool, int, float, complex)):
+    if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     raise TypeError(f"no literal for {type(value).__name__}")
 

@@ -17,6 +17,7 @@ EXPRESSIONS = {
     "remainder": "torch.remainder(7, ",
     "functional_norms": "F.batch_norm(x, self.mean, self.var, None, None, training=self.training, ",
     "infinities": 'float("-inf")',
+    "not_finite": 'torch.tensor([1.0, float("inf"), float("nan"), 0.0,',
     "positions": "self.embed(self.position_ids)",
     "diagonal": ".mT",
     "spectrum": ".imag",

@@ -50,6 +50,12 @@ class _Infinities(_Net):
         return torch.softmax(self.linear(x).masked_fill(mask, float("-inf")), -1)
 
 
+class _NotFinite(_Net):
+    def forward(self, x):
+        y = self.linear(x).clamp(max=float("inf")) * torch.tensor([1.0, float("inf"), float("nan"), *range(5)])
+        return torch.where(y.abs() > 9, complex(float("-inf"), -0.0), y).real.nan_to_num(0.5, 0.5, 0.5)
+
+
 class _Positions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -186,7 +192,14 @@ def data_parallel():
 dashes = _Dashes
 columns, partial_sum, constant_mask = _Columns, _PartialSum, _ConstantMask
 pow_, remainder, functional_norms = _Pow, _Remainder, _FunctionalNorms
-infinities, positions, diagonal, spectrum, fill = _Infinities, _Positions, _Diagonal, _Spectrum, _Fill
+infinities, not_finite, positions, diagonal, spectrum, fill = (
+    _Infinities,
+    _NotFinite,
+    _Positions,
+    _Diagonal,
+    _Spectrum,
+    _Fill,
+)
 reparameterised, parameter_lists, returned_parameter = _Reparameterised, _ParameterLists, _ReturnedParameter
 unpooling, short_time_fourier, causal_encoder = _Unpooling, _ShortTimeFourier, _CausalEncoder
 
