@@ -25,7 +25,8 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from pdtool.errors import TraceError
-from pdtool.frontend.leaf_calls import calls
+from pdtool.frontend.leaf_calls import attributes_restored, calls
+from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import LEAVES, ModelInputs, named_leaves, register_containers
 from pdtool.frontend.opaque_modules import untraceable_refused
 
@@ -46,7 +47,13 @@ def exported(
         Exception: whatever torch.export or the model raises.
     """
     with _quiet(), untraceable_refused(), _without_data_dependent_checks():
-        with _named_arguments(model, inputs), _known_outputs(model), _EvenChunks(), symbolic_len(model):
+        with (
+            _caches_made_anew(model),
+            _named_arguments(model, inputs),
+            _known_outputs(model),
+            _EvenChunks(),
+            symbolic_len(model),
+        ):
             shapes = dynamic.dynamic_shapes(model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
             program = torch.export.export(model, inputs.args, inputs.kwargs, strict=False, dynamic_shapes=shapes)
         if functional:
@@ -78,6 +85,29 @@ def symbolic_len(model: nn.Module) -> Iterator[None]:
 
 def _len(value: Any) -> Any:
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
+
+
+@contextmanager
+def _caches_made_anew(model: nn.Module) -> Iterator[None]:
+    """Let what forward makes in its first call, and keeps, be made in each, of operators; forget it afterwards.
+
+    Buffers, which would be inputs of the graph, are attributes meanwhile.
+    """
+    register = nn.Module.register_buffer
+
+    def register_as_attribute(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name in module._buffers:
+            register(module, name, tensor, persistent)
+        else:
+            setattr(module, name, tensor)
+
+    with attributes_restored(model), patch.object(nn.Module, "register_buffer", register_as_attribute):
+        for module in model.modules():
+            empty = [name for name, buffer in module._buffers.items() if buffer is None and not is_leaf(module)]
+            for name in empty:
+                del module._buffers[name]
+                setattr(module, name, None)
+        yield
 
 
 @contextmanager

@@ -7,8 +7,10 @@ the shapes that they had then, as a function of the minibatch's size.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,9 @@ from pdtool.frontend.model_io import ModelInputs, register_containers
 
 _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
+
+_CHANGEABLE = (dict, OrderedDict, defaultdict, list, set, deque)  # containers, with nothing but what is in them
+_MAX_DEPTH = 4
 
 
 @dataclass(frozen=True)
@@ -255,19 +260,57 @@ def _forwards_replaced(
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Give the model its buffers, and torch its random state, back as they were."""
-    owners = [(module, name) for module in model.modules() for name in module._buffers]
-    buffers = [(module, name, module._buffers[name]) for module, name in owners]
-    values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
+    """Give the model its attributes and the values of its buffers, and torch its random state, back as they were."""
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), attributes_restored(model):
             yield
     finally:
-        for (module, name, buffer), value in zip(buffers, values, strict=True):
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                with torch.no_grad():
-                    buffer.copy_(value)
+        for buffer, value in values:
+            with torch.no_grad():
+                buffer.copy_(value)
+
+
+@contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Give the model back what its modules hold, without what forward makes in its first call, such as caches.
+
+    Raises:
+        TraceError: forward makes a parameter or a module.
+    """
+    parts = _parts(model)
+    containers: dict[int, Any] = {}
+    for module in model.modules():
+        _collect_containers(vars(module), _MAX_DEPTH, containers)
+    contents = {key: copy(container) for key, container in containers.items()}
+    try:
+        yield
+    finally:
+        made = {name: part for name, part in _parts(model).items() if name not in parts}
+        for key, container in containers.items():
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(contents[key])
+        for name, part in made.items():
+            kind = "parameter" if isinstance(part, Tensor) else type(part).__name__
+            what = f"forward makes {name}, a {kind}, in its first call, of which optimizer() is not told"
+            remedy = "make it in __init__, or let model() call the model once before it returns it"
+            raise TraceError(what, remedy, module="")
+
+
+def _parts(model: nn.Module) -> dict[str, Any]:
+    return {**dict(model.named_modules()), **dict(model.named_parameters())}
+
+
+def _collect_containers(value: Any, depth: int, found: dict[int, Any]) -> None:
+    """Add to `found`, by their ids, the containers that can be changed in what a module holds, and in plain objects."""
+    if hasattr(value, "__dict__") and not isinstance(value, (type, Tensor, nn.Module)) and not callable(value):
+        value = vars(value)
+    if type(value) in _CHANGEABLE and id(value) not in found:
+        found[id(value)] = value
+    elif type(value) is not tuple:
+        return
+    for held in (value.values() if isinstance(value, dict) else value) if depth else ():
+        _collect_containers(held, depth - 1, found)
 
 
 def _is_in(path: str, parents: Collection[str]) -> bool:

@@ -157,7 +157,8 @@ def _compare_minibatches(
 
 
 def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> bool:
-    """Whether what an attribute holds, or what the model returns, depends on the minibatches before the last one.
+    """Whether what an attribute holds, or what the model returns, depends on the minibatches before the last one: on
+    their inputs, their weights, or their random numbers.
 
     It does not where a hook puts the activations of each minibatch, or a table is made in the first one. The last two
     minibatches are of one size: what is kept may be for that size only.
@@ -165,14 +166,18 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
     *before, last = (batches[-1], *batches[:-1])
     for training in (True, False):
         old, new = build().train(training), build().train(training)
-        with _repeatable(), torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng():
             for inputs in before:
                 _run("the model", partial(_call, old, inputs), "a minibatch before")
-            state = _registered_state(new)
-            for name, tensor in _registered_state(old).items():
-                state[name].copy_(tensor)
+        with torch.no_grad(), _repeatable():
+            for parameter in (parameter for parameter in old.parameters() if parameter.requires_grad):
+                parameter.add_(0.01)
+            state = _registered_state(old)
+            for name, tensor in _registered_state(new).items():
+                if name in state and state[name].shape == tensor.shape:
+                    tensor.copy_(state[name])
             outputs = [_run("the model", partial(_call, model, last), "the last minibatch") for model in (old, new)]
-        a, b = (vars(model.get_submodule(kept.module)).get(kept.name) for model in (old, new))
+        a, b = (getattr(model.get_submodule(kept.module), kept.name, None) for model in (old, new))
         if not (has_same_content(a, b) and has_same_content(tensors_of(outputs[0]), tensors_of(outputs[1]))):
             return True
     return False
@@ -184,7 +189,7 @@ def _refuse_kept_state(attributes: Sequence[KeptAttribute]) -> None:
         where = f"{kept.location}: " if kept.location else ""
         raise VerificationError(
             f"{where}forward changes {owner} and reads it again: minibatches in flight together cannot share it",
-            "compute it from the inputs in each call, or keep it in a buffer of the module that uses it",
+            "compute it from the inputs in each call, or keep it in a buffer that the module's __init__ makes",
         )
 
 
@@ -370,14 +375,14 @@ class KeptAttribute:
 
 
 def attributes(model: nn.Module) -> Attributes:
-    """Return what the modules hold besides parameters, buffers and modules."""
-    return {
-        (path, name): _fingerprint(value, _MAX_DEPTH)
-        for path, module in model.named_modules()
-        if not _is_of_torch(type(module))
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
-    }
+    """Return what the modules hold besides parameters, buffers and modules; of buffers, which of them there are."""
+    held: dict[tuple[str, str], object] = {}
+    for path, module in model.named_modules():
+        if not _is_of_torch(type(module)):
+            values = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            held |= {(path, name): _fingerprint(value, _MAX_DEPTH) for name, value in values.items()}
+            held |= {(path, name): "buffer" for name, buffer in module._buffers.items() if buffer is not None}
+    return held
 
 
 def kept_attributes(model: nn.Module, before: Attributes) -> Iterator[KeptAttribute]:
@@ -407,7 +412,7 @@ def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
     if type(a) is not type(b) or depth == 0:
         return False
     if isinstance(a, Tensor):
-        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+        return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(has_same_content(a[key], b[key], depth - 1) for key in a)
     if isinstance(a, (list, tuple)) or type(a).__name__ == "deque":

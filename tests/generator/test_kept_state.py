@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
+from collection import differences, trained_in_stages, trained_plainly
 from conftest import Folder
+from skeletons import plan_of, skeleton
 from torch import Tensor, nn
 
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.errors import TraceError
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.tracing import trace_file
+from pdtool.generator.generate import generate
 from pdtool.generator.verify import attributes, kept_attributes
 
 HEAD = """
@@ -21,6 +29,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
         self.kept, self.steps, self.cache = None, 0, {}
+        self.register_buffer("table", None, persistent=False)
 
     def forward(self, x):
 """
@@ -48,7 +57,7 @@ REFUSED = {
         return self.last(h)
 """,
         "kept",
-        16,
+        17,
     ),
     "counter that a branch reads": (
         """
@@ -56,7 +65,7 @@ REFUSED = {
         return self.last(torch.tanh(self.first(x))) * (2 if self.steps > 100 else 1)
 """,
         "steps",
-        13,
+        14,
     ),
     "cache": (
         """
@@ -67,6 +76,64 @@ REFUSED = {
         "cache",
         None,
     ),
+    "buffer that the first minibatch fills": (
+        """
+        h = torch.tanh(self.first(x))
+        if self.table is None:
+            self.table = h.detach().mean(0)
+        return self.last(h - self.table)
+""",
+        "table",
+        16,
+    ),
+    "copy of the first weights": (
+        """
+        if self.kept is None:
+            self.kept = self.last.weight.detach().clone()
+        return self.last(torch.tanh(self.first(x))) + self.kept.sum()
+""",
+        "kept",
+        15,
+    ),
+    "random numbers that are drawn once": (
+        """
+        if self.table is None:
+            self.register_buffer("table", torch.rand(8))
+        return self.last(torch.tanh(self.first(x)) * self.table)
+""",
+        "table",
+        None,
+    ),
+}
+CACHES = {
+    "buffer": """
+        if self.table is None:
+            self.register_buffer("table", torch.arange(8.0) / 8, persistent=False)
+        return self.last(torch.tanh(self.first(x)) + self.table)
+""",
+    "positions up to the longest input": """
+        if x.shape[1] > self.steps:
+            self.steps = x.shape[1]
+            angles = torch.outer(torch.arange(100.0), 1 / 10 ** torch.arange(8.0))
+            self.register_buffer("sin", angles.sin(), persistent=False)
+            self.kept = angles.cos()
+        return self.last(torch.tanh(self.first(x)) * self.sin[: x.shape[1]].sum(0) + self.kept[1])
+""",
+    "attribute that is not there before": """
+        if not hasattr(self, "mask"):
+            self.mask = torch.ones(100, 8).triu()
+        return self.last(torch.tanh(self.first(x)) * self.mask[: x.shape[1]].sum(0))
+""",
+    "dict, in evaluation only": """
+        h = torch.tanh(self.first(x))
+        if not self.training:
+            h = h + self.cache.setdefault((8, h.dtype), torch.arange(8.0))
+        return self.last(h)
+""",
+}
+PARTS = {
+    "parameter": ("self.scale = nn.Parameter(torch.ones(8))", "forward makes scale, a parameter, in its first call"),
+    "module": ("self.scale = nn.Linear(8, 8)", "forward makes scale, a Linear, in its first call"),
 }
 
 
@@ -92,6 +159,33 @@ def test_state_that_forward_only_writes_is_no_matter(folder: Folder) -> None:
     folder.pdtool("profile", "model.py", "--batch-size", "4")
     folder.pdtool("partition", "--topology", "2", "--straight")
     folder.pdtool("codegen")
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_what_forward_makes_of_constants_at_its_first_call_is_as_in_a_plain_loop(name: str, tmp_path: Path) -> None:
+    file = _model(tmp_path, CACHES[name])
+    model = file.build()
+    before = {path: {**vars(module), **module._buffers} for path, module in model.named_modules()}
+    profile = skeleton(file)
+    trace_file(file, model, 4)
+    after = {path: {**vars(module), **module._buffers} for path, module in model.named_modules()}
+    assert after == before
+    bundle = generate(plan_of(profile, 2), profile, file, tmp_path / "b")
+    assert not differences(trained_in_stages(file, bundle, tmp_path / "b"), trained_plainly(file))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_an_optimizer_would_miss_is_refused(part: str, tmp_path: Path) -> None:
+    statement, message = PARTS[part]
+    forward = f"\n        if self.steps == 0:\n            {statement}\n        return self.last(self.first(x))\n"
+    file = _model(tmp_path, forward)
+    with pytest.raises(TraceError, match=f"{message}.*let model\\(\\) call the model once"):
+        trace_file(file, file.build(), 4)
+
+
+def _model(folder: Path, forward: str) -> ModelFile:
+    (folder / "model.py").write_text(HEAD + forward.removeprefix("\n") + TAIL)
+    return ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
 
 
 class Keeps(nn.Module):
