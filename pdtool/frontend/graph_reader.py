@@ -53,6 +53,7 @@ _FACTORIES = {  # of a tensor of which only the type is taken: it would have to 
     torch.ops.aten.new_ones.default: torch.ops.aten.ones.default,
     torch.ops.aten.new_full.default: torch.ops.aten.full.default,
 }
+_WITHOUT_COMPLEX_GRADIENT = (torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default)
 _END = 2**63 - 1  # of a slice
 _WHOLE_SLICES = {torch.ops.aten.slice.Tensor: "self", torch.ops.aten.slice_scatter.default: "src"}
 _ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
@@ -142,16 +143,17 @@ class GraphReader:
         if name in tensor_attributes(self._model) and (trained or tensor.numel() > _MAX_LITERAL_ELEMENTS):
             self._builder.buffers[name] = tensor
             return State(name)
+        user = next(iter(node.users), node)
         if trained:
             what = f"forward takes a tensor that shares the memory of parameter {trained}, and that has no name"
             remedy = "keep it with register_buffer, or make it of the parameter in forward"
-            raise TraceError(what, remedy, location=location(next(iter(node.users), node)))
+            raise TraceError(what, remedy, location=location(user))
         if tensor.numel() <= _MAX_LITERAL_ELEMENTS:
             small: Tensor = tensor.detach().clone()
             return small
-        what = f"the model makes a tensor of {tensor.numel()} elements from Python numbers in forward"
+        what = f"forward makes a tensor of {tensor.numel()} elements from Python numbers"
         remedy = "make it in __init__, as an attribute or with register_buffer"
-        raise TraceError(what, remedy, location=location(next(iter(node.users), node)))
+        raise TraceError(what, remedy, location=location(user), module=module_path(user))
 
     def _call(self, node: fx.Node) -> None:
         """Read one node: a leaf call, an ATen operator, or bookkeeping, which adds no operator."""
@@ -244,6 +246,10 @@ class GraphReader:
             dtype = arguments["dtype"] or self._program.state_dict[arguments.pop("self").name].dtype
             target, arguments = _FACTORIES[target], arguments | {"dtype": dtype, "device": torch.device("cpu")}
             arguments.pop("self", None)
+        if target in _WITHOUT_COMPLEX_GRADIENT and node.meta["val"].is_complex():
+            what = "this line writes into part of a complex tensor in place, which no operator with a gradient does"
+            remedy = "put it into a module of its own, which pdtool then calls whole"
+            raise TraceError(what, remedy, location=location(node))
         written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         overwritten = arguments[written[0]] if written else None
         if isinstance(overwritten, State) and target._schema.name == "aten::copy_" and arguments["src"] is overwritten:

@@ -66,7 +66,7 @@ def trace(
                 found = _alike(model, error.module)
                 if found <= reasons.keys():
                     raise
-                reasons = without_inner(reasons | dict.fromkeys(found, error.what))
+                reasons = without_inner(reasons | dict.fromkeys(sorted(found), error.what))
     finally:
         model.train(was_training)
         forget_last_export()

@@ -172,6 +172,16 @@ class ProfiledModel:
         return [op for op in self.traced.operators if not (op.is_input or op.constant)]
 
     @cached_property
+    def _leading_to_outputs(self) -> set[str]:
+        """The names of the operators to which a gradient goes back from what the model returns."""
+        reached, names = set(self.outputs), set()
+        for op in reversed(self.computed):
+            if any(value.differentiable for value in reached.intersection(op.outputs)):
+                reached.update(op.values)
+                names.add(op.name)
+        return names
+
+    @cached_property
     def outputs(self) -> list[Value]:
         """The tensors that the model returns."""
         return values_in(self.traced.output)
@@ -220,7 +230,7 @@ class ProfiledModel:
         while replayed:
             name, outputs, leaves = replayed.pop()
             ends = requiring_gradients(outputs)
-            if ends and leaves:
+            if ends and leaves and (name == "loss" or name in self._leading_to_outputs):
                 gradients = [torch.ones_like(t) for t in ends]
                 work: Callable[[], Any] = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
                 if name in opaque:  # it may checkpoint reentrantly, which allows no other form

@@ -38,6 +38,8 @@ OPAQUE = {
     "called_twice": {"branch"},
     "shared_inside": {"branch"},
     "averaging_norm": {"1"},
+    "spectral": {"1"},
+    "python_table": {"1"},
 }
 
 

@@ -346,6 +346,35 @@ def averaging_norm():
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4))
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator, which fills part of a complex tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.cfloat))
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(x)
+        out = torch.zeros_like(spectrum)
+        out[:, :3] = spectrum[:, :3] * self.weight
+        return torch.fft.irfft(out, n=8)
+
+
+def spectral():
+    return _around(Spectral())
+
+
+class PythonTable(nn.Module):
+    """Makes a table of Python numbers in each call."""
+
+    def forward(self, x):
+        return x * torch.tensor([[i * j / 64 for i in range(8)] for j in range(9)])[3]
+
+
+def python_table():
+    return _around(PythonTable())
+
+
 class LoopInTheModel(nn.Module):
     """Branches on values in the model's own forward."""
 

@@ -43,6 +43,29 @@ def optimizer(named): return torch.optim.Adam([p for _, p in named])
 """
 
 
+CODEBOOK = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.register_buffer("codes", torch.randn(6, 8))
+
+    def forward(self, x):
+        x = self.first(x)
+        nearest = (self.codes.pow(2).sum(1) - 2 * x @ self.codes.t()).argmin(1)
+        chosen = self.codes[nearest]
+        with torch.no_grad():
+            self.codes.mul_(0.9)
+        return self.last(x + (chosen - x).detach())
+
+def model(): return Net()
+def dataset(split): return [(torch.randn(8), torch.tensor(i % 2)) for i in range(64)]
+def optimizer(named): return torch.optim.SGD([p for _, p in named], lr=0.1)
+loss = nn.functional.cross_entropy
+"""
 DROPPED_WEIGHTS = """
 import torch
 from torch import nn
@@ -273,3 +296,10 @@ def test_what_is_made_of_parameters_for_one_operator_stands_with_it(tmp_path):
     # the scaled bias has two users, which may be in different stages
     assert set(profile.together) == {("mul_1", "dropout"), ("dropout", "linear")}
     assert profile.by_name["mul"].inputs == ()
+
+
+def test_no_gradient_is_asked_for_where_no_loss_leads(tmp_path):
+    """The distances to the codes have one, which nobody takes, and the codes have changed since."""
+    (tmp_path / "net.py").write_text(CODEBOOK)
+    profile = measure(ModelFile.load(ModelRef(source=str(tmp_path / "net.py")), trusted=True), batch_size=8)
+    assert profile.by_name["matmul"].backward_s == 0 < profile.by_name["first"].backward_s
