@@ -151,7 +151,7 @@ class GraphReader:
         if tensor.numel() <= _MAX_LITERAL_ELEMENTS:
             small: Tensor = tensor.detach().clone()
             return small
-        what = f"forward makes a tensor of {tensor.numel()} elements from Python numbers"
+        what = f"the model makes a tensor of {tensor.numel()} elements from Python numbers in forward"
         remedy = "make it in __init__, as an attribute or with register_buffer"
         raise TraceError(what, remedy, location=location(user), module=module_path(user))
 

@@ -414,7 +414,15 @@ class ModelFile(DataFunctions, TrainingFunctions):
         self.call(model.train)
         make_gradients_dense(model)
         switch_off_caches(model)
+        self._check_state(self.call(model.state_dict))
         return model
+
+    def _check_state(self, state: Any) -> None:
+        """Check that a checkpoint can hold the model's state_dict; raises ModelError."""
+        for name, value in state.items() if isinstance(state, Mapping) else [("it", state)]:
+            if not isinstance(value, Tensor):
+                what = f"state_dict() of the model: {name} is a {type(value).__name__}, and checkpoints hold tensors"
+                raise self.error(what, "let get_extra_state() return a tensor, or leave it out")
 
     @property
     def model_settings(self) -> dict[str, Setting]:

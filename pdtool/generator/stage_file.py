@@ -194,7 +194,8 @@ class InitWriter:
         dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
         zeros = f"torch.zeros({sizes}{dtype})"
         if isinstance(tensor, nn.Parameter):
-            return set_parameter(name, f"nn.Parameter({zeros})")
+            trained = "" if _may_be_trained(tensor) else ", requires_grad=False"
+            return set_parameter(name, f"nn.Parameter({zeros}{trained})")
         persistent = "" if is_persistent(owner, attribute) else ", persistent=False"
         return f'{access(path)}.register_buffer("{attribute}", {zeros}{persistent})'
 
@@ -230,6 +231,12 @@ class InitWriter:
 
     def _frozen(self) -> Iterator[str]:
         for name in self.wiring.parameters(self.stage):
-            is_frozen = not self.wiring.traced.model.get_parameter(name).requires_grad
+            parameter = self.wiring.traced.model.get_parameter(name)
+            is_frozen = not parameter.requires_grad and _may_be_trained(parameter)
             if is_frozen and not self._opaque_owner(name):
                 yield f"{access_state(name)}.requires_grad_(False)"
+
+
+def _may_be_trained(parameter: nn.Parameter) -> bool:
+    """Whether a gradient is defined for its numbers."""
+    return parameter.is_floating_point() or parameter.is_complex()

@@ -255,8 +255,8 @@ def _paired(expected: Any, composed: Any, where: str) -> list[tuple[str, Any, An
 def _compare_gradients(model: nn.Module, stages: Sequence[nn.Module], expected: Any, composed: Any, where: str) -> None:
     for module in (model, *stages):
         module.zero_grad()
-    for output in (expected, composed):
-        _backward(tensors_of(output))
+    for what, output in (("the model", expected), (_STAGES, composed)):
+        _run(f"the backward of {what}", partial(_backward, tensors_of(output)), where)
     stage_gradients = _stage_gradients(model, stages)
     for name, parameter in model.named_parameters():
         in_model, in_stages = parameter.grad, stage_gradients.get(id(parameter))

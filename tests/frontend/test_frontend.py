@@ -64,6 +64,14 @@ def test_a_module_without_shapes_yet_is_refused():
     assert [op.op for op in trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS).operators] == ["input", "Linear"]
 
 
+def test_a_state_that_no_checkpoint_can_hold_is_refused(tmp_path):
+    text = "from torch import nn\nclass Net(nn.Linear):\n    def get_extra_state(self): return {state}\n"
+    for state, what in (("{'calls': 3}", "_extra_state is a dict"), ("1 / 0", r"state_dict\(\) raised ZeroDivision")):
+        model_file = write(tmp_path, text.format(state=state) + "def model(): return Net(2, 2)\n")
+        with pytest.raises(ModelError, match=what):
+            model_file.build()
+
+
 def test_a_name_that_no_file_can_hold_is_refused():
     model = torch.nn.Sequential()
     model.add_module("a b", torch.nn.Linear(8, 8))

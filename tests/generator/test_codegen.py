@@ -173,6 +173,14 @@ def test_a_model_that_keeps_state_between_minibatches_is_found_out(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_a_model_whose_backward_fails_is_found_out(tmp_path):
+    """As in a plain loop: two in-place ReLUs, of which the second changes what the first one has kept."""
+    model_file = small("broken", fault="backward")
+    profile = skeleton(model_file)
+    with pytest.raises(VerificationError, match=r"the backward of the model failed.*modified by an inplace operation"):
+        generate(plan_of(profile, 1), profile, model_file, tmp_path / "b")
+
+
 def test_a_model_too_large_for_this_machine_is_checked_by_shapes(tmp_path, monkeypatch):
     monkeypatch.setattr(generate_module, "_COPIES", 10**12)
     model_file = small("unet")

@@ -18,6 +18,7 @@ EXPRESSIONS = {
     "functional_norms": "F.batch_norm(x, self.mean, self.var, None, None, training=self.training, ",
     "infinities": 'float("-inf")',
     "not_finite": 'torch.tensor([1.0, float("inf"), float("nan"), 0.0,',
+    "permuted": "self.order = nn.Parameter(torch.zeros(8, dtype=torch.int64), requires_grad=False)",
     "positions": "self.embed(self.position_ids)",
     "diagonal": ".mT",
     "spectrum": ".imag",

@@ -56,6 +56,15 @@ class _NotFinite(_Net):
         return torch.where(y.abs() > 9, complex(float("-inf"), -0.0), y).real.nan_to_num(0.5, 0.5, 0.5)
 
 
+class _Permuted(_Net):
+    def __init__(self):
+        super().__init__()
+        self.order = nn.Parameter(torch.randperm(8), requires_grad=False)
+
+    def forward(self, x):
+        return self.linear(x)[:, self.order]
+
+
 class _Positions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -189,7 +198,7 @@ def data_parallel():
     return nn.DataParallel(_Layer())
 
 
-dashes = _Dashes
+dashes, permuted = _Dashes, _Permuted
 columns, partial_sum, constant_mask = _Columns, _PartialSum, _ConstantMask
 pow_, remainder, functional_norms = _Pow, _Remainder, _FunctionalNorms
 infinities, not_finite, positions, diagonal, spectrum, fill = (

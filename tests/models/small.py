@@ -167,6 +167,7 @@ class Broken(nn.Module):
     def __init__(self, fault):
         super().__init__()
         self.layer = nn.Linear(8, 8)
+        self.rectifiers = nn.Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True))
         self.fault = fault
         self.kept = None
 
@@ -186,6 +187,8 @@ class Broken(nn.Module):
             self.kept = y.detach()
         if self.fault == "attribute":
             return self.missing(y)
+        if self.fault == "backward":
+            return self.rectifiers(y)
         return y
 
 
