@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -49,6 +50,15 @@ def end_with_parent(parent: int | None = None, number: signal.Signals = signal.S
         parent = _PROCESS_AT_START[1]
     if parent not in (None, os.getppid()):  # it ended before that
         os._exit(WorkerDiedError.exit_code)
+
+
+def process_start_s() -> float:
+    """Return when this process started, in seconds since 1970; 0 where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0
 
 
 @contextmanager

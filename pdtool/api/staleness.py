@@ -96,8 +96,8 @@ def _why_model_differs(profile: Profile, path: str) -> str:
     with undoing_user_changes():
         file = ModelFile.load(profile.model, trusted=True)
         traced = trace_file(file, file.build(), profile.batch_size)
-    findings = profile_findings(profile, path, profile.model.source, traced)
-    return next((finding.words for finding in findings if finding.holds is False), "")
+        findings = profile_findings(profile, path, profile.model.source, traced)
+        return next((finding.words for finding in findings if finding.holds is False), "")
 
 
 def why_plan_is_stale(plan: Plan, profile: Profile, path: str, given: Given) -> str:
@@ -198,9 +198,10 @@ class FreshnessCheck:
 
     def findings(self) -> Iterator[FreshnessFinding]:
         """Compare all of them, the model first; raises ModelError when it cannot be traced."""
-        yield from self._profile()
-        yield self._plan()
-        yield from self._bundle()
+        with undoing_user_changes():
+            yield from self._profile()
+            yield self._plan()
+            yield from self._bundle()
 
     @cached_property
     def _model(self) -> ModelRef | None:
@@ -212,9 +213,8 @@ class FreshnessCheck:
         if self._model is None:
             return None
         find_model(self.path, self._model.source)
-        with undoing_user_changes():
-            file = ModelFile.load(self._model)
-            return trace_file(file, file.build(), self.plan.batch_size)
+        file = ModelFile.load(self._model)
+        return trace_file(file, file.build(), self.plan.batch_size)
 
     def _profile(self) -> Iterator[FreshnessFinding]:
         if self._model is None or self._traced is None:

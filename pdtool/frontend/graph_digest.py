@@ -41,7 +41,8 @@ from pdtool.frontend.operators import (
 )
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
-from pdtool.frontend.user_code import find_source, user_module
+from pdtool.frontend.user_code import find_source
+from pdtool.frontend.user_modules import user_module
 from pdtool.units import format_bytes
 
 # A size is told by its values here: its expression may be written in another way by another version of torch.

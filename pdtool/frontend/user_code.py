@@ -24,8 +24,8 @@ from torch.utils.data import IterableDataset, default_collate
 from pdtool.artifacts.artifact import ModelRef, fields_checked
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, UsageError, describe_error
+from pdtool.frontend.user_modules import begin_import, module_name, undoing_imports
 
-_PREFIX = "pdtool_user_"  # of the names under which the users' files are imported
 _ZOO = Path(__file__).parent.parent / "zoo"
 
 
@@ -84,16 +84,20 @@ def import_source(source: str, path: Path) -> ModuleType:
 
     Its folder stays first on sys.path, as that of `python model.py` does: what it imports later is found there. If the
     path is a symlink, Python's rule holds too: `__file__` is the link, and the folder is that of the link's target.
+    sys.argv is that of `python model.py`, whatever this process was started with.
 
     Args:
         path: absolute, for the file may change the current folder.
     """
     is_module = not source.endswith(".py") and "/" not in source
     sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
+    sys.argv = [str(path)]
+    name = "" if is_module else module_name(path)
+    begin_import(path, path.resolve().parents[source.count(".") if is_module else 0], name)
     try:
         if is_module:
             return importlib.import_module(source)
-        spec = importlib.util.spec_from_file_location(module_name(path), path)
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec
         assert spec.loader
         module = importlib.util.module_from_spec(spec)
@@ -111,44 +115,15 @@ def import_source(source: str, path: Path) -> ModuleType:
 
 @contextmanager
 def undoing_user_changes() -> Iterator[None]:
-    """Undo at the end what the user's code, and its import, changed of this process: the current folder, sys.path."""
-    before = sys.path[:]
-    with chdir("."):
-        try:
-            yield
-        finally:
-            sys.path[:] = before
+    """Undo at the end what the user's code, and its import, changed of this process: the current folder, and what
+    undoing_imports says."""
+    with chdir("."), undoing_imports():
+        yield
 
 
 def model_name(path: Path, function: str) -> str:
     """Name a model by its file and, unless that is `model`, its function."""
     return path.stem if function == "model" else f"{path.stem}-{function}"
-
-
-def module_name(path: Path) -> str:
-    """Return the name under which the user's file is imported, which cannot be that of another module."""
-    return f"{_PREFIX}{path.stem}"
-
-
-def user_module(name: str) -> str:
-    """Return the name of the user's module as its own files import it: `model` for model.py."""
-    return name.removeprefix(_PREFIX)
-
-
-@contextmanager
-def user_modules_importable() -> Iterator[None]:
-    """Let stage files import from the users' files by their own names."""
-    files = {user_module(name): module for name, module in sys.modules.items() if name.startswith(_PREFIX)}
-    before = {name: sys.modules.get(name) for name in files}
-    sys.modules.update(files)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 def in_zoo(path: Path) -> bool:

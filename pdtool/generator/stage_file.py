@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from keyword import iskeyword
 
 import torch
 from torch import nn
 
 from pdtool.frontend.operators import Operator, is_persistent, named_state, names_over_parameters
-from pdtool.frontend.user_code import user_module
+from pdtool.frontend.user_modules import user_module
 from pdtool.generator.expressions import ModuleTree, access, access_state, constructor_call, literal, set_parameter
 from pdtool.generator.forward_writer import ForwardWriter
 from pdtool.generator.wiring import Wiring
@@ -90,7 +91,7 @@ class StageWriter:
     def _function_imports(self) -> list[str]:
         """Import each autograd.Function of the user's; pdtool finds the user's file wherever it is."""
         functions = [part.function for op in self._forward.operators for part in op.parts if part.function]
-        lines = [f"from {user_module(f.__module__)} import {f.__name__}  # an autograd.Function" for f in functions]
+        lines = [f"{_import(f)}  # an autograd.Function" for f in functions]
         return ["", *dict.fromkeys(lines)] if lines else []
 
     def _train(self) -> Iterator[str]:
@@ -124,6 +125,14 @@ class StageWriter:
                 kind = type(self.wiring.traced.model.get_submodule(path))
                 yield f"        {path}: {kind.__qualname__} of {user_module(kind.__module__)}"
         yield '    """'
+
+
+def _import(function: type) -> str:
+    """Write the import of a class of the user's, from a file whose name need not be an identifier."""
+    module, name = user_module(function.__module__), function.__name__
+    if any(not part.isidentifier() or iskeyword(part) for part in module.split(".")):
+        return f'{name} = __import__("{module}").{name}'
+    return f"from {module} import {name}"
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
 from pdtool.frontend.operators import named_state
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
-from pdtool.frontend.user_code import user_modules_importable
+from pdtool.frontend.user_modules import user_modules_importable
 
 Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> something that is equal while it is kept
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

@@ -1,6 +1,5 @@
 """A module that torch.export cannot see through is one operator, taken whole from the user's model."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -121,7 +120,6 @@ def test_an_autograd_function_is_imported_from_the_users_file(tmp_path):
     text = "".join(texts_in(tmp_path / "b").values())
     assert "from opaque import GradientReversal  # an autograd.Function\n" in text
     assert "GradientReversal.apply(" in text
-    assert "opaque" not in sys.modules, "only stage files can import it by this name"
 
 
 def test_its_state_is_not_changed_by_tracing():

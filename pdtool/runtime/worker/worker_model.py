@@ -26,7 +26,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import empty_in_same_place, named_state
-from pdtool.frontend.user_code import user_modules_importable
+from pdtool.frontend.user_modules import user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
 from pdtool.runtime.worker.partial_build import build_partially
 

@@ -1,0 +1,134 @@
+"""The user's modules: model.py under the name that Python gives it, and what it imports from its folder.
+
+Python finds modules by name: of two model files in one process whose folders both have a net.py, the second would get
+the first one's, and an edited net.py would stay as it was. Here a model file finds what it would find in a process of
+its own. What the program that calls pdtool has loaded is there again at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from weakref import WeakKeyDictionary
+
+from pdtool.host import process_start_s
+
+_ALIASES = f"{__name__}."  # begins the names of model files whose own name a library has
+__path__ = sys.path  # where a process that such a file spawns finds it by that name
+_LIBRARIES = ("/site-packages/", "/dist-packages/", *(sysconfig.get_path(k) for k in ("stdlib", "platstdlib")))
+_Stamp = tuple[int, int]
+
+_imported: dict[Path, tuple[Path, str]] = {}  # model file -> its folder, and the name that it has
+_kept: dict[Path, dict[str, ModuleType]] = {}  # model file -> what it has imported from its folder, and is put back
+_stamps: WeakKeyDictionary[ModuleType, _Stamp] = WeakKeyDictionary()  # of a module's file when it was imported
+
+
+def module_name(path: Path) -> str:
+    """Return the name under which a model file is imported: Python's, unless a library has it."""
+    name = path.stem
+    is_library = name in sys.modules and not _place(name, sys.modules[name])
+    if is_library or name in sys.stdlib_module_names or "." in name:
+        return f"{_ALIASES}{name.replace('.', '_')}"
+    return name
+
+
+def user_module(name: str) -> str:
+    """Return the name of the user's module as its own files import it: `random` for random.py."""
+    return name.removeprefix(_ALIASES)
+
+
+@contextmanager
+def user_modules_importable() -> Iterator[None]:
+    """Let stage files import from the users' files by their own names."""
+    files = {user_module(name): module for name, module in sys.modules.items() if name.startswith(_ALIASES)}
+    before = {name: sys.modules.get(name) for name in files}
+    sys.modules.update(files)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def begin_import(path: Path, folder: Path, name: str = "") -> None:
+    """Let a model file find its modules as in a process of its own.
+
+    Those that it, or the program that calls pdtool, has loaded already stay, unless one of their files has changed.
+
+    Args:
+        folder: which comes first on sys.path.
+        name: of a module that is loaded anew in any case.
+    """
+    importlib.invalidate_caches()
+    own = _below([folder]) | _kept.get(path, {})
+    for other in [other for other, module in sys.modules.items() if _place(other, module)]:
+        spec = PathFinder.find_spec(other.partition(".")[0], [str(folder)])
+        if other in own or (spec and spec.loader):
+            del sys.modules[other]
+    own.pop(name, None)
+    if all(map(_is_as_imported, own.values())):
+        sys.modules.update(own)
+    _imported[path] = folder, name
+
+
+@contextmanager
+def undoing_imports() -> Iterator[None]:
+    """Undo at the end what imports of the user's files changed in sys.modules, sys.path and sys.argv."""
+    modules, path, argv, outer = sys.modules.copy(), sys.path[:], sys.argv, _imported.copy()
+    _imported.clear()
+    try:
+        yield
+    finally:
+        added = [Path(entry).resolve() for entry in sys.path if entry not in path]
+        for file, (folder, name) in _imported.items():
+            own = {n: m for n, m in _below([folder, *added]).items() if n != name and modules.get(n) is not m}
+            for module in own.values():
+                _stamps.setdefault(module, _stamp(module))
+            _kept[file] = own
+            for loaded in (*own, name):
+                sys.modules.pop(loaded, None)
+        sys.modules.update(modules)
+        sys.path[:], sys.argv = path, argv
+        _imported.clear()
+        _imported.update(outer)
+
+
+def _below(folders: Iterable[Path]) -> dict[str, ModuleType]:
+    """The user's modules whose files lie in folders, which are absolute and without links, or below."""
+    places = {name: _place(name, module) for name, module in [*sys.modules.items()]}
+    return {n: sys.modules[n] for n, p in places.items() if p and any(p.is_relative_to(folder) for folder in folders)}
+
+
+def _place(name: str, module: ModuleType) -> Path | None:
+    """The file of a module, or the folder of a package without one; None where it is not the user's to change."""
+    if name.startswith(("pdtool.", "__")) or name == "pdtool" or not isinstance(module, ModuleType):
+        return None
+    values = vars(module)
+    place = values.get("__file__") or next(iter(values.get("__path__") or ()), None)
+    if not isinstance(place, str) or any(library in place for library in _LIBRARIES):
+        return None
+    return Path(place).resolve()
+
+
+def _is_as_imported(module: ModuleType) -> bool:
+    """Whether the file of a module is surely the one that it was imported from."""
+    stamp = _stamp(module)
+    return stamp == _stamps[module] if module in _stamps else stamp[0] < process_start_s() * 1e9
+
+
+def _stamp(module: ModuleType) -> _Stamp:
+    """When a module's file was last changed, in ns since 1970, and its size; (0, 0) of a package without a file."""
+    file = vars(module).get("__file__")
+    try:
+        return (stat.st_ctime_ns, stat.st_size) if file and (stat := Path(file).stat()) else (0, 0)
+    except OSError:
+        return (sys.maxsize, 0)
