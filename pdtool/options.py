@@ -181,7 +181,7 @@ class Target:
             value = float(match["value"]) if match else float("nan")
         except ValueError:
             value = float("nan")
-        if match is None or not match["metric"].isidentifier() or not math.isfinite(value):
+        if match is None or not match["metric"].isprintable() or not match["metric"] or not math.isfinite(value):
             raise UsageError(
                 f"target {text!r} is not METRIC=NUMBER; <, <=, > and >= may stand for =",
                 "write accuracy=0.98, loss=0.5 or nll<=4",

@@ -178,10 +178,12 @@ class DataFunctions(UserFile):
         data, name, indices = self.dataset("train"), "dataset('train')", range(batch_size)
         if is_stream(data):
             samples = list(islice(self.stream(data, name), batch_size))
+            count = len(samples)
         else:
-            samples = self.read(data, indices[: self.samples(data, name)], name)
-        if len(samples) < batch_size:
-            what = f"the training set has {len(samples)} samples, fewer than one minibatch of {batch_size}"
+            count = min(batch_size, self.samples(data, name) or 0)
+            samples = self.read(data, indices[:count], name)
+        if count < batch_size:
+            what = f"the training set has {count} samples, fewer than one minibatch of {batch_size}"
             raise self.error(what, "profile with a smaller --batch-size")
         return self.collate(samples, indices, name)
 
@@ -229,15 +231,18 @@ class DataFunctions(UserFile):
             what = f"sampler() returned {returned!r:.80}, which does not give numbers of samples ({error})"
             raise self.error(what, "return a list of them, or a torch Sampler") from error
 
-    def read(self, data: Any, indices: Iterable[int], name: str) -> list[Any]:
-        """Return some samples of a split of the dataset, which `name` names in an error; raises ModelError."""
+    def read(self, data: Any, indices: Sequence[int], name: str) -> Any:
+        """Return some samples of a split of the dataset, which `name` names in an error; raises ModelError.
+
+        They are a list, or what a dataset returns that is asked for all of them at once.
+        """
         return read_samples(self.path, data, indices, name)
 
     def stream(self, data: Any, name: str) -> Iterator[Any]:
         """Iterate over a split that is an IterableDataset, which `name` names in an error; raises ModelError."""
         return stream_samples(self.path, data, name)
 
-    def collate(self, samples: Sequence[Any], indices: Sequence[int], name: str) -> tuple[Any, Any]:
+    def collate(self, samples: Any, indices: Sequence[int], name: str) -> tuple[Any, Any]:
         """Return (inputs, target) of some samples of a split of the dataset.
 
         Args:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, default_collate
 
 from pdtool.artifacts.artifact import ModelRef, fields_checked
 from pdtool.artifacts.text_formats import check_plain
@@ -148,9 +148,21 @@ def is_stream(data: object) -> bool:
     return isinstance(data, IterableDataset)
 
 
-def read_samples(path: Path, data: Any, indices: Iterable[int], name: str) -> list[Any]:
+def read_samples(path: Path, data: Any, indices: Sequence[int], name: str) -> Any:
     """Return some samples of a map-style dataset; see ModelFile.read."""
-    return [_sample(path, data, index, name) for index in indices]
+    if not _gives_samples_together(data):
+        return [_sample(path, data, index, name) for index in indices]
+    try:
+        return data.__getitems__([*indices])
+    except Exception as error:
+        raise error_at(path, error, f"{name}, samples {', '.join(map(str, indices))},") from error
+
+
+def _gives_samples_together(data: Any) -> bool:
+    """Whether a DataLoader asks a dataset for the samples of a minibatch at once; a Subset hands that on."""
+    if isinstance(data, Subset) and type(data).__getitems__ is Subset.__getitems__:
+        return _gives_samples_together(data.dataset)
+    return callable(getattr(data, "__getitems__", None))
 
 
 def stream_samples(path: Path, data: Any, name: str) -> Iterator[Any]:
@@ -165,11 +177,7 @@ def stream_samples(path: Path, data: Any, name: str) -> Iterator[Any]:
 
 
 def collate(
-    path: Path,
-    samples: Sequence[Any],
-    indices: Sequence[int],
-    name: str,
-    function: Callable[[Sequence[Any]], Any] | None = None,
+    path: Path, samples: Any, indices: Sequence[int], name: str, function: Callable[[Any], Any] | None = None
 ) -> tuple[Any, Any]:
     """Return (inputs, target) of some samples; see ModelFile.collate.
 
@@ -182,8 +190,9 @@ def collate(
     try:
         minibatch = function(samples) if function else _stacked(samples)
     except Exception as error:
-        what = f"the samples of {name}, {_difference(indices, samples)}"
-        raise error_at(path, error, f"collate() of {len(samples)} samples of {name}" if function else what) from error
+        if function:
+            raise error_at(path, error, f"collate() of {len(indices)} samples of {name}") from error
+        raise error_at(path, error, f"the samples of {name}, {_difference(indices, samples)}") from error
     if not isinstance(minibatch, (tuple, list)) or len(minibatch) != 2:
         raise ModelError(f"{path.name}: collate() returned {type(minibatch).__name__}, not a pair (inputs, target)")
     return minibatch[0], minibatch[1]
@@ -202,7 +211,10 @@ def _sample(path: Path, data: Any, index: int, name: str) -> Any:
         raise error_at(path, error, f"{name}, sample {index},") from error
 
 
-def _check_pairs(path: Path, samples: Sequence[Any], indices: Sequence[int], name: str) -> None:
+def _check_pairs(path: Path, samples: Any, indices: Sequence[int], name: str) -> None:
+    if not isinstance(samples, (list, tuple)) or len(samples) != len(indices):
+        what = f"{path.name}: __getitems__ of {name} does not return a list of the {len(indices)} samples asked for"
+        raise ModelError(what, "return one, or define collate(samples), which takes what it returns")
     for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             what = f"{path.name}: {name}, sample {index}, is not a pair (inputs, target)"

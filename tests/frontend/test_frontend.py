@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.errors import ModelError, StaleError, TraceError, UsageError
@@ -433,3 +434,44 @@ def model():
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name])
         assert not torch.equal(tensor, other.state_dict()[name])
+
+
+BATCHED = """
+import torch
+from torch.utils.data import Dataset, Subset
+class Data(Dataset):
+    def __len__(self): return 12
+    def __getitem__(self, i): return torch.tensor(float(i)), i
+class Batched(Data):
+    def __getitems__(self, indices): return [(torch.tensor(100.0 + len(indices)), i) for i in indices]
+class Whole(Data):
+    def __getitems__(self, indices): return torch.arange(len(indices)) + 0.0, torch.tensor(indices)
+DATA = {"plain": Data(), "batched": Batched()}
+DATA |= {"subset": Subset(Batched(), range(2, 12)), "of plain": Subset(Data(), [3, 2, 1])}
+def model(): pass
+def dataset(split): return DATA[split]
+"""
+
+
+@pytest.mark.parametrize("split", ["plain", "batched", "subset", "of plain"])
+def test_samples_are_read_as_a_dataloader_reads_them(tmp_path, split):
+    file = write(tmp_path, BATCHED)
+    data = file.dataset(split)
+    inputs, target = next(iter(DataLoader(data, batch_size=3)))
+    own = file.collate(file.read(data, range(3), split), range(3), split)
+    assert torch.equal(own[0], inputs)
+    assert torch.equal(own[1], target)
+
+
+def test_a_dataset_may_give_a_minibatch_as_a_whole_to_collate_only(tmp_path):
+    text = BATCHED.replace("DATA[split]", "Whole()")
+    file = write(tmp_path, text)
+    with pytest.raises(ModelError, match=r"__getitems__ of dataset.'train'. does not return a list of the 4 samples"):
+        file.example_batch(4)
+    assert torch.equal(write(tmp_path, text + "collate = tuple").example_batch(4)[1], torch.arange(4))
+
+
+def test_an_error_of_getitems_names_its_line_and_samples(tmp_path):
+    file = write(tmp_path, BATCHED.replace("return [(torch.tensor(100.0", "1 / 0; return [(torch.tensor(100.0"))
+    with pytest.raises(ModelError, match=r"model.py:8: batched, samples 0, 1, raised ZeroDivisionError"):
+        file.read(file.dataset("batched"), range(2), "batched")

@@ -15,6 +15,7 @@ from pdtool.planner.choice.strategies import strategy_options
 from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.plan_cost import COST_MODELS, Evaluator
 from pdtool.planner.search.layouts import Layout
+from pdtool.planner.search.search import SearchOptions
 
 FAST = 1e9
 
@@ -152,13 +153,22 @@ def test_there_is_no_such_plan():
         (["2-1", "--straight"], "--replicas 2-1 together with --strategy straight; give one of them"),
         (["2-1", "--strategy", "hybrid"], "--replicas 2-1 together with --strategy hybrid; give one of them"),
         (["2-1", "--workers", "3"], "--replicas 2-1 together with --workers 3; leave --workers out"),
-        (["2-1", "--schedule", "zb-h1"], "--replicas 2-1 together with --schedule zb-h1; choose of 1f1b"),
+        (["2-1", "--schedule", "zb-h1"], "--replicas 2-1 together with --schedule zb-h1; give each stage as many"),
+        (["1-1", "--schedule", "interleaved"], "--replicas 1-1 together with --schedule interleaved; choose of 1f1b"),
         (["4", "--strategy", "pipeline"], "--replicas 4 is one stage; --strategy pipeline has 2 or more"),
     ],
 )
 def test_replicas_that_make_no_sense(folder, arguments, error):
     chain([1.0] * 4).save("net.json")
     assert error in folder.pdtool("partition", "net.json", "--topology", "4", "--replicas", *arguments, code=2).stderr
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2)])
+def test_zb_h1_takes_as_many_replicas_of_each_stage(replicas):
+    cluster = make_cluster((4,), (1e9,))
+    options = SearchOptions(schedule="zb-h1", microbatches=4, replicas=replicas)
+    plan = make_plan(chain([1.0] * 4), "net.json", cluster, options)
+    assert (plan.schedule, tuple(stage.replicas for stage in plan.stages)) == ("zb-h1", replicas)
 
 
 def test_more_replicas_than_one_pipeline_can_have():

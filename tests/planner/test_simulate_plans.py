@@ -211,6 +211,19 @@ def test_what_cannot_be_interleaved_is_refused():
         under_schedule(Placement.of(twice, net), net, "1f1b", chunks=2)
 
 
+def test_interleaved_stages_of_one_worker_share_no_parameter():
+    """A run refuses them, so they are not planned."""
+    net, cluster = chain([1.0] * 8), make_cluster((2,), (1e9,))
+    options = SearchOptions(schedule="interleaved", microbatches=4)
+    for nodes, is_planned in ((("a0", "a7"), True), (("a0", "a4"), False)):  # of stages 0 and 3, 0 and 2
+        tied = profile_of(net.nodes, shared=(SharedParameter(name="w", bytes=8, nodes=nodes),))
+        if is_planned:
+            assert make_plan(tied, "net.json", cluster, options).chunks == 2
+        else:
+            with pytest.raises(UsageError, match="stages 0, 2 share a parameter, and two of them are on one"):
+                make_plan(tied, "net.json", cluster, options)
+
+
 def test_enough_minibatches_see_whole_periods():
     """Three periods of 15, the least that is 32 or more, and more than is ever in flight on either side."""
     shape = default_shape("1f1b", (5, 3, 1))

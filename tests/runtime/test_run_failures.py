@@ -300,6 +300,12 @@ def test_the_target_must_be_a_metric_of_the_model(tmp_path: Path) -> None:
         launch(harness.job(tmp_path, CONV3, target=Target.parse("bleu=20.0")))
 
 
+def test_a_target_may_name_any_metric(tmp_path: Path) -> None:
+    toy = replace(CONV3, model=CONV3.model.replace('"accuracy":', '"top-1 (%)":'))
+    report = launch(harness.job(tmp_path, toy, target=Target.parse("top-1 (%)>=0"), epochs=3))
+    assert (report.target_reached, report.epochs) == (True, 1)
+
+
 @pytest.mark.parametrize(
     "text", ["accuracy", "accuracy==0.9", "accuracy=>1", "=1", "<=1", "loss=low", "loss<nan", "loss<inf", ""]
 )

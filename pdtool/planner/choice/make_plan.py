@@ -34,6 +34,7 @@ from pdtool.planner.search.cuts import unbroken_groups
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob
+from pdtool.planner.stage_costs import tied_bytes
 from pdtool.schedule import POLICIES, RIVALS, SEARCHED_SCHEDULES, STRATEGIES, default_shape, is_asynchronous
 from pdtool.units import format_seconds
 
@@ -56,7 +57,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
         plan.check()
         return predict(plan, Evaluator(profile, cluster), placement)
     if options.schedule in SEARCHED_FOR:
-        straight = options.straight or options.schedule == "zb-h1"
+        straight = options.straight or (options.schedule == "zb-h1" and options.replicas is None)
         searched = replace(options, schedule=SEARCHED_FOR[options.schedule], straight=straight)
         changes = {"schedule": options.schedule, "weights": POLICIES[options.schedule][0], "strategy": options.strategy}
         return reschedule(make_plan(profile, profile_path, cluster, searched), profile, changes)
@@ -206,7 +207,8 @@ def interleaved_placement(profile: Profile, cluster: Cluster, options: SearchOpt
 
     Raises:
         NoPlanError: there are fewer operators than stages.
-        UsageError: an operator is pinned elsewhere, or there are fewer workers than asked for.
+        UsageError: an operator is pinned elsewhere, two stages of a worker share a parameter, or there are fewer
+            workers than asked for.
     """
     workers = options.workers or cluster.workers
     if workers > cluster.workers:
@@ -214,7 +216,7 @@ def interleaved_placement(profile: Profile, cluster: Cluster, options: SearchOpt
     stages = even_pieces(profile, workers * options.chunks)
     execution = ExecutionConfig.of_schedule("interleaved", options.microbatches, options.chunks)
     numbers = [(s % workers,) for s in range(len(stages))]
-    return _with_default_in_flight(stages, numbers, execution, [False] * len(stages))
+    return _interleaved(profile, stages, numbers, execution, [False] * len(stages))
 
 
 def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:
@@ -241,7 +243,7 @@ def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks
         stages = even_pieces(profile, depth * chunks)
         execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
         workers = [placement.workers[s % depth] for s in range(len(stages))]
-        return _with_default_in_flight(stages, workers, execution, placement.recompute * chunks)
+        return _interleaved(profile, stages, workers, execution, placement.recompute * chunks)
     shape = default_shape(schedule, placement.replicas, microbatches)
     execution = ExecutionConfig.of_schedule(schedule, microbatches)
     return replace(placement, in_flight=shape.in_flight, execution=execution)
@@ -275,12 +277,19 @@ def even_pieces(profile: Profile, count: int) -> list[list[str]]:
     return pieces
 
 
-def _with_default_in_flight(
+def _interleaved(
+    profile: Profile,
     stages: Sequence[Sequence[str]],
     workers: Sequence[tuple[int, ...]],
     execution: ExecutionConfig,
     recompute: Sequence[bool],
 ) -> Placement:
+    """Place stages with the usual minibatches in flight; raises UsageError if two of a worker share a parameter."""
+    for holders in tied_bytes(profile, stages):
+        if len({workers[s] for s in holders}) < len(holders):
+            numbers = ", ".join(map(str, holders))
+            what = f"interleaved stages {numbers} share a parameter, and two of them are on one worker"
+            raise UsageError(what, "take another number of --chunks or --workers, or another schedule")
     replicas = [len(numbers) for numbers in workers[: len(stages) // execution.chunks]]
     shape = default_shape(execution.schedule, replicas, execution.microbatches, execution.chunks)
     return Placement(

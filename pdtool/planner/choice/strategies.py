@@ -27,7 +27,6 @@ DATA_PARALLEL = STRATEGIES["data-parallel"].label
 ONE_WORKER = "one worker"
 Baseline = tuple[str, Candidate]  # with its label
 _DEFAULT_MICROBATCHES = 4  # of a flushing schedule that was asked for by name
-_SCHEDULES_WITHOUT_REPLICAS = ("interleaved", "zb-h1")
 # The best GPipe of another number of stages is looked at when its formulas say at most this factor of the best one's
 # time: they hide messages, which all stages of a pipeline that fills and drains wait for.
 _MAX_SLOWDOWN = 2.0
@@ -133,9 +132,11 @@ def _check_replicas(options: SearchOptions, cluster: Cluster) -> None:
         raise UsageError(f"{asked} together with --strategy {options.strategy}", "give one of them")
     if options.workers is not None:
         raise UsageError(f"{asked} together with --workers {options.workers}", "leave --workers out")
-    if options.schedule in _SCHEDULES_WITHOUT_REPLICAS:
-        allowed = ", ".join(name for name in SCHEDULES if name not in _SCHEDULES_WITHOUT_REPLICAS)
+    if options.schedule == "interleaved":
+        allowed = ", ".join(name for name in SCHEDULES if name != options.schedule)
         raise UsageError(f"{asked} together with --schedule {options.schedule}", f"choose of {allowed}")
+    if options.schedule == "zb-h1" and len(set(options.replicas or ())) > 1:
+        raise UsageError(f"{asked} together with --schedule zb-h1", "give each stage as many, or take 1f1b-flush")
     if options.min_stages < strategy.min_stages:
         raise UsageError(f"{asked} is one stage", f"--strategy {options.strategy} has {strategy.min_stages} or more")
     if workers > cluster.workers:

@@ -115,7 +115,7 @@ class MinibatchLoader:
         self._check_inputs(arguments.tensors, len(indices))
         return arguments.tensors, self._check_target(target, len(indices))
 
-    def _read(self, indices: Sequence[int], stream_pass: int | None) -> list[Any]:
+    def _read(self, indices: Sequence[int], stream_pass: int | None) -> Any:
         if self.is_stream:
             return self._stream.read(stream_pass, indices)
         return self.file.read(self.data, indices, self.where)
