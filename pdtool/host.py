@@ -7,6 +7,7 @@ Pages of files do not count as memory: the code of libraries becomes resident wh
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdtool.errors import WorkerDiedError
+from pdtool.errors import UsageError, WorkerDiedError
 
 ULIMIT = "ulimit -v"
 _PROCESS_AT_START = (os.getpid(), os.getppid())
@@ -50,6 +51,13 @@ def end_with_parent(parent: int | None = None, number: signal.Signals = signal.S
         parent = _PROCESS_AT_START[1]
     if parent not in (None, os.getppid()):  # it ended before that
         os._exit(WorkerDiedError.exit_code)
+
+
+def check_may_start_processes() -> None:
+    """Raise UsageError in a process that multiprocessing lets have no children."""
+    if multiprocessing.current_process().daemon:
+        what = "this process may start no workers: it is daemonic, as a worker of multiprocessing.Pool is"
+        raise UsageError(what, "train in the main process, or in one of concurrent.futures.ProcessPoolExecutor")
 
 
 def process_start_s() -> float:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note
 from pdtool.api.inputs import Inputs, checked, optional_text, read_plan
 from pdtool.api.training import generated, new_folder
@@ -32,7 +33,7 @@ from pdtool.emulator.emulation import (
 from pdtool.emulator.pretend_cluster import check_tools
 from pdtool.emulator.sleeping_model import Scaling
 from pdtool.errors import UsageError
-from pdtool.host import usable_cores
+from pdtool.host import check_may_start_processes, usable_cores
 from pdtool.options import EmulateOptions, read_options
 from pdtool.planner.choice.comparison import rival_plans
 from pdtool.runtime.config import RunConfig
@@ -42,6 +43,7 @@ from pdtool.units import parse_seconds
 _BUSY_PART_OF_CORES = 0.5
 
 
+@unchanged_caller()
 def emulate(
     plan: Plan | Path | str,
     *,
@@ -99,6 +101,7 @@ def check_emulation(asked: EmulateOptions) -> None:
     if asked.compute == "real" and any(factor not in (None, 1.0) for factor in (asked.scale, asked.slowdown)):
         what = "with --compute real the model computes: neither its bytes nor its times can be scaled"
         raise UsageError(what, "leave --scale and --slowdown out")
+    check_may_start_processes()
     check_tools()
 
 

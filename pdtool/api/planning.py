@@ -12,6 +12,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note
 from pdtool.api.inputs import (
     checked,
@@ -52,6 +53,7 @@ _OF_SEARCH = (
 )
 
 
+@unchanged_caller()
 def partition(
     profile: Profile | Path | str,
     *,
@@ -102,6 +104,7 @@ def partition(
     return plan
 
 
+@unchanged_caller()
 def simulate(
     plan: Plan | Path | str,
     *,
@@ -138,6 +141,7 @@ def simulate(
     return simulated(checked(chosen, profile), profile, asked.schedule, asked.minibatches, asked.against, bandwidths)
 
 
+@unchanged_caller()
 def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] | Sequence[FreshnessFinding]:
     """Compute a plan's figures and certificate again.
 

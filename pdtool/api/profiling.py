@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, progress
 from pdtool.api.inputs import Settings, assignments, file_name, optional_text
 from pdtool.artifacts.device import DeviceSpec, Precision, find_device
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _MEASURED_DEVICES = ("auto", "cpu", "cuda")
 
 
+@unchanged_caller()
 def profile(
     model: Path | str,
     *,

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, status
 from pdtool.api.inputs import path_text, planned
 from pdtool.artifacts.artifact import declared_kind
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _MAX_SUBJECTS = 4
 
 
+@unchanged_caller()
 def report(*what: Path | str, output: Path | str = "report.html") -> Path:
     """Draw plans, runs and emulations as one HTML page, beside each other.
 
@@ -68,6 +70,7 @@ def page_of(names: Sequence[str], simulations: dict[str, SimulatedPlan] | None =
         return page(subjects, {} if simulations is None else simulations), subjects
 
 
+@unchanged_caller()
 def export(run_dir: Path | str, output: Path | str = "model.pt") -> Path:
     """Write a run's last checkpoint as one ordinary state_dict, for torch.load.
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, status, training_progress
 from pdtool.api.inputs import Inputs, Settings, assignments, optional_text, read_plan, rescheduled, with_settings
 from pdtool.artifacts.bundle import Bundle
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
 
 
+@unchanged_caller()
 def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output: Path | str | None = None) -> Bundle:
     """Write one PyTorch file per stage, and prove them equal to the model.
 
@@ -49,6 +51,7 @@ def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output:
     return generated(inputs, Path(folder) if folder else inputs.folder)
 
 
+@unchanged_caller()
 def run(
     plan: Plan | Path | str,
     *,

@@ -53,7 +53,7 @@ from pdtool.artifacts.run_dir import (
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError, describe_error
 from pdtool.files import write_remedy
 from pdtool.frontend.compute_mode import check_autocast
-from pdtool.host import end_with_parent, usable_cores
+from pdtool.host import check_may_start_processes, end_with_parent, usable_cores
 from pdtool.machines import is_started_by_torchrun, worker_environment
 from pdtool.rendezvous import gather_machines
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
@@ -89,6 +89,7 @@ def launch(
         on_start: called once nothing is left to refuse, before the first worker starts.
 
     Raises:
+        UsageError: this process may start no workers, or the configuration makes no sense.
         WorkerDiedError: a worker ended or did not answer; rank, stage and minibatch are named, all others are gone.
         PdtoolError: what a worker found wrong (a loss that is not a number, a checkpoint that could not be written).
         KeyboardInterrupt: Ctrl-C; all workers are gone.
@@ -107,6 +108,7 @@ def launch(
             on_start()
             with following_metrics(config.out, on_metrics, after=epochs_done, poll_s=_POLL_IN_WORKER_S):
                 return run_worker(config)
+    check_may_start_processes()
     local = local_assignments(config)
     with _in_folder(config, epochs_done, is_first=config.machines.node_rank == 0):
         on_start()

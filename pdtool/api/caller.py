@@ -1,0 +1,84 @@
+"""The process that calls pdtool: the functions of the API leave it as they found it.
+
+What the user's files change while they are loaded, `undoing_user_changes` of the frontend undoes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+
+@contextmanager
+def unchanged_caller() -> Iterator[None]:
+    """Leave the random generators, the environment, and multiprocessing as they are now.
+
+    Its fork server and its resource tracker end if they were not running, unless the program has started processes
+    meanwhile.
+    """
+    with ExitStack() as undo:
+        for restore in (_random_state(), _environment(), _multiprocessing()):
+            undo.callback(restore)
+        yield
+
+
+def _random_state() -> Callable[[], None]:
+    python, before = random.getstate(), {name: sys.modules.get(name) for name in ("numpy", "torch")}
+    numpy: Any = before["numpy"]
+    torch: Any = before["torch"]
+    of_numpy, of_torch = numpy and numpy.random.get_state(), torch and torch.get_rng_state()
+    of_gpus = torch.cuda.get_rng_state_all() if torch and torch.cuda.is_initialized() else []
+
+    def restore() -> None:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+        elif loaded := sys.modules.get("numpy"):  # it begins as if it had been loaded just now
+            loaded.random.seed()
+        if torch:
+            torch.set_rng_state(of_torch)
+        elif loaded := sys.modules.get("torch"):
+            loaded.seed()
+        if of_gpus:
+            torch.cuda.set_rng_state_all(of_gpus)
+
+    return restore
+
+
+def _environment() -> Callable[[], None]:
+    before = dict(os.environ)
+
+    def restore() -> None:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+    return restore
+
+
+def _multiprocessing() -> Callable[[], None]:
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    method, preloaded = multiprocessing.get_start_method(allow_none=True), server._preload_modules
+    had_server, had_tracker = server._forkserver_pid is not None, tracker._fd is not None
+    children = {child.pid for child in multiprocessing.active_children()}
+
+    def restore() -> None:
+        server._preload_modules = preloaded
+        multiprocessing.set_start_method(method, force=True)
+        if {child.pid for child in multiprocessing.active_children()} - children:
+            return
+        with suppress(OSError):  # of one that has died
+            if not had_server:
+                server._stop()
+        with suppress(OSError):  # ends when nobody has its pipe, and the fork server has
+            if not had_tracker:
+                tracker._stop()
+
+    return restore

@@ -1,0 +1,141 @@
+"""The functions of pdtool leave the process that calls them as they found it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import NET
+from namespaces import namespaces
+
+# Prints what is another than before, after each call.
+LAW = """
+import gc, logging, multiprocessing, os, random, signal, sys, threading
+from multiprocessing import shared_memory
+from pathlib import Path
+import numpy, torch
+import pdtool
+import model
+
+KEPT = [logging.getLogger(), logging.getLogger("app"), logging.getLogger("torch")]
+
+
+def descriptors():
+    links = ((name, f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return {name: os.readlink(link) for name, link in links if os.path.lexists(link)}
+
+
+def state():
+    gc.collect()
+    own = str(Path.cwd())
+    return {
+        "random": random.getstate(),
+        "numpy": repr(numpy.random.get_state()),
+        "torch": torch.get_rng_state().tolist(),
+        "environment": dict(os.environ),
+        "path": [*sys.path],
+        "arguments": [*sys.argv],
+        "folder": os.getcwd(),
+        "modules": {n: id(m) for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(own)},
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "children": [(task / "children").read_text() for task in Path("/proc/self/task").glob("*")][:1],
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "descriptors": descriptors(),
+        "handlers": [signal.getsignal(number) for number in signal.Signals],
+        "logging": [(log.level, log.disabled, log.handlers[:], logging.root.manager.disable) for log in KEPT],
+        "settings": (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()),
+    }
+
+
+def call(name, *args, **kwargs):
+    before = state()
+    result = getattr(pdtool, name)(*args, **kwargs)
+    after = state()
+    for key in before:
+        if before[key] != after[key]:
+            print(f"{name}: {key}", before[key] if len(str(before[key])) < 999 else "", after[key])
+    return result
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("app").setLevel(logging.DEBUG)
+    SETUP
+    profile = call("profile", "model.py", batch_size=8, threads=1, device="cpu")
+    call("profile", "model.py", batch_size=8, device="h100", output="estimated.json")
+    plan = call("partition", profile, topology="2", strategy="straight", bandwidth="1GB/s", simplest="0%")
+    call("simulate", plan, against=["gpipe"])
+    call("check", plan)
+    call("codegen", plan)
+    call("check", plan, fresh=True)
+    call("run", plan, steps=2, timeout="60s", output="run")
+    call("run", plan, epochs=2, steps=2, timeout="60s", resume="run")
+    EMULATE
+    call("report", "plans/model-2.yaml", "run", output="page.html")
+    call("export", "run", "model.pt")
+    print("done")
+"""
+# A fork server and a resource tracker of the program's own, which it goes on to use.
+OWN_HELPERS = """multiprocessing.set_start_method("forkserver")
+    memory = shared_memory.SharedMemory(create=True, size=8)
+    with multiprocessing.Pool(1) as pool:
+        assert pool.map(abs, [-1]) == [1]"""
+STILL_THERE = """memory.close()
+    memory.unlink()
+    with multiprocessing.Pool(1) as pool:
+        assert pool.map(abs, [-1]) == [1]"""
+REAL = 'call("emulate", plan, compute="real", epochs=1, minibatches=8, output="emulated")'
+
+
+def output_of(path: Path, law: str) -> str:
+    (path / "model.py").write_text(NET)
+    (path / "main.py").write_text(law)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "main.py"]
+    ran = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("setup", "end", "emulation"),
+    [
+        pytest.param("pass", "pass", "pass", id="a plain program"),
+        pytest.param(OWN_HELPERS, STILL_THERE, "pass", id="one with processes of its own"),
+        pytest.param("pass", "pass", REAL, id="with an emulation", marks=namespaces),
+    ],
+)
+def test_each_function_leaves_the_process_as_it_was(tmp_path: Path, setup: str, end: str, emulation: str) -> None:
+    law = LAW.replace("SETUP", setup).replace("EMULATE", emulation)
+    assert output_of(tmp_path, f"{law}    {end}\n") == "done\n"
+
+
+IN_A_POOL = """
+import multiprocessing, pdtool
+from pdtool.errors import PdtoolError
+from concurrent.futures import ProcessPoolExecutor
+
+def train(_):
+    try:
+        return pdtool.run("plans/model-2.yaml", steps=2, timeout="60s").config
+    except PdtoolError as error:
+        return str(error)
+
+if __name__ == "__main__":
+    profile = pdtool.profile("model.py", batch_size=8, threads=1, device="cpu")
+    pdtool.partition(profile, topology="2", strategy="straight", bandwidth="1GB/s", simplest="0%")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(train, [0]))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        print(list(pool.map(train, [0])))
+"""
+
+
+def test_run_in_a_pool_says_what_to_do(tmp_path: Path) -> None:
+    refused, trained = output_of(tmp_path, IN_A_POOL).splitlines()
+    assert "a worker of multiprocessing.Pool" in refused
+    assert "ProcessPoolExecutor" in refused
+    assert trained == "['1-1']"
