@@ -34,6 +34,9 @@ class PlanCost:
         stage_s: computing and averaging together.
         round_trip_s: from a forward to the end of its backward, over the minibatches in flight meanwhile; () where each
             update flushes, and without pipelining.
+        memory_bytes: what a worker takes.
+        searched_memory_bytes: what the search takes it for, which cannot know who shares a parameter: they update less
+            often if their replicas are not as many, and keep fewer versions of their weights. It is never less.
         traffic_bytes: sent by all workers together for one minibatch.
         flush_factor: for the fill and drain of a flushing schedule.
         is_pipelined: whether stages compute at the same time; otherwise they take turns.
@@ -45,6 +48,7 @@ class PlanCost:
     stage_s: tuple[float, ...]
     round_trip_s: tuple[float, ...]
     memory_bytes: tuple[int, ...]
+    searched_memory_bytes: tuple[int, ...]
     traffic_bytes: int
     flush_factor: float
     is_pipelined: bool = True
@@ -162,12 +166,14 @@ class Evaluator:
             recompute=tuple(recompute),
             execution=execution,
         )
-        return Candidate(placement=placement, cost=_plan_cost(model, loads, placement))
+        cost = _plan_cost(model, loads, placement, tied_bytes(self.profile, placement.stages))
+        return Candidate(placement=placement, cost=cost)
 
     def cost(self, placement: Placement) -> PlanCost:
         """Return the cost of a placement as it is."""
         model = self.model_of(placement.workers, placement.execution)
-        return _plan_cost(model, stage_loads(self.profile, placement.stages), placement)
+        loads, tied = stage_loads(self.profile, placement.stages), tied_bytes(self.profile, placement.stages)
+        return _plan_cost(model, loads, placement, tied)
 
     def with_in_flight(self, candidate: Candidate, in_flight: Sequence[int]) -> Candidate:
         """Return the same plan with other numbers of minibatches in flight."""
@@ -179,8 +185,8 @@ class Evaluator:
         return self.place([self.profile.graph.names], [range(workers)], execution)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether every worker has the memory it takes."""
-        return max(candidate.cost.memory_bytes) <= (self.cluster.memory_bytes or math.inf)
+        """Whether every worker has the memory that the search takes it for."""
+        return max(candidate.cost.searched_memory_bytes) <= (self.cluster.memory_bytes or math.inf)
 
 
 def samples_per_update(placement: Placement, profile: Profile) -> int:
@@ -188,8 +194,10 @@ def samples_per_update(placement: Placement, profile: Profile) -> int:
     return profile.batch_size * max(placement.shape(tied_bytes(profile, placement.stages)).update_every)
 
 
-def _plan_cost(model: CostModel, loads: Sequence[StageLoad], placement: Placement) -> PlanCost:
-    replicas, recompute = placement.replicas_per_copy, placement.recompute
+def _plan_cost(
+    model: CostModel, loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]
+) -> PlanCost:
+    replicas, recompute, shape = placement.replicas_per_copy, placement.recompute, placement.shape(tied)
     passes_s = [load.forward_s * (1 + twice) + load.backward_s for load, twice in zip(loads, recompute, strict=True)]
     remaining_s = np.cumsum(passes_s[::-1])[::-1].tolist()
     in_flight = [w * count for w, count in zip(placement.in_flight, placement.replicas, strict=True)]
@@ -197,7 +205,10 @@ def _plan_cost(model: CostModel, loads: Sequence[StageLoad], placement: Placemen
     members = [members_of(model.cluster, numbers) for numbers in placement.workers]
     allreduce_s = [float(model.allreduce_s(*args)) for args in zip(loads, replicas, members, strict=True)]
     stages = zip(loads, replicas, compute_s, allreduce_s, strict=True)
-    memory = zip(loads, placement.in_flight, recompute, strict=True)
+    memory = [*zip(loads, placement.in_flight, recompute, strict=True)]
+    memory_bytes = [
+        int(model.memory(load, twice).peak_bytes(shape.versions(s), w)) for s, (load, w, twice) in enumerate(memory)
+    ]
     round_trip_s = tuple(time_s / w for time_s, w in zip(remaining_s, in_flight, strict=True))
     return PlanCost(
         compute_s=tuple(compute_s),
@@ -205,8 +216,9 @@ def _plan_cost(model: CostModel, loads: Sequence[StageLoad], placement: Placemen
         transfer_s=tuple(_transfers_s(model, loads, placement)),
         stage_s=tuple(float(model.stage_s(*args)) for args in stages),
         round_trip_s=round_trip_s if model.is_asynchronous and model.execution.is_pipelined else (),
-        memory_bytes=tuple(int(model.memory_bytes(*args)) for args in memory),
-        traffic_bytes=_traffic_bytes(model, loads, replicas),
+        memory_bytes=tuple(memory_bytes),
+        searched_memory_bytes=tuple(int(model.memory_bytes(*args)) for args in memory),
+        traffic_bytes=_traffic_bytes(model, loads, placement, tied),
         flush_factor=model.flush_factor(len(loads)),
         is_pipelined=model.execution.is_pipelined,
     )
@@ -230,17 +242,15 @@ def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placem
     return transfers_s
 
 
-def _traffic_bytes(model: CostModel, loads: Sequence[StageLoad], replicas: Sequence[int]) -> int:
-    """Tensors once to each stage that takes them, gradients back, and the rings: 2 (R-1) P in a round of k.
-
-    The ring of a tied parameter has all replicas of its stages, n in all; 2 R for each stage is 2 bytes too many in 2n.
-    """
-    total = 0.0
-    for load, r in zip(loads, replicas, strict=True):
-        ring_size = r * model.execution.copies
-        ring_bytes = 2 * (ring_size - 1) * (load.parameter_bytes - load.tied_bytes) + 2 * ring_size * load.tied_bytes
-        total += load.received_bytes + load.returned_bytes + ring_bytes / model.update_interval(r)
-    return math.ceil(total)
+def _traffic_bytes(
+    model: CostModel, loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]
+) -> int:
+    """Tensors once to each stage that takes them, gradients back, and 2 (n-1) P of a ring of n, once a round."""
+    rings = [
+        2 * (sum(len(placement.workers[s]) for s in stages) - 1) * size_bytes / interval
+        for stages, size_bytes, interval in _rings(model, placement, loads, tied)
+    ]
+    return math.ceil(sum(load.received_bytes + load.returned_bytes for load in loads) + sum(rings))
 
 
 def lower_bound_s(evaluator: Evaluator, candidate: Candidate) -> float:

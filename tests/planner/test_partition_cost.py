@@ -110,7 +110,7 @@ def test_tied_parameters_count_once_in_a_stage_and_are_summed_between_stages():
     cluster = make_cluster((2,), (10.0,))
     apart = cost_of(profile, cluster, [["x", "a0"], ["a1", "a2"]], [[0], [1]])
     assert apart.allreduce_s == (40 / 10, 40 / 10)
-    assert apart.traffic_bytes == 2 * 2 * 40
+    assert apart.traffic_bytes == 2 * 40, "a ring of two"
     whole = cost_of(profile, cluster, [["x", "a0", "a1", "a2"]], [[0]])
     assert whole.allreduce_s == (0,)
     assert whole.memory_bytes == (80 * 2,)

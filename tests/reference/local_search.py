@@ -73,6 +73,6 @@ class LocalSearch:
             flight = most if plan.schedule == "gpipe" else [min(both) for both in zip(flight, most, strict=True)]
         limit, may = self.cluster.memory_bytes or math.inf, any(plan.recompute)
         found = ReferenceCost(self.profile, self.cluster, replace(plan, flight=flight, recompute=[False] * len(sizes)))
-        again = [may and found.memory_bytes(s) > limit for s in found.order]
+        again = [may and found.memory_bytes(s, searched=True) > limit for s in found.order]
         found.plan = replace(found.plan, recompute=again)
         return found if found.fits() else None

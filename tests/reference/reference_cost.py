@@ -178,22 +178,43 @@ class ReferenceCost:
         flying = (w * len(numbers) for w, numbers in zip(self.plan.flight, self.plan.workers, strict=True))
         return [sum(passes[s:]) / w for s, w in enumerate(flying)] if self.plan.schedule == "1f1b" else []
 
-    def memory_bytes(self, s: int) -> int:
+    def memory_bytes(self, s: int, *, searched: bool = False) -> int:
         """Gradients, optimizer state and working set; weight versions; what is kept of each minibatch in flight. With
-        recomputing that is what was received, and one whole stash while it works."""
+        recomputing that is what was received, and one whole stash while it works. The search takes it for as many
+        versions as minibatches, for it does not know who shares a parameter."""
         work, w = self.work[s], self.plan.flight[s]
-        versions = w if self.plan.schedule == "1f1b" else 1
+        versions = (w if searched else self._begun_with_different_weights(s)) if self.plan.schedule == "1f1b" else 1
         state = math.ceil(work.parameters * (1 + self.profile.optimizer_state_bytes))
         stashes = 1 if self.plan.recompute[s] else w
         return state + work.working + work.parameters * versions + work.stash * stashes + work.received * w
 
+    def _begun_with_different_weights(self, s: int) -> int:
+        """How many of the w minibatches in flight at a replica, which is at its newest one, had other weights."""
+        each = self._round(s) // len(self.plan.workers[s])  # minibatches between two updates
+        oldest = max(len({(i + k) // each for i in range(self.plan.flight[s])}) for k in range(each))
+        return min(oldest, self.plan.flight[s])
+
+    def _holders(self) -> list[tuple[list[int], int]]:
+        """(stages, bytes) of each parameter that several stages hold."""
+        home = {name: s for s, names in enumerate(self.plan.stages) for name in names}
+        found = [(sorted({home[name] for name in shared.nodes}), shared.bytes) for shared in self.profile.shared]
+        return [(stages, size) for stages, size in found if len(stages) > 1]
+
+    def _round(self, s: int) -> int:
+        """As the plan's, but without a flush the holders of a parameter wait for each other."""
+        others = [t for stages, _ in self._holders() if s in stages for t in stages]
+        own = self.plan.round(s)
+        return math.lcm(own, *map(self.plan.round, others)) if self.plan.schedule == "1f1b" else own
+
     def traffic_bytes(self) -> int:
-        """Tensors, gradients back, and 2 (n-1) times the bytes of each ring, once a round; 2 n for what is tied."""
+        """Tensors, gradients back, and 2 (n-1) times the bytes of each ring of n, once a round."""
         total = 0.0
         for s, work in enumerate(self.work):
             n = len(self.plan.workers[s])
-            rings = 2 * (n - 1) * (work.parameters - work.tied) + 2 * n * work.tied
-            total += work.received + work.returned + rings / self.plan.round(s)
+            total += work.received + work.returned + 2 * (n - 1) * (work.parameters - work.tied) / self._round(s)
+        for stages, size in self._holders():
+            n = sum(len(self.plan.workers[s]) for s in stages)
+            total += 2 * (n - 1) * size / self._round(stages[0])
         return math.ceil(total)
 
     def bottleneck_s(self) -> float:
@@ -206,5 +227,6 @@ class ReferenceCost:
         return max(*transfers, *stages, *averages, *self._waiting_s()) * flush
 
     def fits(self) -> bool:
-        """Whether each worker has the memory it takes."""
-        return max(map(self.memory_bytes, self.order)) <= (self.cluster.memory_bytes or math.inf)
+        """Whether each worker has the memory that the search takes it for."""
+        needed = max(self.memory_bytes(s, searched=True) for s in self.order)
+        return needed <= (self.cluster.memory_bytes or math.inf)

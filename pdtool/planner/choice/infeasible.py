@@ -29,8 +29,8 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
             "no division into stages keeps every pinned node where it is pinned",
             "loosen HINTS pin, or allow another number of stages",
         )
-    needed = max(smallest.cost.memory_bytes)
-    stage = smallest.cost.memory_bytes.index(needed)
+    needed = max(smallest.cost.searched_memory_bytes)
+    stage = smallest.cost.searched_memory_bytes.index(needed)
     least = needed + search.profile.reserved_bytes  # which is not in the limit
     recomputing = " with every stage recomputing" if options.recompute else ""
     recompute = "" if options.recompute else ", or leave out --no-recompute"
@@ -52,7 +52,7 @@ def _smallest(search: PlanSearch) -> Candidate | None:
         for execution in search.options.executions
         if (plan := search.search_layout(layout, execution).least_memory())
     ]
-    return min(plans, key=lambda plan: max(plan.cost.memory_bytes), default=None)
+    return min(plans, key=lambda plan: max(plan.cost.searched_memory_bytes), default=None)
 
 
 def _recomputing(search: PlanSearch, plan: Candidate) -> Candidate:
@@ -115,4 +115,4 @@ def _fits_on(search: PlanSearch, cluster: Cluster) -> bool:
 
 def _is_possible(search: PlanSearch) -> bool:
     smallest = _smallest(search)
-    return smallest is not None and max(smallest.cost.memory_bytes) <= (search.cluster.memory_bytes or 0)
+    return smallest is not None and max(smallest.cost.searched_memory_bytes) <= (search.cluster.memory_bytes or 0)

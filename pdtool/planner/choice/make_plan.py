@@ -336,15 +336,16 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
     depth, chunks = placement.pipeline_depth, placement.execution.chunks
     usages = [[usage for usage in result.workers if usage.stage == s] for s in range(depth)]
     compute_s = [fmean(usage.busy_s for usage in stage) / result.minibatches for stage in usages]
-    memory_bytes = [max(usage.memory_bytes for usage in stage) for stage in usages]
     stages = range(len(placement.stages))
+    memory_bytes = tuple(max(usage.memory_bytes for usage in usages[s % depth]) for s in stages)
     cost = PlanCost(
         compute_s=tuple(compute_s[s % depth] / chunks for s in stages),
         allreduce_s=(0.0,) * len(stages),
         transfer_s=(0.0,) * (len(stages) - 1),
         stage_s=(),
         round_trip_s=(),
-        memory_bytes=tuple(memory_bytes[s % depth] for s in stages),
+        memory_bytes=memory_bytes,
+        searched_memory_bytes=memory_bytes,
         traffic_bytes=round(result.sent_bytes),
         flush_factor=1.0,
     )

@@ -198,7 +198,7 @@ def with_least_memory(search: PlanSearch, fastest: Candidate) -> Candidate:
     limit_s = fastest.time_per_minibatch_s * (1 + search.options.simplest) * TOLERANCE
     least, too_little = fastest, 0
     for _ in range(_BISECTIONS):
-        memory_bytes = (too_little + max(least.cost.memory_bytes)) // 2
+        memory_bytes = (too_little + max(least.cost.searched_memory_bytes)) // 2
         cluster = replace(search.cluster, memory_bytes=max(1, memory_bytes))
         tighter = replace(search, cluster=cluster, options=replace(search.options, recompute=False))
         found = tighter.search_layout(tighter.layouts[0], fastest.placement.execution, limit_s)
@@ -251,7 +251,7 @@ def _asynchronous(search: PlanSearch) -> Candidate:
     evaluator, names = search.evaluator, search.profile.graph.names
     plan = evaluator.place([names], [[0]], search.options.executions[0], in_flight=[search.workers])
     if not evaluator.fits(plan):
-        needed = format_bytes(max(plan.cost.memory_bytes))
+        needed = format_bytes(max(plan.cost.searched_memory_bytes))
         raise NoPlanError(
             f"{STRATEGIES['async-data-parallel'].label} of {search.workers} workers does not fit: one worker computes "
             f"for all of them and needs {needed}, it has {format_bytes(search.cluster.memory_bytes or 0)}",
@@ -327,9 +327,9 @@ def _complexity(plan: Candidate) -> tuple[int, int]:
 
 
 def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
-    needed, limit = max(rival.cost.memory_bytes), search.cluster.memory_bytes
+    needed, limit = max(rival.cost.searched_memory_bytes), search.cluster.memory_bytes
     if limit is not None and needed > limit:
-        stage = rival.cost.memory_bytes.index(needed)
+        stage = rival.cost.searched_memory_bytes.index(needed)
         return f"does not fit: stage {stage} needs {format_bytes(needed)}, a worker has {format_bytes(limit)}"
     gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
     if gain_s <= 0:
