@@ -23,6 +23,8 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 
 LEAVES = (Tensor, bool, int, float, type(None))
+_NUMBERS: dict[str, Any] = {"builtins:bool": False, "builtins:int": 0, "builtins:float": 0.0}
+_INTEGER_BITS = 64  # of a number that is sent, its sign included
 _FACTORIES: dict[str, Any] = {"": None, "list": list, "dict": dict, "set": set, "int": int, "float": float}
 
 
@@ -123,7 +125,7 @@ class Structure:
     """Tensors in nested containers as data: what they are, without their values.
 
     Attributes:
-        kind: `module:Class` of a container, `float32` of a tensor, "" of None.
+        kind: `module:Class` of a container, or of a number of Python's; `float32` of a tensor, "" of None.
         shape: of a tensor.
         keys: of a dict, or the fields of a dataclass; the length of a deque that has a limit.
         factory: builtin class with which a defaultdict makes values.
@@ -142,6 +144,8 @@ class Structure:
             return cls("")
         if isinstance(value, Tensor):
             return cls(str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        if type(value) in (bool, float) or (type(value) is int and value.bit_length() < _INTEGER_BITS):
+            return cls(_class_name(type(value)))
         register_containers(value)
         held = list(enumerate(value)) if isinstance(value, deque) else children(value)
         if held is None or pytree.tree_is_leaf(value):
@@ -171,6 +175,8 @@ class Structure:
             ) from error
 
     def _made(self) -> Any:
+        if self.kind in _NUMBERS:
+            return _NUMBERS[self.kind]
         if self.children is None:
             return torch.zeros((), dtype=getattr(torch, self.kind)).expand(self.shape) if self.kind else None
         kind: Any = _class(self.kind)

@@ -250,7 +250,7 @@ def _traffic_bytes(
         2 * (sum(len(placement.workers[s]) for s in stages) - 1) * size_bytes / interval
         for stages, size_bytes, interval in _rings(model, placement, loads, tied)
     ]
-    return math.ceil(sum(load.received_bytes + load.returned_bytes for load in loads) + sum(rings))
+    return math.ceil(float(sum(load.received_bytes + load.returned_bytes for load in loads)) + sum(rings))
 
 
 def lower_bound_s(evaluator: Evaluator, candidate: Candidate) -> float:

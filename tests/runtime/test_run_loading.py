@@ -72,6 +72,26 @@ def test_the_number_of_loader_workers_changes_no_bit(
         assert found_lines == lines
 
 
+def test_a_number_in_the_target_travels_to_the_loss(tmp_path: Path) -> None:
+    """The mean over the samples, as a sum over their number, in a run whose last minibatch is short."""
+    counting = (
+        CONV2.model.replace(
+            "return F.cross_entropy(output.flatten(0, -2), target.flatten())",
+            "return F.cross_entropy(output, target[0], reduction='sum') / target[1]['count']\n"
+            "def collate(samples):\n"
+            "    x, y = (torch.stack(part) for part in zip(*samples))\n"
+            "    return x, (y, {'count': len(samples)})",
+        )
+        .replace("== target)", "== target[0])")
+        .replace("target.numel()", "target[1]['count']")
+    )
+    expected, found = (
+        weights(harness.run(harness.job(tmp_path / name, toy, epochs=2)))
+        for name, toy in (("mean", CONV2), ("count", replace(CONV2, model=counting)))
+    )
+    assert_same(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_run_may_go_on_with_another_number_of_loader_workers(tmp_path: Path) -> None:
     expected = weights(harness.run(harness.job(tmp_path / "a", AUGMENTED, epochs=2, **SYNC)))
     part = harness.job(tmp_path / "b", AUGMENTED, epochs=1, loader_workers=2, **SYNC)

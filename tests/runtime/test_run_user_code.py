@@ -175,6 +175,17 @@ def test_samples_that_cannot_be_chosen_are_refused(tmp_path, returned, match):
         loader.sample_order(0, 2)
 
 
+def test_numbers_in_a_target_reach_the_loss_as_numbers(tmp_path):
+    numbers = "{'count': len(samples), 'scale': 0.1, 'last': samples[-1]['label'] == 3}"
+    loader = collated(tmp_path, target=f"(torch.tensor([s['label'] for s in samples]), {numbers})")
+    split = loader.describe()
+    _, leaves = loader.load([1, 3], 1)
+    labels, numbers = split.unflatten(leaves)
+    assert labels.tolist() == [1, 3]
+    assert numbers == {"count": 2, "scale": 0.1, "last": True}
+    assert [type(value) for value in numbers.values()] == [int, float, bool]
+
+
 def test_a_sampler_draws_from_seed_and_epoch(tmp_path):
     more = "def sampler(data, epoch): return [*torch.randint(2, (9,)) + torch.tensor(numpy.random.randint(3))]\n"
     loader = MinibatchLoader(load(tmp_path, more=more), "train", INPUTS)

@@ -142,7 +142,7 @@ class MinibatchLoader:
 
     def _check_target(self, target: Any, samples: int) -> list[Any]:
         """Return the tensors of a minibatch's target, [samples, ...] each as those of one sample are [1, ...]."""
-        leaves = tensors_of_target(target)
+        leaves = tensors_of_target(target, samples)
         if self._described is None:
             return leaves
         expected = [((samples, *shape[1:]), dtype) for shape, dtype in self._described.shapes]

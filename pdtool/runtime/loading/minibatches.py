@@ -19,6 +19,7 @@ from pdtool.runtime.config import RunConfig
 NO_LENGTH = "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches"
 Shape = tuple[tuple[int, ...], torch.dtype]
 SplitData = tuple[int | None, Structure, bool]  # the fields of a DatasetSplit as they are sent
+_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class DatasetSplit:
     @cached_property
     def leaves(self) -> list[Any]:
         """The tensors of that target, [1, ...] each; it may hold None besides."""
-        return tensors_of_target(self.target)
+        return tensors_of_target(self.target, 1)
 
     @cached_property
     def shapes(self) -> list[Shape]:
@@ -60,7 +61,8 @@ class DatasetSplit:
         if isinstance(self.target, Tensor):
             return leaves[0]
         remaining, (flat, structure) = iter(leaves), self._flat
-        return tree_unflatten([None if leaf is None else next(remaining) for leaf in flat], structure)
+        values = [None if leaf is None else _as_collated(leaf, next(remaining)) for leaf in flat]
+        return tree_unflatten(values, structure)
 
     @cached_property
     def _flat(self) -> tuple[list[Any], TreeSpec]:
@@ -150,12 +152,27 @@ def sample_order(seed: int, epoch: int, samples: int) -> list[int]:
     return torch.randperm(samples, generator=generator).tolist()
 
 
-def tensors_of_target(target: Any) -> list[Any]:
-    """Return the tensors of a target, and whatever else but None it holds."""
+def tensors_of_target(target: Any, samples: int) -> list[Any]:
+    """Return the tensors of a target, and whatever else but None it holds.
+
+    A number of Python's, such as a count that collate() adds, becomes a tensor [samples], in which it can travel.
+    """
     if isinstance(target, Tensor):
         return [target]
     register_containers(target)
-    return [leaf for leaf in tree_leaves(target) if leaf is not None]
+    return [_in_tensor(leaf, samples) for leaf in tree_leaves(target) if leaf is not None]
+
+
+def _in_tensor(leaf: Any, samples: int) -> Any:
+    dtype = _NUMBERS.get(type(leaf))
+    if dtype is None or (dtype == torch.int64 and leaf.bit_length() > 63):
+        return leaf
+    return torch.full((samples,), leaf, dtype=dtype)
+
+
+def _as_collated(described: Any, leaf: Tensor) -> Any:
+    """A part of a target as it was collated: a tensor, or a number again."""
+    return leaf[0].item() if type(described) in _NUMBERS else leaf
 
 
 def shapes_of(values: Sequence[Any]) -> list[Shape]:
