@@ -61,6 +61,7 @@ OWN_ARGUMENTS = {
 }
 RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 _MAX_METRIC_NAME = 100
+_NO_VALIDATION = "each epoch ends with a validation: return samples for it, if need be some of the training set"
 _LOG = logging.getLogger(__name__)
 
 
@@ -198,12 +199,13 @@ class DataFunctions(UserFile):
         if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             what = f"dataset({split!r}) returned {type(data).__name__}, not a torch Dataset"
             remedy = "return one with __len__ and __getitem__, an IterableDataset, or a list of samples"
-            raise self.error_in("dataset", what, remedy)
+            raise self.error_in("dataset", what, _NO_VALIDATION if split == "valid" and data is None else remedy)
         if is_stream(data) and split == "train" and self.has("sampler"):
             what = f"sampler() chooses samples by number, and those of a {type(data).__name__}, a stream, have none"
             raise self.error_in("sampler", what, "leave it out, or let dataset() return one with __getitem__")
         if self.samples(data, f"dataset({split!r})") == 0:
-            raise self.error_in("dataset", f"dataset({split!r}) is empty")
+            remedy = _NO_VALIDATION if split == "valid" else "return at least as many samples as a minibatch has"
+            raise self.error_in("dataset", f"dataset({split!r}) is empty", remedy)
         return data  # type: ignore[no-any-return]
 
     def samples(self, data: Any, name: str) -> int | None:

@@ -475,3 +475,18 @@ def test_an_error_of_getitems_names_its_line_and_samples(tmp_path):
     file = write(tmp_path, BATCHED.replace("return [(torch.tensor(100.0", "1 / 0; return [(torch.tensor(100.0"))
     with pytest.raises(ModelError, match=r"model.py:8: batched, samples 0, 1, raised ZeroDivisionError"):
         file.read(file.dataset("batched"), range(2), "batched")
+
+
+@pytest.mark.parametrize(
+    ("missing", "what"),
+    [
+        ("None", "returned NoneType, not a torch Dataset"),
+        ("[]", "is empty"),
+        ("torch.utils.data.Subset([1], [])", "is empty"),
+    ],
+)
+def test_a_model_without_a_validation_set_is_told_what_to_do(tmp_path, missing, what):
+    file = write(tmp_path, f"import torch\ndef model(): pass\ndef dataset(split): return {missing}\n")
+    remedy = "each epoch ends with a validation: return samples for it, if need be some of the training set"
+    with pytest.raises(ModelError, match=rf"model.py:3: dataset\('valid'\) {what}; {remedy}"):
+        file.dataset("valid")
