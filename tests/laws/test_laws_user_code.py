@@ -209,7 +209,14 @@ def model():
     return made
 """
 AFTER = "\ndef after_update(named, update):\n    p = dict(named).get({name!r})\n    if p is not None: {statement}\n"
+SWITCHED_OFF = """
+_loss = loss
+def loss(output, target):
+    torch.set_grad_enabled(False)
+    return _loss(output, target)
+"""
 REFUSED = [
+    (SWITCHED_OFF, r"gradients are switched off in training: .*; use `with torch.no_grad\(\):`, which ends"),
     (
         KEPT,
         r"model.py:\d+: the parameter a.weight is kept by its memory, as p.data .*; take the parameter itself in each",

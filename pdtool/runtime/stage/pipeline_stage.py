@@ -218,6 +218,9 @@ class PipelineStage:
             ModelError: it does not, or it leads to a parameter that is not the model's, which nobody would train.
         """
         loss = self.loss(output, target)
+        if not torch.is_grad_enabled():
+            what = "gradients are switched off in training: model.py has called torch.set_grad_enabled(False)"
+            raise ModelError(what, "use `with torch.no_grad():`, which ends")
         check_gradient(loss, output)
         if loss.requires_grad and not self._is_loss_checked:  # once: its graph is the same in each minibatch
             self._is_loss_checked = True
