@@ -11,7 +11,7 @@ import difflib
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Number
 from os import PathLike
@@ -209,8 +209,17 @@ class Target:
             return text
         return f"{text}; write {self.metric}<={self.value:g} if less is better"
 
-    def is_reached(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the metrics of a validation reach the target; raises UsageError when the metric is not among them."""
+    def is_reached(self, metrics: Mapping[str, float], undefined: Collection[str] = ()) -> bool:
+        """Whether the metrics of a validation reach the target.
+
+        Args:
+            undefined: metrics that have no figure in it, and so reach nothing.
+
+        Raises:
+            UsageError: the model does not report this metric.
+        """
+        if self.metric in undefined:
+            return False
         if self.metric not in metrics:
             raise UsageError(
                 f"target {self}: the model reports no metric {self.metric!r}",

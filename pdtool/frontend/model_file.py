@@ -330,11 +330,13 @@ class TrainingFunctions(UserFile):
     def summarize_metrics(self, totals: Mapping[str, tuple[Any, float]]) -> dict[str, float]:
         """Return the figures of a validation: the means, or what the user's function makes of the totals.
 
+        A mean over nothing, of a metric whose count is 0, is not among them.
+
         Args:
             totals: what `metrics` returned, {name: (sum, count)}, added up over all minibatches.
         """
         if not self.has("summarize_metrics"):
-            return {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+            return {name: total / count for name, (total, count) in totals.items() if count}
         returned = self.call_with_settings("summarize_metrics", dict(totals))
         try:
             figures = {str(name): float(value) for name, value in returned.items()}

@@ -131,10 +131,14 @@ class _Round:
 
 
 class MetricTotals:
-    """Sums and counts by name; those of a worker without the last stage stay empty."""
+    """Sums and counts by name; those of a worker without the last stage stay empty.
+
+    Attributes:
+        undefined: names of metrics that the validation counted nothing of, and so has no figure for.
+    """
 
     def __init__(self, file: ModelFile) -> None:
-        self._file = file
+        self._file, self.undefined = file, frozenset[str]()
         self._totals: dict[str, tuple[Any, float]] = {}
 
     def add(self, loss: Tensor, output: Any, target: Any, samples: int) -> None:
@@ -156,6 +160,7 @@ class MetricTotals:
         totals = _sum([{name: (_of_data(t), n) for name, (t, n) in each.items()} for each in gathered])  # in order
         loss, samples = totals.pop("loss")
         figures = {"loss": loss / samples} | self._file.summarize_metrics(totals)
+        self.undefined = frozenset(name for name, (_, count) in totals.items() if not count and name not in figures)
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise PdtoolError(f"{where} gives {name} {value}", "try a lower learning rate")

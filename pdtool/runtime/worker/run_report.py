@@ -54,6 +54,7 @@ def assemble_report(
     config: RunConfig,
     workers: Sequence[WorkerMeasurements],
     metrics: Mapping[str, float],
+    undefined: Collection[str] = (),
     *,
     epochs: int,
     samples: int,
@@ -66,6 +67,7 @@ def assemble_report(
 
     Args:
         metrics: of the last validation.
+        undefined: metrics without a figure in it.
         epochs: epochs trained in all, those before a resume included.
         samples: of an epoch.
         minibatches_by_epoch: of each epoch, those before a resume included; 0 where that is unknown.
@@ -89,7 +91,7 @@ def assemble_report(
         minibatches_by_epoch=tuple(minibatches_by_epoch),
         throughput_samples_per_s=timed.samples / train_s if train_s else 0.0,
         target=str(config.target) if config.target else None,
-        target_reached=config.target.is_reached(metrics) if config.target else None,
+        target_reached=config.target.is_reached(metrics, undefined) if config.target else None,
         settings=dict(config.model.settings),
         metrics=dict(metrics),
         predicted=plan.predicted,

@@ -83,6 +83,7 @@ class Worker:
         self._context, self._config, self._assignment = context, context.config, context.assignment
         self._stages, self._meter, self._status = context.stages, context.meter, context.status
         self.metrics: dict[str, float] = {}
+        self._undefined: frozenset[str] = frozenset()  # metrics without a figure in it
         self._losses: list[float] = []  # of the validation after each epoch
         self._minibatches: list[int] = []  # of each epoch
         self._samples: list[int] = []  # likewise
@@ -159,7 +160,12 @@ class Worker:
                     totals.add(loss, outputs[0], target, minibatches.samples(action.minibatch))
         for replica in self._stages.values():
             replica.io.end_phase()
-        return totals.summarize(self._context.groups.world, f"the validation after epoch {epoch}")
+        where = f"the validation after epoch {epoch}"
+        figures = totals.summarize(self._context.groups.world, where)
+        self._undefined = totals.undefined
+        if self._undefined and self._log:
+            sys.stderr.write(f"warning: {where} gives no {', '.join(sorted(self._undefined))}: the count is 0\n")
+        return figures
 
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
@@ -177,7 +183,7 @@ class Worker:
             self._record_updates()
         count = self._context.epoch_samples
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
-            config.target.is_reached(self.validate(0, size))
+            config.target.is_reached(self.validate(0, size), self._undefined)
         self._meter.restart()
         modules = [replica.stage.module for replica in self._stages.values()]
         self._meter.memory.start(modules, self._context.received_device_bytes)
@@ -249,7 +255,7 @@ class Worker:
 
     def _is_target_reached(self) -> bool:
         target = self._config.target
-        return bool(target and self.metrics and target.is_reached(self.metrics))
+        return bool(target and self.metrics and target.is_reached(self.metrics, self._undefined))
 
     def _resume(self) -> int:
         """Take over the checkpoint to resume from; returns the number of epochs that it was trained for."""
@@ -333,6 +339,7 @@ class Worker:
             self._config,
             measurements,
             self.metrics,
+            self._undefined,
             epochs=epochs,
             samples=samples,
             minibatches_by_epoch=self._minibatches,
