@@ -29,6 +29,7 @@ from pdtool.frontend.leaf_calls import attributes_restored, calls
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import LEAVES, ModelInputs, named_leaves, register_containers
 from pdtool.frontend.opaque_modules import untraceable_refused
+from pdtool.frontend.user_code import defaults_kept
 
 _DIVIDING = (torch.chunk, Tensor.chunk, torch.split, Tensor.split)
 
@@ -46,7 +47,7 @@ def exported(
         TraceError: the model takes, returns or calls what operators cannot.
         Exception: whatever torch.export or the model raises.
     """
-    with _quiet(), untraceable_refused(), _without_data_dependent_checks():
+    with defaults_kept("forward"), _quiet(), untraceable_refused(), _without_data_dependent_checks():
         with (
             _caches_made_anew(model),
             _named_arguments(model, inputs),

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from pdtool.artifacts.artifact import OPERATOR_GRAPH, ModelRef
-from pdtool.errors import FieldError, ModelError, StaleError, suggestion
+from pdtool.errors import FieldError, ModelError, StaleError, describe_error, suggestion
 from pdtool.files import file_sha256
 from pdtool.frontend.model_io import LEAVES, ModelInputs
 from pdtool.frontend.model_rules import Hints, TrainingOptions, check_optimizer, takes_total
@@ -34,6 +34,7 @@ from pdtool.frontend.random_numbers import seed_all_generators
 from pdtool.frontend.user_code import (
     check_local,
     collate,
+    defaults_kept,
     definition_line,
     error_at,
     find_source,
@@ -103,6 +104,12 @@ class UserFile:
         """Call a function of the file with its arguments, and with those settings that it has parameters for."""
         return self.call(self.function(name), *arguments, **self.settings_of(name))
 
+    def call_once(self, name: str, *arguments: Any, **settings: Any) -> Any:
+        """Call a function of the file that is not called for each minibatch: it must leave torch's defaults alone."""
+        function = self.function(name)
+        with defaults_kept(f"{definition_line(function, self.path)}{name}()"):
+            return self.call(function, *arguments, **settings)
+
     def settings_of(self, name: str) -> dict[str, Setting]:
         """Return the settings that a function of OWN_ARGUMENTS takes; none where the file does not define it."""
         if name not in self._settings_of:
@@ -149,7 +156,7 @@ class DataFunctions(UserFile):
             ModelError: the user's function fails, or an input is neither tensor nor constant.
         """
         if self.has("example_inputs"):
-            inputs = self.call_with_settings("example_inputs", batch_size)
+            inputs = self.call_once("example_inputs", batch_size, **self.settings_of("example_inputs"))
         else:
             inputs = self.example_batch(batch_size)[0]
         return self.as_inputs(inputs)
@@ -195,7 +202,7 @@ class DataFunctions(UserFile):
         the samples alike each time, so that those of one split are never in the other.
         """
         seed_all_generators(0)
-        data = self.call_with_settings("dataset", split)
+        data = self.call_once("dataset", split, **self.settings_of("dataset"))
         if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             what = f"dataset({split!r}) returned {type(data).__name__}, not a torch Dataset"
             remedy = "return one with __len__ and __getitem__, an IterableDataset, or a list of samples"
@@ -279,7 +286,7 @@ class TrainingFunctions(UserFile):
 
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
         """Make the user's optimizer over all parameters of the model, under their original names."""
-        returned = self.call_with_settings("optimizer", named_parameters)
+        returned = self.call_once("optimizer", named_parameters, **self.settings_of("optimizer"))
         try:
             return check_optimizer(returned)
         except FieldError as fault:
@@ -414,10 +421,15 @@ class ModelFile(DataFunctions, TrainingFunctions):
             near = "".join(suggestion(name, names) for name in self.model_settings if name not in names)
             what = f"{self.ref.function}() does not take these settings ({error})"
             raise self.error(what, f"{near}it takes: {', '.join(names) or 'none'}") from error
-        model = self.call(function, **self.model_settings)
+        model = self.call_once(self.ref.function, **self.model_settings)
         if not isinstance(model, nn.Module):
             what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"
             raise self.error_in(self.ref.function, what)
+        try:
+            _ = [module.training for module in model.modules()]
+        except AttributeError as error:
+            what = f"{self.ref.function}() returned a model that cannot be used: {describe_error(error)}"
+            raise self.error_in(self.ref.function, what, "let each __init__ call super().__init__() first") from error
         model = unwrapped(model)
         keep_evaluation(model)
         self.call(model.train)

@@ -89,6 +89,11 @@ def import_source(source: str, path: Path) -> ModuleType:
     Args:
         path: absolute, for the file may change the current folder.
     """
+    with defaults_kept(f"{path.name}: importing it", may_set_dtype=True):
+        return _imported(source, path)
+
+
+def _imported(source: str, path: Path) -> ModuleType:
     is_module = not source.endswith(".py") and "/" not in source
     sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
     sys.argv = [str(path)]
@@ -115,10 +120,50 @@ def import_source(source: str, path: Path) -> ModuleType:
 
 @contextmanager
 def undoing_user_changes() -> Iterator[None]:
-    """Undo at the end what the user's code, and its import, changed of this process: the current folder, and what
-    undoing_imports says."""
-    with chdir("."), undoing_imports():
-        yield
+    """Undo at the end what the user's code, and its import, changed of this process: the current folder, what torch makes
+    tensors of by default, and what undoing_imports says."""
+    dtype = torch.get_default_dtype()
+    with (
+        chdir("."),
+        undoing_imports(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):  # the caller may be in another
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def defaults_kept(where: str, *, may_set_dtype: bool = False) -> Iterator[None]:
+    """Check that user code leaves torch's defaults, of the whole process, as they are; else put them back.
+
+    A plain loop would go on with them from then on, but in a run it depends on the plan what comes after it.
+
+    Args:
+        where: what the user code is, `model.py:12: model()`.
+        may_set_dtype: whether it may change the default dtype.
+
+    Raises:
+        ModelError: it has changed one of them.
+    """
+    gradients, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    yield
+    if torch.is_grad_enabled() != gradients:
+        torch.set_grad_enabled(gradients)
+        what = f"{where} switches gradients {'off' if gradients else 'on'} for all that follows"
+        raise ModelError(what, "write `with torch.no_grad():` around what needs none")
+    if torch.get_default_device() != device:
+        changed = torch.get_default_device()
+        torch.set_default_device(device)
+        what = f"{where} sets the default device to {changed} for all that follows"
+        raise ModelError(what, "leave it out: pdtool puts model and data on the device that --device names")
+    if torch.get_default_dtype() != dtype and not may_set_dtype:
+        changed_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        what = f"{where} sets the default dtype to {changed_dtype} for all that follows"
+        raise ModelError(what, "set it at the top of the file")
 
 
 def model_name(path: Path, function: str) -> str:

@@ -200,7 +200,7 @@ class InitWriter:
         owner = self._module(path)
         tensor = getattr(owner, attribute)
         sizes = ", ".join(map(str, tensor.shape)) or "()"
-        dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
+        dtype = "" if tensor.dtype == torch.get_default_dtype() == torch.float32 else f", dtype={tensor.dtype}"
         zeros = f"torch.zeros({sizes}{dtype})"
         if isinstance(tensor, nn.Parameter):
             trained = "" if _may_be_trained(tensor) else ", requires_grad=False"

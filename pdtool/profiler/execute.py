@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from pdtool.errors import ModelError
 from pdtool.frontend.compute_mode import RunPrecision, computing_in
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, tensors_of
 from pdtool.frontend.model_rules import check_gradient
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
+from pdtool.frontend.user_code import defaults_kept
 
 Environment = dict[Value, Tensor]
 Work = Callable[[], Any]
@@ -151,6 +153,9 @@ class ProfiledModel:
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             what = "no parameter of the model requires a gradient, so that there is nothing to train"
             raise model_file.error(what, "let model() leave requires_grad on for what is to be trained")
+        returned = pytree.tree_leaves(traced.output)
+        if parameters and not any(isinstance(leaf, (State, ByMode)) or _has_gradient(leaf) for leaf in returned):
+            raise _no_gradient(model_file)
         place = move or (lambda t: t.to(device))
         with_loss = model_file.has("loss") and model_file.has("dataset")
         data, target = model_file.example_batch(batch) if with_loss else (model_file.example_inputs(batch), None)
@@ -243,9 +248,11 @@ class ProfiledModel:
 
     def train_step(self) -> None:
         """Do forward, loss and backward of the model itself."""
-        with self.run.region():
+        with defaults_kept(f"{self.model_file.path.name}: forward"), self.run.region():
             output = self.inputs.call(self.traced.model)
         scalars = [self.loss(output)] if self.with_loss else [t.sum() for t in tensors_of(output) if t.requires_grad]
+        if self._trained_parameters and not requiring_gradients(scalars):
+            raise _no_gradient(self.model_file)
         torch.autograd.backward(scalars)  # not autograd.grad, which reentrant checkpointing refuses
         for parameter in self._trained_parameters:
             parameter.grad = None
@@ -266,7 +273,7 @@ class ProfiledModel:
 
     def loss(self, output: Any) -> Tensor:
         """Compute the user's loss of this minibatch, a scalar; raises ModelError where nothing can be trained by it."""
-        with self.run.region():
+        with defaults_kept(f"{self.model_file.path.name}: loss()"), self.run.region():
             loss = self.model_file.loss(output, self.target)
         check_gradient(loss, output)
         return loss
@@ -294,6 +301,15 @@ class ProfiledModel:
         state = (t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim())
         trained = sum(p.nbytes for p in self.traced.model.parameters() if p.requires_grad)
         return sum(t.nbytes for t in state) / max(1, trained)
+
+
+def _no_gradient(model_file: ModelFile) -> ModelError:
+    what = "nothing that the model returns has a gradient, so that nothing can be trained"
+    return model_file.error(what, "take torch.no_grad(), inference_mode() and detach() out of its forward")
+
+
+def _has_gradient(returned: Any) -> bool:
+    return isinstance(returned, Value) and returned.differentiable
 
 
 def tensors_in(result: Any) -> list[Tensor]:

@@ -224,8 +224,8 @@ def minibatch_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
             remedy = "leave out --precision bf16, or set torch.backends.mkldnn.enabled = False in the file"
             raise model_file.error(what, remedy) from error
         raise model_file.error_at(error, "a minibatch") from error
-    except ValueError as error:
+    except Exception as error:
         if "more than 1 value per channel" not in str(error):
-            raise
+            raise model_file.error_at(error, "a minibatch") from error
         what = f"a minibatch of {batch_size} is too small for batch normalisation ({error})"
         raise model_file.error(what, "choose a larger --batch-size") from error

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import pdtool
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.errors import ModelError, StaleError, TraceError, UsageError
 from pdtool.frontend.graph_digest import check_profile
 from pdtool.frontend.leaf_calls import LeafCall
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace, trace_file
-from pdtool.frontend.user_code import parse_ref
+from pdtool.frontend.user_code import parse_ref, undoing_user_changes
 from pdtool.profiler.measure import measure
 
 MODELS = Path(__file__).parents[1] / "models" / "small.py"
@@ -490,3 +491,77 @@ def test_a_model_without_a_validation_set_is_told_what_to_do(tmp_path, missing, 
     remedy = "each epoch ends with a validation: return samples for it, if need be some of the training set"
     with pytest.raises(ModelError, match=rf"model.py:3: dataset\('valid'\) {what}; {remedy}"):
         file.dataset("valid")
+
+
+DEFAULTS = """
+import torch
+from torch import nn
+{import_}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+    {decorator}
+    def forward(self, x):
+        {forward}
+        return self.last(self.first(x))
+def model():
+    {model}
+    return Net()
+def dataset(split):
+    {dataset}
+    return [(torch.randn(8), i % 2) for i in range(8)]
+def optimizer(named):
+    {optimizer}
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
+def loss(output, target):
+    {loss}
+    return nn.functional.cross_entropy(output, target)
+"""
+SETTERS = {
+    "torch.set_grad_enabled(False)": "switches gradients off|nothing that the model returns has a gradient",
+    "torch.set_default_dtype(torch.float64)": r"sets the default dtype to torch.float64 .*at the top of the file",
+    "torch.set_default_device('meta')": "sets the default device to meta .*device that --device names",
+}
+
+
+@pytest.mark.parametrize("statement", SETTERS)
+@pytest.mark.parametrize("place", ["import_", "forward", "model", "dataset", "optimizer", "loss"])
+def test_torchs_defaults_are_changed_at_the_top_of_the_file_or_nowhere(statement, place, tmp_path, monkeypatch):
+    """A plain loop would go on with them, and what comes after which call depends on the plan."""
+    monkeypatch.setattr("pdtool.profiler.measure._BUDGET_S", 0.0)
+    empty = dict.fromkeys(["forward", "model", "dataset", "optimizer", "loss"], "pass")
+    text = DEFAULTS.format(**{"import_": "", "decorator": "", **empty, place: statement})
+    defaults = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    with undoing_user_changes():
+        if place == "import_" and "dtype" in statement:
+            assert measure(write(tmp_path, text), batch_size=4).by_name["first"].parameter_bytes == 8 * 72
+        else:
+            with pytest.raises(ModelError, match=SETTERS[statement]):
+                measure(write(tmp_path, text), batch_size=4)
+    assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()) == defaults
+
+
+@pytest.mark.parametrize("decorator", ["@torch.no_grad()", "@torch.inference_mode()"])
+def test_a_forward_without_gradients_is_refused(decorator, tmp_path, monkeypatch):
+    monkeypatch.setattr("pdtool.profiler.measure._BUDGET_S", 0.0)
+    empty = dict.fromkeys(["import_", "forward", "model", "dataset", "optimizer", "loss"], "")
+    with pytest.raises(ModelError, match=r"nothing that the model returns has a gradient.*take torch.no_grad\(\)"):
+        measure(write(tmp_path, DEFAULTS.format(decorator=decorator, **empty)), batch_size=4)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_caller_without_gradients_makes_no_difference(mode, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pdtool.profiler.measure._BUDGET_S", 0.0)
+    empty = dict.fromkeys(["import_", "decorator", "forward", "model", "dataset", "optimizer", "loss"], "")
+    write(tmp_path, DEFAULTS.format(**empty))
+    with mode():
+        assert pdtool.profile("model.py", batch_size=4).by_name["first"].backward_s > 0
+        assert not torch.is_grad_enabled()
+
+
+def test_a_model_without_its_own_init_is_refused(tmp_path):
+    text = "from torch import nn\nclass Net(nn.Module):\n    def __init__(self): pass\ndef model(): return Net()\n"
+    with pytest.raises(ModelError, match=r"model.py:4: model\(\) returned a model that cannot be used.*super\(\)"):
+        write(tmp_path, text).build()
