@@ -120,8 +120,8 @@ def _imported(source: str, path: Path) -> ModuleType:
 
 @contextmanager
 def undoing_user_changes() -> Iterator[None]:
-    """Undo at the end what the user's code, and its import, changed of this process: the current folder, what torch makes
-    tensors of by default, and what undoing_imports says."""
+    """Undo at the end what the user's code, and its import, changed of this process: the current folder, the dtype that
+    torch makes tensors of, and what undoing_imports says."""
     dtype = torch.get_default_dtype()
     with (
         chdir("."),
