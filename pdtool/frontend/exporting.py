@@ -52,6 +52,7 @@ def exported(
             _caches_made_anew(model),
             _named_arguments(model, inputs),
             _known_outputs(model),
+            _assigned_buffers(model),
             _EvenChunks(),
             symbolic_len(model),
         ):
@@ -177,6 +178,34 @@ def _known_outputs(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def _assigned_buffers(model: nn.Module) -> Iterator[None]:
+    """Write into a buffer what forward assigns to it, which torch.export misses in all modules but the model itself."""
+    before: dict[tuple[nn.Module, str], Tensor] = {}
+
+    def begin(module: nn.Module, arguments: Any) -> None:
+        before.update({(m, name): b for m in module.modules() for name, b in m._buffers.items() if b is not None})
+
+    def end(module: nn.Module, arguments: Any, output: Any) -> None:
+        for (owner, name), buffer in before.items():
+            assigned = owner._buffers.get(name)
+            if assigned is not None and assigned is not buffer:
+                if (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
+                    kinds = " by ".join(
+                        f"{str(b.dtype).removeprefix('torch.')}{list(b.shape)}" for b in (buffer, assigned)
+                    )
+                    raise TraceError(f"forward replaces the buffer {name}, {kinds}", "let it keep its shape and dtype")
+                buffer.copy_(assigned)
+                owner._buffers[name] = buffer
+
+    hooks = model.register_forward_pre_hook(begin), model.register_forward_hook(end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -267,9 +267,11 @@ class GraphReader:
             self._values.replace(overwritten, outputs[0])
 
     def _aten_arguments(self, node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
-        """All arguments by the names of the schema, defaults included."""
+        """All arguments by the names of the schema, defaults included; as of modules, no gradient is to be sparse."""
         names = [a.name for a in target._schema.arguments]
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        if "sparse" in names:
+            given["sparse"] = False
         return {
             a.name: self._values.argument(given[a.name]) if a.name in given else a.default_value
             for a in target._schema.arguments

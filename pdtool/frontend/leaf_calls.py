@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import TraceError
@@ -197,11 +198,12 @@ def _observed(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
     def replaced(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+            before = [t.detach().clone() for t in inputs]
             versions = [t._version for t in inputs]
             result = forward(*args, **kwargs)
             register_containers(result)
             returned, spec = pytree.tree_flatten(result)
-            if versions != [t._version for t in inputs]:
+            if versions != [t._version for t in inputs] or not all(map(_is_same, inputs, before)):  # by `.data`
                 what = f"{path} writes into its input in place"
                 raise TraceError(what, "let it work on a copy", module=_parent(path))
             if others := [o for o in returned if o is not None and not isinstance(o, Tensor)]:
@@ -216,6 +218,11 @@ def _observed(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
     with _forwards_replaced(model, paths, replaced):
         minibatch.call(model)
     return observed
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values; those of an estimate have none."""
+    return isinstance(tensor, FakeTensor) or torch.equal(tensor.nan_to_num(), other.nan_to_num())
 
 
 def _recorded(small: _Observed, large: _Observed, sizes: tuple[int, int]) -> RecordedCall:

@@ -264,7 +264,8 @@ def _compare_gradients(model: nn.Module, stages: Sequence[nn.Module], expected: 
             continue
         if in_stages is None or in_model is None:
             raise VerificationError(f"the gradient of {name} reaches only one of the model and the stages ({where})")
-        _compare(in_model, in_stages, f"the gradient of {name} ({where})")
+        dense_in_model, dense_in_stages = (g.to_dense() if g.is_sparse else g for g in (in_model, in_stages))
+        _compare(dense_in_model, dense_in_stages, f"the gradient of {name} ({where})")
 
 
 def _backward(outputs: Sequence[Tensor]) -> None:

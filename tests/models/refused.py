@@ -93,6 +93,18 @@ class OneSize(nn.Module):
         return self.fc2(self.fc1(x).view(4, 8).repeat(1, 2))
 
 
+class WritesData(nn.Module):
+    """Scales its input where autograd does not see it, and is called whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.detach().numpy()[:] *= 0.5
+        return self.linear(x)
+
+
 class Kept(nn.Module):
     """The output before this one, as a baseline."""
 
@@ -139,6 +151,12 @@ MODELS = {
     "stateful_lstm": Task(StatefulLSTM, TOKENS, TOKENS, token_loss, refused="self.hidden of the model"),
     "step_counter": Task(StepCounter, INPUT, CLASS, refused="self.step of the model"),
     "kept_average": Task(Kept, INPUT, CLASS, refused="self.average of the model"),
+    "writes_data": Task(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), WritesData(), nn.Linear(8, 3)),
+        INPUT,
+        CLASS,
+        refused="2 writes into its input in place; let it work on a copy",
+    ),
     "layer_drop": Task(LayerDrop, INPUT, CLASS, refused="random"),
     "teacher_forcing": Task(TeacherForcing, TOKENS, TOKENS, next_token_loss, refused="random"),
     "max_norm": Task(Renormalised, TOKENS, TOKENS, token_loss, refused="embedding renormalises its weight in forward"),

@@ -364,6 +364,32 @@ def actor_critic_loss(output, target):
     return -(chosen * advantage).mean() + F.mse_loss(value, target["return"]) - 0.01 * entropy
 
 
+class SparseTable(nn.Module):
+    """Looks words up by the function, whose gradient is to be sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(20, 8))
+
+    def forward(self, words):
+        return F.embedding(words, self.table, sparse=True).sum(1)
+
+
+class LateCentering(nn.Module):
+    """Subtracts a mean that it assigns to a buffer, from the sixth minibatch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.calls = self.calls + 1
+            self.mean = torch.where(self.calls > 5, 0.9 * self.mean + 0.1 * x.detach().mean(0), self.mean)
+        return x - self.mean
+
+
 class Warming(nn.Module):
     """A weight that grows with the number of calls, counted in a buffer."""
 
@@ -665,6 +691,8 @@ MODELS = {
     "scripted": Task(Scripted, INPUT, CLASS),
     "lazy_table": Task(LazyTable, numbers(5, 4), CLASS),
     "lazy_modules": Task(lazy, numbers(3, 8, 8), CLASS),
+    "sparse_table": Task(lambda: nn.Sequential(SparseTable(), perceptron()), classes(20, 4), CLASS),
+    "late_centering": Task(lambda: nn.Sequential(nn.Linear(8, 8), LateCentering(), perceptron()), INPUT, CLASS),
     "running_norm": Task(
         RunningNorm, INPUT, lambda g: {"action": classes(4)(g), "return": numbers()(g)}, actor_critic_loss
     ),
