@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from pdtool.artifacts.fields import MAX_WORKERS
-from pdtool.errors import FieldError, ModelError
+from pdtool.errors import FieldError, ModelError, TraceError
 from pdtool.frontend.model_io import tensors_of
 
 
@@ -141,6 +141,13 @@ def check_gradient(loss: Tensor, output: Any) -> None:
             "loss() returned a tensor without a gradient, so that nothing can be trained",
             "compute it from the model's output without detach(), item(), argmax() or torch.no_grad()",
         )
+
+
+def hook_on_parameter(location: str) -> TraceError:
+    """Return what is said of a forward that puts a hook on a parameter, at the line `file.py:12`."""
+    what = "forward puts a hook on a parameter, which a stage would not keep: it has other tensors"
+    remedy = "change gradients in the optimizer's step, or by MAX_GRAD_NORM"
+    return TraceError(what, remedy, location=location, module="")
 
 
 def takes_total(scheduler: Callable[..., Any]) -> bool:

@@ -7,13 +7,12 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.fx.experimental.sym_node import SymNode
 from torch.utils.checkpoint import CheckpointFunction
@@ -21,6 +20,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from pdtool.errors import TraceError
 from pdtool.frontend.leaf_calls import call_function
 from pdtool.frontend.leaf_modules import is_leaf
+from pdtool.frontend.model_rules import hook_on_parameter
+from pdtool.frontend.user_code import line_of
 
 _DRAWING = "random randint randrange uniform choice choices sample shuffle gauss getrandbits"
 _DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation shuffle binomial"
@@ -111,7 +112,7 @@ def _callers(paths: Mapping[int, str]) -> list[FixedSize]:
     frame: FrameType | None = sys._getframe(2)
     while frame:
         if (path := _path(frame, paths)) is not None:
-            return [FixedSize(path, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")]
+            return [FixedSize(path, line_of(frame))]
         frame = frame.f_back
     return []
 
@@ -120,12 +121,15 @@ def _callers(paths: Mapping[int, str]) -> list[FixedSize]:
 def untraceable_refused() -> Iterator[None]:
     """Refuse what torch.export would trace without an error, and wrongly.
 
-    These are gradients taken in forward, and numbers of Python's and numpy's generators, which would be drawn once and
-    for all. An autograd.Function is kept whole; reentrant checkpointing, which is one too, is left out.
+    These are gradients taken in forward, hooks on tensors, and numbers of Python's and numpy's generators, which would
+    be drawn once and for all. An autograd.Function is kept whole; reentrant checkpointing, which is one too, is left
+    out.
     """
     with ExitStack() as stack:
         stack.enter_context(_functions_kept())
         stack.enter_context(patch.object(torch.autograd, "grad", _refusing("torch.autograd.grad")))
+        for name in ("register_hook", "retain_grad"):
+            stack.enter_context(patch.object(Tensor, name, _refusing(f"Tensor.{name}")))
         for module, names in (("random", _DRAWING), ("numpy.random", _DRAWING_NUMPY)):
             for name in names.split() if module in sys.modules else ():
                 stack.enter_context(patch.object(sys.modules[module], name, _refusing(f"{module}.{name}")))
@@ -140,6 +144,8 @@ def _refusing(name: str) -> Callable[..., Any]:
     """A function that refuses to be called while a model is traced."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(next(iter(args), None), nn.Parameter):
+            raise hook_on_parameter(line_of(sys._getframe(1)))
         what = f"forward calls {name}, which operators do not show"
         raise TraceError(what, "call it in a module of its own, which pdtool then calls whole")
 

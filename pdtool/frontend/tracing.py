@@ -7,7 +7,7 @@ becomes opaque, one operator as well, and the model is traced again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from pdtool.frontend.opaque_modules import FixedSize, failing_module, fixed_size
 from pdtool.frontend.operators import Traced, named_state, names_over_parameters
 from pdtool.frontend.user_code import user_line
 
+_HOOKED = "it has a backward hook"
 _SIZES = (2, 3)  # of the minibatches that tell the shapes of opaque modules
 
 
@@ -51,17 +52,18 @@ def trace(
     """
     tracer = _Tracer(model, lambda size: ModelInputs.of(example(size)), max(2, batch_size), path)
     was_training = model.training
-    reasons = dict.fromkeys(opaque, "HINTS")
     _check_paths(model, opaque)
     _check_hooks(model)
+    reasons = without_inner(dict.fromkeys(_hooked_modules(model), _HOOKED) | dict.fromkeys(opaque, "HINTS"))
     _check_initialized(model)
     try:
         while True:
             try:
                 traced = tracer.trace(reasons)
-                _check_opaque(traced, reasons)
+                called = {part.module for op in traced.operators for part in op.parts if part.opaque}
+                _check_opaque(traced, reasons, called)
                 _check_shared_memory(traced)
-                return replace(traced, opaque=reasons)
+                return replace(traced, opaque={path: why for path, why in reasons.items() if path in called})
             except TraceError as error:
                 found = _alike(model, error.module)
                 if found <= reasons.keys():
@@ -85,6 +87,17 @@ def _check_hooks(model: nn.Module) -> None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             what = f"parameter {name} has a hook on its gradient, which a stage would not call: it has other tensors"
             raise TraceError(what, "change gradients in the optimizer's step, or by MAX_GRAD_NORM")
+    if _has_backward_hook(model):
+        raise TraceError("the model has a backward hook, which no stage would call", "put it on modules inside of it")
+
+
+def _hooked_modules(model: nn.Module) -> list[str]:
+    """The paths of the modules that are called whole for the sake of their backward hooks."""
+    return [path for path, module in model.named_modules() if path and _has_backward_hook(module)]
+
+
+def _has_backward_hook(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _check_initialized(model: nn.Module) -> None:
@@ -94,14 +107,14 @@ def _check_initialized(model: nn.Module) -> None:
             raise TraceError(what, "give it its input size, or let model() call the model once before it returns it")
 
 
-def _check_opaque(traced: Traced, opaque: Collection[str]) -> None:
-    """Check that what is inside of an opaque module is called from there only, and that each of them is called."""
+def _check_opaque(traced: Traced, opaque: Mapping[str, str], called: Collection[str]) -> None:
+    """Check that what is inside of an opaque module is called from there only, and that those of HINTS are called."""
     parts = [part for op in traced.operators for part in op.parts]
     for path in opaque:
         if inner := next((part for part in parts if part.module.startswith(f"{path}.")), None):
             what = f"{inner.module} is called from outside of {path}, which is called whole"
             raise TraceError(what, f"call it from {path} only", location=inner.location, module=path.rpartition(".")[0])
-        if not any(part.opaque and part.module == path for part in parts):
+        if path not in called and opaque[path] != _HOOKED:
             raise TraceError(f"{path} is to be called whole, and is not called", "take it out of HINTS")
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -301,6 +301,11 @@ def user_line(error: BaseException, path: Path) -> str:
             line, name = trace.tb_lineno, file.name
         trace = trace.tb_next
     return f"{name}:{line}: " if line else f"{path.name}: "
+
+
+def line_of(frame: FrameType) -> str:
+    """Return `file.py:12`, the line that a frame is at."""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def definition_line(function: Callable[..., Any], path: Path) -> str:

@@ -209,14 +209,17 @@ class InitWriter:
         return f'{access(path)}.register_buffer("{attribute}", {zeros}{persistent})'
 
     def _ties(self) -> Iterator[str]:
-        """Yield an assignment for each parameter that is the same as one before it in this stage."""
-        first: dict[str, str] = {}
-        names = sorted(self.wiring.parameters(self.stage), key=lambda name: self._opaque_owner(name) is None)
+        """Yield an assignment for each parameter or changing buffer that is the same as one before it in this stage."""
+        first: dict[int, str] = {}
+        state, changing = named_state(self.wiring.traced.model), self.wiring.traced.changed_buffers
+        names = [*self.wiring.parameters(self.stage), *(n for n in self.wiring.buffers(self.stage) if n in changing)]
+        names.sort(key=lambda name: self._opaque_owner(name) is None)
         for name in names:  # what is taken from the model first, for it is not ours to change
-            original = first.setdefault(self.wiring.traced.tied[name], name)
+            original = first.setdefault(id(state[name]), name)
             if original != name and not self._opaque_owner(name):
                 owner = self._opaque_owner(original)
-                inside = f'{access(owner)}.get_parameter("{original[len(owner) + 1 :]}")' if owner else None
+                get = "get_parameter" if isinstance(state[name], nn.Parameter) else "get_buffer"
+                inside = f'{access(owner)}.{get}("{original[len(owner) + 1 :]}")' if owner else None
                 yield f"{set_parameter(name, inside or access_state(original))}  # tied"
 
     def _shared_memory(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +32,10 @@ from torch.utils import _pytree as pytree
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
-from pdtool.frontend.operators import named_state
+from pdtool.frontend.model_rules import hook_on_parameter
+from pdtool.frontend.operators import named_state, shared_memory
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
+from pdtool.frontend.user_code import line_of
 from pdtool.frontend.user_modules import user_modules_importable
 
 Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> something that is equal while it is kept
@@ -119,10 +123,13 @@ def verify_values(
         _seed_by_path(model, spec.opaque)
         _seed_by_path(stage, spec.opaque)
     before = attributes(model)
+    state = named_state(model)
+    shared = {tuple(names): state[names[0]].detach().clone() for names in shared_memory(state)}
     try:
         _compare_minibatches(model, stages, bundle, minibatches)
-    except VerificationError:
-        _refuse_kept_state(list(kept_attributes(model, before)))  # if the values differ, this is why
+    except VerificationError:  # if the values differ, this is why
+        _refuse_kept_state(list(kept_attributes(model, before)))
+        _refuse_changed_memory(model, shared)
         raise
     if kept := list(kept_attributes(model, before)):
         _refuse_kept_state([attribute for attribute in kept if _is_carried_over(attribute, build, minibatches)])
@@ -138,10 +145,13 @@ def _compare_minibatches(
         mode = "training" if training else "evaluation"
         for number, inputs in enumerate(batches):
             where = f"{mode}, minibatch {number} of {len(batches)}"
-            with torch.set_grad_enabled(training), _repeatable():
+            with torch.set_grad_enabled(training), _repeatable(), _hooks_noted() as in_model:
                 expected = _run("the model", partial(_call, model, inputs), where)
-            with torch.set_grad_enabled(training), _repeatable():
+            with torch.set_grad_enabled(training), _repeatable(), _hooks_noted() as in_stages:
                 composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
+            if lost := sorted(in_model - in_stages):
+                remedy = 'put this line into a module of its own, and name it in HINTS = {"opaque": [...]}'
+                raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor that no stage has", remedy)
             _compare_outputs(expected, composed, where)
             if training:
                 _compare_gradients(model, stages, expected, composed, where)
@@ -191,6 +201,18 @@ def _refuse_kept_state(attributes: Sequence[KeptAttribute]) -> None:
             f"{where}forward changes {owner} and reads it again: minibatches in flight together cannot share it",
             "compute it from the inputs in each call, or keep it in a buffer that the module's __init__ makes",
         )
+
+
+def _refuse_changed_memory(model: nn.Module, before: Mapping[tuple[str, ...], Tensor]) -> None:
+    """Refuse tensors that share memory which forward has changed: a stage file makes each of its own.
+
+    Args:
+        before: names of tensors that share memory -> what the first of them was.
+    """
+    for names, value in before.items():
+        if not torch.equal(named_state(model)[names[0]], value):
+            what = f"{' and '.join(names)} share memory that forward changes, but are different tensors"
+            raise VerificationError(what, "let them be one tensor, or give each memory of its own with clone()")
 
 
 def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs, output: Any) -> None:
@@ -352,6 +374,28 @@ class _SeedByInput(TorchFunctionMode):
 def _repeatable() -> Iterator[None]:
     with random_state_kept(), torch.random.fork_rng(), _SeedByInput():
         yield
+
+
+@contextmanager
+def _hooks_noted() -> Iterator[set[str]]:
+    """Note the lines of the user's code that put hooks on activations.
+
+    Raises:
+        TraceError: one puts a hook on a parameter.
+    """
+    register: Callable[[Tensor, Any], Any] = Tensor.register_hook
+    lines: set[str] = set()
+
+    def noting(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_code.co_filename != __file__:  # the mode of `_repeatable` calls it again
+            if isinstance(tensor, nn.Parameter):
+                raise hook_on_parameter(line_of(frame))
+            lines.add(line_of(frame))
+        return register(tensor, hook)
+
+    with patch.object(Tensor, "register_hook", noting):
+        yield lines
 
 
 def _seed_by_path(module: nn.Module, paths: Sequence[str]) -> None:

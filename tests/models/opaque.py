@@ -274,6 +274,59 @@ def hooked():
     return Hooked()
 
 
+class HookedAsAWhole(Branch):
+    """The whole model has a hook."""
+
+
+def hooked_as_a_whole():
+    model = HookedAsAWhole()
+    model.register_full_backward_pre_hook(lambda module, gradients: None)
+    return model
+
+
+class HookingParameter(Branch):
+    """Puts a hook on a parameter in forward."""
+
+    def forward(self, x):
+        if self.training:
+            self.linear.weight.register_hook(lambda gradient: gradient * 3)
+        return super().forward(x)
+
+
+def hooking_parameter():
+    return _around(HookingParameter())
+
+
+class HookingActivation(nn.Module):
+    """Puts a hook on what has a gradient, as nothing seems to have while it is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.linear(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 3)
+        return x
+
+
+def hooking_activation():
+    return _around(HookingActivation())
+
+
+class Overlapping(nn.Sequential):
+    """Batch norms whose statistics overlap in memory."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self[3].running_mean = self[1].running_mean.view(8)
+
+
+def overlapping():
+    return Overlapping()
+
+
 class Remembering(Branch):
     """Adds the minibatch before, if it is of the same size."""
 

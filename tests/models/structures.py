@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune as prune
-from task import Task, both, classes, named, numbers
+from task import Task, both, classes, in_double, named, numbers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -666,7 +666,48 @@ class DroppedWeight(nn.Module):
         return F.dropout(x, 0.2, self.training, inplace=True).t()
 
 
+class SharedStatistics(nn.Module):
+    """Two batch norms with their own weights, whose statistics are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm, self.norm_again = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+        for name, buffer in self.norm.named_buffers():
+            setattr(self.norm_again, name, buffer)
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu()
+        return self.third(self.norm_again(self.second(x)).relu())
+
+
+class HookedBackward(nn.Module):
+    """Gradients changed by hooks of modules, in front of them and behind them, and by one of an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), perceptron(8, 8, 8), nn.Linear(8, 3)
+        self.doubling = DoubledBackward()
+        self.second.register_full_backward_hook(lambda module, inward, outward: (inward[0] * 2,))
+        self.last.register_full_backward_pre_hook(lambda module, outward: (outward[0] * 0.5,))
+
+    def forward(self, x):
+        return self.last(self.doubling(self.second(torch.tanh(self.first(x)))))
+
+
+class DoubledBackward(nn.Module):
+    """Doubles a gradient."""
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        if torch.is_grad_enabled():
+            x.register_hook(lambda gradient: gradient * 2)
+        return x
+
+
 MODELS = {
+    "shared_statistics": in_double(Task(SharedStatistics, INPUT, CLASS)),
+    "hooked_backward": Task(HookedBackward, INPUT, CLASS),
     "recomputed": Task(lambda: nn.Sequential(Recomputed(), Recomputed(), nn.Linear(8, 3)), INPUT, CLASS, noisy=True),
     "layer_drop": Task(lambda: nn.Sequential(LayerDrop(), LayerDrop(), nn.Linear(8, 3)), INPUT, CLASS, noisy=True),
     "dropped_weight": Task(

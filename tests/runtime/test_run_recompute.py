@@ -47,10 +47,13 @@ class Stateful(nn.Module):
         self.register_buffer("of_numpy", torch.from_numpy(np.zeros(3, np.float32)))
         self.register_buffer("spread", torch.ones(1).expand(3))
         self.register_buffer("nothing", torch.empty(0, 3))
+        self.other = nn.Module()
+        self.other.register_buffer("seen", self.seen)
         self.rounds = 0
 
     def forward(self, x, mask):
         self.seen += 1
+        self.other.seen *= 2
         self.rounds += 1
         y = self.linear(x) * self.scale * self.seen.clone() * self.rounds * self.spread + self.last + self.second
         self.last = x.detach().mean(0)
