@@ -49,7 +49,13 @@ from pdtool.runtime.stage.stage_replica import ClippedUpdates, StageReplica
 from pdtool.runtime.stage.tied_parameters import TiedHolders, TiedParameterSync
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
-from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
+from pdtool.runtime.worker.worker_model import (
+    WorkerModel,
+    digest_weights,
+    equalize_weights,
+    is_small,
+    load_stage_module,
+)
 from pdtool.schedule import PipelineShape, gradient_delays, is_asynchronous, tied_update_lag
 
 _SPLITS = ("train", "valid")
@@ -96,6 +102,7 @@ class WorkerContext:
         self.shape = config.shape
         own_stages = self.shape.stages_on_same_workers(self.assignment.stage)
         built = WorkerModel.build(self.file, config.seed, bundle, own_stages, as_a_whole=is_small(config.plan))
+        digests = digest_weights(built.model, bundle, own_stages, self.groups) if config.resume is None else {}
         if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
             built.check(lambda model: check_bundle(self.file, model, bundle, config.check_stage_files))
         self._warn_of_whole_models(
@@ -107,7 +114,7 @@ class WorkerContext:
         self.canonical = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
         modules = {s: load_stage_module(bundle, config.bundle_dir, s, model).to(device) for s in own_stages}
         if config.resume is None:
-            self._equalize(modules)
+            self._equalize(modules, digests)
         self.status.set("the loading of the data")
         inputs = [bundle.by_name[name] for name in bundle.inputs]
         loaded = _SPLITS if self.assignment.stage == 0 else ()
@@ -170,9 +177,9 @@ class WorkerContext:
             keeps_workers=not self.file.has("sampler"),
         )
 
-    def _equalize(self, modules: Mapping[int, nn.Module]) -> None:
+    def _equalize(self, modules: Mapping[int, nn.Module], digests: Mapping[tuple[int, str], bytes]) -> None:
         """Let replicas and tied copies begin alike; worker 0 says so where they did not."""
-        different = equalize_weights(modules, self.config.bundle.tied, self.groups)
+        different = equalize_weights(modules, digests, self.config.bundle.tied, self.groups)
         if different and self.assignment.rank == 0:
             names = ", ".join(different[:5]) + " and others" * (len(different) > 5)
             sys.stderr.write(

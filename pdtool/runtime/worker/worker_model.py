@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,8 +212,22 @@ def _description(value: Tensor | None) -> str:
     return "missing" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
+def digest_weights(
+    model: nn.Module, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups
+) -> dict[tuple[int, str], bytes]:
+    """Return the digests of the parameters and buffers of some stages, by (stage, name); {} if no stage has copies."""
+    if not _has_copies(bundle.tied, groups):
+        return {}
+    state = named_state(model)
+    names = ((s, name) for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers))
+    return {(s, name): _digest(state[name]) for s, name in names if name in state}
+
+
 def equalize_weights(
-    modules: Mapping[int, nn.Module], tied: Sequence[TiedParameter], groups: ProcessGroups
+    modules: Mapping[int, nn.Module],
+    own_digests: Mapping[tuple[int, str], bytes],
+    tied: Sequence[TiedParameter],
+    groups: ProcessGroups,
 ) -> list[str]:
     """Give parameters and buffers that differ between copies the values of the first worker that holds them.
 
@@ -222,6 +236,7 @@ def equalize_weights(
 
     Args:
         modules: of this worker's stages, by their number; with the names of the whole model.
+        own_digests: what `digest_weights` returned before anything ran a forward, which may change weights.
 
     Returns:
         The names of those that differed anywhere, on every worker.
@@ -229,11 +244,10 @@ def equalize_weights(
     Raises:
         PeerError: a worker is lost.
     """
-    shares = any(len(group.ranks) > 1 for group in groups.replicas) or bool(tied)
-    if not shares:
+    if not _has_copies(tied, groups):
         return []
     own = {(s, name): tensor for s, module in modules.items() for name, tensor in _state(module).items()}
-    listed = [(s, name, _digest(tensor)) for (s, name), tensor in own.items()]
+    listed = [(s, name, own_digests.get((s, name), "")) for s, name in own]
     gathered = all_gather(listed, list[tuple[int, str, str]], groups.world, "the digests of the initial weights")
     digests = [{(s, name): digest for s, name, digest in held} for held in gathered]
     different: dict[str, None] = {}
@@ -252,6 +266,10 @@ def equalize_weights(
                 if key in own:
                     _broadcast(own[key], source, tied_group, torch.device("cpu"))
     return list(different)
+
+
+def _has_copies(tied: Sequence[TiedParameter], groups: ProcessGroups) -> bool:
+    return bool(tied) or any(len(group.ranks) > 1 for group in groups.replicas)
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
