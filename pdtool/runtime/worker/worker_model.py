@@ -214,7 +214,7 @@ def _description(value: Tensor | None) -> str:
 
 def digest_weights(
     model: nn.Module, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups
-) -> dict[tuple[int, str], bytes]:
+) -> dict[tuple[int, str], str]:
     """Return the digests of the parameters and buffers of some stages, by (stage, name); {} if no stage has copies."""
     if not _has_copies(bundle.tied, groups):
         return {}
@@ -225,7 +225,7 @@ def digest_weights(
 
 def equalize_weights(
     modules: Mapping[int, nn.Module],
-    own_digests: Mapping[tuple[int, str], bytes],
+    own_digests: Mapping[tuple[int, str], str],
     tied: Sequence[TiedParameter],
     groups: ProcessGroups,
 ) -> list[str]:
