@@ -177,7 +177,7 @@ class WorkerContext:
             keeps_workers=not self.file.has("sampler"),
         )
 
-    def _equalize(self, modules: Mapping[int, nn.Module], digests: Mapping[tuple[int, str], bytes]) -> None:
+    def _equalize(self, modules: Mapping[int, nn.Module], digests: Mapping[tuple[int, str], str]) -> None:
         """Let replicas and tied copies begin alike; worker 0 says so where they did not."""
         different = equalize_weights(modules, digests, self.config.bundle.tied, self.groups)
         if different and self.assignment.rank == 0:
