@@ -57,6 +57,7 @@ LONG_FILES = [
     "test_run_endings.py",
     "test_emulate.py",
     "test_run_nodes.py",
+    "test_mutated_models.py",
 ]
 
 
