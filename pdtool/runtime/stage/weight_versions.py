@@ -196,6 +196,7 @@ class WeightVersions:
         if self._exact:
             self._exact = self._new_version(memory, self._exact.number)
             memory = [*(leaf.detach() for leaf in self._current.leaves), *self._current.views]
+        self._spare_memory.clear()  # what shares memory there may not do so any more
         users = self._current.users
         self._make_current(self._current.number, memory)
         self._current.users = users
