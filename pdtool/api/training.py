@@ -178,14 +178,14 @@ def _prove_update_again(inputs: Inputs, bundle: Bundle) -> None:
     Raises:
         ModelError: the stages' updates are not those of the model.
     """
-    from pdtool.frontend.user_code import find_source
+    from pdtool.frontend.user_code import find_source, undoing_user_changes
 
     proved = inputs.plan.model or inputs.profile.model
     is_same = file_sha256(find_source(inputs.model.source)) in bundle.digests.values()
     if is_first_worker(os.environ) and not (is_same and proved and proved.settings == inputs.model.settings):
         from pdtool.generator.generate import prove_update
 
-        with status("proving the update of the stages"):
+        with undoing_user_changes(), status("proving the update of the stages"):
             prove_update(inputs.model_file(), bundle)
 
 

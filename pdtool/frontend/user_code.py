@@ -156,7 +156,7 @@ def defaults_kept(where: str, *, may_set_dtype: bool = False) -> Iterator[None]:
         raise ModelError(what, "write `with torch.no_grad():` around what needs none")
     if torch.get_default_device() != device:
         changed = torch.get_default_device()
-        torch.set_default_device(device)
+        torch.set_default_device(None if device.type == "cpu" else device)
         what = f"{where} sets the default device to {changed} for all that follows"
         raise ModelError(what, "leave it out: pdtool puts model and data on the device that --device names")
     if torch.get_default_dtype() != dtype and not may_set_dtype:

@@ -23,7 +23,6 @@ from pdtool.frontend.operators import Traced, Value, named_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.update_proof import check_update
-from pdtool.frontend.user_code import undoing_user_changes
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.verify import verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
@@ -76,7 +75,7 @@ def prove_update(model_file: ModelFile, bundle: Bundle) -> None:
     """
     if len(bundle.stages) < 2 or not model_file.has("optimizer"):
         return
-    with random_state_kept(), undoing_user_changes():
+    with random_state_kept():
         model = model_file.build()
         if fits_in_memory(model):
             first: dict[int, str] = {}

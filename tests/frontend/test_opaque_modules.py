@@ -185,7 +185,7 @@ def test_an_opaque_module_that_checkpoints_reentrantly_is_measured(tmp_path, mon
 
 
 def test_a_model_too_large_for_memory_cannot_be_proved_by_shapes(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate_module, "_fits_in_memory", lambda traced: False)
+    monkeypatch.setattr(generate_module, "fits_in_memory", lambda traced: False)
     model_file = load("branch_on_values")
     profile = skeleton(model_file)
     with pytest.raises(VerificationError, match="does not fit into this machine's memory, and what 1 returns"):

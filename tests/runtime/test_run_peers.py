@@ -221,7 +221,7 @@ def local_class() -> Any:
 @pytest.mark.parametrize(
     ("target", "named"),
     [
-        (3, "holds int,"),
+        (2**70, "holds int,"),
         ({"a": "text"}, "holds str,"),
         ({(1, 2): TENSOR}, r"holds the key \(1, 2\),"),
         (local_class(), "local_class.<locals>.Local, a class that is not found in"),
