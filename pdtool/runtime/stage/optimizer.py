@@ -71,7 +71,7 @@ class NamedOptimizer:
         self._may_draw = file.has("after_update") or _is_of_the_user(self.optimizer)
         groups = self.optimizer.param_groups if self.optimizer else []
         self._first_trained = {name: p.requires_grad for name, p in self.parameters.items()}
-        self._parameter_count = sum(len(group["params"]) for group in groups)
+        self._groups = len(groups)
         self._first_groups = [copy.deepcopy({k: group[k] for k in group.keys() - NAMES_OF_GROUP}) for group in groups]
 
     @property
@@ -110,12 +110,10 @@ class NamedOptimizer:
             parameter.grad = None
 
     def _keep_own_parameters(self) -> None:
-        """Leave out those of parameters that were added to a group since, which are not stepped here."""
-        groups = self.optimizer.param_groups if self.optimizer else []
-        if sum(len(group["params"]) for group in groups) != self._parameter_count:
-            assert self.optimizer
+        """Leave out, of a group that was added since, the parameters that are not stepped here."""
+        if self.optimizer and len(self.optimizer.param_groups) != self._groups:
             keep_parameters(self.optimizer, {id(p) for p in self.parameters.values()})
-            self._parameter_count = sum(len(group["params"]) for group in groups)
+            self._groups = len(self.optimizer.param_groups)
 
     def set_mode(self, *, training: bool) -> None:
         """Put an optimizer that has modes, as schedule-free ones, into that of training or of evaluation.

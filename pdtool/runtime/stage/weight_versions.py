@@ -180,15 +180,15 @@ class WeightVersions:
             FieldError: a parameter was changed in a way that training cannot follow; its text ends with what to do.
         """
         newest = self._exact or self._current
-        changed = [
-            p
-            for p, leaf in zip(self.parameters.values(), newest.leaves, strict=True)
-            if not p.is_set_to(leaf)
-            or p.requires_grad != leaf.requires_grad
-            or p._backward_hooks is not leaf._backward_hooks
-            or p._post_accumulate_grad_hooks
-        ]
-        if not changed:
+        for p, leaf in zip(self.parameters.values(), newest.leaves, strict=True):
+            if (
+                not p.is_set_to(leaf)
+                or p.requires_grad != leaf.requires_grad
+                or p._backward_hooks is not leaf._backward_hooks
+                or p._post_accumulate_grad_hooks
+            ):
+                break
+        else:
             return False
         for name, p, leaf in zip(self.parameters, self.parameters.values(), newest.leaves, strict=True):
             _check_change(name, p, leaf)
