@@ -46,6 +46,19 @@ def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
         del optimizer.state[parameter]
 
 
+def steps_by_user_code(file: ModelFile, optimizer: Optimizer) -> bool:
+    """Whether code that is not torch's takes part in a step of an optimizer, as optimizer() has made it."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    return not is_of_torch or any(hooks) or file.has("after_update")
+
+
+def schedules_by_user_code(scheduler: object) -> bool:
+    """Whether code that is not torch's takes part in a learning-rate schedule; None is none."""
+    is_of_torch = scheduler is None or type(scheduler).__module__ == "torch.optim.lr_scheduler"
+    return not is_of_torch or isinstance(scheduler, _CALLS_USER_CODE)
+
+
 def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[str]]) -> None:
     """Check that updates of the stages, and of each layer alone, give the weights that those of the model give.
 
@@ -60,7 +73,7 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
         ModelError: parameters get other values.
     """
     parameters = dict(model.named_parameters())
-    if len(stages) < 2 or not file.has("optimizer") or not _may_couple(file, parameters):
+    if len(stages) < 2 or not file.has("optimizer") or not _is_by_user_code(file, parameters):
         return
     update = _Update(file, parameters)
     if sum(p.numel() for p in parameters.values()) > _LARGE:
@@ -92,6 +105,11 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
             raise _refusal(file, update, f"{what} where {owner} has an optimizer of its own")
 
 
+def _is_by_user_code(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> bool:
+    optimizer = file.optimizer(list(parameters.items()))
+    return steps_by_user_code(file, optimizer) or schedules_by_user_code(file.scheduler(optimizer, _UPDATES))
+
+
 def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
     return file.error_in(
         "optimizer",
@@ -103,18 +121,6 @@ def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
 
 def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
-
-
-def _may_couple(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> bool:
-    """Whether code that is not torch's takes part in an update."""
-    optimizer = file.optimizer(list(parameters.items()))
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    is_changed = any(hooks) or "step" in vars(optimizer) or file.has("after_update")
-    if is_changed or not type(optimizer).__module__.startswith("torch.optim."):
-        return True
-    scheduler = file.scheduler(optimizer, _UPDATES)
-    is_of_torch = scheduler is None or type(scheduler).__module__ == "torch.optim.lr_scheduler"
-    return not is_of_torch or isinstance(scheduler, _CALLS_USER_CODE)
 
 
 class _Update:

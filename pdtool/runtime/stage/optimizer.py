@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pdtool.errors import FieldError, ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import derive_seed, seed_generators
-from pdtool.frontend.update_proof import NAMES_OF_GROUP, keep_parameters
+from pdtool.frontend.update_proof import NAMES_OF_GROUP, keep_parameters, schedules_by_user_code, steps_by_user_code
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
 from pdtool.runtime.stage.optimizer_state import CannotPackError, pack
 
@@ -49,6 +49,7 @@ class NamedOptimizer:
         optimizer: None where the user's optimizer takes none of the parameters.
         steps: the optimizer's steps, compensated for their delay.
         updates: steps taken, including those of the runs that this one resumed.
+        is_by_user_code: whether code that is not torch's takes part in an update, and may change parameters.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class NamedOptimizer:
         self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
+        self._may_draw = steps_by_user_code(file, self.optimizer) if self.optimizer else file.has("after_update")
         self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
-        self._may_draw = file.has("after_update") or _is_of_the_user(self.optimizer)
+        self.is_by_user_code = self._may_draw or (self._schedule is not None and self._schedule.is_by_user_code)
         groups = self.optimizer.param_groups if self.optimizer else []
         self._first_trained = {name: p.requires_grad for name, p in self.parameters.items()}
         self._groups = len(groups)
@@ -237,11 +239,6 @@ def _is_same(value: Any, other: Any) -> bool:
         return False
 
 
-def _is_of_the_user(optimizer: Optimizer | None) -> bool:
-    """Whether the steps of an optimizer may draw random numbers: those of torch draw none."""
-    return optimizer is not None and not type(optimizer).__module__.startswith("torch.optim.")
-
-
 def _user_optimizer(
     file: ModelFile, model_parameters: Mapping[str, nn.Parameter], kept: Mapping[str, nn.Parameter]
 ) -> Optimizer | None:
@@ -314,6 +311,7 @@ class LearningRateSchedule:
         is_by_epoch = file.training.scheduler_step == "epoch"
         self._steps = length.epochs if is_by_epoch else length.updates
         self._scheduler = file.scheduler(optimizer, self._steps)
+        self.is_by_user_code = schedules_by_user_code(self._scheduler)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
         self._is_by_epoch = is_by_epoch or self._takes_loss
 

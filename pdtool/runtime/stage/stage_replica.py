@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +58,7 @@ class StageReplica:
     _is_first_step: bool = True
 
     def __post_init__(self) -> None:
+        self._is_by_user_code = any(optimizer.is_by_user_code for optimizer in self._optimizers)
         self._hooked = {name for name, p in self.stage.weights.parameters.items() if p._backward_hooks}
         self.adopt_changes()
 
@@ -94,10 +94,13 @@ class StageReplica:
             self.stage.weights.prepare_update()
         except FieldError as fault:
             raise self.optimizer.fault(fault) from fault
-        with self.stage.weights.noticing_kept_memory() if self._is_first_step else nullcontext():
+        if self._is_first_step:
+            self._is_first_step = False
+            with self.stage.weights.noticing_kept_memory():
+                self.optimizer.step()
+        else:
             self.optimizer.step()
-        self._is_first_step = False
-        self.adopt_changes()
+        self._updated()
 
     def take_due_tied_steps(self) -> None:
         """Take the steps of tied parameters that are due, before the stage's next action.
@@ -108,7 +111,7 @@ class StageReplica:
             while tied.is_step_due:
                 tied.take_sum()
                 tied.step()
-                self.adopt_changes()
+                self._updated()
 
     def end_epoch(self, minibatches: int) -> RoundLoss | None:
         """Take the steps of tied parameters that are still due, and make the replicas' buffers equal.
@@ -202,8 +205,15 @@ class StageReplica:
     def _optimizers(self) -> list[NamedOptimizer]:
         return [self.optimizer, *(tied.optimizer for tied in self.tied)]
 
+    def _updated(self) -> None:
+        """After an update, let forwards read what it made of the parameters; what torch does alone needs no look."""
+        if self._is_by_user_code:
+            self.adopt_changes()
+        else:
+            self._extrapolate_weights()
+
     def adopt_changes(self) -> None:
-        """After user code, let forwards read what it made of the parameters, and what the delay compensation says.
+        """After user code, let forwards read what it made of the parameters.
 
         Raises:
             ModelError: it did to one what training cannot follow.
@@ -214,6 +224,10 @@ class StageReplica:
                 self.averager.select_parameters()
         except FieldError as fault:
             raise self.optimizer.fault(fault) from fault
+        self._extrapolate_weights()
+
+    def _extrapolate_weights(self) -> None:
+        """Let forwards read what the delay compensation says."""
         values = {key: value for o in self._optimizers for key, value in o.steps.extrapolated_weights().items()}
         self.stage.weights.set_extrapolated(values)
 
