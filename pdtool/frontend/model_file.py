@@ -80,6 +80,11 @@ class UserFile:
     path: Path
     module: ModuleType
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the file has made at its top, such as a criterion."""
+        return [value for value in vars(self.module).values() if isinstance(value, nn.Module)]
+
     def has(self, function: str) -> bool:
         """Whether the file defines `function`."""
         return callable(vars(self.module).get(function))

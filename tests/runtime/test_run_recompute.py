@@ -31,6 +31,29 @@ def test_recomputing_changes_no_bit(tmp_path, toy, replicas, schedule):
             assert torch.equal(value, again.state[name]), name
 
 
+CRITERION = """
+class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+    def forward(self, output, target):
+        self.seen += self.training
+        return F.cross_entropy(output, target) * self.seen.clone() / 10
+
+CRITERION = Criterion()
+
+def loss(output, target):
+    return CRITERION(output, target)
+"""
+
+
+def test_a_criterion_that_keeps_something_changes_once_a_minibatch(tmp_path):
+    toy = replace(CONV2, model=CONV2.model + CRITERION)
+    spec = harness.job(tmp_path, toy, schedule="gpipe", microbatches=3)
+    found, expected = (harness.weights(harness.run(each)) for each in (recomputed(spec), spec))
+    harness.assert_same(found, expected, rtol=0, atol=0)
+
+
 class Stateful(nn.Module):
     """Random numbers, and buffers and attributes that change in all ways, some of them late."""
 

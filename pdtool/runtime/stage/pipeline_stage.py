@@ -5,7 +5,7 @@ With recomputation a stage keeps only what it received, and runs its forward aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +77,7 @@ class PipelineStage:
         compiled: whether the module goes through torch.compile, whose random operators are not seeded each.
         seeds: None draws the random numbers of stage 0 on the CPU.
         without_gradient: number of an output that no gradient comes back for -> its name.
+        modules_of_loss: what the loss may compute with, and change.
 
     Attributes:
         seeds: of the random numbers that forward draws.
@@ -96,11 +97,12 @@ class PipelineStage:
         compiled: bool = False,
         seeds: OperatorSeeds | None = None,
         without_gradient: Mapping[int, str] | None = None,
+        modules_of_loss: Iterable[nn.Module] = (),
     ) -> None:
         self._without_gradient = without_gradient or {}
         self.module, self._loss, self._autocast = module, loss, autocast
         self._call: Callable[..., Any] = compute_mode.compiled(module) if compiled else module
-        self._recomputation = Recomputation(module) if recompute else None
+        self._recomputation = Recomputation((module, *modules_of_loss)) if recompute else None
         self.seeds = seeds or OperatorSeeds()
         if not compiled:
             self.seeds.attach(module)
@@ -304,8 +306,9 @@ class Recomputation:
     kernels, as of an LSTM on a CPU, whose last bits differ.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = [m for m in module.modules() if m._buffers or is_user_module(m)]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        inner = (m for module in modules for m in module.modules())
+        self._modules = [m for m in inner if m._buffers or is_user_module(m)]
 
     def save(self, inputs: Sequence[Tensor], target: Any) -> ForwardState:
         """Return what a forward that begins now will see."""

@@ -323,9 +323,10 @@ class StageBuilder:
         config, device = self.config, self.device
         compensation = config.delay_compensation
         outputs = [config.bundle.by_name[name] for name in config.bundle.stages[s].outputs]
+        is_last = s == len(config.plan.stages) - 1
         return PipelineStage(
             module,
-            self.built.file.loss if s == len(config.plan.stages) - 1 else None,
+            self.built.file.loss if is_last else None,
             recompute=config.plan.stages[s].recompute,
             stashing=config.plan.weights != "none",
             extrapolates=compensation is not None and compensation.extrapolates_weights,
@@ -333,6 +334,7 @@ class StageBuilder:
             compiled=config.compiled,
             seeds=OperatorSeeds(s, device),
             without_gradient={i: output.name for i, output in enumerate(outputs) if not output.gradient},
+            modules_of_loss=self.built.file.modules if is_last else (),
         )
 
     def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
