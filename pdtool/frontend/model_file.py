@@ -81,9 +81,9 @@ class UserFile:
     module: ModuleType
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that the file has made at its top, such as a criterion."""
-        return [value for value in vars(self.module).values() if isinstance(value, nn.Module)]
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that stand at the top of the file, such as a criterion, by name."""
+        return {name: value for name, value in vars(self.module).items() if isinstance(value, nn.Module)}
 
     def has(self, function: str) -> bool:
         """Whether the file defines `function`."""

@@ -8,9 +8,10 @@ many as D-Adaptation takes until its step size moves, and of large parameters a 
 
 from __future__ import annotations
 
+import math
 import random
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from pdtool.frontend.model_file import ModelFile
 
 NAMES_OF_GROUP = {"params", "param_names"}  # keys of a parameter group that say which parameters it has
 _UPDATES = 40
-_LARGE, _CORNER = 100_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
+_LARGE, _CORNER = 1_000_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
 _RTOL, _ATOL = 1e-3, 1e-5  # of an optimizer that does not compute the same bits twice
 _CALLS_USER_CODE = (LambdaLR, MultiplicativeLR)
 
@@ -44,6 +45,13 @@ def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
                 group[key] = [value for value, keep in zip(group[key], is_kept, strict=True) if keep]
     for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in kept]:
         del optimizer.state[parameter]
+
+
+def set_mode(optimizer: Optimizer, *, training: bool) -> None:
+    """Put an optimizer that has modes, as schedule-free ones, into that of training or of evaluation."""
+    method = getattr(optimizer, "train" if training else "eval", None)
+    if callable(method):
+        method()
 
 
 def steps_by_user_code(file: ModelFile, optimizer: Optimizer) -> bool:
@@ -77,7 +85,7 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
         return
     update = _Update(file, parameters)
     if sum(p.numel() for p in parameters.values()) > _LARGE:
-        corners = _Update(file, {name: _corner(p) for name, p in parameters.items()})
+        corners = _Update(file, {name: _corner(p) for name, p in parameters.items()}, parameters)
         with suppress(ModelError):  # of an optimizer() that wants the shapes as they are
             corners.of(parameters)
             update = corners
@@ -111,12 +119,23 @@ def _is_by_user_code(file: ModelFile, parameters: Mapping[str, nn.Parameter]) ->
 
 
 def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
+    function = update.cause.removesuffix("()") if file.has(update.cause.removesuffix("()")) else "optimizer"
     return file.error_in(
-        "optimizer",
-        f"an update by {update.optimizer} depends on parameters of several stages: {what}",
-        "to clip gradients by the norm of all, set MAX_GRAD_NORM in model.py; else train without stages, as "
-        "`pdtool partition --strategy data-parallel` plans it",
+        function,
+        f"{update.cause} depends on parameters of several stages: {what}",
+        "let MAX_GRAD_NORM clip gradients by the norm of all; what needs all parameters in one place can be trained "
+        "without stages, as `pdtool partition --strategy data-parallel` plans it",
     )
+
+
+def _causes(file: ModelFile, optimizer: Optimizer) -> list[str]:
+    """What may take part in an update that is not torch's, in words."""
+    name, has_hooks = (
+        type(optimizer).__name__,
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks,
+    )
+    causes = [] if type(optimizer).__module__.startswith("torch.optim.") and not has_hooks else [f"a step of {name}"]
+    return causes + ["after_update()"] * file.has("after_update") or ["scheduler()"]
 
 
 def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -126,16 +145,25 @@ def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
 class _Update:
     """Updates of some parameters of a model, with gradients that are the same for each part.
 
+    Args:
+        whole: those that `parameters` are corners of; gradients have the norms that theirs would have.
+
     Attributes:
-        optimizer: the name of its class.
+        cause: what takes part in an update that is not torch's, such as `after_update()`.
         draws_random_numbers: whether an update does.
     """
 
-    def __init__(self, file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, file: ModelFile, parameters: Mapping[str, nn.Parameter], whole: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
+        sizes = whole or parameters
         self._file, self._parameters = file, parameters
-        self.optimizer, self.draws_random_numbers = "", False
+        self.cause, self.draws_random_numbers = "", False
         generator = torch.Generator().manual_seed(0)
-        self._gradients = {n: torch.randn(p.shape, generator=generator).to(p) for n, p in parameters.items()}
+        self._gradients = {
+            name: (torch.randn(p.shape, generator=generator) * math.sqrt(sizes[name].numel() / max(1, p.numel()))).to(p)
+            for name, p in parameters.items()
+        }
 
     def of(self, part: Collection[str]) -> dict[str, Tensor]:
         """Return the values of the parameters of a part after the updates, by name.
@@ -145,15 +173,13 @@ class _Update:
         parameters = _copies(self._parameters)
         own = {name: parameters[name] for name in parameters if name in part}
         optimizer = self._file.optimizer(list(parameters.items()))
-        self.optimizer = type(optimizer).__name__
+        self.cause = " or ".join(_causes(self._file, optimizer))
         keep_parameters(optimizer, {id(p) for p in own.values()})
         scheduler: Any = self._file.scheduler(optimizer, _UPDATES)
-        train: Callable[[], object] | None = getattr(optimizer, "train", None)
-        if train:
-            train()
         gradients = {name: self._gradients[name] for name in own}
         before = _generator_states()
         try:
+            set_mode(optimizer, training=True)
             for update in range(_UPDATES):
                 for name, gradient in gradients.items():
                     own[name].grad = gradient * (1 + 0.1 * update) if own[name].requires_grad else None
@@ -163,14 +189,18 @@ class _Update:
                     with suppress(Exception):  # of a schedule that is shorter
                         scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
         except Exception as error:
-            raise self._file.error_at(error, f"an update by {self.optimizer}") from error
+            raise self._file.error_at(error, self.cause) from error
         self.draws_random_numbers |= before != _generator_states()
         return {name: p.detach() for name, p in own.items()}
 
 
 def _corner(parameter: nn.Parameter) -> nn.Parameter:
-    values = parameter.detach()[tuple(slice(_CORNER) for _ in parameter.shape)]
-    return nn.Parameter(values.clone(), parameter.requires_grad)
+    """The first numbers of a parameter in each dimension, so large that it has the norm of the whole."""
+    values = parameter.detach()[tuple(slice(_CORNER) for _ in parameter.shape)].clone()
+    if values.is_floating_point() or values.is_complex():
+        ratio = float(parameter.detach().norm() / values.norm())
+        values = values * ratio if math.isfinite(ratio) else values
+    return nn.Parameter(values, parameter.requires_grad)
 
 
 def _generator_states() -> list[str]:

@@ -46,7 +46,8 @@ def user_module(name: str) -> str:
 @contextmanager
 def user_modules_importable() -> Iterator[None]:
     """Let stage files import from the users' files by their own names."""
-    files = {user_module(name): module for name, module in sys.modules.items() if name.startswith(_ALIASES)}
+    aliases = {name: module for name, module in sys.modules.items() if name.startswith(_ALIASES)}
+    files = {user_module(name): module for name, module in aliases.items() if user_module(name) != "torch"}
     before = {name: sys.modules.get(name) for name in files}
     sys.modules.update(files)
     try:

@@ -19,6 +19,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, tensors_of
 from pdtool.frontend.model_rules import check_gradient
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
+from pdtool.frontend.update_proof import set_mode
 from pdtool.frontend.user_code import defaults_kept
 
 Environment = dict[Value, Tensor]
@@ -291,6 +292,7 @@ class ProfiledModel:
         for _, parameter in named:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         try:
+            set_mode(optimizer, training=True)
             optimizer.step()
         except Exception as error:
             raise self.model_file.error_at(error, f"a step of {type(optimizer).__name__}") from error
@@ -298,7 +300,7 @@ class ProfiledModel:
 
     def state_bytes_per_parameter_byte(self, optimizer: Optimizer) -> float:
         """Divide the optimizer's state by the bytes of parameters; scalars such as a step count are left out."""
-        state = (t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim())
+        state = [t for t in pytree.tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor) and t.dim()]
         trained = sum(p.nbytes for p in self.traced.model.parameters() if p.requires_grad)
         return sum(t.nbytes for t in state) / max(1, trained)
 

@@ -17,7 +17,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import CONV3, SKIP3, TIED3, TWO3, Toy, assert_same, batches, stage_of, weights
+from harness import CONV3, SKIP1, SKIP3, TIED3, TWO3, Toy, assert_same, batches, stage_of, weights
 from reference import replay
 from test_laws_plain_loop import resumed
 from test_laws_training import pipeline
@@ -64,6 +64,19 @@ OPTIMIZERS = {
                 for p in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
                     p.mul_(1 - 0.1 * group["mean"] / group["k"])
         return Counting(parameters, lr=0.2)""",
+    "state of the whole": """
+        class Whole(torch.optim.SGD):
+            n = 0
+            @torch.no_grad()
+            def step(self):
+                self.n += 1
+                self.state["all"] = {"steps": self.state.get("all", {}).get("steps", 0) + 1}
+                for group in self.param_groups:
+                    group["momentum"] *= 0.9
+                for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                    p.mul_(1 - 0.1 / (self.n * self.state["all"]["steps"]))
+                super().step()
+        return Whole(parameters, lr=0.05, momentum=0.9)""",
     "state of any type": """
         class Odd(torch.optim.SGD):
             @torch.no_grad()
@@ -93,6 +106,18 @@ AFTER_UPDATE = {
     "freeze": "FIRST.requires_grad_(update < 2)",
     "thaw": "FIRST.requires_grad_(update >= 2)",
     "thaw and freeze": "FIRST.requires_grad_(update % 3 == 1)",
+}
+SCHEDULES = {
+    "": "",
+    "step": "return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)",
+    "cycle of momentum": "return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)",
+    "writing": """
+    class Writing(torch.optim.lr_scheduler.StepLR):
+        def step(self):
+            super().step()
+            for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+                p.data.mul_(0.95)
+    return Writing(optimizer, 2, 0.5)""",
 }
 LOSSES = {
     "both": "F.cross_entropy(output[0], target) + F.cross_entropy(output[1], target)",
@@ -132,23 +157,35 @@ PLANS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+CHOSEN = [(SKIP3, "b.weight"), (TWO3, "b.weight"), (CONV3, "conv2.weight"), (SKIP3, "a.bias"), (TIED3, "embed.weight")]
+SPLIT_HOOKS = ("hook", "hooks")  # of a tied parameter no stage has the whole gradient: they are refused
+
+
 def program(draw: random.Random) -> tuple[str, Toy]:
     """A program in words, and the toy that does it."""
-    toy, chosen = draw.choice([(SKIP3, "b.weight"), (TWO3, "b.weight"), (CONV3, "conv2.weight"), (SKIP3, "a.bias")])
+    toy, chosen = draw.choice(CHOSEN)
     parts = [draw.choice(list(part)) for part in (OPTIMIZERS, IN_OPTIMIZER, AFTER_UPDATE, LOSSES)]
     if (parts[0], parts[1]) in (("flattening", "other strides"), ("hooks", "freeze")):  # refused by torch
         parts[1] = ""
+    if toy is TIED3:
+        parts[:2] = ["sgd" if parts[0] in SPLIT_HOOKS else parts[0], parts[1].replace("hook", "freeze")]
     code = PROGRAM.replace("    OPTIMIZER\n", "    " + OPTIMIZERS[parts[0]].strip().replace("\n    ", "\n") + "\n")
     code = code.replace("AFTER_UPDATE", AFTER_UPDATE[parts[2]]).replace("IN_OPTIMIZER", IN_OPTIMIZER[parts[1]])
+    code += draw.choice(["", "MAX_GRAD_NORM = 0.3\n"])
     code = code.replace("CHOSEN", chosen) + (LOSS.replace("LOSS", LOSSES[parts[3]]) if toy is TWO3 else "")
-    return f"{chosen}: {', '.join(parts)}", replace(toy, model=toy.model + code)
+    schedule = draw.choice([name for name in SCHEDULES if "cycle" not in name or parts[0] in ("sgd", "adamw", "fused")])
+    if schedule:
+        code += f"\ndef scheduler(optimizer):\n    {SCHEDULES[schedule].strip()}\n"
+    return f"{chosen}: {', '.join(parts)}, {schedule}{', clipped' * ('MAX_GRAD_NORM' in code)}", replace(
+        toy, model=toy.model + code
+    )
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_programs_of_users_train_what_a_plain_loop_trains(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     text, toy = program(draw)
-    name = draw.choice(list(PLANS))
+    name = draw.choice([name for name in PLANS if toy.tied == () or PLANS[name][1].get("schedule")])
     replicas, settings = PLANS[name]
     spec = harness.job(tmp_path, toy, replicas, epochs=2, batch_size=2, steps=10, **settings)
     if name == "recomputing":
@@ -165,21 +202,36 @@ def expected_weights(spec: RunConfig, replicas: tuple[int, ...]) -> dict[str, to
     """Those of the plain loop, or of the replay."""
     file = ModelFile.load(spec.model, trusted=True)
     model = file.build(spec.seed)
+    schedulers: dict[frozenset[str], Any] = {}
+
+    def make_optimizer(named: Any) -> torch.optim.Optimizer:
+        named = list(named)
+        optimizer = file.optimizer(named)
+        schedulers[frozenset(name for name, _ in named)] = file.scheduler(optimizer, 1)
+        return optimizer
+
+    def after_update(named: Any, update: int) -> None:
+        named = list(named)
+        file.after_update(named, update)
+        if scheduler := schedulers[frozenset(name for name, _ in named)]:
+            scheduler.step()
+
     if spec.plan.schedule == "1f1b":
         definition = pipeline(spec, replicas, replicas)
         stage = stage_of(spec).__getitem__
-        after_update = file.after_update
+        max_norm = file.training.max_grad_norm
         return replay.asynchronous(
-            model, stage, batches(spec), file.loss, file.optimizer, definition, after_update=after_update
+            model, stage, batches(spec), file.loss, make_optimizer, definition, (), max_norm, after_update
         )
     updates = iter(range(1, 1000))
     trained = replay.synchronous(
         model,
         batches(spec),
         file.loss,
-        file.optimizer,
+        make_optimizer,
         spec.plan.microbatches,
-        after_update=lambda: file.after_update(model.named_parameters(), next(updates)),
+        max_norm=file.training.max_grad_norm,
+        after_update=lambda: after_update(model.named_parameters(), next(updates)),
     )
     return harness.without_statistics(trained)
 
@@ -263,3 +315,43 @@ def test_memory_that_stays_where_it_is_may_be_kept(tmp_path: Path) -> None:
 def test_a_hook_on_a_gradient_that_no_stage_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"embed.weight has a hook on its gradient, and several stages hold it"):
         harness.run(harness.job(tmp_path, replace(TIED3, model=TIED3.model + TIED_HOOK)))
+
+
+ADDING = """
+def optimizer(named):
+    parameters = [p for _, p in named]
+    class Adding(torch.optim.SGD):
+        steps = 0
+        def step(self):
+            self.steps += 1
+            if self.steps == 2:
+                self.add_param_group({"params": parameters[2:]})
+            super().step()
+    return Adding(parameters[:2], lr=0.1)
+"""
+
+
+def test_a_group_that_a_step_adds_is_trained_and_a_resumed_run_says_that_it_lacks_it(tmp_path: Path) -> None:
+    toy = replace(SKIP3, model=SKIP3.model + ADDING)
+    spec = harness.job(tmp_path, replace(toy, stages=SKIP1.stages, tensors=SKIP1.tensors), epochs=2)
+    assert_same(weights(harness.run(spec)), expected_weights(spec, (1,)))
+    with pytest.raises(
+        AssertionError, match=r"model.py:\d+: optimizer\(\) makes 1 parameter groups, .* had 2; let optim"
+    ):
+        harness.run(resumed(spec))
+
+
+GLOBAL = """
+_made = model
+def model():
+    global NET
+    NET = _made()
+    return NET
+"""
+
+
+def test_a_model_that_stands_at_the_top_of_its_file_is_warned_of(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, replace(SKIP3, model=SKIP3.model + GLOBAL), steps=1)
+    harness.run(spec)
+    warning = "warning: NET, at the top of model.py, holds the model: a worker has the newest weights of its own stages"
+    assert harness.errors(spec).count(warning) == 1

@@ -172,7 +172,8 @@ def _average(named: Any, names: Any, part: range, gradients: Any, sizes: Sequenc
     samples = sum(sizes[i] for i in part)
     for n in names:
         found = [gradients[i][n] * sizes[i] for i in part if gradients[i][n] is not None]
-        named[n].grad = sum(found) / samples if found and named[n].requires_grad else None
+        is_trained = bool(found) and named[n].requires_grad  # with the strides of the parameter, as autograd makes them
+        named[n].grad = torch.empty_like(named[n]).copy_(sum(found) / samples) if is_trained else None
 
 
 @_one_thread()

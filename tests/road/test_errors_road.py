@@ -266,8 +266,27 @@ def test_an_optimizer_that_looks_at_all_stages_is_refused_by_codegen_and_by_a_ru
     road.write("model.py", NET + CLIPPING)
     for command in ("run", "codegen"):
         error = road.pdtool(command, code=1).stderr
-        assert ": an update by Clipping depends on parameters of several stages: with the same grad" in error
+        assert ": a step of Clipping depends on parameters of several stages: with the same grad" in error
     assert "pdtool partition --strategy data-parallel" in error
     assert not list(road.path.glob("runs/*"))
     road.pdtool("partition", "--topology", "2", "--strategy", "data-parallel", "-o", "plans/replicas.yaml")
     road.pdtool("codegen", "plans/replicas.yaml")
+
+
+FREE = """
+import schedulefree
+
+class Whole(schedulefree.AdamWScheduleFree):
+    def step(self):
+        self.state["n"] = 1
+        super().step()
+
+def optimizer(named_parameters):
+    return Whole([p for _, p in named_parameters], lr=0.1)
+"""
+
+
+def test_an_optimizer_that_has_modes_is_profiled_in_that_of_training(folder):
+    """And one that keeps a number for no parameter."""
+    folder.write("model.py", NET + FREE)
+    folder.pdtool("profile", "model.py", "--batch-size", "8")

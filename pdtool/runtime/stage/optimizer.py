@@ -25,12 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pdtool.errors import FieldError, ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import derive_seed, seed_generators
-from pdtool.frontend.update_proof import NAMES_OF_GROUP, keep_parameters, schedules_by_user_code, steps_by_user_code
+from pdtool.frontend.update_proof import (
+    NAMES_OF_GROUP,
+    keep_parameters,
+    schedules_by_user_code,
+    set_mode,
+    steps_by_user_code,
+)
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
 from pdtool.runtime.stage.optimizer_state import CannotPackError, pack
 
-# keys of a parameter group that schedules of torch set
-_OF_SCHEDULES = {"lr", "initial_lr", "min_lr", "max_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum"}
+_PLAIN = (bool, int, float, str)
 
 
 class NamedOptimizer:
@@ -68,12 +73,14 @@ class NamedOptimizer:
         self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
-        self._may_draw = steps_by_user_code(file, self.optimizer) if self.optimizer else file.has("after_update")
+        self._is_step_by_user_code = self.optimizer is not None and steps_by_user_code(file, self.optimizer)
+        self._may_draw = self._is_step_by_user_code or file.has("after_update")
         self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
         self.is_by_user_code = self._may_draw or (self._schedule is not None and self._schedule.is_by_user_code)
         groups = self.optimizer.param_groups if self.optimizer else []
         self._first_trained = {name: p.requires_grad for name, p in self.parameters.items()}
         self._groups = len(groups)
+        self._first_attributes = _attributes(self.optimizer) if self.optimizer else {}
         self._first_groups = [copy.deepcopy({k: group[k] for k in group.keys() - NAMES_OF_GROUP}) for group in groups]
 
     @property
@@ -122,13 +129,12 @@ class NamedOptimizer:
 
         It may change the values of the parameters. Raises ModelError.
         """
-        name = "train" if training else "eval"
-        method = getattr(self.optimizer, name, None)
-        if callable(method):
+        if self.optimizer:
             try:
-                method()
+                set_mode(self.optimizer, training=training)
             except Exception as error:
-                raise self._file.error_at(error, f"{type(self.optimizer).__name__}.{name}()") from error
+                what = f"{type(self.optimizer).__name__}.{'train' if training else 'eval'}()"
+                raise self._file.error_at(error, what) from error
 
     def fault(self, fault: FieldError) -> ModelError:
         """Make the error of what the user's code did to a parameter; it names the function that did it."""
@@ -150,11 +156,13 @@ class NamedOptimizer:
             names: parameter -> the name that it is saved under.
         """
         groups = self.optimizer.param_groups if self.optimizer else []
+        whole = self._of_whole_optimizer()
         kept = [self._packable(self._changed(group, first)) for group, first in self._groups_and_first()]
         group_of = {p: state for group, state in zip(groups, kept, strict=True) for p in group["params"]}
         for name, parameter in self.parameters.items():
             state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
             record = {"updates": self.updates, "state": self._packable(state), "group": group_of.get(parameter, {})}
+            record["optimizer"] = whole
             if parameter.requires_grad != self._first_trained[name]:
                 record["is_trained"] = parameter.requires_grad
             if parameter in self.steps.last_steps:
@@ -167,9 +175,22 @@ class NamedOptimizer:
         return zip_longest(groups, self._first_groups, fillvalue={})
 
     def _changed(self, group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-        """What the optimizer keeps in a group: values that are not as optimizer() made them, nor a schedule's."""
-        others = NAMES_OF_GROUP if not self._schedule or self._schedule.is_empty else NAMES_OF_GROUP | _OF_SCHEDULES
+        """What a step keeps in a group: values that are not as optimizer() made them, nor a schedule's."""
+        if not self._is_step_by_user_code:  # those of torch keep nothing there
+            return {}
+        others = NAMES_OF_GROUP | (self._schedule.sets if self._schedule else set())
         return {k: value for k, value in group.items() if k not in others and not _is_same(value, first.get(k))}
+
+    def _of_whole_optimizer(self) -> dict[str, Any]:
+        """What an optimizer keeps besides: for no parameter, as numbers or texts on itself, and how many groups."""
+        if not self.optimizer:
+            return {}
+        state = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
+        first = self._first_attributes
+        attributes = {
+            k: v for k, v in _attributes(self.optimizer).items() if k not in first or not _is_same(v, first[k])
+        }
+        return {"groups": self._groups, "state": self._packable(state), "attributes": attributes}
 
     def _packable(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Those of the values that a checkpoint can hold; the first time that one cannot be held, it is said."""
@@ -194,21 +215,32 @@ class NamedOptimizer:
             records: parameter -> its record of `state`.
             validation_losses: of each epoch until then.
         """
+        self.updates = next((record["updates"] for record in records.values()), 0)
+        if self._schedule:
+            self._schedule.catch_up(self.updates, validation_losses)
+        self._keep_own_parameters()
         for name, record in records.items():
             parameter = self.parameters[name]
-            self.updates = record["updates"]
             parameter.requires_grad_(record.get("is_trained", parameter.requires_grad))
             if parameter in self.steps.last_steps and "last_step" in record:
                 self.steps.last_steps[parameter].copy_(record["last_step"])
             if self.optimizer and record["state"]:
                 self.optimizer.state[parameter] = self._placed(record["state"], parameter)
-        if self._schedule:
-            self._schedule.catch_up(self.updates, validation_losses)
-        for group, first in self._groups_and_first():
-            of_schedule = self._changed(group, first)  # by catching up: as another optimizer, it knows better
+        self._load_whole_optimizer(next((record.get("optimizer", {}) for record in records.values()), {}))
+        for group, _ in self._groups_and_first():
             members = {id(p) for p in group["params"]}
             saved = [records[name].get("group", {}) for name, p in self.parameters.items() if id(p) in members]
-            group |= {key: value for values in saved[:1] for key, value in values.items() if key not in of_schedule}
+            group |= saved[0] if saved else {}
+
+    def _load_whole_optimizer(self, saved: Mapping[str, Any]) -> None:
+        if not self.optimizer or not saved:
+            return
+        if saved["groups"] != self._groups:
+            what = f"optimizer() makes {self._groups} parameter groups, and the run to resume had {saved['groups']}"
+            remedy = "let optimizer() make them all, and freeze what is trained later; or begin a run of its own"
+            raise self._file.error_in("optimizer", what, remedy)
+        self.optimizer.state.update(saved["state"])
+        vars(self.optimizer).update(saved["attributes"])
 
     def _placed(self, value: Any, parameter: nn.Parameter) -> Any:
         """A value of a state where the optimizer had it: on the device, and in the strides, of its parameter."""
@@ -228,6 +260,11 @@ class NamedOptimizer:
         groups = self.optimizer.param_groups if self.optimizer else []
         own = [group for group in groups if any(p is parameter for p in group["params"])]
         return any(group.get("fused") or group.get("capturable") for group in own)
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers and texts that an optimizer has as attributes of its own."""
+    return {key: v for key, v in vars(optimizer).items() if type(v) in _PLAIN and not key.startswith("_")}
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -307,18 +344,18 @@ class LearningRateSchedule:
     """
 
     def __init__(self, file: ModelFile, optimizer: Optimizer, length: RunLength) -> None:
-        self._file, self._length = file, length
+        self._file, self._length, self._optimizer = file, length, optimizer
+        self._watches = steps_by_user_code(file, optimizer)
+        self._own: set[str] = set()  # keys that it has set
+        self._of_others: set[str] = set()  # keys that were set between its steps
+        before = self._values()
         is_by_epoch = file.training.scheduler_step == "epoch"
         self._steps = length.epochs if is_by_epoch else length.updates
         self._scheduler = file.scheduler(optimizer, self._steps)
+        self._after = self._note(self._own, before)
         self.is_by_user_code = schedules_by_user_code(self._scheduler)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
         self._is_by_epoch = is_by_epoch or self._takes_loss
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the user has no schedule."""
-        return self._scheduler is None
 
     @property
     def length_warning(self) -> str:
@@ -359,12 +396,30 @@ class LearningRateSchedule:
             for loss in validation_losses:
                 self.epoch_done(loss)
 
+    def _values(self) -> list[dict[str, Any]]:
+        """What is in the parameter groups now, where somebody else than the schedule may change it as well."""
+        return [dict(group) for group in self._optimizer.param_groups] if self._watches else []
+
+    def _note(self, keys: set[str], before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Add to `keys` those whose values are not what they were before; return what they are now."""
+        now = self._values()
+        for group, values in zip(now, before, strict=False):
+            keys |= {key for key, value in group.items() if value is not values.get(key)}
+        return now
+
+    @property
+    def sets(self) -> set[str]:
+        """Keys of parameter groups that it alone sets, noted where the optimizer's steps may set some."""
+        return self._own - self._of_others
+
     def _step(self, *metrics: Any) -> None:
         if not self._scheduler:
             return
         name = type(self._scheduler).__name__
+        before = self._note(self._of_others, self._after)
         try:
             self._scheduler.step(*metrics)
+            self._after = self._note(self._own, before)
         except TypeError as error:
             raise self._file.error(
                 f"the learning-rate schedule {name} cannot be stepped ({error})",

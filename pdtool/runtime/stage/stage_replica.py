@@ -100,7 +100,7 @@ class StageReplica:
                 self.optimizer.step()
         else:
             self.optimizer.step()
-        self._updated()
+        self.updated()
 
     def take_due_tied_steps(self) -> None:
         """Take the steps of tied parameters that are due, before the stage's next action.
@@ -111,7 +111,7 @@ class StageReplica:
             while tied.is_step_due:
                 tied.take_sum()
                 tied.step()
-                self._updated()
+                self.updated()
 
     def end_epoch(self, minibatches: int) -> RoundLoss | None:
         """Take the steps of tied parameters that are still due, and make the replicas' buffers equal.
@@ -181,12 +181,13 @@ class StageReplica:
         names = {canonical[name]: name for optimizer in self._optimizers for name in optimizer.parameters}
         model_keys = {f"model.{name}" for name in self.saved_names}
         saved = read(lambda key: key in model_keys or _is_optimizer_key(key, names))
-        self.stage.weights.bind_newest()
-        self._load_module(saved, folder)
         records = {name: unpack(saved, f"optimizer.{first}") for first, name in names.items()}
         for optimizer in self._optimizers:
             optimizer.load({name: records[name] for name in optimizer.parameters}, validation_losses)
         self.adopt_changes()
+        self.stage.weights.bind_newest()
+        self._load_module(saved, folder)  # last: a schedule that catches up may have changed weights
+        self._extrapolate_weights()
 
     def _load_module(self, saved: Mapping[str, Tensor], folder: Path) -> None:
         current = self.stage.module.state_dict()
@@ -205,7 +206,7 @@ class StageReplica:
     def _optimizers(self) -> list[NamedOptimizer]:
         return [self.optimizer, *(tied.optimizer for tied in self.tied)]
 
-    def _updated(self) -> None:
+    def updated(self) -> None:
         """After an update, let forwards read what it made of the parameters; what torch does alone needs no look."""
         if self._is_by_user_code:
             self.adopt_changes()
@@ -309,6 +310,7 @@ class ClippedUpdates:
             replica.step()
             for tied in replica.tied:
                 tied.step()
+            replica.updated()
         self._waiting.clear()
 
     def _sum_over_stages(self, parameters: Iterable[nn.Parameter]) -> float:

@@ -155,6 +155,7 @@ class WorkerContext:
             meter=self.meter,
         )
         self._warn_of_schedule()
+        self._warn_of_globals(model)
 
     def _channels(self) -> Channels:
         config, shape, groups = self.config, self.shape, self.groups
@@ -201,6 +202,16 @@ class WorkerContext:
         if self.assignment.rank == 0:
             warnings = [replica.optimizer.schedule_warning for replica in self.stages.values()]
             sys.stderr.writelines(f"warning: {warning}\n" for warning in filter(None, warnings[:1]))
+
+    def _warn_of_globals(self, model: nn.Module) -> None:
+        """Say once, at worker 0, that functions of model.py reach the model by a global name, where it has stages."""
+        own = {id(parameter) for parameter in model.parameters()}
+        for name, module in self.file.modules.items() if len(self.shape.replicas) > 1 else ():
+            if self.assignment.rank == 0 and any(id(parameter) in own for parameter in module.parameters()):
+                sys.stderr.write(
+                    f"warning: {name}, at the top of {self.file.path.name}, holds the model: a worker has the newest "
+                    "weights of its own stages only, so let loss() and metrics() use what the model returns\n"
+                )
 
     def sample_order(self, epoch: int, trained: int) -> Sequence[int]:
         """Return the samples of an epoch, in order; the same on all workers, which call it together.
@@ -334,7 +345,7 @@ class StageBuilder:
             compiled=config.compiled,
             seeds=OperatorSeeds(s, device),
             without_gradient={i: output.name for i, output in enumerate(outputs) if not output.gradient},
-            modules_of_loss=self.built.file.modules if is_last else (),
+            modules_of_loss=self.built.file.modules.values() if is_last else (),
         )
 
     def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
