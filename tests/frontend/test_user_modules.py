@@ -23,6 +23,14 @@ def example_inputs(n): return torch.randn(n, 4)
 """
 
 
+@pytest.fixture(autouse=True)
+def _path_as_before():
+    """A folder with a random.py is no place for the tests after these."""
+    before = sys.path[:]
+    yield
+    sys.path[:] = before
+
+
 def width(source):
     """The outputs of a model, as one call of pdtool sees it."""
     with undoing_user_changes():
