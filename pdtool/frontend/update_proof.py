@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -56,9 +55,14 @@ def set_mode(optimizer: Optimizer, *, training: bool) -> None:
 
 def steps_by_user_code(file: ModelFile, optimizer: Optimizer) -> bool:
     """Whether code that is not torch's takes part in a step of an optimizer, as optimizer() has made it."""
+    return not _is_torchs(optimizer) or file.has("after_update")
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether a step of an optimizer is one of torch, without hooks."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
-    return not is_of_torch or any(hooks) or file.has("after_update")
+    return is_of_torch and not any(hooks)
 
 
 def schedules_by_user_code(scheduler: object) -> bool:
@@ -130,11 +134,7 @@ def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
 
 def _causes(file: ModelFile, optimizer: Optimizer) -> list[str]:
     """What may take part in an update that is not torch's, in words."""
-    name, has_hooks = (
-        type(optimizer).__name__,
-        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks,
-    )
-    causes = [] if type(optimizer).__module__.startswith("torch.optim.") and not has_hooks else [f"a step of {name}"]
+    causes = [] if _is_torchs(optimizer) else [f"a step of {type(optimizer).__name__}"]
     return causes + ["after_update()"] * file.has("after_update") or ["scheduler()"]
 
 
@@ -203,7 +203,8 @@ def _corner(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(values, parameter.requires_grad)
 
 
-def _generator_states() -> list[str]:
-    """What says whether random numbers were drawn: each generator's state, as text."""
-    with np.printoptions(threshold=sys.maxsize):
-        return [str(torch.get_rng_state().tolist()), repr(random.getstate()), repr(np.random.get_state())]
+def _generator_states() -> list[Any]:
+    """The states of all generators, which change when random numbers are drawn."""
+    state: Any = np.random.get_state(legacy=False)
+    of_numpy = (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"])
+    return [torch.get_rng_state().tolist(), random.getstate(), of_numpy]
