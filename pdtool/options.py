@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from pdtool.errors import UsageError, suggestion
 from pdtool.machines import parse_endpoint
-from pdtool.schedule import POLICIES, RIVALS, SCHEDULES, STRATEGIES
+from pdtool.schedule import ONE_F_ONE_B, RIVALS, SCHEDULES, STRATEGIES
 from pdtool.units import parse_seconds
 
 OUTER_BANDWIDTH, INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
@@ -301,7 +301,7 @@ class SimulateOptions:
     """How long, and beside what, a plan is simulated."""
 
     minibatches: int | None = option(None, Count())
-    schedule: str | None = option(None, Choice(SCHEDULES))
+    schedule: str | None = option(None, Choice(tuple(SCHEDULES)))
     against: tuple[str, ...] = option(("data-parallel", "straight", "gpipe", "model-parallel"), Text(rivals))
 
 
@@ -317,9 +317,9 @@ class RunOptions:
     resume: str | None = option(None, Text())
     device: Literal["auto", "cpu", "cuda"] = option("auto", Choice(("auto", "cpu", "cuda")))
     timeout: str = option("300s", Text(timeout))
-    schedule: str | None = option(None, Choice(SCHEDULES))
+    schedule: str | None = option(None, Choice(tuple(SCHEDULES)))
     microbatches: int | None = option(None, Count(1, _MAX_MINIBATCHES))
-    weights: str | None = option(None, Choice(POLICIES["1f1b"]))
+    weights: str | None = option(None, Choice(ONE_F_ONE_B.policy_names))
     update_every: int | None = option(None, Count(1, _MAX_MINIBATCHES))
     correction: str | None = option(None, Text())
     precision: Literal["fp32", "bf16"] = option("fp32", Choice(("fp32", "bf16")))

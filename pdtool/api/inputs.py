@@ -24,7 +24,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.files import file_sha256
 from pdtool.machines import is_first_worker
-from pdtool.schedule import POLICIES, is_asynchronous
+from pdtool.schedule import SCHEDULES, schedule_names
 
 _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
 Settings = Mapping[str, str | int | float | bool]
@@ -273,21 +273,23 @@ def rescheduled(
     from pdtool.planner.choice.make_plan import reschedule
 
     name = schedule or plan.schedule
-    if is_asynchronous(name) and microbatches not in (None, 1):
+    kind = SCHEDULES[name]
+    if not kind.flushes and microbatches not in (None, 1):
         raise UsageError(f"schedule {name} has no microbatches", "use --update-every, or --schedule 1f1b-flush")
-    if not is_asynchronous(name) and update_every:
+    if kind.flushes and update_every:
         raise UsageError(f"schedule {name} updates after its microbatches", "give --microbatches, not --update-every")
-    kept = plan.weights if name == plan.schedule else POLICIES[name][0]
-    if weights and weights not in POLICIES[name]:
-        remedy = f"give {' or '.join(POLICIES[name])}" if len(POLICIES[name]) > 1 else "leave --weights out"
+    kept = plan.weights if name == plan.schedule else kind.policy_names[0]
+    if weights and weights not in kind.policy_names:
+        remedy = f"give {' or '.join(kind.policy_names)}" if len(kind.policies) > 1 else "leave --weights out"
         raise UsageError(f"--weights {weights} with schedule {name}", remedy)
-    if (name == "interleaved") != (plan.chunks > 1):
-        remedy = "partition with --schedule interleaved, which has several, or take another schedule"
+    if kind.chunked != (plan.chunks > 1):
+        chunked = schedule_names(lambda other: other.chunked)
+        remedy = f"partition with --schedule {chunked}, which have several, or take another schedule"
         raise UsageError(f"schedule {name} with {plan.chunks} stage(s) on each worker", remedy)
-    if is_asynchronous(name):
-        interval = {"microbatches": 1, "update_every": update_every or plan.update_every}
-    else:
+    if kind.flushes:
         interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
+    else:
+        interval = {"microbatches": 1, "update_every": update_every or plan.update_every}
     return reschedule(plan, profile, {"schedule": name, "weights": weights or kept, **interval})
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from typing import Annotated, ClassVar, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,7 +16,23 @@ from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCo
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import with_values
 from pdtool.errors import ArtifactError, FieldError, ScheduleError
-from pdtool.schedule import POLICIES, PipelineShape, check_executable, is_asynchronous, pipeline_shape
+from pdtool.schedule import (
+    ONE_F_ONE_B,
+    SCHEDULES,
+    WEIGHT_POLICIES,
+    ExecutionConfig,
+    PipelineShape,
+    ScheduleKind,
+    check_executable,
+    schedule_names,
+)
+
+if TYPE_CHECKING:
+    ScheduleName = str
+    WeightPolicyName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
+    WeightPolicyName = Literal[tuple(WEIGHT_POLICIES)]
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
 _MAX_MINIBATCHES_TIMES_STAGES = 250_000  # data parallelism on MAX_WORKERS has 200,001
@@ -31,7 +48,7 @@ class Stage(FrozenModel):
         replicas: how many workers share its minibatches, round-robin.
         workers: their numbers in the cluster.
         in_flight: minibatches in flight at each replica (forward done, backward not yet); with stashing also its weight
-            versions. A worker with several stages (interleaved) counts those of all of them.
+            versions. A worker with several stages (chunks) counts those of all of them.
         recompute: keep only what the stage receives, and run its forward again before its backward.
     """
 
@@ -110,15 +127,14 @@ class Plan(YamlArtifact):
 
     Attributes:
         profile: path of the profile it was made from.
-        schedule: without a flush `1f1b` (PipeDream) and `2bw` (PipeDream-2BW); with one `1f1b-flush`, `gpipe`,
-            `interleaved` and `zb-h1`.
+        schedule: the name of its kind, see pdtool.schedule.kinds.
         weights: which version each minibatch is computed with, see pdtool.schedule.policies.
         microbatches: in one update of a schedule with a flush; each has `batch_size` samples.
         update_every: of a schedule without a flush, minibatches in one update of every stage. None: each stage updates
             after as many as it has replicas (PipeDream), with vertical sync and 2bw all after the smallest number that
             their rules allow.
-        chunks: stages on each worker (`interleaved` only); with v of them the plan has p v stages, and stage s is on
-            the workers of stage s mod p.
+        chunks: stages on each worker (chunked schedules only); with v of them the plan has p v stages, and stage s is
+            on the workers of stage s mod p.
         copies: d copies of one pipeline side by side, with the same weights: replica k of every stage belongs to copy
             k mod d and never meets another copy but to average gradients.
         strategy: what was asked for, see pdtool.schedule.strategies. The figures of `model-parallel` and `hybrid` are
@@ -135,8 +151,8 @@ class Plan(YamlArtifact):
     profile: Label
     batch_size: Count
     cluster: ClusterSpec
-    schedule: Literal["1f1b", "1f1b-flush", "gpipe", "2bw", "interleaved", "zb-h1"] = "1f1b"
-    weights: Literal["stash", "vertical-sync", "none", "2bw", "flush"] = "stash"
+    schedule: ScheduleName = ONE_F_ONE_B.name
+    weights: WeightPolicyName = ONE_F_ONE_B.policies[0].name
     microbatches: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] = 1
     update_every: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] | None = None
     chunks: Annotated[int, Field(ge=1, le=100)] = 1
@@ -150,18 +166,19 @@ class Plan(YamlArtifact):
 
     def check(self) -> None:
         check_levels("cluster.levels", self.cluster.levels)
-        policies = POLICIES[self.schedule]
+        policies = self.kind.policy_names
         if self.weights not in policies:
             raise FieldError("weights", f"{self.weights!r}: schedule {self.schedule} goes with {' or '.join(policies)}")
-        if is_asynchronous(self.schedule) and self.microbatches != 1:
+        if not self.kind.flushes and self.microbatches != 1:
             raise FieldError("microbatches", f"{self.microbatches}: only flushing schedules have microbatches")
-        if not is_asynchronous(self.schedule) and self.update_every:
+        if self.kind.flushes and self.update_every:
             raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
         replicas = max(stage.replicas for stage in self.stages)
         if self.update_every and self.update_every < replicas:
             raise FieldError("update_every", f"{self.update_every}: each of {replicas} replicas must have one in it")
-        if (self.schedule == "interleaved") != (self.chunks > 1):
-            raise FieldError("chunks", f"{self.chunks}: interleaved has 2 or more on each worker, others have one")
+        if self.kind.chunked != (self.chunks > 1):
+            chunked = schedule_names(lambda kind: kind.chunked, "and")
+            raise FieldError("chunks", f"{self.chunks}: {chunked} have 2 or more on each worker, others have one")
         self._check_strategy()
         self._check_workers()
         self._check_predicted()
@@ -243,16 +260,8 @@ class Plan(YamlArtifact):
             tied_stages: groups of stages that share a parameter, and so must update after the same number of
                 minibatches.
         """
-        return pipeline_shape(
-            self.schedule,
-            replicas=[stage.replicas for stage in self.stages],
-            in_flight=[stage.in_flight for stage in self.stages[: self.pipeline_depth]],
-            weights=self.weights,
-            microbatches=self.microbatches,
-            update_every=self.update_every,
-            chunks=self.chunks,
-            tied_stages=tied_stages,
-        )
+        replicas, in_flight = zip(*((stage.replicas, stage.in_flight) for stage in self.stages), strict=True)
+        return self.execution.shape(replicas, in_flight, tied_stages)
 
     def check_schedule(self) -> None:
         """Execute the schedule on paper.
@@ -267,7 +276,7 @@ class Plan(YamlArtifact):
             what = f"{minibatches} minibatches on {len(self.stages)} stages fill the pipeline and update it"
             limit = f"at most {_MAX_MINIBATCHES_TIMES_STAGES // len(self.stages)}"
             raise ScheduleError(f"{what}: {limit}", "give fewer in flight, in an update, or replicas")
-        check_executable(self.schedule, shape, self.microbatches)
+        check_executable(self.kind, shape)
 
     @property
     def plan_sha256(self) -> str:
@@ -309,9 +318,14 @@ class Plan(YamlArtifact):
         return f"{copies}{replicas}{chunks}"
 
     @property
-    def flushes(self) -> bool:
-        """Whether its schedule empties the pipeline to update the weights after its microbatches."""
-        return not is_asynchronous(self.schedule)
+    def kind(self) -> ScheduleKind:
+        """Its schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def execution(self) -> ExecutionConfig:
+        """How its stages are executed."""
+        return ExecutionConfig(**{field.name: getattr(self, field.name) for field in fields(ExecutionConfig)})
 
     @property
     def workers(self) -> int:
@@ -320,5 +334,5 @@ class Plan(YamlArtifact):
 
     @property
     def pipeline_depth(self) -> int:
-        """Number of stages that do not share their workers with an earlier stage; all, unless interleaved."""
+        """Number of stages that do not share their workers with an earlier stage; all, unless there are chunks."""
         return len(self.stages) // self.chunks

@@ -173,7 +173,7 @@ def _samples_line(plan: Plan, *, is_data_parallel: bool = False) -> Lines:
     samples = plan.predicted and plan.predicted.samples_per_update
     if not plan.predicted or not samples:
         return
-    minibatches, kind = samples // plan.batch_size, "microbatches" if plan.flushes else "minibatches"
+    minibatches, kind = samples // plan.batch_size, "microbatches" if plan.kind.flushes else "minibatches"
     taken = f" ({minibatches} {kind} of {plan.batch_size})" if minibatches > 1 else ""
     other = plan.predicted.data_parallel_samples_per_update
     yield f"samples per update: {samples}{taken}" + (f"; data parallelism: {other}" if not is_data_parallel else "")
@@ -187,7 +187,7 @@ def timeline(plan: Plan, width: int) -> str:
     minibatches = 2 * max(max(shape.update_every), sum(shape.replicas)) + 8
     if minibatches > _MAX_DRAWN_MINIBATCHES:
         return f"(the timeline of more than {_MAX_DRAWN_MINIBATCHES} minibatches is not drawn)"
-    return schedule.draw(schedule.build(plan.schedule, shape, minibatches), width=width)
+    return schedule.draw(plan.kind.build(shape, minibatches), width=width)
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from pdtool import options as values
 from pdtool.options import RunOptions, reader
-from pdtool.schedule import RIVALS
+from pdtool.schedule import ONE_F_ONE_B, RIVALS, schedule_names
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -123,7 +123,8 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print the artifa
 
 def schedule(of: type[Any], *, unset: str) -> Decorator:
     """Define `--schedule`, by default what `unset` says."""
-    help = "Order of work: 1f1b and 2bw never stop (old weights are kept); the others empty the pipeline to update"
+    running = schedule_names(lambda kind: not kind.flushes, "and")
+    help = f"Order of work: {running} never stop (old weights are kept); the others empty the pipeline to update"
     has_auto = "auto" in reader(of, "schedule").names
     auto = "; auto takes the fastest, flushing ones only with --microbatches" if has_auto else ""
     return choice("--schedule", of=of, help=f"{help}{auto}.", unset=unset)
@@ -147,10 +148,8 @@ def weights(command: Callable[..., Any]) -> Callable[..., Any]:
     """Define `--weights` and `--update-every`, which belong to schedules without a flush."""
     help = "Minibatches in one update of every stage, without a flush."
     command = count("--update-every", of=RunOptions, help=help, unset=PLANNED)(command)
-    help = (
-        "Weights of a minibatch under 1f1b: those of its forward (stash), of its first stage's forward "
-        "(vertical-sync), or whatever is newest (none)."
-    )
+    *policies, last = (f"{policy.words} ({policy.name})" for policy in ONE_F_ONE_B.policies)
+    help = f"Weights of a minibatch under {ONE_F_ONE_B.name}: {', '.join(policies)}, or {last}."
     return choice("--weights", of=RunOptions, help=help, unset=PLANNED)(command)
 
 

@@ -276,7 +276,7 @@ def _loading_limit(report: Report) -> Iterator[str]:
 
 
 def _prediction_table(report: Report) -> Table:
-    """List what each stage was predicted to need and what it needed; a worker's chunks (interleaved) share a row."""
+    """List what each stage was predicted to need and what it needed; a worker's chunks share a row."""
     predicted, depth = report.predicted, len(report.stages)
     rows = []
     for s, stage in enumerate(report.stages):

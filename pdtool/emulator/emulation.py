@@ -230,8 +230,8 @@ def sleeping_config(
     Raises:
         UsageError: the schedule cannot sleep, or the scale leaves nothing of the messages.
     """
-    if plan.schedule == "zb-h1":
-        what = "schedule zb-h1 divides the backward of each operator, which one that sleeps cannot"
+    if plan.kind.splits_backward:
+        what = f"schedule {plan.schedule} divides the backward of each operator, which one that sleeps cannot"
         raise UsageError(what, "emulate it with --compute real, or take another schedule")
     largest = _largest_message_bytes(plan, profile, scaling)
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.stage_costs import Number, StageLoad
+from pdtool.schedule import ExecutionConfig
 
 TOLERANCE = 1 + 1e-9  # sums taken in another order differ in the last digits
+_ANY_DEPTH = 1  # stages of the pipeline, which no schedule that has formulas depends on
 Members = Sequence[Number]  # one for each level
 Fractions = list[NDArray[np.float64]]  # for each level, [..., members]
 
@@ -50,7 +51,7 @@ class CostModel:
     @property
     def is_asynchronous(self) -> bool:
         """Whether there is no flush: each minibatch in flight has a weight version of its own."""
-        return self.execution.schedule == "1f1b"
+        return not self.execution.kind.flushes
 
     @property
     def drains(self) -> bool:
@@ -77,16 +78,13 @@ class CostModel:
         return (minibatches + stages - 1) / minibatches
 
     def in_flight(self, replicas: Number, workers_from_here: Number) -> Number:
-        """w that keeps all later workers busy: ceil(workers_from_here / r) (PipeDream, section 3.2).
+        """w, as the schedule has it; without pipelining and without a flush there is one.
 
-        `workers_from_here` are those of this stage and all later ones, in one copy. With a flush there are never more
-        than the microbatches of one update; GPipe has all of them in flight. Without pipelining there is one.
+        `workers_from_here` are those of this stage and all later ones, in one copy.
         """
-        enough = -(-workers_from_here // replicas)
-        if self.is_asynchronous:
-            return enough if self.execution.is_pipelined else np.minimum(enough, 1)
-        microbatches = -(-self.execution.microbatches // (replicas * self.execution.copies))
-        return microbatches if self.execution.schedule == "gpipe" else np.minimum(enough, microbatches)
+        microbatches = -(-self.execution.microbatches // self.execution.copies)
+        in_flight = self.execution.kind.in_flight(replicas, workers_from_here, microbatches, _ANY_DEPTH, 1)
+        return np.minimum(in_flight, 1) if self.is_asynchronous and not self.execution.is_pipelined else in_flight
 
     def compute_s(self, load: StageLoad, replicas: Number, recompute: Number = False) -> Number:
         """Seconds per minibatch of the whole pipeline.

@@ -13,46 +13,10 @@ from pdtool.artifacts.cluster import Cluster, ClusterSpec
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ScheduleError, UsageError
-from pdtool.schedule import POLICIES, SEARCHED_SCHEDULES, STRATEGIES, PipelineShape, check_executable, pipeline_shape
+from pdtool.schedule import STRATEGIES, ExecutionConfig, PipelineShape, check_executable
 
 _MAX_STAGES_SPELLED_OUT = 16
 _MAX_NAME = 400  # characters of the profile's in the plan's
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExecutionConfig:
-    """How a plan is executed, whatever its stages; the fields are those of artifacts.plan.Plan."""
-
-    schedule: str = "1f1b"
-    weights: str = "stash"
-    microbatches: int = 1
-    update_every: int | None = None
-    chunks: int = 1
-    copies: int = 1
-    strategy: str = "auto"
-
-    @classmethod
-    def of_schedule(
-        cls, schedule: str, microbatches: int = 1, chunks: int = 1, strategy: str = "auto"
-    ) -> ExecutionConfig:
-        """Return the execution of a schedule with the weight policy that it usually has."""
-        return cls(
-            schedule=schedule,
-            weights=POLICIES[schedule][0],
-            microbatches=microbatches,
-            chunks=chunks,
-            strategy=strategy,
-        )
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether stages compute at the same time; otherwise they take turns."""
-        return STRATEGIES[self.strategy].is_pipelined
-
-    @property
-    def has_formulas(self) -> bool:
-        """Whether the cost formulas cover it; otherwise only the simulator does."""
-        return self.schedule in SEARCHED_SCHEDULES and self.weights in ("stash", "flush") and self.update_every is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +49,7 @@ class Placement:
             workers=tuple(stage.workers for stage in plan.stages),
             in_flight=tuple(stage.in_flight for stage in plan.stages),
             recompute=tuple(stage.recompute for stage in plan.stages),
-            execution=ExecutionConfig(
-                schedule=plan.schedule,
-                weights=plan.weights,
-                microbatches=plan.microbatches,
-                update_every=plan.update_every,
-                chunks=plan.chunks,
-                copies=plan.copies,
-                strategy=plan.strategy,
-            ),
+            execution=plan.execution,
         )
 
     def to_plan(self, profile: Profile, profile_path: str, cluster: Cluster) -> Plan:
@@ -169,26 +125,22 @@ class Placement:
 
     def shape(self, tied_stages: Collection[tuple[int, ...]] = ()) -> PipelineShape:
         """Return what the schedule is built for; `tied_stages` are groups of stages that share a parameter."""
-        execution = self.execution
-        return pipeline_shape(
-            execution.schedule,
-            replicas=self.replicas,
-            in_flight=self.in_flight[: self.pipeline_depth],
-            weights=execution.weights,
-            microbatches=execution.microbatches,
-            update_every=execution.update_every,
-            chunks=execution.chunks,
-            tied_stages=tuple(tied_stages),
-        )
+        return self.execution.shape(self.replicas, self.in_flight, tied_stages)
 
     @property
     def is_executable(self) -> bool:
         """Whether its schedule runs to the end with these minibatches in flight."""
         try:
-            check_executable(self.execution.schedule, self.shape(), self.execution.microbatches)
+            check_executable(self.execution.kind, self.shape())
         except ScheduleError:
             return False
         return True
+
+    def with_usual_in_flight(self) -> Placement:
+        """Return the same with as many minibatches in flight as its schedule wants."""
+        execution, replicas = self.execution, self.replicas[: self.pipeline_depth]
+        usual = execution.kind.usual_in_flight(replicas, execution.microbatches, execution.chunks)
+        return self.with_in_flight(usual * execution.chunks)
 
     def with_in_flight(self, in_flight: Sequence[int]) -> Placement:
         """Return the same with other numbers of minibatches in flight at each replica of each stage."""

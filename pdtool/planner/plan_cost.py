@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.formulas import CostModel, Fractions, PipeDreamCostModel, fractions_by_class, members_of
-from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.placement import Placement
 from pdtool.planner.stage_costs import StageLoad, stage_edges, stage_loads, tied_bytes
+from pdtool.schedule import ExecutionConfig
 from pdtool.units import format_seconds
 
 CostModelName = Literal["ours", "pipedream", "pipedream-free"]

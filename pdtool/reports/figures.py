@@ -19,7 +19,7 @@ from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, SimulatedP
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.reports.chart import Curve
 from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow
-from pdtool.schedule import PipelineShape, is_asynchronous
+from pdtool.schedule import SCHEDULES, PipelineShape
 from pdtool.units import format_bytes, format_seconds
 
 _MAX_DRAWN_MINIBATCHES = 96
@@ -140,7 +140,7 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
     round_minibatches = max(*shape.update_every, in_flight)
     drawn = min(2 * round_minibatches, max(_MAX_DRAWN_MINIBATCHES, 2 * shape.pipeline_depth))
     rows = worker_rows(result)
-    steady_s = filled_s(rows) if is_asynchronous(schedule) else 0.0
+    steady_s = 0.0 if SCHEDULES[schedule].flushes else filled_s(rows)
     end_s = min(result.makespan_s, steady_s + drawn * result.time_per_minibatch_s)
     return TimelineGroup(title, rows, 0.0, end_s, min(steady_s, end_s))
 
@@ -157,7 +157,7 @@ def measured_group(
     if not firsts or not length_s:
         return None
     start_s = max(firsts)
-    steady_s = filled_s(rows, start_s) if is_asynchronous(schedule) else start_s
+    steady_s = start_s if SCHEDULES[schedule].flushes else filled_s(rows, start_s)
     return TimelineGroup(title, rows, start_s, start_s + length_s, min(steady_s, start_s + length_s))
 
 
@@ -311,7 +311,7 @@ def slowest_stage_sentence(report: Report) -> str | None:
     if not report.predicted or not report.stages or report.is_crowded or report.includes_compilation:
         return None
     number = max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s)
-    profiled_s = sum(report.predicted.compute_s[number :: len(report.stages)])  # of all chunks, if interleaved
+    profiled_s = sum(report.predicted.compute_s[number :: len(report.stages)])  # of all its chunks
     is_slow = is_much_slower(report.stages[number], profiled_s)
     return slow_stage_sentence(report, number, profiled_s) if is_slow else None
 

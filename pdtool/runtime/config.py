@@ -91,7 +91,7 @@ class RankAssignment:
     Attributes:
         rank: in torch.distributed.
         worker: number in the cluster.
-        stage: the first of its stages; with an interleaved schedule it has several.
+        stage: the first of its stages; with chunks it has several.
     """
 
     rank: int

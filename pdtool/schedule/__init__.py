@@ -4,7 +4,7 @@ A schedule is one list of actions per worker, stage by stage, replica by replica
 
     p: number of stages        r[s]: replicas of stage s      n: number of minibatches
     w[s]: minibatches in flight at one replica of stage s     k: minibatches in one update of a stage
-    v: chunks a worker (interleaved only; then p counts workers, and there are p v stages)
+    v: chunks a worker (of a chunked schedule; then p counts workers, and there are p v stages)
 
 Minibatch i is computed at stage s by replica i mod r[s] (round-robin; PipeDream, SOSP'19, section 3.2).
 """
@@ -12,48 +12,42 @@ Minibatch i is computed at stage s by replica i mod r[s] (round-robin; PipeDream
 from __future__ import annotations
 
 from pdtool.schedule.action import Action, ActionKind, Actions, grid
-from pdtool.schedule.execution import check_executable, draw, gradient_delays, timeline, validate
-from pdtool.schedule.kinds import (
-    POLICIES,
-    SCHEDULES,
-    SEARCHED_SCHEDULES,
-    build,
-    default_in_flight,
-    default_shape,
-    is_asynchronous,
-    pipeline_shape,
-)
-from pdtool.schedule.policies import ForwardVersions, StashTracker, forward_versions
-from pdtool.schedule.shape import PipelineShape, steady_minibatches, steady_run, tied_update_lag, total_in_flight
+from pdtool.schedule.execution import StashTracker, check_executable, draw, gradient_delays, timeline, validate
+from pdtool.schedule.execution_config import ExecutionConfig
+from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind, schedule_names
+from pdtool.schedule.policies import WEIGHT_POLICIES, ForwardVersions, WeightPolicy
+from pdtool.schedule.shape import PipelineShape, steady_minibatches, steady_run, tied_update_lag
 from pdtool.schedule.strategies import RIVALS, STRATEGIES, Strategy
 
 __all__ = [
-    "POLICIES",
+    "ONE_F_ONE_B",
     "RIVALS",
     "SCHEDULES",
-    "SEARCHED_SCHEDULES",
     "STRATEGIES",
+    "WEIGHT_POLICIES",
     "Action",
     "ActionKind",
     "Actions",
+    "ExecutionConfig",
     "ForwardVersions",
     "PipelineShape",
+    "ScheduleKind",
     "StashTracker",
     "Strategy",
-    "build",
+    "WeightPolicy",
     "check_executable",
-    "default_in_flight",
-    "default_shape",
     "draw",
-    "forward_versions",
     "gradient_delays",
     "grid",
-    "is_asynchronous",
-    "pipeline_shape",
+    "schedule_names",
     "steady_minibatches",
     "steady_run",
     "tied_update_lag",
     "timeline",
-    "total_in_flight",
     "validate",
 ]
+
+
+def is_asynchronous(schedule: str) -> bool:  # for planner.choice.strategies, until it asks the kind
+    """Whether minibatches are in flight while the weights change."""
+    return not SCHEDULES[schedule].flushes

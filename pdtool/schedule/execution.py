@@ -7,12 +7,13 @@ names the workers that deadlock. `gradient_delays` counts how many updates late 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from pdtool.errors import ScheduleError
 from pdtool.schedule.action import Action, ActionKind, Actions, grid
-from pdtool.schedule.kinds import build, default_shape
-from pdtool.schedule.policies import ForwardVersions, StashTracker, forward_versions
+from pdtool.schedule.kinds import ScheduleKind
+from pdtool.schedule.policies import ForwardVersions
 from pdtool.schedule.shape import PipelineShape
 
 
@@ -28,8 +29,7 @@ def validate(lists: Sequence[Actions], shape: PipelineShape, minibatches: int) -
     stage_replicas = list(shape.stage_replicas())
     if len(lists) != len(stage_replicas):
         raise ScheduleError(f"{len(lists)} action lists for {len(stage_replicas)} workers")
-    imposed = shape.weights in ("vertical-sync", "2bw")  # versions are not simply the newest
-    versions = forward_versions(lists, shape.weights) if imposed else [None] * len(lists)
+    versions = shape.weights.forward_versions(lists)
     for worker, (actions, (stage, replica)) in enumerate(zip(lists, stage_replicas, strict=True)):
         validator = _WorkerValidator(shape, stage, replica, minibatches, actions, versions[worker])
         for position, action in enumerate(actions):
@@ -41,7 +41,7 @@ def validate(lists: Sequence[Actions], shape: PipelineShape, minibatches: int) -
     timeline(lists)
 
 
-def check_executable(schedule: str, shape: PipelineShape, microbatches: int = 1) -> None:
+def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
     """Build the action lists for filling, steady state and draining, and validate them.
 
     Raises:
@@ -49,11 +49,11 @@ def check_executable(schedule: str, shape: PipelineShape, microbatches: int = 1)
     """
     minibatches = shape.representative_minibatches
     try:
-        validate(build(schedule, shape, minibatches), shape, minibatches)
+        validate(kind.build(shape, minibatches), shape, minibatches)
     except ScheduleError as error:
-        default = default_shape(schedule, shape.replicas[: shape.pipeline_depth], microbatches, shape.chunks)
-        wanted = ", ".join(map(str, default.in_flight))
-        raise ScheduleError(error.what, f"give the stages in_flight {wanted}, as {schedule} wants") from error
+        replicas = shape.replicas[: shape.pipeline_depth]
+        wanted = ", ".join(map(str, kind.usual_in_flight(replicas, shape.update_every[0], shape.chunks)))
+        raise ScheduleError(error.what, f"give the stages in_flight {wanted}, as {kind.name} wants") from error
 
 
 class _WorkerValidator:
@@ -70,11 +70,11 @@ class _WorkerValidator:
         replica: int,
         minibatches: int,
         actions: Actions,
-        versions: ForwardVersions | None,
+        versions: ForwardVersions,
     ) -> None:
         self.shape, self.minibatches, self.replica = shape, minibatches, replica
         self.limit = max(1, shape.in_flight[stage])
-        self.versions, self.tracker = versions, StashTracker(versions, stashing=shape.weights != "none")
+        self.versions, self.tracker = versions, StashTracker(versions, stashing=shape.weights.stashes)
         split = any(action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) for action in actions)
         backward = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) if split else (ActionKind.BACKWARD,)
         self.kinds = (ActionKind.FORWARD, *backward)
@@ -106,7 +106,7 @@ class _WorkerValidator:
     def _out_of_order(self, action: Action) -> str:
         if action.kind is ActionKind.UPDATE:
             return self._early_update(action)
-        version = (self.versions or {}).get((action.stage, action.minibatch), 0)
+        version = self.versions.get((action.stage, action.minibatch), 0)
         if version > self.tracker.updates[action.stage]:
             return "comes before the update that makes its weights"
         needed = self.kinds[: self.kinds.index(action.kind)]
@@ -124,6 +124,53 @@ class _WorkerValidator:
         if any(Action(stage, self.kinds[-1], i) in self.missing for i in of_replica):
             return "comes before a backward of its round"
         return f"comes when update {due} is due" if action.minibatch != due else ""
+
+
+class StashTracker:
+    """Track which minibatches are in flight and which weight versions are still needed, action by action.
+
+    A minibatch is in flight from its forward to the end of its backward. A weight version lives until the last backward
+    that needs it (PipeDream, SOSP'19, section 3.3).
+
+    Args:
+        forward_versions: the weight version that each forward reads.
+        stashing: whether old versions are kept for the backwards that need them.
+
+    Attributes:
+        in_flight: (stage, minibatch) -> weight version that its forward read.
+        updates: updates of each stage so far.
+        peak: most minibatches in flight at once, over all stages of the worker.
+        delay: most updates between the version that a forward reads and its backward.
+    """
+
+    def __init__(self, forward_versions: ForwardVersions, *, stashing: bool = True) -> None:
+        self.in_flight: ForwardVersions = {}
+        self.updates: Counter[int] = Counter()
+        self.peak = self.delay = 0
+        self._forward_versions, self._stashing = forward_versions, stashing
+        # (stage, version) -> minibatches that still need the version
+        self._users = Counter((stage, version) for (stage, _), version in forward_versions.items())
+        self._old_versions: Counter[int] = Counter()  # of each stage, versions kept besides the newest
+
+    def apply(self, action: Action) -> None:
+        """Account for one action; a backward must follow the forward of its minibatch."""
+        stage, key = action.stage, (action.stage, action.minibatch)
+        if action.kind is ActionKind.FORWARD:
+            self.in_flight[key] = self._forward_versions[key]
+            self.peak = max(self.peak, len(self.in_flight))
+        elif action.kind.completes_backward:
+            version = self.in_flight.pop(key)
+            self._users[stage, version] -= 1
+            self.delay = max(self.delay, self.updates[stage] - version)
+            if version < self.updates[stage] and not self._users[stage, version]:
+                self._old_versions[stage] -= 1
+        elif action.kind is ActionKind.UPDATE:
+            self._old_versions[stage] += bool(self._users[stage, self.updates[stage]])
+            self.updates[stage] += 1
+
+    def versions(self, stage: int) -> int:
+        """Return the number of live weight versions of a stage: the newest, and those that a backward still needs."""
+        return 1 + self._old_versions[stage] * self._stashing
 
 
 def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2.0) -> list[list[float]]:
@@ -203,10 +250,10 @@ def _deadlock(
     return ScheduleError(f"deadlock: {'; '.join(waits)}\n{grid(lists, mark=stuck[0])}")
 
 
-def gradient_delays(schedule: str, shape: PipelineShape) -> list[int]:
+def gradient_delays(kind: ScheduleKind, shape: PipelineShape) -> list[int]:
     """Return for each stage the most updates between a forward's weights and the same minibatch's backward."""
-    lists = build(schedule, shape, shape.representative_minibatches)
-    versions = forward_versions(lists, shape.weights)
+    lists = kind.build(shape, shape.representative_minibatches)
+    versions = shape.weights.forward_versions(lists)
     delays = [0] * len(shape.replicas)
     for worker_versions, actions, (stage, _) in zip(versions, lists, shape.stage_replicas(), strict=True):
         tracker = StashTracker(worker_versions)

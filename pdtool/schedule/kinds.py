@@ -1,180 +1,145 @@
-"""The kinds of schedules: the weight policies, the shape and the action lists of each.
+"""The kinds of schedules: each is one object, which says what its workers do and what goes with that.
 
-`build` makes the lists as a pure function of a shape. `pipeline_shape` returns the shape of a plan, and `default_shape`
-the one that a schedule is defined for. The simulator and the workers execute the lists without knowing the kind.
+The simulator and the workers execute the lists of actions without knowing the kind, and nobody else compares its name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from pdtool.errors import UsageError
 from pdtool.schedule.action import Action, ActionKind, Actions
-from pdtool.schedule.shape import PipelineShape, total_in_flight
+from pdtool.schedule.policies import FLUSH, NONE, STASH, TWO_BW, VERTICAL_SYNC, WEIGHT_POLICIES, WeightPolicy
+from pdtool.schedule.shape import PipelineShape
 
-POLICIES = {  # of each schedule, the usual one first
-    "1f1b": ("stash", "vertical-sync", "none"),
-    "1f1b-flush": ("flush",),
-    "gpipe": ("flush",),
-    "2bw": ("2bw",),
-    "interleaved": ("flush",),
-    "zb-h1": ("flush",),
-}
-SCHEDULES = tuple(POLICIES)
-SEARCHED_SCHEDULES = ("1f1b", "1f1b-flush", "gpipe")  # those that the planner has formulas for
-_EQUAL_REPLICAS = ("interleaved", "zb-h1")
 Round = tuple[int, list[int]]  # (number, the minibatches of one worker in it)
+Number = Any  # one number, or a numpy array of them
 
 
-def is_asynchronous(schedule: str) -> bool:
-    """Tell whether minibatches are in flight while the weights change."""
-    return POLICIES[schedule] != ("flush",)
+@dataclass(frozen=True, kw_only=True)
+class ScheduleKind:
+    """A schedule.
 
-
-def build(name: str, shape: PipelineShape, minibatches: int) -> list[Actions]:
-    """Build the action lists of schedule `name` for minibatches 0 .. minibatches - 1 of one epoch.
-
-    All rounds are closed at the end; the last one is short when `update_every` does not divide `minibatches`.
-
-    Raises:
-        UsageError: the name is unknown, or the shape does not fit the schedule.
+    Attributes:
+        name: in plans, and for `--schedule`.
+        policies: the weight policies that it goes with, the usual one first.
+        actions: the list of one worker, of (shape, its first stage, its rounds). A flushing schedule gets one round at
+            a time, since it drains the pipeline after each.
+        in_flight: w of (r, u, m, p, v), just enough in flight for no stage to wait, for u workers of this stage and all
+            later ones and m minibatches in one update. Of one copy of the pipeline; r, u and w may be arrays.
+        chunked: whether each worker has several stages, which are even pieces of the model.
+        equal_replicas: whether all stages must have as many replicas: r pipelines side by side.
+        splits_backward: whether the gradients of inputs and weights are computed apart.
+        planned_as: the schedule that stands in for this one where no formulas cover it: its search gives the stages,
+            unless these are chunks, and data parallelism beside the plan runs so. None: formulas cover it.
     """
-    if name not in SCHEDULES:
-        raise UsageError(f"schedule {name!r} is unknown", f"choose one of {', '.join(SCHEDULES)}")
-    if name in _EQUAL_REPLICAS and len(set(shape.replicas)) > 1:
-        config = "-".join(map(str, shape.replicas[: shape.pipeline_depth]))
-        raise UsageError(
-            f"schedule {name} needs as many replicas of each stage, but the plan is {config}",
-            "use a straight plan, or 1f1b-flush",
+
+    name: str
+    policies: tuple[WeightPolicy, ...]
+    actions: Callable[[PipelineShape, int, Sequence[Round]], Actions]
+    in_flight: Callable[[Number, Number, int, int, int], Number]
+    chunked: bool = False
+    equal_replicas: bool = False
+    splits_backward: bool = False
+    planned_as: ScheduleKind | None = None
+
+    @property
+    def flushes(self) -> bool:
+        """Whether nothing is in flight while the weights change: the pipeline is emptied after its microbatches."""
+        return self.policies == (FLUSH,)
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the cost formulas cover it, so that plans can be searched for; otherwise it is simulated."""
+        return self.planned_as is None
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """The names of its weight policies, the usual one first."""
+        return tuple(policy.name for policy in self.policies)
+
+    def usual_in_flight(self, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> tuple[int, ...]:
+        """Return w for each stage; with chunks for the first stage on each worker, over all its chunks.
+
+        Args:
+            replicas: r[s], of stages that are on workers of their own.
+            microbatches: in one update of a flushing schedule.
+        """
+        p = len(replicas)
+        return tuple(self.in_flight(r, sum(replicas[s:]), microbatches, p, chunks) for s, r in enumerate(replicas))
+
+    def shape(
+        self,
+        replicas: Sequence[int],
+        in_flight: Sequence[int] | None = None,
+        *,
+        weights: str | None = None,
+        microbatches: int = 1,
+        update_every: int | None = None,
+        chunks: int = 1,
+        tied_stages: Iterable[Sequence[int]] = (),
+    ) -> PipelineShape:
+        """Return the shape of a pipeline, with the number of minibatches after which each stage updates.
+
+        Args:
+            replicas, in_flight: r[s] and w[s], of stages that are on workers of their own; None: the usual in flight.
+            weights: the policy; None: the usual one.
+            microbatches: in one update of a flushing schedule.
+            update_every: minibatches in one update of every stage, without a flush; None: what the policy wants.
+            tied_stages: groups of stages that share a parameter, and so must update after the same number of
+                minibatches.
+        """
+        policy = WEIGHT_POLICIES[weights] if weights else self.policies[0]
+        in_flight = in_flight or self.usual_in_flight(replicas, microbatches, chunks)
+        if self.flushes:
+            intervals = [microbatches] * len(replicas)
+        elif update_every:
+            intervals = [update_every] * len(replicas)
+        else:
+            wanted = policy.intervals(replicas, in_flight)
+            intervals = list(wanted)
+            for stages in tied_stages:
+                for s in stages:
+                    intervals[s] = math.lcm(*(wanted[t] for t in stages))
+        return PipelineShape(
+            replicas=tuple(replicas) * chunks,
+            in_flight=tuple(in_flight),
+            update_every=tuple(intervals) * chunks,
+            chunks=chunks,
+            weights=policy,
         )
-    if name != "interleaved" and shape.chunks > 1:
-        raise UsageError(f"schedule {name} has one chunk a worker, not {shape.chunks}", "use interleaved")
-    return [_worker_actions(name, shape, s, k, minibatches) for s, k in shape.stage_replicas()]
 
+    def build(self, shape: PipelineShape, minibatches: int) -> list[Actions]:
+        """Build the action lists for minibatches 0 .. minibatches - 1 of one epoch.
 
-def default_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Return w[s] = ceil(sum of r[j] for j >= s, over r[s]), just enough to keep every later worker busy.
+        All rounds are closed at the end; the last one is short when `update_every` does not divide `minibatches`.
 
-    PipeDream, SOSP'19, section 3.2 (NOAM is this number at the input stage).
-    """
-    return tuple(math.ceil(sum(replicas[s:]) / r) for s, r in enumerate(replicas))
-
-
-def default_shape(name: str, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> PipelineShape:
-    """Return the shape that schedule `name` is defined for.
-
-    Args:
-        replicas: r[s]; for `interleaved` and `zb-h1` all the same, r pipelines side by side.
-        microbatches: in one update of a flushing schedule; the minimum for `2bw`.
-        chunks: v, for `interleaved`.
-    """
-    p, usual = len(replicas), default_in_flight(replicas)
-    if name == "1f1b":
-        return PipelineShape(replicas=tuple(replicas), in_flight=usual, update_every=tuple(replicas))
-    per_replica = [math.ceil(microbatches / r) for r in replicas]  # microbatches of one update
-    weights = "flush"
-    match name:
-        case "2bw":  # k >= all in flight, so that a third version is never begun (Narayanan et al., 2021, section 3.1)
-            microbatches, weights = max(microbatches, total_in_flight(replicas, usual)), "2bw"
-            in_flight = usual
-        case "1f1b-flush":
-            in_flight = tuple(map(min, usual, per_replica))
-        case "interleaved":  # after the warm-up, one more; the last round may be short, and its groups larger
-            rounds = range(1, per_replica[0] + 1)
-            in_flight = tuple(
-                max(min(interleaved_warm_up(p, r, n, chunks) + 1, n * chunks) for n in rounds) for r in range(p)
+        Raises:
+            UsageError: the shape does not fit the schedule.
+        """
+        if self.equal_replicas and len(set(shape.replicas)) > 1:
+            config = "-".join(map(str, shape.replicas[: shape.pipeline_depth]))
+            raise UsageError(
+                f"schedule {self.name} needs as many replicas of each stage, but the plan is {config}",
+                "use a straight plan, or 1f1b-flush",
             )
-        case "zb-h1":  # the memory of 1F1B's first stage, everywhere (ICLR'24, section 2.1)
-            in_flight = (min(p, per_replica[0]),) * p
-        case _:
-            in_flight = tuple(per_replica)
-    stages = p * chunks
-    return PipelineShape(
-        replicas=tuple(replicas) * chunks,
-        in_flight=in_flight,
-        update_every=(microbatches,) * stages,
-        chunks=chunks,
-        weights=weights,
-    )
+        if not self.chunked and shape.chunks > 1:
+            what = f"schedule {self.name} has one chunk a worker, not {shape.chunks}"
+            raise UsageError(what, f"use {schedule_names(lambda kind: kind.chunked)}")
+        return [self._worker_actions(shape, s, k, minibatches) for s, k in shape.stage_replicas()]
 
-
-def pipeline_shape(
-    schedule: str,
-    *,
-    replicas: Sequence[int],
-    in_flight: Sequence[int],
-    weights: str,
-    microbatches: int = 1,
-    update_every: int | None = None,
-    chunks: int = 1,
-    tied_stages: Sequence[Sequence[int]] = (),
-) -> PipelineShape:
-    """Return the shape of a plan, with the number of minibatches after which each stage updates.
-
-    Args:
-        replicas: of each stage.
-        in_flight: of each stage; with chunks of the first stage on each worker.
-        weights: the policy, one of POLICIES.
-        microbatches: in one update of a flushing schedule.
-        update_every: minibatches in one update of every stage, without a flush; None: as many as the stage has
-            replicas (PipeDream), and with vertical sync or 2BW the fewest that suit all stages.
-        tied_stages: groups of stages that share a parameter, and so must update after the same number of minibatches.
-    """
-    if not is_asynchronous(schedule):
-        intervals = [microbatches] * len(replicas)
-    elif update_every:
-        intervals = [update_every] * len(replicas)
-    elif weights == "vertical-sync":
-        intervals = [math.lcm(*replicas)] * len(replicas)
-    elif weights == "2bw":
-        intervals = [total_in_flight(replicas[: len(in_flight)], in_flight)] * len(replicas)
-    else:
-        intervals = list(replicas)
-        for stages in tied_stages:
-            for s in stages:
-                intervals[s] = math.lcm(*(replicas[t] for t in stages))
-    return PipelineShape(
-        replicas=tuple(replicas),
-        in_flight=tuple(in_flight),
-        update_every=tuple(intervals),
-        chunks=chunks,
-        weights=weights,
-    )
-
-
-def interleaved_groups(p: int, microbatches: int) -> list[int]:
-    """Return the sizes of the groups that pass one chunk before the next: p, as in Megatron-LM (SC'21, section 2.2).
-
-    Where p does not divide them the groups are even and larger than p: one smaller than p would deadlock.
-    """
-    count = max(1, microbatches // p)
-    return [microbatches // count + (i < microbatches % count) for i in range(count)]
-
-
-def interleaved_warm_up(p: int, worker: int, microbatches: int, chunks: int) -> int:
-    """Count the forwards before the first 1F1B pair: the first minibatch must pass all chunks of the last worker."""
-    return 2 * (p - worker - 1) + (chunks - 1) * interleaved_groups(p, microbatches)[0]
-
-
-def _worker_actions(name: str, shape: PipelineShape, stage: int, replica: int, minibatches: int) -> Actions:
-    """Build one worker's list: 1F1B runs through all rounds; the flushing schedules drain the pipeline after each."""
-    every, replicas, in_flight = shape.update_every[stage], shape.replicas[stage], shape.in_flight[stage]
-    rounds: list[Round] = [
-        (i // every, list(range(i + (replica - i) % replicas, min(i + every, minibatches), replicas)))
-        for i in range(0, minibatches, every)
-    ]
-    match name:
-        case "1f1b" | "2bw":
-            return _one_f_one_b(stage, rounds, in_flight)
-        case "interleaved":
-            return [action for one_round in rounds for action in _interleaved(stage, one_round, shape)]
-        case "zb-h1":
-            return [action for one_round in rounds for action in _zero_bubble(stage, one_round, shape)]
-        case "gpipe":
-            in_flight = minibatches
-    return [action for one_round in rounds for action in _one_f_one_b(stage, [one_round], in_flight)]
+    def _worker_actions(self, shape: PipelineShape, stage: int, replica: int, minibatches: int) -> Actions:
+        every, replicas = shape.update_every[stage], shape.replicas[stage]
+        rounds: list[Round] = [
+            (i // every, list(range(i + (replica - i) % replicas, min(i + every, minibatches), replicas)))
+            for i in range(0, minibatches, every)
+        ]
+        groups = [[one_round] for one_round in rounds] if self.flushes else [rounds]
+        return [action for group in groups for action in self.actions(shape, stage, group)]
 
 
 def _one_f_one_b(stage: int, rounds: Sequence[Round], in_flight: int) -> Actions:
@@ -203,7 +168,40 @@ def _one_f_one_b(stage: int, rounds: Sequence[Round], in_flight: int) -> Actions
     return actions
 
 
-def _interleaved(worker: int, one_round: Round, shape: PipelineShape) -> Actions:
+def _enough(r: Number, u: Number, m: int, p: int, v: int) -> Number:
+    """Return ceil(u / r), which keeps every later worker busy (PipeDream, SOSP'19, section 3.2).
+
+    At the input stage this is NOAM.
+    """
+    return -(-u // r)
+
+
+def _all_of_update(r: Number, u: Number, m: int, p: int, v: int) -> Number:
+    return v * -(-m // r)
+
+
+def _enough_of_update(r: Number, u: Number, m: int, p: int, v: int) -> Number:
+    enough, microbatches = -(-u // r), -(-m // r)
+    return enough - (enough > microbatches) * (enough - microbatches)  # the smaller one, of arrays too
+
+
+ONE_F_ONE_B = ScheduleKind(
+    name="1f1b",
+    policies=(STASH, VERTICAL_SYNC, NONE),
+    actions=lambda shape, stage, rounds: _one_f_one_b(stage, rounds, shape.in_flight[stage]),
+    in_flight=_enough,
+)
+ONE_F_ONE_B_FLUSH = replace(ONE_F_ONE_B, name="1f1b-flush", policies=(FLUSH,), in_flight=_enough_of_update)
+GPIPE = ScheduleKind(
+    name="gpipe",
+    policies=(FLUSH,),
+    actions=lambda shape, stage, rounds: _one_f_one_b(stage, rounds, len(rounds[0][1])),
+    in_flight=_all_of_update,
+)
+TWO_BW_1F1B = replace(ONE_F_ONE_B, name="2bw", policies=(TWO_BW,), planned_as=ONE_F_ONE_B)
+
+
+def _interleaved(shape: PipelineShape, worker: int, rounds: Sequence[Round]) -> Actions:
     """Build 1F1B over chunks: p minibatches pass the first chunk, the same p the second, and so on.
 
     Source: Megatron-LM, SC'21, section 2.2. Two workers of two chunks (stages 0, 2 and 1, 3), every action takes one
@@ -212,14 +210,45 @@ def _interleaved(worker: int, one_round: Round, shape: PipelineShape) -> Actions
         0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1
         1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
+    p, microbatches = shape.pipeline_depth, len(rounds[0][1])
+    warm_up = _interleaved_warm_up(p, worker, microbatches, shape.chunks)
+    return _over_chunks(shape, worker, rounds[0], _interleaved_groups(p, microbatches), warm_up)
+
+
+def _interleaved_groups(p: int, microbatches: int) -> list[int]:
+    """Return the sizes of the groups that pass one chunk before the next: p, as in Megatron-LM (SC'21, section 2.2).
+
+    Where p does not divide them the groups are even and larger than p: one smaller than p would deadlock.
+    """
+    count = max(1, microbatches // p)
+    return [microbatches // count + (i < microbatches % count) for i in range(count)]
+
+
+def _interleaved_warm_up(p: int, worker: int, microbatches: int, chunks: int) -> int:
+    """Count the forwards before the first 1F1B pair: the first minibatch must pass all chunks of the last worker."""
+    return 2 * (p - worker - 1) + (chunks - 1) * _interleaved_groups(p, microbatches)[0]
+
+
+def _enough_of_chunks(r: Number, u: Number, m: int, p: int, v: int) -> Number:
+    """One more than the warm-up; the last round may be short, and its groups larger."""
+    rounds = range(1, -(-m // r) + 1)
+    return max(min(_interleaved_warm_up(p, p - u // r, n, v) + 1, n * v) for n in rounds)
+
+
+def _over_chunks(shape: PipelineShape, worker: int, one_round: Round, groups: Sequence[int], warm_up: int) -> Actions:
+    """Build the list of a worker with several stages, through which minibatches pass in groups.
+
+    Args:
+        groups: how many minibatches pass one chunk before the next.
+        warm_up: forwards before the first backward; then forwards and backwards take turns.
+    """
     number, minibatches = one_round
-    stages, groups = shape.stages_on_same_workers(worker), interleaved_groups(shape.pipeline_depth, len(minibatches))
+    stages = shape.stages_on_same_workers(worker)
     if not minibatches:
         return [Action(stage, ActionKind.UPDATE, number) for stage in stages[::-1]]
     forwards = _cycle(minibatches, groups, stages, ActionKind.FORWARD)
-    backwards = _cycle(minibatches, groups, stages[::-1], ActionKind.BACKWARD)
-    actions = list(islice(forwards, interleaved_warm_up(shape.pipeline_depth, worker, len(minibatches), shape.chunks)))
-    for backward in backwards:
+    actions = list(islice(forwards, warm_up))
+    for backward in _cycle(minibatches, groups, stages[::-1], ActionKind.BACKWARD):
         actions += [*islice(forwards, 1), backward]
         if backward.minibatch == minibatches[-1]:
             actions.append(Action(backward.stage, ActionKind.UPDATE, number))
@@ -234,7 +263,18 @@ def _cycle(minibatches: Sequence[int], groups: Sequence[int], stages: range, kin
             yield from (Action(stage, kind, i) for i in group)
 
 
-def _zero_bubble(stage: int, one_round: Round, shape: PipelineShape) -> Actions:
+INTERLEAVED = ScheduleKind(
+    name="interleaved",
+    policies=(FLUSH,),
+    actions=_interleaved,
+    in_flight=_enough_of_chunks,
+    chunked=True,
+    equal_replicas=True,
+    planned_as=ONE_F_ONE_B_FLUSH,
+)
+
+
+def _zero_bubble(shape: PipelineShape, stage: int, rounds: Sequence[Round]) -> Actions:
     """Build ZB-H1: the gradients of the weights are put off, by r minibatches at stage r, to fill the drain.
 
     Source: "Zero Bubble Pipeline Parallelism", ICLR'24, section 2.1. Three stages, every action takes one slot:
@@ -243,7 +283,7 @@ def _zero_bubble(stage: int, one_round: Round, shape: PipelineShape) -> Actions:
         1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    number, minibatches = one_round
+    ((number, minibatches),) = rounds
     forwards = iter(minibatches)
     actions = [Action(stage, ActionKind.FORWARD, i) for i in islice(forwards, shape.pipeline_depth - 1 - stage)]
     for done, i in enumerate(minibatches):
@@ -253,3 +293,22 @@ def _zero_bubble(stage: int, one_round: Round, shape: PipelineShape) -> Actions:
             actions.append(Action(stage, ActionKind.BACKWARD_WEIGHT, minibatches[done - stage]))
     actions += [Action(stage, ActionKind.BACKWARD_WEIGHT, i) for i in minibatches[max(0, len(minibatches) - stage) :]]
     return [*actions, Action(stage, ActionKind.UPDATE, number)]
+
+
+ZERO_BUBBLE = ScheduleKind(
+    name="zb-h1",
+    policies=(FLUSH,),
+    actions=_zero_bubble,
+    in_flight=lambda r, u, m, p, v: min(p, -(-m // r)),  # the memory of 1F1B's first stage, everywhere
+    equal_replicas=True,
+    splits_backward=True,
+    planned_as=ONE_F_ONE_B_FLUSH,
+)
+
+SCHEDULES = {kind.name: kind for kind in (ONE_F_ONE_B, ONE_F_ONE_B_FLUSH, GPIPE, TWO_BW_1F1B, INTERLEAVED, ZERO_BUBBLE)}
+
+
+def schedule_names(is_wanted: Callable[[ScheduleKind], bool], conjunction: str = "or") -> str:
+    """Return the names of some schedules, for sentences: `a`, `a or b`, `a, b or c`."""
+    *names, last = (kind.name for kind in SCHEDULES.values() if is_wanted(kind))
+    return f"{', '.join(names)} {conjunction} {last}" if names else last

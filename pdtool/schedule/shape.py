@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pdtool.schedule.policies import WeightPolicy, total_in_flight
+
 _MIN_STEADY = 32  # minibatches
 _LONGEST_PERIOD = 512  # minibatches
 
@@ -19,17 +21,17 @@ class PipelineShape:
 
     Attributes:
         replicas: r[s], for each stage.
-        in_flight: w[s], for each stage, see `default_in_flight`; with chunks for each worker, over all its chunks.
+        in_flight: w[s], for each stage; with chunks for each worker, over all its chunks.
         update_every: k[s], minibatches in one update of stage s, over all its replicas.
         chunks: v, stages on one worker: of p v stages, worker k holds k, k + p, k + 2p, ...
-        weights: the policy, one of kinds.POLICIES.
+        weights: the policy.
     """
 
     replicas: tuple[int, ...]
     in_flight: tuple[int, ...]
     update_every: tuple[int, ...]
+    weights: WeightPolicy
     chunks: int = 1
-    weights: str = "stash"
 
     @property
     def pipeline_depth(self) -> int:
@@ -50,26 +52,10 @@ class PipelineShape:
         return range(stage % self.pipeline_depth, len(self.replicas), self.pipeline_depth)
 
     def versions(self, stage: int) -> int:
-        """Return the maximal number of weight versions at one replica of a stage, the newest included.
-
-        Between two updates a replica does k/r backwards, so of w minibatches in flight no more than that many were
-        begun with the same weights. With vertical sync the minibatches in flight at the first stage count, everywhere.
-        """
-        r, w, k = self.replicas[stage], self.in_flight[stage % self.pipeline_depth], self.update_every[stage]
-        match self.weights:
-            case "flush" | "none":
-                return 1
-            case "2bw":
-                return 2
-            case "vertical-sync":
-                return 1 + math.ceil((self.replicas[0] * self.in_flight[0] - 1) / k)
-            case _:
-                return min(w, 1 + math.ceil((w - 1) / max(1, k // r)))
-
-
-def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
-    """Return the minibatches in flight at all replicas of the stage that has the most."""
-    return max(w * r for w, r in zip(in_flight, replicas, strict=True))
+        """Return the maximal number of weight versions at one replica of a stage, the newest included."""
+        in_flight = self.in_flight[stage % self.pipeline_depth]
+        first = self.replicas[0] * self.in_flight[0]
+        return self.weights.max_versions(self.replicas[stage], in_flight, self.update_every[stage], first)
 
 
 def tied_update_lag(shape: PipelineShape, holders: Sequence[int], stage: int) -> int:

@@ -13,6 +13,7 @@ from pdtool.cli.command_line import command
 from pdtool.cli.terminal import show, status, write_stdout
 from pdtool.errors import UsageError, suggestion
 from pdtool.options import SimulateOptions
+from pdtool.schedule import schedule_names
 
 _SWEEP_POINTS = 13
 _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
@@ -32,7 +33,8 @@ _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
 @options.choice(
     "--schedule",
     of=SimulateOptions,
-    help="Another order of work; interleaved and zb-h1 are for plans with as many replicas of each stage.",
+    help=f"Another order of work; {schedule_names(lambda kind: kind.equal_replicas, 'and')} are for plans with as many "
+    "replicas of each stage.",
     unset=options.PLANNED,
 )
 @click.option(

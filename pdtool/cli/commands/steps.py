@@ -14,6 +14,7 @@ from pdtool.cli.terminal import note, print_json, show, write_artifact
 from pdtool.errors import TargetMissedError, UsageError
 from pdtool.machines import is_first_worker
 from pdtool.options import INNER_BANDWIDTH, OUTER_BANDWIDTH, SAME_FOLDER, PartitionOptions, ProfileOptions, RunOptions
+from pdtool.schedule import schedule_names
 
 if TYPE_CHECKING:
     from pdtool.artifacts.report import Report
@@ -83,7 +84,11 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
     "another flushing --schedule is given.",
     unset="what --microbatches makes",
 )
-@options.count("--chunks", of=PartitionOptions, help="Stages on each worker with --schedule interleaved.")
+@options.count(
+    "--chunks",
+    of=PartitionOptions,
+    help=f"Stages on each worker with --schedule {schedule_names(lambda kind: kind.chunked)}.",
+)
 @click.option(
     "--recompute/--no-recompute",
     default=PartitionOptions.recompute,
@@ -275,8 +280,9 @@ def run(
     asked = RunOptions(**settings)
     inputs = with_settings(Inputs.load(candidate("plan", plan), model), model_settings)
     chosen = rescheduled_as(inputs, asked)
-    if asked.compiled and chosen.schedule == "zb-h1":
-        note("a compiled stage computes all its gradients at once: zb-h1 has nothing to put off, take 1f1b-flush")
+    if asked.compiled and chosen.kind.splits_backward:
+        name = chosen.schedule
+        note(f"a compiled stage computes all its gradients at once: {name} has nothing to put off, take 1f1b-flush")
     if dry_run:
         show(worker_table(chosen, asked.nnodes), err=False)
         return

@@ -63,7 +63,7 @@ def _choices(evaluator: Evaluator, candidate: Candidate, margin: float) -> list[
     """Return the plan with the schedule's own number of minibatches in flight, with what its round trips want, and with
     as many as are ever tried: each once, from few to many, all as far as memory goes."""
     placement = candidate.placement
-    if placement.execution.schedule != "1f1b":
+    if placement.execution.kind.flushes:
         return [candidate]
     default = placement.in_flight
     model = evaluator.model_of(placement.workers, placement.execution)

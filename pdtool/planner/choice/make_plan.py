@@ -1,8 +1,8 @@
 """From a profile and a cluster to a plan: the search, the choice by simulation, the figures and the certificate.
 
-Cost formulas exist for 1F1B with stashing, 1F1B with flush and GPipe, so only those are searched. A plan for 2BW or
-ZB-H1 has the stages of a plan that was searched for. An interleaved plan has even pieces of the model. The figures of a
-plan come from the formulas and a simulation. If no formulas cover its schedule, they come from the simulation alone.
+Only schedules that the cost formulas cover are searched. A plan for another has the stages of a plan that was searched
+for, or with several stages on each worker even pieces of the model. The figures of a plan come from the formulas and a
+simulation. If no formulas cover its schedule, they come from the simulation alone.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from pdtool.planner.choice.strategies import (
     rivals,
     with_least_memory,
 )
-from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
 from pdtool.planner.search.cuts import unbroken_groups
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.planner.stage_costs import tied_bytes
-from pdtool.schedule import POLICIES, RIVALS, SEARCHED_SCHEDULES, STRATEGIES, default_shape, is_asynchronous
+from pdtool.schedule import RIVALS, SCHEDULES, STRATEGIES, ExecutionConfig
 from pdtool.units import format_seconds
 
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
-SEARCHED_FOR = {"2bw": "1f1b", "zb-h1": "1f1b-flush"}  # the schedule whose search gives the stages
 _LOG = logging.getLogger(__name__)
 
 
@@ -51,15 +50,16 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
         NoPlanError: no plan fits the memory, the pins or the number of operators.
     """
     options = options or SearchOptions()
-    if options.schedule == "interleaved":
-        placement = interleaved_placement(profile, cluster, options)
+    kind = SCHEDULES.get(options.schedule)
+    if kind and kind.chunked:
+        placement = chunked_placement(profile, cluster, options)
         plan = placement.to_plan(profile, profile_path, cluster)
         plan.check()
         return predict(plan, Evaluator(profile, cluster), placement)
-    if options.schedule in SEARCHED_FOR:
-        straight = options.straight or (options.schedule == "zb-h1" and options.replicas is None)
-        searched = replace(options, schedule=SEARCHED_FOR[options.schedule], straight=straight)
-        changes = {"schedule": options.schedule, "weights": POLICIES[options.schedule][0], "strategy": options.strategy}
+    if kind and kind.planned_as:
+        straight = options.straight or (kind.equal_replicas and options.replicas is None)
+        searched = replace(options, schedule=kind.planned_as.name, straight=straight)
+        changes = {"schedule": kind.name, "weights": kind.policy_names[0], "strategy": options.strategy}
         return reschedule(make_plan(profile, profile_path, cluster, searched), profile, changes)
     search = PlanSearch(profile, cluster, options)
     optima = fastest_of_strategy(search)
@@ -178,16 +178,12 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
         )
     changed = plan.model_copy(update={"strategy": "auto", **changes})
     placement = Placement.of(changed, profile)
-    execution, evaluator = placement.execution, _evaluator(changed, profile)
-    if execution.schedule in SEARCHED_SCHEDULES:
-        searched = ExecutionConfig.of_schedule(execution.schedule, execution.microbatches)
-        searched = replace(searched, copies=execution.copies)
-        default = evaluator.place(placement.stages, placement.workers, searched).placement
-        placement = replace(placement, in_flight=default.in_flight, recompute=default.recompute)
-    else:
-        replicas = placement.replicas[: placement.pipeline_depth]
-        shape = default_shape(execution.schedule, replicas, execution.microbatches, execution.chunks)
-        placement = placement.with_in_flight(shape.in_flight * execution.chunks)
+    evaluator = _evaluator(changed, profile)
+    if changed.kind.has_formulas:
+        placed = evaluator.place(
+            placement.stages, placement.workers, placement.execution, in_flight=placement.in_flight
+        )
+        placement = placed.placement
     stages = tuple(
         stage.model_copy(update={"in_flight": in_flight, "recompute": recompute})
         for stage, in_flight, recompute in zip(plan.stages, placement.in_flight, placement.recompute, strict=True)
@@ -202,7 +198,7 @@ def _evaluator(plan: Plan, profile: Profile) -> Evaluator:
     return Evaluator(profile, plan.cluster.cluster(), plan.predicted.cost if plan.predicted else "ours")
 
 
-def interleaved_placement(profile: Profile, cluster: Cluster, options: SearchOptions) -> Placement:
+def chunked_placement(profile: Profile, cluster: Cluster, options: SearchOptions) -> Placement:
     """Place several stages on each worker, all of about the same time, in the order of the model's operators.
 
     Raises:
@@ -214,9 +210,9 @@ def interleaved_placement(profile: Profile, cluster: Cluster, options: SearchOpt
     if workers > cluster.workers:
         raise UsageError(f"--workers {workers}: the cluster has {cluster.workers}", "give no more than that")
     stages = even_pieces(profile, workers * options.chunks)
-    execution = ExecutionConfig.of_schedule("interleaved", options.microbatches, options.chunks)
+    execution = ExecutionConfig.of_schedule(options.schedule, options.microbatches, options.chunks)
     numbers = [(s % workers,) for s in range(len(stages))]
-    return _interleaved(profile, stages, numbers, execution, [False] * len(stages))
+    return _chunked(profile, stages, numbers, execution, [False] * len(stages))
 
 
 def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:
@@ -226,7 +222,7 @@ def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks
     then the bubble is small).
 
     Args:
-        chunks: stages on each worker of `interleaved`, for which the model is cut anew (see `even_pieces`).
+        chunks: stages on each worker of a chunked schedule, for which the model is cut anew (see `even_pieces`).
 
     Raises:
         UsageError: the schedule does not go with the placement.
@@ -239,14 +235,13 @@ def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks
         )
     depth = len(placement.stages)
     microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * depth
-    if schedule == "interleaved":
+    if SCHEDULES[schedule].chunked:
         stages = even_pieces(profile, depth * chunks)
         execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
         workers = [placement.workers[s % depth] for s in range(len(stages))]
-        return _interleaved(profile, stages, workers, execution, placement.recompute * chunks)
-    shape = default_shape(schedule, placement.replicas, microbatches)
+        return _chunked(profile, stages, workers, execution, placement.recompute * chunks)
     execution = ExecutionConfig.of_schedule(schedule, microbatches)
-    return replace(placement, in_flight=shape.in_flight, execution=execution)
+    return replace(placement, execution=execution).with_usual_in_flight()
 
 
 def even_pieces(profile: Profile, count: int) -> list[list[str]]:
@@ -277,7 +272,7 @@ def even_pieces(profile: Profile, count: int) -> list[list[str]]:
     return pieces
 
 
-def _interleaved(
+def _chunked(
     profile: Profile,
     stages: Sequence[Sequence[str]],
     workers: Sequence[tuple[int, ...]],
@@ -288,17 +283,15 @@ def _interleaved(
     for holders in tied_bytes(profile, stages):
         if len({workers[s] for s in holders}) < len(holders):
             numbers = ", ".join(map(str, holders))
-            what = f"interleaved stages {numbers} share a parameter, and two of them are on one worker"
+            what = f"{execution.schedule} stages {numbers} share a parameter, and two of them are on one worker"
             raise UsageError(what, "take another number of --chunks or --workers, or another schedule")
-    replicas = [len(numbers) for numbers in workers[: len(stages) // execution.chunks]]
-    shape = default_shape(execution.schedule, replicas, execution.microbatches, execution.chunks)
     return Placement(
         stages=tuple(map(tuple, stages)),
         workers=tuple(workers),
-        in_flight=shape.in_flight * execution.chunks,
+        in_flight=(),
         recompute=tuple(recompute),
         execution=execution,
-    )
+    ).with_usual_in_flight()
 
 
 def _compute_s(profile: Profile, name: str) -> float:
@@ -352,8 +345,7 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
     time_s = result.time_per_minibatch_s
     slowest = max(range(depth), key=compute_s.__getitem__)
     why = f"stage {slowest} computes most; {placement.execution.schedule} is simulated, there is no formula for it"
-    flushing = ExecutionConfig.of_schedule("1f1b-flush", plan.microbatches)
-    execution = flushing if plan.flushes else ExecutionConfig()
+    execution = ExecutionConfig.of_schedule((plan.kind.planned_as or plan.kind).name, plan.microbatches)
     figures = _predicted(plan, evaluator, execution, time_s, time_s, cost)
     return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
 
@@ -374,7 +366,7 @@ def _predicted(
         execution: how data parallelism is run, but for its copies.
     """
     workers, microbatches = evaluator.cluster.workers, execution.microbatches
-    if not is_asynchronous(execution.schedule):
+    if execution.kind.flushes:
         microbatches = -(-microbatches // workers) * workers
     data_parallel = evaluator.data_parallel(workers, ExecutionConfig.of_schedule(execution.schedule, microbatches))
     data_parallel_s = None

@@ -16,11 +16,10 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import MAX_IN_FLIGHT, Rival
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.formulas import TOLERANCE
-from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.plan_cost import Candidate, samples_per_update
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout
 from pdtool.planner.search.search import PlanSearch, SearchOptions
-from pdtool.schedule import SCHEDULES, STRATEGIES, is_asynchronous
+from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig, is_asynchronous
 from pdtool.units import format_bytes, format_seconds
 
 DATA_PARALLEL = STRATEGIES["data-parallel"].label

@@ -17,11 +17,11 @@ import numpy as np
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.planner.formulas import CostModel, members_between, members_of
-from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.plan_cost import Candidate, Evaluator
 from pdtool.planner.search.cuts import SearchSpace
 from pdtool.planner.search.dynamic_programming import DynamicProgram, StageSpan
 from pdtool.planner.stage_costs import Array
+from pdtool.schedule import ExecutionConfig
 
 MAX_WORKERS_PER_COPY = 256  # the search looks at every worker as the first one of every stage
 # In larger clusters, blocks that leave out some of the devices of every server are not looked at.

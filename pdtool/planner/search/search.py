@@ -13,12 +13,13 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
 from pdtool.planner.formulas import TOLERANCE
-from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import COST_MODELS, Candidate, CostModelName, Evaluator
 from pdtool.planner.search.cuts import MAX_CUTS, SearchSpace, find_cuts
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout, LayoutSearch, Solution, layouts
-from pdtool.schedule import SEARCHED_SCHEDULES, STRATEGIES
+from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, schedule_names
 
+_SEARCHED = [kind for kind in SCHEDULES.values() if kind.has_formulas]
 _MIN_CUTS = 100
 _MAX_TIME_S = np.finfo(float).max
 _STAGES_TIMES_WORKERS = 1024  # a plan with more is taken only for being the fastest
@@ -40,11 +41,11 @@ class SearchOptions:
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
         recompute: whether stages may run their forward twice to save memory.
         cost_model: whose formulas; see plan_cost.COST_MODELS.
-        chunks: stages on each worker, of `interleaved`, which is not searched (choice.make_plan.interleaved_placement).
+        chunks: stages on each worker, of chunked schedules, which are not searched (make_plan.chunked_placement).
         max_cuts: of the graph that are searched at most, on 16 workers or fewer; on more workers fewer.
     """
 
-    schedule: str = "1f1b"
+    schedule: str = ONE_F_ONE_B.name
     microbatches: int = 1
     workers: int | None = None
     straight: bool = False
@@ -60,11 +61,13 @@ class SearchOptions:
     @property
     def executions(self) -> list[ExecutionConfig]:
         """How a plan may be executed."""
-        schedules: tuple[str, ...] = (self.schedule,)
-        if self.schedule == "auto":
-            schedules = SEARCHED_SCHEDULES if self.microbatches > 1 else ("1f1b",)
-        microbatches = {s: 1 if s == "1f1b" else self.microbatches for s in schedules}
-        return [ExecutionConfig.of_schedule(s, m, strategy=self.strategy) for s, m in microbatches.items()]
+        kinds = [SCHEDULES[self.schedule]] if self.schedule != "auto" else _SEARCHED
+        if self.schedule == "auto" and self.microbatches == 1:
+            kinds = [kind for kind in kinds if not kind.flushes]
+        return [
+            ExecutionConfig.of_schedule(kind.name, self.microbatches if kind.flushes else 1, strategy=self.strategy)
+            for kind in kinds
+        ]
 
     @property
     def min_stages(self) -> int:
@@ -103,15 +106,17 @@ class PlanSearch:
 
     def __post_init__(self) -> None:
         options = self.options
-        if options.schedule not in (*SEARCHED_SCHEDULES, "auto"):
-            names = ", ".join((*SEARCHED_SCHEDULES, "auto"))
-            raise UsageError(f"schedule {options.schedule!r} is not searched", f"choose one of {names}")
+        searched = [*(kind.name for kind in _SEARCHED), "auto"]
+        if options.schedule not in searched:
+            raise UsageError(f"schedule {options.schedule!r} is not searched", f"choose one of {', '.join(searched)}")
         if options.cost_model not in COST_MODELS:
             raise UsageError(f"cost {options.cost_model!r} is unknown", f"choose one of {', '.join(COST_MODELS)}")
-        if options.microbatches < 1 or (options.schedule == "1f1b" and options.microbatches != 1):
+        has_microbatches = options.schedule == "auto" or SCHEDULES[options.schedule].flushes
+        if options.microbatches < 1 or (options.microbatches > 1 and not has_microbatches):
+            flushing = schedule_names(lambda kind: kind.has_formulas and kind.flushes)
             raise UsageError(
                 f"--microbatches {options.microbatches} with schedule {options.schedule}",
-                "give 1 or more to 1f1b-flush or gpipe; 1f1b has none",
+                f"give 1 or more to {flushing}; {ONE_F_ONE_B.name} has none",
             )
         if not 1 <= self.workers <= self.cluster.workers:
             raise UsageError(
@@ -292,7 +297,7 @@ class PlanSearch:
 
 
 def _schedule_rank(execution: ExecutionConfig) -> int:
-    return SEARCHED_SCHEDULES.index(execution.schedule)
+    return _SEARCHED.index(execution.kind)
 
 
 def _simplicity(entry: tuple[LayoutSearch, Solution]) -> tuple[int, float, int]:

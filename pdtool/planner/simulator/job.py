@@ -12,7 +12,7 @@ from pdtool.errors import UsageError
 from pdtool.planner.formulas import StageMemory
 from pdtool.planner.placement import Placement
 from pdtool.planner.stage_costs import StageEdge, StageLoad, stage_edges, stage_loads, tied_bytes
-from pdtool.schedule import ActionKind, Actions, PipelineShape, build, is_asynchronous, steady_run, tied_update_lag
+from pdtool.schedule import ActionKind, Actions, PipelineShape, ScheduleKind, steady_run, tied_update_lag
 
 MAX_ACTIONS = 200_000  # forwards and backwards, about ten seconds
 _BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # the runtime's buckets are of this size, however many
@@ -93,7 +93,7 @@ class SimulationJob:
         loads = stage_loads(profile, placement.stages)
         return cls(
             shape=shape,
-            lists=build(execution.schedule, shape, minibatches or steady_run(shape)),
+            lists=execution.kind.build(shape, minibatches or steady_run(shape)),
             workers=[worker for numbers in placement.workers[:depth] for worker in numbers],
             cluster=cluster,
             stages=[
@@ -102,7 +102,7 @@ class SimulationJob:
             ],
             edges=stage_edges(profile, placement.stages),
             tied=[
-                TiedGroup(stages=stages, size_bytes=size, lags=_lags(execution.schedule, shape, stages))
+                TiedGroup(stages=stages, size_bytes=size, lags=_lags(execution.kind, shape, stages))
                 for stages, size in sizes.items()
             ],
             batch_size=profile.batch_size,
@@ -152,15 +152,15 @@ def _buckets_ready(nodes: Sequence[Node], averaged_bytes: int, recompute_s: floa
     return (*tuple([*ready, *([1.0] * buckets)][: buckets - 1]), 1.0)
 
 
-def _lags(schedule: str, shape: PipelineShape, stages: tuple[int, ...]) -> tuple[int, ...]:
+def _lags(kind: ScheduleKind, shape: PipelineShape, stages: tuple[int, ...]) -> tuple[int, ...]:
     """Rounds between a gradient of a tied parameter and its step at each stage that holds it.
 
     With chunks a worker goes on with its other stages and takes the step before the stage's next action. As if that
     were a round later: a little too good, since nothing waits for the last one.
     """
-    if is_asynchronous(schedule):
-        return tuple(tied_update_lag(shape, stages, s) for s in stages)
-    return (int(shape.chunks > 1),) * len(stages)
+    if kind.flushes:
+        return (int(shape.chunks > 1),) * len(stages)
+    return tuple(tied_update_lag(shape, stages, s) for s in stages)
 
 
 def action_count(placement: Placement) -> int:

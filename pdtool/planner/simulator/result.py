@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.planner.simulator.network import Flow
-from pdtool.schedule import Action, ActionKind, ForwardVersions, StashTracker, forward_versions
+from pdtool.schedule import Action, ActionKind, ForwardVersions, StashTracker
 
 Consumer = tuple[int, bool, int]  # stage, whether the message is a gradient, minibatch
 
@@ -119,7 +119,7 @@ class Recorder(NullRecorder):
         replicas = list(job.shape.stage_replicas())
         self.events: list[list[TraceEvent]] = [[] for _ in replicas]
         self.sent_bytes = [0.0] * len(replicas)
-        versions = forward_versions(job.lists, job.shape.weights)
+        versions = job.shape.weights.forward_versions(job.lists)
         self.memory = [WorkerMemory(job, s, own) for (s, _), own in zip(replicas, versions, strict=True)]
 
     def action(self, worker: int, action: Action, start_s: float, length_s: float) -> None:
@@ -161,7 +161,7 @@ class WorkerMemory:
     def __init__(self, job: SimulationJob, stage: int, versions: ForwardVersions) -> None:
         self.stages = job.shape.stages_on_same_workers(stage)
         self.parts = {s: job.stages[s].memory for s in self.stages}
-        self.stash = StashTracker(versions, stashing=job.shape.weights != "none")
+        self.stash = StashTracker(versions, stashing=job.shape.weights.stashes)
         self.peak_bytes = self.peak_versions = 0
         self._in_flight = dict.fromkeys(self.stages, 0)
 

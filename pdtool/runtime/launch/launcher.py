@@ -63,7 +63,7 @@ from pdtool.runtime.launch.process_group import Reaper, end_by_signal, handling_
 from pdtool.runtime.launch.worker_main import run_worker, worker_main
 from pdtool.runtime.status import prepare_folder, read_failure, read_pid
 from pdtool.runtime.worker_end import name_semaphores_after_this_process, remove_counters, remove_stale_semaphores
-from pdtool.schedule import build, is_asynchronous, validate
+from pdtool.schedule import validate
 
 _GRACE_S = 2.0  # for workers to end after one has failed
 _POLL_S = 0.2
@@ -239,7 +239,7 @@ def check_config(config: RunConfig) -> None:
             f"it has {len(bundle.stages)} stages, the plan {len(plan.stages)}",
             "run `pdtool codegen` again",
         )
-    if config.delay_compensation and not is_asynchronous(plan.schedule):
+    if config.delay_compensation and plan.kind.flushes:
         raise UsageError(
             f"correction {config.delay_compensation} with schedule {plan.schedule}",
             "leave it out: with a flush no gradient comes late",
@@ -255,7 +255,7 @@ def check_config(config: RunConfig) -> None:
     bundle.check_files(config.bundle_dir)
     shape = config.shape
     minibatches = 2 * max(shape.update_every) * max(shape.in_flight) + 1  # into the steady state
-    validate(build(plan.schedule, shape, minibatches), shape, minibatches)
+    validate(plan.kind.build(shape, minibatches), shape, minibatches)
 
 
 def _check_threads(config: RunConfig) -> None:

@@ -33,7 +33,6 @@ from pdtool.runtime.messages.routes import LocalChannel, Receiver, Route, Sender
 from pdtool.runtime.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, share_memory
 from pdtool.runtime.messages.slots import SlotLayout
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.schedule import is_asynchronous
 
 
 @dataclass
@@ -55,7 +54,7 @@ def open_channels(
     """Open this worker's ends of all channels; all workers call it together.
 
     Args:
-        in_flight: minibatches that the schedule has in flight at once, over all replicas of each stage; of interleaved
+        in_flight: minibatches that the schedule has in flight at once, over all replicas of each stage; with chunks
             stages, of those of one chunk.
         meter: measures how long senders wait.
 
@@ -129,7 +128,7 @@ def can_use_nccl(route: Route, plan: Plan) -> bool:
     prove both (tests/runtime/test_nccl_rules.py).
     """
     is_replicated = any(stage.replicas > 1 for stage in plan.stages)
-    if route.is_local or plan.chunks > 1 or (is_replicated and is_asynchronous(plan.schedule)):
+    if route.is_local or plan.chunks > 1 or (is_replicated and not plan.kind.flushes):
         return False
     return abs(route.source - route.destination) == 1
 

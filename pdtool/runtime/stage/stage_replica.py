@@ -1,6 +1,6 @@
 """A replica of one stage on this worker: its computation, its messages, and its updates.
 
-A worker has one; with an interleaved schedule it has several. `ClippedUpdates` updates the stages of a worker, with
+A worker has one; with chunks it has several. `ClippedUpdates` updates the stages of a worker, with
 their gradients clipped by a norm.
 """
 

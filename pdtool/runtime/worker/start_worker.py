@@ -56,7 +56,7 @@ from pdtool.runtime.worker.worker_model import (
     is_small,
     load_stage_module,
 )
-from pdtool.schedule import PipelineShape, gradient_delays, is_asynchronous, tied_update_lag
+from pdtool.schedule import PipelineShape, gradient_delays, tied_update_lag
 
 _SPLITS = ("train", "valid")
 _COUNTING = 0.5  # the part of --timeout in which a validation set without a length is counted
@@ -146,7 +146,7 @@ class WorkerContext:
             epoch_samples=self.epoch_samples,
         )
         self.stages = {s: builder.build(s, module) for s, module in modules.items()}
-        updates_together = not is_asynchronous(config.plan.schedule) and len(self.shape.replicas) > 1
+        updates_together = config.plan.kind.flushes and len(self.shape.replicas) > 1
         self.updates = ClippedUpdates(
             options.max_grad_norm,
             self.groups.world if updates_together else None,
@@ -298,7 +298,7 @@ class StageBuilder:
     def __post_init__(self) -> None:
         self._model_state = self.built.model.state_dict(keep_vars=True)
         self._model_parameters = self.built.optimizer_parameters()
-        self._delays = gradient_delays(self.config.plan.schedule, self.shape)
+        self._delays = gradient_delays(self.config.plan.kind, self.shape)
 
     def build(self, s: int, module: nn.Module) -> StageReplica:
         """Build this worker's replica of stage `s` from its module."""
@@ -339,7 +339,7 @@ class StageBuilder:
             module,
             self.built.file.loss if is_last else None,
             recompute=config.plan.stages[s].recompute,
-            stashing=config.plan.weights != "none",
+            stashing=self.shape.weights.stashes,
             extrapolates=compensation is not None and compensation.extrapolates_weights,
             autocast=Autocast(device, [dtype_of(output) for output in outputs]) if config.precision == "bf16" else None,
             compiled=config.compiled,
@@ -350,7 +350,7 @@ class StageBuilder:
 
     def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
         """The tied parameters of a stage, each with an optimizer of its own under the first holder's name."""
-        tied, is_late = [], is_asynchronous(self.config.plan.schedule)
+        tied, is_late = [], not self.config.plan.kind.flushes
         for described, group in zip(self.config.bundle.tied, self.groups.tied, strict=True):
             names = dict(zip(described.stages, described.names, strict=True))
             if s in names:

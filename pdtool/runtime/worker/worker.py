@@ -219,7 +219,7 @@ class Worker:
         """This worker's actions for a number of minibatches; built once for each number."""
         if minibatches not in self._action_lists:
             shape = self._context.shape
-            lists = schedule.build(self._config.plan.schedule, shape, minibatches)
+            lists = self._config.plan.kind.build(shape, minibatches)
             number = list(shape.stage_replicas()).index((self._assignment.stage, self._assignment.replica))
             following = [*lists[number][1:], None]
             actions = [
@@ -227,7 +227,7 @@ class Worker:
                 for action, after in zip(lists[number], following, strict=True)
             ]
             versions: dict[int, dict[int, int]] = {stage: {} for stage in self._stages}
-            for (stage, i), version in schedule.forward_versions(lists, shape.weights)[number].items():
+            for (stage, i), version in shape.weights.forward_versions(lists)[number].items():
                 versions[stage][i] = version
             self._action_lists[minibatches] = ActionList(actions, versions)
         return self._action_lists[minibatches]

@@ -1,0 +1,74 @@
+"""How the stages of a plan are executed: with it, and their replicas, the shape of their pipeline is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind
+from pdtool.schedule.policies import STASH
+from pdtool.schedule.shape import PipelineShape
+from pdtool.schedule.strategies import STRATEGIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionConfig:
+    """How a plan is executed, whatever its stages; the fields are those of artifacts.plan.Plan."""
+
+    schedule: str = ONE_F_ONE_B.name
+    weights: str = STASH.name
+    microbatches: int = 1
+    update_every: int | None = None
+    chunks: int = 1
+    copies: int = 1
+    strategy: str = "auto"
+
+    @classmethod
+    def of_schedule(
+        cls, schedule: str, microbatches: int = 1, chunks: int = 1, strategy: str = "auto"
+    ) -> ExecutionConfig:
+        """Return the execution of a schedule with the weight policy that it usually has."""
+        return cls(
+            schedule=schedule,
+            weights=SCHEDULES[schedule].policies[0].name,
+            microbatches=microbatches,
+            chunks=chunks,
+            strategy=strategy,
+        )
+
+    @property
+    def kind(self) -> ScheduleKind:
+        """The schedule itself."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether stages compute at the same time; otherwise they take turns."""
+        return STRATEGIES[self.strategy].is_pipelined
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the cost formulas cover it; otherwise only the simulator does."""
+        is_usual = self.weights == self.kind.policies[0].name and self.update_every is None
+        return self.kind.has_formulas and is_usual
+
+    def shape(
+        self, replicas: Sequence[int], in_flight: Sequence[int], tied_stages: Iterable[Sequence[int]] = ()
+    ) -> PipelineShape:
+        """Return the shape that the schedule is built for.
+
+        Args:
+            replicas, in_flight: of each stage; with chunks those on the same workers have the same.
+            tied_stages: groups of stages that share a parameter, and so must update after the same number of
+                minibatches.
+        """
+        depth = len(replicas) // self.chunks
+        return self.kind.shape(
+            replicas[:depth],
+            in_flight[:depth],
+            weights=self.weights,
+            microbatches=self.microbatches,
+            update_every=self.update_every,
+            chunks=self.chunks,
+            tied_stages=tied_stages,
+        )
