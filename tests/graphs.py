@@ -6,7 +6,7 @@ from pdtool.artifacts.cluster import ClusterSpec, make_cluster
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Node, Profile, SharedParameter
-from pdtool.schedule import default_in_flight
+from pdtool.schedule import SCHEDULES
 
 
 def profile_of(nodes, **fields):
@@ -98,7 +98,7 @@ def random_cluster(rng: random.Random):
 def plan_of(profile, stages, workers, cluster, schedule="1f1b", in_flight=None, recompute=None, **fields):
     """A plan written by hand."""
     replicas = [len(numbers) for numbers in workers]
-    flight = in_flight or default_in_flight(replicas)
+    flight = in_flight or SCHEDULES["1f1b"].usual_in_flight(replicas)
     again = recompute or [False] * len(stages)
     return Plan(
         name="net",
@@ -107,7 +107,7 @@ def plan_of(profile, stages, workers, cluster, schedule="1f1b", in_flight=None, 
         batch_size=profile.batch_size,
         cluster=ClusterSpec.of(cluster),
         schedule=schedule,
-        weights="stash" if schedule == "1f1b" else "flush",
+        weights=SCHEDULES[schedule].policy_names[0],
         stages=tuple(
             Stage(nodes=tuple(n), replicas=len(w), workers=tuple(w), in_flight=f, recompute=r)
             for n, w, f, r in zip(stages, workers, flight, again, strict=True)

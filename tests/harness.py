@@ -26,7 +26,7 @@ from pdtool.files import file_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.loading.minibatches import sample_order
-from pdtool.schedule import POLICIES, default_shape
+from pdtool.schedule import SCHEDULES
 
 DEVICE = "cpu"  # where workers compute; test_run_gpu.py sets it to cuda
 PREPARE: Callable[[], None] | None = None  # for `run`, where a test says nothing else
@@ -331,7 +331,7 @@ def job(
     """
     places = len(toy.stages) // chunks
     replicas = tuple(replicas) or (1,) * places
-    in_flight = tuple(in_flight) or default_shape(schedule, replicas, microbatches, chunks).in_flight
+    in_flight = tuple(in_flight) or SCHEDULES[schedule].usual_in_flight(replicas, microbatches, chunks)
     (folder / "bundle").mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(toy.model.replace("OPTIMIZER", OPTIMIZERS[optimizer]))
     modules = []
@@ -372,7 +372,7 @@ def job(
         profile="none",
         batch_size=batch_size,
         schedule=schedule,
-        weights=weights or POLICIES[schedule][0],
+        weights=weights or SCHEDULES[schedule].policy_names[0],
         microbatches=microbatches,
         update_every=update_every,
         chunks=chunks,

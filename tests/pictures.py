@@ -23,7 +23,7 @@ from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.figures import simulated_group
 from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
-from pdtool.schedule import is_asynchronous
+from pdtool.schedule import SCHEDULES
 from pdtool.units import format_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +65,7 @@ def draw_schedules(plans: Sequence[Plan], profile: Profile) -> None:
     for plan in plans:
         name, job = plan.schedule, SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster.cluster())
         result = simulate(job)
-        what = "never stops" if is_asynchronous(name) else f"updates after {job.shape.update_every[0]} minibatches"
+        what = f"updates after {job.shape.update_every[0]} minibatches" if SCHEDULES[name].flushes else "never stops"
         title = f"{name}, {what}: {format_seconds(result.time_per_minibatch_s)} per minibatch"
         groups.append(simulated_group(result, job.shape, name, title))
     length_s = max(group.end_s for group in groups)

@@ -18,11 +18,12 @@ from pdtool.artifacts.cluster import Cluster, make_cluster
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.choice.in_flight import with_fewest_in_flight
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, CostModelName, Evaluator
 from pdtool.planner.search.search import SearchOptions
 from pdtool.planner.simulator.engine import steady_state_s
 from pdtool.profiler.pipedream_import import read_pipedream_profile
+from pdtool.schedule import ExecutionConfig
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
 MARGIN = SearchOptions().simplest

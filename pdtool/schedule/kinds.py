@@ -274,6 +274,23 @@ INTERLEAVED = ScheduleKind(
 )
 
 
+def _looped_bfs(shape: PipelineShape, worker: int, rounds: Sequence[Round]) -> Actions:
+    """Build breadth-first: all minibatches pass the first chunk, then all the second, and backwards likewise.
+
+    Source: "Breadth-First Pipeline Parallelism", MLSys'23. A stage sends and averages while its worker is
+    at the next chunk. Backwards come in the order of forwards, so that gradients are summed as in the unsplit model;
+    torch's ScheduleLoopedBFS turns it round. Two workers of two chunks, every action takes one slot:
+
+        0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
+        1 | .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
+    """
+    microbatches = len(rounds[0][1])
+    return _over_chunks(shape, worker, rounds[0], [microbatches], microbatches * shape.chunks)
+
+
+LOOPED_BFS = replace(INTERLEAVED, name="looped-bfs", actions=_looped_bfs, in_flight=_all_of_update)
+
+
 def _zero_bubble(shape: PipelineShape, stage: int, rounds: Sequence[Round]) -> Actions:
     """Build ZB-H1: the gradients of the weights are put off, by r minibatches at stage r, to fill the drain.
 
@@ -305,7 +322,10 @@ ZERO_BUBBLE = ScheduleKind(
     planned_as=ONE_F_ONE_B_FLUSH,
 )
 
-SCHEDULES = {kind.name: kind for kind in (ONE_F_ONE_B, ONE_F_ONE_B_FLUSH, GPIPE, TWO_BW_1F1B, INTERLEAVED, ZERO_BUBBLE)}
+SCHEDULES = {
+    kind.name: kind
+    for kind in (ONE_F_ONE_B, ONE_F_ONE_B_FLUSH, GPIPE, TWO_BW_1F1B, INTERLEAVED, LOOPED_BFS, ZERO_BUBBLE)
+}
 
 
 def schedule_names(is_wanted: Callable[[ScheduleKind], bool], conjunction: str = "or") -> str:

@@ -29,7 +29,7 @@ from pdtool.artifacts.report import Report
 from pdtool.artifacts.text_formats import FormatError, has_comments, read_yaml, with_values
 from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError, with_article
 from pdtool.files import write_atomically
-from pdtool.schedule import POLICIES, is_asynchronous
+from pdtool.schedule import SCHEDULES
 
 each = pytest.mark.parametrize("artifact", samples.ALL, ids=lambda a: a.KIND)
 SEALED = [a for a in samples.ALL if a.SEALED]
@@ -448,9 +448,9 @@ def test_sizes_follow_the_minibatch():
         ({"weights": "2bw"}, "weights: '2bw': schedule 1f1b goes with stash"),
         ({"schedule": "gpipe", "weights": "flush", "update_every": 4}, "update_every: 4: a flushing schedule updates"),
         ({"update_every": 1}, "update_every: 1: each of 2 replicas must have one"),
-        ({"chunks": 2}, "chunks: 2: interleaved has 2 or more"),
+        ({"chunks": 2}, "chunks: 2: interleaved and looped-bfs have 2 or more"),
         ({"schedule": "interleaved", "weights": "flush", "chunks": 3}, "chunks: 2 stages do not divide into 3"),
-        ({"schedule": "interleaved", "weights": "flush"}, "chunks: 1: interleaved has 2 or more"),
+        ({"schedule": "interleaved", "weights": "flush"}, "chunks: 1: interleaved and looped-bfs have 2 or more"),
         ({"schedule": "interleaved", "weights": "flush", "chunks": 2}, r"stages\[1\]\.workers: with 2 chunks they are"),
         ({"microbatches": 4}, "only flushing schedules have microbatches"),
         ({"cluster": {"levels": []}}, r"cluster\.levels"),
@@ -580,8 +580,8 @@ def test_the_numbers_in_flight_that_a_schedule_wants_do_not_deadlock(schedule):
         ).model_copy(
             update={
                 "schedule": schedule,
-                "weights": POLICIES[schedule][0],
-                "microbatches": 1 if is_asynchronous(schedule) else rng.randint(1, 9),
+                "weights": SCHEDULES[schedule].policy_names[0],
+                "microbatches": rng.randint(1, 9) if SCHEDULES[schedule].flushes else 1,
             }
         )
         try:

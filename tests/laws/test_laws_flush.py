@@ -32,8 +32,10 @@ from harness import (
 from reference import replay
 
 from pdtool.frontend.model_file import ModelFile
+from pdtool.schedule import SCHEDULES
 
 TWO: dict[str, Any] = {"chunks": 2}
+CHUNKED = [kind.name for kind in SCHEDULES.values() if kind.chunked]
 
 CASES = [
     pytest.param(CONV3, (1, 1, 1), "1f1b-flush", 3, "sgd", {}, id="flush"),
@@ -45,11 +47,17 @@ CASES = [
     pytest.param(TIED3, (2, 1, 1), "gpipe", 2, "sgd", {}, id="tied-gpipe-2-1-1"),
     pytest.param(CONV1, (1,), "1f1b", 1, "adam", {}, id="one-worker"),
     # two or three stages on each of two workers
-    pytest.param(CONV4, (1, 1), "interleaved", 4, "sgd", TWO | {"steps": 6}, id="interleaved"),
-    pytest.param(MLP6, (1, 1), "interleaved", 4, "sgd", {"chunks": 3, "steps": 6}, id="interleaved-3-chunks"),
-    pytest.param(CONV4, (2, 2), "interleaved", 4, "sgd", TWO, id="interleaved-2-2"),
-    pytest.param(SKIP4, (1, 1), "interleaved", 2, "sgd", TWO, id="skip-interleaved"),
-    pytest.param(TIED4, (1, 1), "interleaved", 4, "adam", TWO | {"steps": 6}, id="tied-interleaved"),
+    *(
+        pytest.param(toy, replicas, name, microbatches, optimizer, settings, id=case.format(name))
+        for name in CHUNKED
+        for toy, replicas, microbatches, optimizer, settings, case in [
+            (CONV4, (1, 1), 4, "sgd", TWO | {"steps": 6}, "{}"),
+            (MLP6, (1, 1), 4, "sgd", {"chunks": 3, "steps": 6}, "{}-3-chunks"),
+            (CONV4, (2, 2), 4, "sgd", TWO, "{}-2-2"),
+            (SKIP4, (1, 1), 2, "sgd", TWO, "skip-{}"),
+            (TIED4, (1, 1), 4, "adam", TWO | {"steps": 6}, "tied-{}"),
+        ]
+    ),
     pytest.param(CONV3, (1, 1, 1), "zb-h1", 4, "sgd", {}, id="zb"),
     pytest.param(CONV2, (2, 2), "zb-h1", 4, "adam", {}, id="zb-2-2"),
     pytest.param(LSTM3, (1, 1, 1), "zb-h1", 3, "sgd", {}, id="lstm-zb"),
@@ -84,9 +92,10 @@ def test_a_synchronous_schedule_equals_the_unsplit_model(
         assert o.peak_stashed == replay.peak_stashed(schedule, replicas, o.stage, mine, spec.plan.chunks)
 
 
-def test_interleaved_groups_may_be_larger_than_the_paper_has_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CHUNKED)
+def test_groups_of_minibatches_may_be_larger_than_the_paper_of_interleaved_has_them(tmp_path: Path, name: str) -> None:
     """Rounds of 5 and 2 minibatches on two workers: groups of 3 and 2, and of 2."""
-    spec = harness.job(tmp_path, CONV4, schedule="interleaved", chunks=2, microbatches=5, optimizer="adam", epochs=2)
+    spec = harness.job(tmp_path, CONV4, schedule=name, chunks=2, microbatches=5, optimizer="adam", epochs=2)
     outcomes = harness.run(spec)
     file = ModelFile.load(spec.model, trusted=True)
     expected = replay.synchronous(file.build(spec.seed), batches(spec), file.loss, file.optimizer, 5)

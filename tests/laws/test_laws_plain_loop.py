@@ -16,6 +16,7 @@ import pytest
 import torch
 from harness import CONV1, CONV2, CONV3, CONV4, TIED3, TIED4, Toy, assert_same, batches, stage_of, weights
 from reference import replay
+from test_laws_flush import CHUNKED
 from test_laws_training import BW2, pipeline
 
 from pdtool.artifacts.metrics import read_metrics
@@ -53,8 +54,8 @@ def is_near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
         pytest.param(CONV2, (2, 2), "zb-h1", {}, "sgd", id="zb-2-2"),
         pytest.param(TIED3, (1, 1, 1), "1f1b-flush", {}, "sgd", id="tied"),
         pytest.param(TIED3, (2, 1, 1), "gpipe", {}, "sgd", id="tied-2-1-1"),
-        pytest.param(CONV4, (1, 1), "interleaved", {"chunks": 2, "steps": 6}, "sgd", id="interleaved"),
-        pytest.param(TIED4, (2, 2), "interleaved", {"chunks": 2}, "sgd", id="tied-interleaved-2-2"),
+        *(pytest.param(CONV4, (1, 1), name, {"chunks": 2, "steps": 6}, "sgd", id=name) for name in CHUNKED),
+        *(pytest.param(TIED4, (2, 2), name, {"chunks": 2}, "sgd", id=f"tied-{name}-2-2") for name in CHUNKED),
     ],
 )
 def test_the_norm_of_all_stages_clips_as_in_a_plain_loop(

@@ -24,7 +24,7 @@ from pdtool.generator import generate as generate_module
 from pdtool.generator.generate import generate
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
-from pdtool.schedule import POLICIES, default_shape
+from pdtool.schedule import SCHEDULES
 
 # Leaf modules called once and twice, functions, a write in place, and a loss; `before` names each to the reference, and
 # gives it what it draws like, which lies transposed in memory.
@@ -113,8 +113,8 @@ def job(
     file = ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
     profile = skeleton(file)
     plan = plan_of(profile, len(replicas) * chunks)
-    microbatches = 1 if schedule == "1f1b" else MICROBATCHES
-    in_flight = default_shape(schedule, replicas, microbatches, chunks).in_flight
+    microbatches = MICROBATCHES if SCHEDULES[schedule].flushes else 1
+    in_flight = SCHEDULES[schedule].usual_in_flight(replicas, microbatches, chunks)
     first = [sum(replicas[:s]) for s in range(len(replicas))]
     places = [
         {"replicas": r, "workers": tuple(range(f, f + r)), "in_flight": w, "recompute": recompute}
@@ -122,7 +122,12 @@ def job(
     ]
     stages = tuple(stage.model_copy(update=places[s % len(places)]) for s, stage in enumerate(plan.stages))
     levels = tuple(level.model_copy(update={"size": sum(replicas)}) for level in plan.cluster.levels)
-    changes = {"schedule": schedule, "weights": POLICIES[schedule][0], "microbatches": microbatches, "chunks": chunks}
+    changes = {
+        "schedule": schedule,
+        "weights": SCHEDULES[schedule].policy_names[0],
+        "microbatches": microbatches,
+        "chunks": chunks,
+    }
     changes |= {"stages": stages, "cluster": plan.cluster.model_copy(update={"levels": levels})}
     plan = plan.model_copy(update=changes)
     plan.check()
@@ -166,7 +171,11 @@ def unsplit(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.param((2, 1), {}, id="2-1"),
         pytest.param((1, 1, 1), {"schedule": "zb-h1"}, id="zb"),
         pytest.param((1, 1), {"schedule": "zb-h1", "recompute": True}, id="zb-recompute"),
-        pytest.param((1, 1), {"schedule": "interleaved", "chunks": 2}, id="interleaved"),
+        *(
+            pytest.param((1, 1), {"schedule": kind.name, "chunks": 2}, id=kind.name)
+            for kind in SCHEDULES.values()
+            if kind.chunked
+        ),
     ],
 )
 def test_every_plan_draws_the_same_random_numbers(

@@ -21,6 +21,7 @@ from pdtool.errors import NoPlanError
 from pdtool.planner.choice.make_plan import make_plan, refresh
 from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.search.search import SearchOptions
+from pdtool.schedule import SCHEDULES
 from pdtool.units import format_seconds
 
 FIGURES = (
@@ -226,10 +227,10 @@ def test_what_was_asked_for_is_what_is_searched_again(net):
     assert "lower bound" in faults(silent, net)
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "zb-h1", "interleaved"])
-def test_plans_without_formulas_are_simulated_again(schedule):
+@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES.values() if not kind.has_formulas])
+def test_plans_without_formulas_are_simulated_again(kind):
     deep = chain([0.4, 0.3, 0.3, 0.2, 0.1, 0.2, 0.3, 0.4])
-    options = SearchOptions(schedule=schedule, microbatches=1 if schedule == "2bw" else 4)
+    options = SearchOptions(schedule=kind.name, microbatches=4 if kind.flushes else 1)
     made = make_plan(deep, "net.json", make_cluster((2,), (1e9,)), options)
     assert faults(made, deep) == {}
     assert set(faults(altered(made, "simulated_s"), deep)) == {"simulated_s"}

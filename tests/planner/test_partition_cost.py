@@ -8,12 +8,11 @@ from reference.brute_force import divisions
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node, SharedParameter
-from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.search.layouts import layouts
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
-from pdtool.schedule import SEARCHED_SCHEDULES, default_in_flight
+from pdtool.schedule import SCHEDULES, ExecutionConfig
 
 #   x -> a -> b -> c      a's output goes to b, c and d: a skip
 #        \----\--> d
@@ -116,13 +115,13 @@ def test_tied_parameters_count_once_in_a_stage_and_are_summed_between_stages():
     assert whole.memory_bytes == (80 * 2,)
 
 
-@pytest.mark.parametrize("schedule", SEARCHED_SCHEDULES)
+@pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES.values() if kind.has_formulas])
 def test_in_flight_is_that_of_the_schedule(schedule):
     replicas, workers = (3, 2, 1), [[0, 1, 2], [3, 4], [5]]
-    execution = ExecutionConfig.of_schedule(schedule, 1 if schedule == "1f1b" else 4)
+    execution = ExecutionConfig.of_schedule(schedule, 4 if SCHEDULES[schedule].flushes else 1)
     plan = Evaluator(SKIP, make_cluster((6,), (10.0,))).place(STAGES, workers, execution)
     found = plan.placement.in_flight
-    usual = default_in_flight(replicas)
+    usual = SCHEDULES["1f1b"].usual_in_flight(replicas)
     flush = tuple(min(w, -(-4 // r)) for w, r in zip(usual, replicas, strict=True))
     assert found == {"1f1b": usual, "1f1b-flush": flush, "gpipe": (2, 2, 4)}[schedule]
 

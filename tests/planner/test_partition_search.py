@@ -13,12 +13,12 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Node
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.make_plan import make_plan, refresh
-from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.plan_cost import COST_MODELS, Evaluator
 from pdtool.planner.search.cuts import SearchSpace, find_cuts
 from pdtool.planner.search.dynamic_programming import DynamicProgram
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.stage_costs import stage_loads
+from pdtool.schedule import ExecutionConfig
 from pdtool.units import parse_bytes
 
 FAST = 1e12

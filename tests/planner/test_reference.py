@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pdtool.artifacts.cluster import make_cluster
-from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.search.layouts import Layout
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.profiler.pipedream_import import read_pipedream_profile
+from pdtool.schedule import ExecutionConfig
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "pipedream"
 ROWS = json.loads((DATA / "reference.json").read_text())["rows"] if DATA.is_dir() else []

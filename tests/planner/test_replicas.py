@@ -12,10 +12,10 @@ from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import strategy_options
-from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.plan_cost import COST_MODELS, Evaluator
 from pdtool.planner.search.layouts import Layout
 from pdtool.planner.search.search import SearchOptions
+from pdtool.schedule import ExecutionConfig
 
 FAST = 1e9
 

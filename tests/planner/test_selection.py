@@ -15,11 +15,12 @@ from pdtool.planner.choice import selection
 from pdtool.planner.choice.in_flight import IN_FLIGHT_MARGIN
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.strategies import baselines
-from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import lower_bound_s
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.simulator import engine as steady_state
 from pdtool.planner.simulator.engine import steady_state_s
+from pdtool.schedule import ExecutionConfig
 
 MARGIN, SEEDS = SearchOptions().simplest, 40
 WINDOW = 1.01  # a simulation sees some 32 minibatches of its steady state; the first and the last may be early or late

@@ -17,7 +17,7 @@ from pdtool.planner.simulator.job import SimulationJob, StageWork
 from pdtool.planner.simulator.network import EventQueue, Flow, Network
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.planner.stage_costs import StageEdge
-from pdtool.schedule import SCHEDULES, Action, ActionKind, PipelineShape, build, default_shape
+from pdtool.schedule import SCHEDULES, Action, ActionKind
 from pdtool.schedule.execution import timeline
 
 
@@ -29,11 +29,11 @@ def seconds(forward=1.0, inputs=1.0, weights=1.0, update=0.0, chunks=1):
 
 def straight(name, p, m, *, n=None, chunks=1, times=None, latency=0.0, size=0, bandwidth=1e9):
     """p workers in a row; `m` microbatches in one update of a flushing schedule, `n` minibatches."""
-    shape = default_shape(name, (1,) * p, m, chunks)
+    shape = SCHEDULES[name].shape((1,) * p, microbatches=m, chunks=chunks)
     stages = p * chunks
     return SimulationJob(
         shape=shape,
-        lists=build(name, shape, n or m),
+        lists=SCHEDULES[name].build(shape, n or m),
         workers=range(p),
         cluster=make_cluster((p,), (bandwidth,), latencies=[latency]),
         stages=[StageWork(seconds=times or seconds(chunks=chunks))] * stages,
@@ -65,12 +65,15 @@ def test_gpipe_and_1f1b_with_flush(p):
 
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize("v", [2, 3])
-def test_interleaved(p, v):
-    """Idle (p-1)(F+B)/v and (2(p-r-1) + (v-1)p + 1)/v minibatches, where p divides m; F + B of a chunk is 3 here."""
+@pytest.mark.parametrize("name", [kind.name for kind in SCHEDULES.values() if kind.chunked])
+def test_chunks(name, p, v):
+    """Idle (p-1)(F+B)/v where p divides m; F + B of a chunk is 3 here. Interleaved keeps (2(p-r-1) + (v-1)p + 1)/v
+    minibatches, breadth-first all."""
     for m in range(p, 33, p):
-        found = simulate(straight("interleaved", p, m, chunks=v, times=seconds()))
+        found = simulate(straight(name, p, m, chunks=v, times=seconds()))
         assert idle(found) == [(p - 1) * (3 * v) / v] * p
-        kept = [min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
+        warm_up = [2 * (p - r - 1) + (v - 1) * p for r in range(p)]
+        kept = [min(m * v, w + 1) if name == "interleaved" else m * v for w in warm_up]
         assert [usage.peak_stashed for usage in found.workers] == kept
 
 
@@ -107,7 +110,7 @@ def test_1f1b_loses_to_gpipe_when_latency_is_not_hidden():
     assert found == {"1f1b-flush": 131, "gpipe": 108}
     more = straight("1f1b-flush", 4, 32, latency=0.5)
     shape = replace(more.shape, in_flight=(7, 5, 3, 1))
-    assert simulate(replace(more, shape=shape, lists=build("1f1b-flush", shape, 32))).makespan_s == 108
+    assert simulate(replace(more, shape=shape, lists=SCHEDULES["1f1b-flush"].build(shape, 32))).makespan_s == 108
 
 
 # --- laws -------------------------------------------------------------------------------------------------------------
@@ -116,11 +119,11 @@ def test_1f1b_loses_to_gpipe_when_latency_is_not_hidden():
 @st.composite
 def jobs(draw, *, costly=True):
     """Any schedule on any cluster, with skips between stages; bytes, latency and averages cost time if `costly`."""
-    name = draw(st.sampled_from(SCHEDULES))
-    alone = name in ("interleaved", "zb-h1")
-    chunks = draw(st.integers(1, 3)) if name == "interleaved" else 1
-    replicas = tuple(draw(st.lists(st.integers(1, 1 if alone else 3), min_size=1, max_size=4)))
-    shape = default_shape(name, replicas, draw(st.integers(1, 6)), chunks)
+    name = draw(st.sampled_from(list(SCHEDULES)))
+    kind = SCHEDULES[name]
+    chunks = draw(st.integers(1, 3)) if kind.chunked else 1
+    replicas = tuple(draw(st.lists(st.integers(1, 1 if kind.equal_replicas else 3), min_size=1, max_size=4)))
+    shape = SCHEDULES[name].shape(replicas, microbatches=draw(st.integers(1, 6)), chunks=chunks)
     sizes = draw(st.sampled_from([(sum(replicas),), (sum(replicas), 2), (2, sum(replicas))]))
     count = st.integers(0, 50) if costly else st.just(0)
     cluster = make_cluster(
@@ -140,7 +143,7 @@ def jobs(draw, *, costly=True):
     workers = draw(st.permutations(range(cluster.workers)))[: sum(replicas)]
     return SimulationJob(
         shape=shape,
-        lists=build(name, shape, draw(st.integers(1, 15))),
+        lists=SCHEDULES[name].build(shape, draw(st.integers(1, 15))),
         workers=workers,
         cluster=cluster,
         stages=stages,
@@ -296,7 +299,7 @@ def test_the_same_job_gives_the_same_simulation(job):
 
 
 def test_a_job_that_cannot_end_names_who_waits():
-    shape = PipelineShape(replicas=(1, 1), in_flight=(1, 2), update_every=(1, 1))
+    shape = replace(SCHEDULES["1f1b"].shape((1, 1)), in_flight=(1, 2))
     job = straight("1f1b", 2, 1, n=3)
     with pytest.raises(ScheduleError, match=r"worker 0 waits forever in 0B0\n.*>0B0<"):
-        simulate(replace(job, shape=shape, lists=build("1f1b", shape, 3)))
+        simulate(replace(job, shape=shape, lists=SCHEDULES["1f1b"].build(shape, 3)))

@@ -13,12 +13,12 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.make_plan import even_pieces, make_plan, under_schedule
-from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, lower_bound_s
 from pdtool.planner.search.search import SearchOptions
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
-from pdtool.schedule import SCHEDULES, default_in_flight, default_shape, steady_run
+from pdtool.schedule import SCHEDULES, ExecutionConfig, steady_run
 
 
 def job_of(plan, profile, minibatches=None):
@@ -106,7 +106,7 @@ def test_memory_and_traffic_are_those_of_the_cost_model(seed):
     recompute = [rng.random() < 0.5 for _ in stages]
     cluster = make_cluster((4,), (1e6,))
     found = simulated(plan_of(net, stages, workers, cluster, recompute=recompute), net, minibatches=24)
-    in_flight = default_in_flight([len(numbers) for numbers in workers])
+    in_flight = SCHEDULES["1f1b"].usual_in_flight([len(numbers) for numbers in workers])
     evaluator = Evaluator(net, cluster)
     placed = evaluator.place(stages, workers, ExecutionConfig(), in_flight=in_flight, recompute=recompute)
     costs = placed.cost
@@ -127,7 +127,8 @@ def test_any_schedule_on_a_plan_without_replicas(schedule):
     if schedule != "1f1b":
         placement = under_schedule(placement, net, schedule, chunks=2)
     found = simulate(SimulationJob.of(placement, net, plan.cluster.cluster()))
-    idle = {"gpipe": 18, "1f1b-flush": 18, "interleaved": 9, "zb-h1": 6}.get(schedule, 0)
+    kind = SCHEDULES[schedule]
+    idle = kind.flushes * (6 if kind.splits_backward else 18 / placement.execution.chunks)
     assert found.time_per_minibatch_s == pytest.approx(18 + idle / 8, rel=1e-6)
 
 
@@ -227,8 +228,8 @@ def test_interleaved_stages_of_one_worker_share_no_parameter():
 
 def test_enough_minibatches_see_whole_periods():
     """Three periods of 15, the least that is 32 or more, and more than is ever in flight on either side."""
-    shape = default_shape("1f1b", (5, 3, 1))
+    shape = SCHEDULES["1f1b"].shape((5, 3, 1))
     started = max(w * r for w, r in zip(shape.in_flight, shape.replicas, strict=True))
     assert steady_run(shape) == 2 * started + 45
-    assert steady_run(default_shape("1f1b", (1,))) == 2 + 32
-    assert steady_run(default_shape("gpipe", (1, 1), 64)) == 3 * 64
+    assert steady_run(SCHEDULES["1f1b"].shape((1,))) == 2 + 32
+    assert steady_run(SCHEDULES["gpipe"].shape((1, 1), microbatches=64)) == 3 * 64

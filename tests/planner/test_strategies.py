@@ -23,11 +23,11 @@ from pdtool.planner.choice.comparison import fits, rival_plans
 from pdtool.planner.choice.make_plan import make_plan, refresh, reschedule
 from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import of_global_batch_size, strategy_options
-from pdtool.planner.placement import ExecutionConfig, Placement
+from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, samples_per_update
 from pdtool.planner.search.search import SearchOptions
 from pdtool.runtime.loading.minibatches import sample_order
-from pdtool.schedule import RIVALS, STRATEGIES, gradient_delays
+from pdtool.schedule import RIVALS, STRATEGIES, ExecutionConfig, gradient_delays
 
 FAST = 1e9
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import combinations
 
 from pdtool.artifacts.profile import Profile
-from pdtool.planner.placement import ExecutionConfig
 from pdtool.planner.plan_cost import Candidate, Evaluator
 from pdtool.planner.search.layouts import Layout, layouts
+from pdtool.schedule import ExecutionConfig
 
 Division = tuple[list[list[str]], list[int]]  # nodes and replicas of each stage
 

@@ -25,7 +25,7 @@ import networkx as nx
 
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.runtime.messages.routes import Edge, Route, list_routes
-from pdtool.schedule import Action, ActionKind, PipelineShape, build, is_asynchronous, tied_update_lag
+from pdtool.schedule import SCHEDULES, Action, ActionKind, PipelineShape, tied_update_lag
 
 MAX_RUNNING = 8  # of a device whose user has set no CUDA_DEVICE_MAX_CONNECTIONS
 
@@ -225,7 +225,7 @@ class Job:
 
     def programs(self, minibatches: int) -> list[Program]:
         """What the host of each worker does in an epoch."""
-        routes, lists = self.routes, build(self.schedule, self.shape, minibatches)
+        routes, lists = self.routes, SCHEDULES[self.schedule].build(self.shape, minibatches)
         hosts = [_Host(self, worker, routes, actions) for worker, actions in enumerate(lists)]
         return [[*self._warm_up(w, routes), *self._program(w, host)] for w, host in enumerate(hosts)]
 
@@ -332,7 +332,7 @@ class _Host:
     def _tied_steps(self, action: Action) -> Iterator[Step]:
         """Wait for the sums of tied parameters whose step is due before the stage's next action."""
         for holders, due in self._due.items():
-            late = is_asynchronous(self._job.schedule)
+            late = not SCHEDULES[self._job.schedule].flushes
             lag = tied_update_lag(self._job.shape, holders, action.stage) if late else 0
             while action.stage in holders and len(due) > lag:
                 yield Step(str(action), awaited=due.popleft())

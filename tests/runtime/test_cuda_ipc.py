@@ -40,7 +40,7 @@ from pdtool.runtime.messages.cuda_ipc import (
 from pdtool.runtime.messages.open_channels import _device_layout
 from pdtool.runtime.messages.routes import Edge, Route, list_routes
 from pdtool.runtime.messages.slots import SlotLayout
-from pdtool.schedule import Action, ActionKind, build
+from pdtool.schedule import SCHEDULES, Action, ActionKind
 
 BATCH, DEPTH, MESSAGES = 4, 3, 40
 
@@ -203,7 +203,7 @@ def test_slots_of_a_gpu_suffice_for_every_schedule(schedule: str, replicas: Sequ
     in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
     free = {route.number: _device_layout(route, 1, in_flight).slots for route in routes}
     sent: set[tuple[int, int]] = set()
-    lists = [deque(actions) for actions in build(schedule, shape, shape.representative_minibatches)]
+    lists = [deque(actions) for actions in SCHEDULES[schedule].build(shape, shape.representative_minibatches)]
 
     def carried(worker: int, action: Action, end: str, kind: str) -> list[Route]:
         stage = "destination" if end == "receiver" else "source"

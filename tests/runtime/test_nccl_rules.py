@@ -25,7 +25,7 @@ from pdtool.artifacts.plan import Plan, Stage
 from pdtool.runtime.groups import have_own_devices
 from pdtool.runtime.messages.open_channels import can_use_nccl
 from pdtool.runtime.messages.routes import Route
-from pdtool.schedule import SCHEDULES, PipelineShape, default_shape
+from pdtool.schedule import SCHEDULES, PipelineShape
 
 SHAPES = {
     "straight 2": (1, 1),
@@ -62,7 +62,7 @@ def plan_of(schedule: str, shape: PipelineShape) -> Plan:
 
 def job(schedule: str, replicas: Sequence[int], messages: str, **changed: Any) -> Job:
     """The job that pdtool makes of a schedule, unless it is changed."""
-    shape = default_shape(schedule, replicas, 6, 2 if schedule == "interleaved" else 1)
+    shape = SCHEDULES[schedule].shape(replicas, microbatches=6, chunks=2 if SCHEDULES[schedule].chunked else 1)
     last = len(shape.replicas) - 1
     if messages == "tied":  # stages that share a parameter update together
         every = math.lcm(*shape.update_every)
@@ -84,7 +84,7 @@ def jobs() -> list[Any]:
         for schedule in SCHEDULES
         for name, replicas in SHAPES.items()
         for messages in MESSAGES
-        if len(set(replicas)) == 1 or schedule not in ("interleaved", "zb-h1")
+        if len(set(replicas)) == 1 or not SCHEDULES[schedule].equal_replicas
     ]
 
 

@@ -13,7 +13,7 @@ from reference import delay_corrections
 from pdtool.errors import UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.corrections import DelayCompensation
-from pdtool.schedule import PipelineShape, default_shape, gradient_delays
+from pdtool.schedule import SCHEDULES, gradient_delays
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_copies_of_a_tied_parameter_stay_equal_under_a_correction(tmp_path: Path
 
 def test_the_delay_of_a_stage_is_that_of_its_schedule() -> None:
     """FACTS: p - 1 - r updates for PipeDream, 1 for 2BW, none with a flush; with vertical sync that of the first."""
-    assert gradient_delays("1f1b", default_shape("1f1b", (1,) * 4)) == [3, 2, 1, 0]
-    assert gradient_delays("2bw", default_shape("2bw", (1,) * 4)) == [1, 1, 1, 1]
+    assert gradient_delays(SCHEDULES["1f1b"], SCHEDULES["1f1b"].shape((1,) * 4)) == [3, 2, 1, 0]
+    assert gradient_delays(SCHEDULES["2bw"], SCHEDULES["2bw"].shape((1,) * 4)) == [1, 1, 1, 1]
     for name in ("1f1b-flush", "gpipe", "zb-h1"):
-        assert gradient_delays(name, default_shape(name, (1,) * 4, 6)) == [0, 0, 0, 0]
-    shape = PipelineShape(replicas=(1,) * 3, in_flight=(3, 2, 1), update_every=(1,) * 3, weights="vertical-sync")
-    assert gradient_delays("1f1b", shape) == [2, 2, 2]
+        assert gradient_delays(SCHEDULES[name], SCHEDULES[name].shape((1,) * 4, microbatches=6)) == [0, 0, 0, 0]
+    shape = SCHEDULES["1f1b"].shape((1,) * 3, weights="vertical-sync")
+    assert gradient_delays(SCHEDULES["1f1b"], shape) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("text", ["adam", "nesterov=1", "nesterov=x", "lr-discount=0", "weight-prediction=2", ""])

@@ -27,7 +27,7 @@ from pdtool.planner.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.planner.stage_costs import StageEdge
 from pdtool.runtime.config import assign_ranks
 from pdtool.runtime.launch.launcher import launch
-from pdtool.schedule import ActionKind, build
+from pdtool.schedule import SCHEDULES, ActionKind
 
 
 def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
@@ -75,8 +75,12 @@ MINIBATCHES = 6
 RUNS = {
     "2-1": (CONV2, {"replicas": (2, 1)}),
     "tied": (TIED3, {}),
-    "interleaved": (CONV4, {"schedule": "interleaved", "chunks": 2, "microbatches": 2}),
     "zb-h1": (CONV3, {"schedule": "zb-h1", "microbatches": 3}),
+}
+RUNS |= {
+    kind.name: (CONV4, {"schedule": kind.name, "chunks": 2, "microbatches": 2})
+    for kind in SCHEDULES.values()
+    if kind.chunked
 }
 
 
@@ -99,7 +103,7 @@ def simulated(spec: Any) -> list[dict[str, Any]]:
     found = simulate(
         SimulationJob(
             shape=shape,
-            lists=build(plan.schedule, shape, MINIBATCHES),
+            lists=plan.kind.build(shape, MINIBATCHES),
             cluster=plan.cluster.cluster(),
             workers=[w for stage in plan.stages[: plan.pipeline_depth] for w in stage.workers],
             stages=[StageWork(seconds=dict.fromkeys(ActionKind, 1.0), averaged_bytes=8)] * (last + 1),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.artifacts.run_dir import CheckpointManifest
 from pdtool.errors import PdtoolError
@@ -25,19 +24,20 @@ from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
 from pdtool.runtime.worker.worker import Worker
+from pdtool.schedule import SCHEDULES
 
 CPU = torch.device("cpu")
 
 
-def test_the_list_of_actions_is_built_once_for_each_number_of_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_actions_is_built_once_for_each_number_of_minibatches() -> None:
     """However many epochs and validations there are."""
     built = []
-    build = schedule.build
-    monkeypatch.setattr(schedule, "build", lambda name, shape, count: built.append(count) or build(name, shape, count))
+    kind = SCHEDULES["1f1b"]
+    counted = SimpleNamespace(build=lambda shape, count: built.append(count) or kind.build(shape, count))
     context: Any = SimpleNamespace(
-        config=SimpleNamespace(plan=SimpleNamespace(schedule="1f1b")),
+        config=SimpleNamespace(plan=SimpleNamespace(kind=counted)),
         assignment=SimpleNamespace(stage=1, replica=0),
-        shape=schedule.default_shape("1f1b", (2, 1)),
+        shape=kind.shape((2, 1)),
         stages={1: None},
         meter=None,
         status=None,

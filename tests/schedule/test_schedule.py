@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,20 +16,18 @@ from hypothesis import strategies as st
 
 from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import (
-    POLICIES,
     SCHEDULES,
     Action,
     ActionKind,
+    Actions,
     PipelineShape,
+    ScheduleKind,
     StashTracker,
-    build,
     check_executable,
-    default_in_flight,
-    default_shape,
-    forward_versions,
     grid,
 )
 from pdtool.schedule.execution import draw, timeline, validate
+from pdtool.schedule.policies import STASH, VERTICAL_SYNC
 
 
 def more_in_flight(shape: PipelineShape, more: int) -> PipelineShape:
@@ -36,65 +35,65 @@ def more_in_flight(shape: PipelineShape, more: int) -> PipelineShape:
     return replace(shape, in_flight=(shape.in_flight[0] + more, *shape.in_flight[1:]))
 
 
+def usual(name: str, replicas: Sequence[int], n: int, *microbatches_and_chunks: int) -> list[Actions]:
+    """The lists of a schedule for n minibatches, with as many in flight as it wants."""
+    kind, in_update = SCHEDULES[name], dict(zip(("microbatches", "chunks"), microbatches_and_chunks, strict=False))
+    return kind.build(kind.shape(replicas, **in_update), n)
+
+
 replicas_lists = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
+def shapes(draw: st.DrawFn) -> tuple[ScheduleKind, PipelineShape]:
     """Any schedule, and a shape that it is defined for."""
-    name = draw(st.sampled_from(SCHEDULES))
+    kind = draw(st.sampled_from(list(SCHEDULES.values())))
     replicas = draw(replicas_lists)
-    if name in ("interleaved", "zb-h1"):
+    if kind.equal_replicas:
         replicas = (draw(st.integers(1, 3)),) * draw(st.integers(1, 6))
-    chunks = draw(st.integers(1, 3)) if name == "interleaved" else 1
-    shape = default_shape(name, replicas, draw(st.integers(1, 12)), chunks)
-    if name != "1f1b":
-        return name, shape
-    every = draw(st.one_of(st.none(), st.integers(1, 3))), math.lcm(*replicas)
-    weights = draw(st.sampled_from(POLICIES[name]))
-    if every[0] or weights == "vertical-sync":
-        shape = replace(shape, update_every=((every[0] or 1) * every[1],) * len(replicas))
-    return name, replace(shape, weights=weights)
+    chunks = draw(st.integers(1, 3)) if kind.chunked else 1
+    weights = draw(st.sampled_from(kind.policy_names))
+    shape = kind.shape(replicas, weights=weights, microbatches=draw(st.integers(1, 12)), chunks=chunks)
+    rounds = draw(st.one_of(st.none(), st.integers(1, 3)))
+    if kind.flushes or rounds is None:
+        return kind, shape
+    return kind, replace(shape, update_every=(rounds * math.lcm(*shape.update_every),) * len(replicas))
 
 
 @settings(max_examples=300, deadline=None)
 @given(shapes(), st.integers(1, 30))
-def test_every_schedule_validates(case: tuple[str, PipelineShape], n: int) -> None:
+def test_every_schedule_validates(case: tuple[ScheduleKind, PipelineShape], n: int) -> None:
     """Complete, in bounds, free of deadlock, whatever the replicas and however n divides."""
-    name, shape = case
-    lists = build(name, shape, n)
+    kind, shape = case
+    lists = kind.build(shape, n)
     validate(lists, shape, n)
     for actions, (first, replica) in zip(lists, shape.stage_replicas(), strict=True):
         for s in shape.stages_on_same_workers(first):  # round-robin: minibatch i is computed by replica i mod r
             of_stage = [a for a in actions if a.stage == s]
-            for kind in "BFIW":
-                minibatches = [a.minibatch for a in of_stage if a.kind == kind]
-                assert minibatches == (list(range(replica, n, shape.replicas[s])) if kind in kinds_of(name) else [])
+            for step in "BFIW":
+                minibatches = [a.minibatch for a in of_stage if a.kind == step]
+                is_there = step in ("FIW" if kind.splits_backward else "FB")
+                assert minibatches == (list(range(replica, n, shape.replicas[s])) if is_there else [])
             rounds = [a.minibatch for a in of_stage if a.kind is ActionKind.UPDATE]
             assert rounds == list(range(math.ceil(n / shape.update_every[s])))
-
-
-def kinds_of(name: str) -> str:
-    """What a schedule is made of, besides updates."""
-    return "FIW" if name == "zb-h1" else "FB"
 
 
 @settings(max_examples=100, deadline=None)
 @given(replicas_lists, st.integers(0, 3), st.integers(1, 20))
 def test_more_in_flight_at_the_first_stage_never_deadlocks(replicas: tuple[int, ...], more: int, n: int) -> None:
     """A hand-edited plan may hold more than the default there; later stages take what comes."""
-    shape = more_in_flight(default_shape("1f1b", replicas), more)
-    validate(build("1f1b", shape, n), shape, n)
+    shape = more_in_flight(SCHEDULES["1f1b"].shape(replicas), more)
+    validate(SCHEDULES["1f1b"].build(shape, n), shape, n)
 
 
 @settings(max_examples=150, deadline=None)
 @given(shapes(), st.integers(2, 12), st.data())
 def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
-    case: tuple[str, PipelineShape], n: int, data: st.DataObject
+    case: tuple[ScheduleKind, PipelineShape], n: int, data: st.DataObject
 ) -> None:
     """Moving an action before those that it needs is found; what is still accepted runs to its end."""
-    name, shape = case
-    lists = build(name, shape, n)
+    kind, shape = case
+    lists = kind.build(shape, n)
     worker = data.draw(st.sampled_from([w for w, actions in enumerate(lists) if len(actions) > 1]))
     start = data.draw(st.integers(1, len(lists[worker]) - 1))
     end = data.draw(st.integers(0, start - 1))
@@ -126,9 +125,9 @@ def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 def test_vertical_sync_reads_what_the_first_stage_read_and_keeps_as_many_versions(p: int) -> None:
     """PipeDream, section 3.3: minibatch i sees version i - (p - 1) at every stage, so all stages keep p versions."""
-    shape = replace(default_shape("1f1b", (1,) * p), weights="vertical-sync")
-    lists = build("1f1b", shape, 20)
-    for s, (versions, actions) in enumerate(zip(forward_versions(lists, "vertical-sync"), lists, strict=True)):
+    shape = SCHEDULES["1f1b"].shape((1,) * p, weights="vertical-sync")
+    lists = SCHEDULES["1f1b"].build(shape, 20)
+    for s, (versions, actions) in enumerate(zip(VERTICAL_SYNC.forward_versions(lists), lists, strict=True)):
         assert versions == {(s, i): max(0, i - (p - 1)) for i in range(20)}
         tracker, peak_versions = StashTracker(versions), 1
         for action in actions:
@@ -140,9 +139,9 @@ def test_vertical_sync_reads_what_the_first_stage_read_and_keeps_as_many_version
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 def test_2bw_is_one_update_late_at_every_stage_and_keeps_two_versions(p: int) -> None:
     """PipeDream-2BW, section 3.1: round j of p minibatches reads version j - 1."""
-    shape = default_shape("2bw", (1,) * p)
-    lists = build("2bw", shape, 6 * p)
-    for s, (versions, actions) in enumerate(zip(forward_versions(lists, "2bw"), lists, strict=True)):
+    shape = SCHEDULES["2bw"].shape((1,) * p)
+    lists = SCHEDULES["2bw"].build(shape, 6 * p)
+    for s, (versions, actions) in enumerate(zip(shape.weights.forward_versions(lists), lists, strict=True)):
         assert versions == {(s, i): max(0, i // p - 1) for i in range(6 * p)}
         tracker, peak_versions = StashTracker(versions), 1
         for action in actions:
@@ -153,23 +152,23 @@ def test_2bw_is_one_update_late_at_every_stage_and_keeps_two_versions(p: int) ->
 
 def test_updates_of_2bw_that_come_too_often_are_refused() -> None:
     """FACTS: accumulation over at least p - 1 minibatches; with one less the version that is due is not made yet."""
-    enough, too_few = (replace(default_shape("2bw", (1,) * 4), update_every=(k,) * 4) for k in (3, 2))
-    validate(build("2bw", enough, 20), enough, 20)
+    enough, too_few = (replace(SCHEDULES["2bw"].shape((1,) * 4), update_every=(k,) * 4) for k in (3, 2))
+    validate(SCHEDULES["2bw"].build(enough, 20), enough, 20)
     with pytest.raises(ScheduleError, match=r"0F4 comes before the update that makes its weights\nworker  0.*>0F4<"):
-        validate(build("2bw", too_few, 20), too_few, 20)
+        validate(SCHEDULES["2bw"].build(too_few, 20), too_few, 20)
 
 
 def test_a_flush_that_is_none_is_refused() -> None:
     """One version of the weights: nothing may be in flight when they are updated."""
-    shape = default_shape("1f1b-flush", (1, 1), 4)
-    running = build("1f1b", shape, 8)
+    shape = SCHEDULES["1f1b-flush"].shape((1, 1), microbatches=4)
+    running = SCHEDULES["1f1b"].build(shape, 8)
     with pytest.raises(ScheduleError, match=r"0U0 makes 2 weight versions; the plan allows 1\n.*>0U0<"):
         validate(running, shape, 8)
 
 
 def tracked(actions: list[Action]) -> StashTracker:
     """A worker's tracker at the end of its list."""
-    tracker = StashTracker()
+    tracker = StashTracker(STASH.forward_versions([actions])[0])
     for action in actions:
         tracker.apply(action)
     return tracker
@@ -180,11 +179,12 @@ def test_peak_stash_of_straight_pipelines(p: int, m: int, v: int) -> None:
     """FACTS.md, the table of schedules."""
 
     def peaks(name: str, chunks: int = 1) -> list[int]:
-        return [tracked(actions).peak for actions in build(name, default_shape(name, (1,) * p, m, chunks), m)]
+        return [tracked(actions).peak for actions in usual(name, (1,) * p, m, m, chunks)]
 
     assert peaks("1f1b") == peaks("1f1b-flush") == [min(p - r, m) for r in range(p)]
     assert peaks("gpipe") == [m] * p
     assert peaks("zb-h1") == [min(p, m)] * p
+    assert peaks("looped-bfs", v) == [m * v] * p
     if m % p == 0:
         assert peaks("interleaved", v) == [min(2 * (p - r - 1) + (v - 1) * p + 1, m * v) for r in range(p)]
 
@@ -195,7 +195,7 @@ def test_versions_and_delays(p: int, more: int) -> None:
     n = 3 * p + more
 
     def counted(name: str, m: int) -> list[tuple[int, int]]:
-        return [versions_and_delay(actions) for actions in build(name, default_shape(name, (1,) * p, m), n)]
+        return [versions_and_delay(actions) for actions in usual(name, (1,) * p, n, m)]
 
     assert counted("1f1b", 1) == [(p - r, p - 1 - r) for r in range(p)]
     for name in ("gpipe", "1f1b-flush", "zb-h1"):
@@ -220,30 +220,35 @@ def versions_and_delay(actions: list[Action]) -> tuple[int, int]:
 
 @settings(max_examples=100, deadline=None)
 @given(shapes(), st.integers(1, 30))
-def test_versions_are_counted_as_they_live(case: tuple[str, PipelineShape], n: int) -> None:
+def test_versions_are_counted_as_they_live(case: tuple[ScheduleKind, PipelineShape], n: int) -> None:
     """At every action: the latest version, and those that minibatches in flight were begun with."""
-    for actions in build(*case, n):
-        tracker = StashTracker()
+    kind, shape = case
+    for actions in kind.build(shape, n):
+        tracker = StashTracker(STASH.forward_versions([actions])[0])
         for action in actions:
             tracker.apply(action)
             live = {version for (stage, _), version in tracker.in_flight.items() if stage == action.stage}
             assert tracker.versions(action.stage) == len(live | {tracker.updates[action.stage]})
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb-h1"])
+@pytest.mark.parametrize("name", ["interleaved", "zb-h1", "looped-bfs"])
 def test_torch_has_the_same_order(name: str) -> None:
-    """torch.distributed.pipelining generates the same lists, where it has the schedule."""
+    """torch.distributed.pipelining generates the same lists, where it has the schedule; only the backwards of one stage
+    are in reverse there if they come breadth-first."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
-    schedule = torch.ScheduleInterleaved1F1B if name == "interleaved" else torch.ScheduleInterleavedZeroBubble
+    schedules = {"interleaved": torch.ScheduleInterleaved1F1B, "zb-h1": torch.ScheduleInterleavedZeroBubble}
+    schedule = schedules.get(name, torch.ScheduleLoopedBFS)
     for p, m, v in [(2, 4, 2), (4, 8, 2), (3, 6, 3), (4, 16, 3), (8, 16, 2), (4, 10, 2)]:
-        chunks = v if name == "interleaved" else 1
-        peer = SimpleNamespace(n_local_stages=chunks, pp_group_size=p, _n_microbatches=m)
+        chunks = v if SCHEDULES[name].chunked else 1
+        peer = SimpleNamespace(_stages=[None] * chunks, n_local_stages=chunks, pp_group_size=p, _n_microbatches=m)
         peer.number_of_rounds = max(1, m // p)
         peer.microbatches_per_round = m // peer.number_of_rounds
-        lists = build(name, default_shape(name, (1,) * p, m, chunks), m)
+        lists = usual(name, (1,) * p, m, m, chunks)
         for rank, actions in enumerate(lists):
-            torchs = schedule._calculate_single_rank_operations(peer, rank)
-            texts = [f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}" for a in torchs if a]
+            torchs = list(filter(None, schedule._calculate_single_rank_operations(peer, rank)))
+            if name == "looped-bfs":
+                torchs[m * v :] = sorted(torchs[m * v :], key=lambda a: (-a.stage_index, a.microbatch_index))
+            texts = [f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}" for a in torchs]
             assert texts == [str(a) for a in actions if a.kind is not ActionKind.UPDATE]
 
 
@@ -251,25 +256,25 @@ def test_torch_has_the_same_order(name: str) -> None:
 def test_1f1b_has_no_idle_time_in_steady_state(p: int, n: int) -> None:
     """From its first backward to its last forward the last stage never waits; with a flush, (p-1)(F+B) idle a round."""
     one = (1,) * p
-    lists = build("1f1b", default_shape("1f1b", one), n)
+    lists = usual("1f1b", one, n)
     starts = timeline(lists, 1, 2)
     forwards = [t for a, t in zip(lists[-1], starts[-1], strict=True) if a.kind is ActionKind.FORWARD]
     assert [b - a for a, b in pairwise(forwards)] == [3.0] * (n - 1)
     for name in ("1f1b-flush", "gpipe"):
-        lists = build(name, default_shape(name, one, n), n)
+        lists = usual(name, one, n, n)
         assert max(max(t) for t in timeline(lists, 1, 2)) == (p - 1) * 3 + 3 * n
 
 
 def test_noam_of_the_paper() -> None:
     """Section 3.2: ceil(workers / replicas of the input stage); 15-1 keeps two in flight, a straight four keeps 4."""
-    assert default_in_flight((15, 1)) == (2, 1)
-    assert default_in_flight((1, 1, 1, 1)) == (4, 3, 2, 1)
-    assert default_in_flight((2, 1)) == (2, 1)
+    assert SCHEDULES["1f1b"].usual_in_flight((15, 1)) == (2, 1)
+    assert SCHEDULES["1f1b"].usual_in_flight((1, 1, 1, 1)) == (4, 3, 2, 1)
+    assert SCHEDULES["1f1b"].usual_in_flight((2, 1)) == (2, 1)
 
 
 def test_the_picture_of_1f1b() -> None:
     """Figure 4 of the paper, for three stages; the backward takes twice the forward."""
-    lists = build("1f1b", default_shape("1f1b", (1, 1, 1)), 5)
+    lists = usual("1f1b", (1, 1, 1), 5)
     assert draw(lists) == (
         "stage 0 worker 0 | F0 F1 F2 .  .  .  .  B0 == F3 B1 == F4 B2 == .  B3 == .  B4 ==\n"
         "stage 1 worker 1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == F4 B3 == .  B4 ==\n"
@@ -279,13 +284,18 @@ def test_the_picture_of_1f1b() -> None:
 
 
 def test_the_pictures_of_the_others() -> None:
-    """The drawings of Megatron-LM (figure 4) and zero bubble (figure 3), small."""
-    interleaved = build("interleaved", default_shape("interleaved", (1, 1), 2, 2), 2)
+    """The drawings of Megatron-LM (figure 4), breadth-first (figure 4) and zero bubble (figure 3), small."""
+    interleaved = usual("interleaved", (1, 1), 2, 2, 2)
     assert draw(interleaved, 1, 1) == (
         "stage 0 worker 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1\n"
         "stage 1 worker 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
     )
-    zero_bubble = build("zb-h1", default_shape("zb-h1", (1, 1, 1), 4), 4)
+    looped = usual("looped-bfs", (1, 1), 2, 2, 2)
+    assert draw(looped, 1, 1) == (
+        "stage 0 worker 0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1\n"
+        "stage 1 worker 1 | .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1"
+    )
+    zero_bubble = usual("zb-h1", (1, 1, 1), 4, 4)
     assert draw(zero_bubble) == (
         "stage 0 worker 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3\n"
         "stage 1 worker 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3\n"
@@ -305,13 +315,6 @@ def test_text_that_is_no_action(text: str) -> None:
         Action.parse(text)
 
 
-def test_an_unknown_schedule_lists_the_known() -> None:
-    with pytest.raises(
-        UsageError, match="'3bw' is unknown; choose one of 1f1b, 1f1b-flush, gpipe, 2bw, interleaved, zb-h1"
-    ):
-        build("3bw", default_shape("1f1b", (1,)), 1)
-
-
 def swap(actions: list[Action], a: str, b: str) -> list[Action]:
     """The list with two actions exchanged."""
     texts = [str(action) for action in actions]
@@ -324,13 +327,13 @@ def swap(actions: list[Action], a: str, b: str) -> list[Action]:
 def refused(lists: list[list[Action]], match: str, mark: str, n: int = 3) -> None:
     """`validate` refuses the lists of a 1-1 plan: what it says, and the action it marks in the grid."""
     with pytest.raises(ScheduleError, match=match) as caught:
-        validate(lists, default_shape("1f1b", (1, 1)), n)
+        validate(lists, SCHEDULES["1f1b"].shape((1, 1)), n)
     assert re.findall(r">(\w+)<", str(caught.value)) == ([mark] if mark else [])
     assert caught.value.exit_code == 3
 
 
 def test_broken_lists_are_refused_and_the_fault_is_marked() -> None:
-    first, second = build("1f1b", default_shape("1f1b", (1, 1)), 3)
+    first, second = usual("1f1b", (1, 1), 3)
     refused([swap(first, "0F0", "0B0"), second], "0B0 comes before its forward", "0B0")
     refused([swap(first, "0B0", "0U0"), second], "0U0 comes before a backward of its round", "0U0")
     refused([swap(first, "0U0", "0U1"), second], "0U1 comes before a backward of its round", "0U1")
@@ -343,14 +346,14 @@ def test_broken_lists_are_refused_and_the_fault_is_marked() -> None:
 
 def test_a_schedule_that_does_not_go_with_the_shape() -> None:
     with pytest.raises(UsageError, match="schedule zb-h1 needs as many replicas of each stage, but the plan is 2-1"):
-        build("zb-h1", default_shape("1f1b", (2, 1)), 4)
-    with pytest.raises(UsageError, match="schedule gpipe has one chunk a worker, not 2; use interleaved"):
-        build("gpipe", default_shape("interleaved", (1, 1), 4, 2), 4)
+        SCHEDULES["zb-h1"].build(SCHEDULES["1f1b"].shape((2, 1)), 4)
+    with pytest.raises(UsageError, match="schedule gpipe has one chunk a worker, not 2; use interleaved or looped-bfs"):
+        SCHEDULES["gpipe"].build(SCHEDULES["interleaved"].shape((1, 1), microbatches=4, chunks=2), 4)
 
 
 def test_broken_zero_bubble_lists_are_refused() -> None:
     """The parts of a backward have their order, and the update comes after the last of them."""
-    shape = default_shape("zb-h1", (1,), 2)
+    shape = SCHEDULES["zb-h1"].shape((1,), microbatches=2)
     texts = "0F0 0I0 0W0 0F1 0I1 0W1 0U0"
     for broken, match, mark in [
         (("0I0", "0W0"), "0W0 comes before the gradient of its inputs", "0W0"),
@@ -366,20 +369,20 @@ def test_updates_out_of_turn_are_refused() -> None:
     """Both rounds' backwards are done, but round 1 is closed first."""
     order = [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1", "0U1", "0U0")]
     with pytest.raises(ScheduleError, match="0U1 comes when update 0 is due"):
-        validate([order], default_shape("1f1b", (1,)), 2)
+        validate([order], SCHEDULES["1f1b"].shape((1,)), 2)
 
 
 def test_a_deadlock_names_everyone_who_waits_and_for_what() -> None:
     """Stage 1 wants two forwards before its first backward; stage 0 sends one and waits for the gradient."""
-    shape = PipelineShape(replicas=(1, 1), in_flight=(1, 2), update_every=(1, 1))
+    shape = PipelineShape(replicas=(1, 1), in_flight=(1, 2), update_every=(1, 1), weights=STASH)
     with pytest.raises(
         ScheduleError, match=r"deadlock: worker 0 waits in 0B0 for 1B0; worker 1 waits in 1F1 for 0F1\n.*>0B0<"
     ):
-        validate(build("1f1b", shape, 3), shape, 3)
+        validate(SCHEDULES["1f1b"].build(shape, 3), shape, 3)
 
 
 def test_the_grid_shows_the_surroundings_of_the_mark() -> None:
-    lists = build("1f1b", default_shape("1f1b", (1, 1)), 50)
+    lists = usual("1f1b", (1, 1), 50)
     text = grid(lists, mark=(1, 90), around=2)
     assert text.splitlines()[1] == "worker  1 | ... " + " ".join(
         f">{a}<" if i == 90 else str(a) for i, a in enumerate(lists[1][88:92], start=88)
@@ -388,7 +391,7 @@ def test_the_grid_shows_the_surroundings_of_the_mark() -> None:
 
 def test_many_replicas_are_checked_in_time_that_grows_with_their_number():
     """1,024 took 1.0 s and 3,000 took 25 s: each replica's update looked at the backwards of all."""
-    shape = default_shape("1f1b", [3000])
+    shape = SCHEDULES["1f1b"].shape([3000])
     began = time.process_time()
-    check_executable("1f1b", shape)
+    check_executable(SCHEDULES["1f1b"], shape)
     assert time.process_time() - began < 10  # 0.4 s

@@ -180,10 +180,9 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     placement = Placement.of(changed, profile)
     evaluator = _evaluator(changed, profile)
     if changed.kind.has_formulas:
-        placed = evaluator.place(
-            placement.stages, placement.workers, placement.execution, in_flight=placement.in_flight
-        )
-        placement = placed.placement
+        placement = evaluator.place(placement.stages, placement.workers, placement.execution).placement
+    else:
+        placement = placement.with_usual_in_flight()
     stages = tuple(
         stage.model_copy(update={"in_flight": in_flight, "recompute": recompute})
         for stage, in_flight, recompute in zip(plan.stages, placement.in_flight, placement.recompute, strict=True)

@@ -24,7 +24,7 @@ from pdtool.planner.simulator.job import SimulationJob, StageWork
 from pdtool.planner.stage_costs import StageEdge
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch.launcher import launch
-from pdtool.schedule import ActionKind, build
+from pdtool.schedule import SCHEDULES, ActionKind
 from runtime_bench.rows import Row, medians
 from runtime_bench.toys import Emulated, alone, notes
 
@@ -141,7 +141,7 @@ def schedule_pace(spec: RunConfig, seconds: Sequence[float]) -> float:
     shape, count = spec.plan.shape(), 20 * max(spec.plan.shape().replicas) + 40
     job = SimulationJob(
         shape=shape,
-        lists=build(spec.plan.schedule, shape, count),
+        lists=SCHEDULES[spec.plan.schedule].build(shape, count),
         workers=range(sum(shape.replicas)),
         cluster=Cluster(levels=(Level(size=sum(shape.replicas), bandwidth_bytes_per_s=FREE),)),
         stages=[
