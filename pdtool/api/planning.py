@@ -31,7 +31,7 @@ from pdtool.errors import ArtifactError, UsageError
 from pdtool.files import read_text
 from pdtool.options import INNER_BANDWIDTH, OUTER_BANDWIDTH, PartitionOptions, SimulateOptions, read_options
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.choice.strategies import of_global_batch_size, strategy_options
+from pdtool.planner.choice.strategies import planner_asked_for
 from pdtool.units import format_bytes, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -40,17 +40,6 @@ if TYPE_CHECKING:
     from pdtool.planner.choice.plan_check import Finding
 
 NO_LIMIT = "none"  # what --memory takes besides a size
-_OF_SEARCH = (
-    "workers",
-    "replicas",
-    "schedule",
-    "microbatches",
-    "chunks",
-    "recompute",
-    "cost_model",
-    "simplest",
-    "max_cuts",
-)
 
 
 @unchanged_caller()
@@ -175,14 +164,9 @@ def planned_for(path: str, asked: PartitionOptions) -> Plan:
         NoPlanError: no plan fits the memory, the pins or the number of operators.
     """
     cluster = _cluster(asked)
-    if asked.straight and asked.strategy not in ("auto", "straight"):
-        raise UsageError(f"--straight together with --strategy {asked.strategy}", "give one of them")
-    strategy = "straight" if asked.straight else asked.strategy
+    planner = planner_asked_for(asked)
     profile = Profile.load(path, may_be_pipe=True)
-    settings = {name: getattr(asked, name) for name in _OF_SEARCH}
-    if asked.global_batch_size:
-        settings |= of_global_batch_size(asked.global_batch_size, profile.batch_size, strategy, **settings)
-    search_options = strategy_options(strategy, cluster, **settings)
+    search_options = planner.options(asked, cluster.workers, profile.batch_size)
     cluster = with_worker_memory(cluster, profile, asked.memory)
     return make_plan(profile, path_of_profile(profile, path), cluster, search_options)
 

@@ -19,6 +19,7 @@ from pdtool.errors import ArtifactError, FieldError, ScheduleError
 from pdtool.schedule import (
     ONE_F_ONE_B,
     SCHEDULES,
+    STRATEGIES,
     WEIGHT_POLICIES,
     ExecutionConfig,
     PipelineShape,
@@ -29,9 +30,11 @@ from pdtool.schedule import (
 
 if TYPE_CHECKING:
     ScheduleName = str
+    StrategyName = str
     WeightPolicyName = str
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
+    StrategyName = Literal[tuple(STRATEGIES)]
     WeightPolicyName = Literal[tuple(WEIGHT_POLICIES)]
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
@@ -157,9 +160,7 @@ class Plan(YamlArtifact):
     update_every: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] | None = None
     chunks: Annotated[int, Field(ge=1, le=100)] = 1
     copies: Count = 1
-    strategy: Literal[
-        "auto", "pipeline", "straight", "data-parallel", "model-parallel", "gpipe", "hybrid", "async-data-parallel"
-    ] = "auto"
+    strategy: StrategyName = "auto"
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     predicted: Predicted | None = None
     why: Why | None = None
@@ -179,26 +180,10 @@ class Plan(YamlArtifact):
         if self.kind.chunked != (self.chunks > 1):
             chunked = schedule_names(lambda kind: kind.chunked, "and")
             raise FieldError("chunks", f"{self.chunks}: {chunked} have 2 or more on each worker, others have one")
-        self._check_strategy()
         self._check_workers()
+        if rule := STRATEGIES[self.strategy].broken_rule(self.schedule, self.shape()):
+            raise FieldError("strategy", f"{self.strategy}: {rule}; write auto for a plan of your own")
         self._check_predicted()
-
-    def _check_strategy(self) -> None:
-        """Whether a plan that says to be without pipelining is; the figures rely on it."""
-        has_replicas = any(stage.replicas > 1 for stage in self.stages)
-        has_one_in_flight = all(stage.in_flight == 1 for stage in self.stages)
-        keeps = {
-            "model-parallel": self.schedule == "1f1b" and not has_replicas and has_one_in_flight,
-            "hybrid": self.schedule == "1f1b-flush" and self.microbatches == self.stages[0].replicas,
-            "async-data-parallel": self.schedule == "1f1b" and len(self.stages) == 1 and not has_replicas,
-        }
-        rules = {
-            "model-parallel": "it has schedule 1f1b, one replica of each stage and one minibatch in flight",
-            "hybrid": "it has schedule 1f1b-flush and as many microbatches as the first stage has replicas",
-            "async-data-parallel": "it has schedule 1f1b and one stage on one worker",
-        }
-        if not keeps.get(self.strategy, True):
-            raise FieldError("strategy", f"{self.strategy}: {rules[self.strategy]}; write auto for a plan of your own")
 
     def _check_predicted(self) -> None:
         """Figures of another number of stages are those of a plan before an edit."""
@@ -281,7 +266,8 @@ class Plan(YamlArtifact):
     @property
     def plan_sha256(self) -> str:
         """Digest of the fields that the predictions depend on."""
-        unsaid = {"strategy"} if self.strategy == "auto" else set()  # as in plans of before it was a field
+        is_default = self.strategy == Plan.model_fields["strategy"].default
+        unsaid = {"strategy"} if is_default else set()  # as in plans of before it was a field
         content = self.model_dump(mode="json", exclude=_NOT_PREDICTED_FROM | unsaid)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

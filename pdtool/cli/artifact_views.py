@@ -88,8 +88,8 @@ def plan_view(plan: Plan) -> Lines:
     if predicted:
         yield from _speed(plan, predicted)
         yield from _lack_of_memory(plan, predicted)
-    if plan.strategy == "async-data-parallel":
-        yield _asynchronous_note(plan)
+    if remark := schedule.STRATEGIES[plan.strategy].remark(plan.shape()):
+        yield remark
     if plan.why and not plan.edited:
         yield f"bottleneck: {plan.why.bottleneck}"
         yield from _certificate(plan.why)
@@ -132,15 +132,6 @@ def _stage_figures(predicted: Predicted, s: int) -> list[str]:
     return [compute, allreduce, to_next, format_bytes(predicted.memory_bytes[s])]
 
 
-def _asynchronous_note(plan: Plan) -> str:
-    """Tell what a plan is for that computes the minibatches of many workers on one."""
-    count = plan.stages[0].in_flight
-    return (
-        f"for learning curves, not for speed: one worker computes the minibatches of {count} that update in turns, "
-        f"each gradient {count - 1} updates late"
-    )
-
-
 def _speed(plan: Plan, predicted: Predicted) -> Lines:
     """Tell the time per minibatch by the formulas and by simulation; throughput and gain stand beside their source.
 
@@ -151,7 +142,7 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism ({plan.cluster.cluster().workers})"
     if is_data_parallel:
         gain = ", this is data parallelism"
-    elif plan.strategy == "async-data-parallel":
+    elif not schedule.STRATEGIES[plan.strategy].is_for_speed:
         gain = ""
     simulated_s, both = predicted.simulated_s, predicted.data_parallel_s is not None
     by_formulas = f"{throughput if simulated_s is None else ''}{'' if both else gain}"

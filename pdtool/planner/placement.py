@@ -92,7 +92,7 @@ class Placement:
     def _name_suffix(self) -> str:
         """`-gpipe` after the name of a plan that is made for comparison, so that it lies beside the planner's own."""
         strategy = self.execution.strategy
-        return "" if STRATEGIES[strategy].is_selected else f"-{strategy}"
+        return "" if STRATEGIES[strategy].is_own else f"-{strategy}"
 
     @property
     def pipeline_depth(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.artifacts.report import Emulation, Report, StageReport
-from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, SimulatedPlan, StageShares
+from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Simulation, StageShares
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.reports.chart import Curve
 from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow
@@ -76,7 +76,7 @@ def _part(style: str, share: float, seconds: float) -> BarPart:
     return BarPart(style, share, format_seconds(seconds))
 
 
-def rival_bars(simulated: SimulatedPlan) -> list[Bar]:
+def rival_bars(simulated: Simulation) -> list[Bar]:
     """Samples per second of the plan and its rivals, the fastest first."""
     own = next(plan for plan in simulated.comparison.plans if plan.label == THIS_PLAN)
     rivals = [plan for plan in simulated.comparison.plans if plan is own or not _is_same(plan, own)]

@@ -21,7 +21,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
 from pdtool.artifacts.run_dir import RunPhase, RunRecord
 from pdtool.errors import PdtoolError, printable
-from pdtool.planner.choice.comparison import SimulatedPlan
+from pdtool.planner.choice.comparison import Simulation, simulated_for_report
 from pdtool.reports.chart import curve_chart, gain_chart
 from pdtool.reports.figures import (
     Bar,
@@ -71,7 +71,7 @@ class Subject:
         return (self.plan.plan_sha256, self.profile.content_sha256) if self.plan and self.profile else ()
 
 
-def page(subjects: Sequence[Subject], simulations: dict[str, SimulatedPlan] | None = None) -> str:
+def page(subjects: Sequence[Subject], simulations: dict[str, Simulation] | None = None) -> str:
     """Return the page as HTML.
 
     Args:
@@ -183,20 +183,20 @@ class SubjectView:
         is_repeated: whether the plan was drawn for another subject already.
     """
 
-    def __init__(self, subject: Subject, simulations: dict[str, SimulatedPlan], *, is_repeated: bool) -> None:
+    def __init__(self, subject: Subject, simulations: dict[str, Simulation], *, is_repeated: bool) -> None:
         self.subject, self.plan, self.profile, self.run = subject, subject.plan, subject.profile, subject.run
         self.notes = [subject.missing] if subject.missing else []
         self.simulations, self.is_repeated = simulations, is_repeated
 
     @cached_property
-    def simulated(self) -> SimulatedPlan | None:
+    def simulated(self) -> Simulation | None:
         """What simulations say; None where there is no plan, or the plan of a run cannot be simulated."""
         if not self.plan or not self.profile:
             return None
         key = " ".join(self.subject.digests)
         try:
             if key not in self.simulations:
-                self.simulations[key] = SimulatedPlan.of(self.plan, self.profile)
+                self.simulations[key] = simulated_for_report(self.plan, self.profile)
             return self.simulations[key]
         except PdtoolError as error:
             if not self.run:
@@ -295,12 +295,12 @@ class SubjectView:
             if isinstance(value, float) and name not in ("time", "lr", "samples_per_s"):
                 yield f"{name}, validation", f"{value:.4g}"
 
-    def _add_predictions(self, section: SubjectSection, plan: Plan, simulated: SimulatedPlan) -> None:
+    def _add_predictions(self, section: SubjectSection, plan: Plan, simulated: Simulation) -> None:
         section.rivals = rival_bars(simulated)
         section.left_out = simulated.comparison.left_out
-        if simulated.points and len(plan.stages) > 1:
+        if simulated.sweep and len(plan.stages) > 1:
             own = plan.cluster.levels[0].bandwidth_bytes_per_s
-            section.gain = pictures_of(gain_chart(simulated.points, width, own) for width in (HALF, NARROW))
+            section.gain = pictures_of(gain_chart(simulated.sweep, width, own) for width in (HALF, NARROW))
         if plan.why:
             section.bottleneck = plan.why.bottleneck
             section.rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in plan.why.rivals]

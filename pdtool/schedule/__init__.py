@@ -17,9 +17,10 @@ from pdtool.schedule.execution_config import ExecutionConfig
 from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind, schedule_names
 from pdtool.schedule.policies import WEIGHT_POLICIES, ForwardVersions, WeightPolicy
 from pdtool.schedule.shape import PipelineShape, steady_minibatches, steady_run, tied_update_lag
-from pdtool.schedule.strategies import RIVALS, STRATEGIES, Strategy
+from pdtool.schedule.strategies import BASELINES, RIVALS, STRATEGIES, Strategy
 
 __all__ = [
+    "BASELINES",
     "ONE_F_ONE_B",
     "RIVALS",
     "SCHEDULES",
@@ -46,8 +47,3 @@ __all__ = [
     "timeline",
     "validate",
 ]
-
-
-def is_asynchronous(schedule: str) -> bool:  # for planner.choice.strategies, until it asks the kind
-    """Whether minibatches are in flight while the weights change."""
-    return not SCHEDULES[schedule].flushes

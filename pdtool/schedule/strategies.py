@@ -1,6 +1,7 @@
 """The strategies that a plan can be asked for: PipeDream's own, and those that it is compared with.
 
-Source: PipeDream, SOSP'19, section 2 (what each is) and section 5 (the comparison). U is the number of workers.
+Source: PipeDream, SOSP'19, section 2 (what each is) and section 5 (the comparison). U is the number of workers. How the
+planner finds the plan of a strategy is in pdtool.planner.choice.strategies.
 
     auto                 whatever is fastest: data parallelism, or a pipeline whose stages may be replicated
     pipeline             the fastest pipeline of two stages or more
@@ -16,45 +17,122 @@ Source: PipeDream, SOSP'19, section 2 (what each is) and section 5 (the comparis
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from pdtool.schedule.shape import PipelineShape
+
+
+def _all_workers(workers: int, max_stages: int) -> Sequence[int]:
+    return [workers]
+
+
+def _longest(workers: int, max_stages: int) -> Sequence[int]:
+    return [min(workers, max_stages)]
+
+
+def _any_length(workers: int, max_stages: int) -> Sequence[int]:
+    return range(2, min(workers, max_stages) + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """What distinguishes the plans of a strategy.
+    """What the plans of a strategy are.
 
     Attributes:
+        name: as `--strategy` has it.
         label: in tables.
+        noun: for one of its plans, in sentences; empty: `plan of strategy NAME`.
         schedule: the only one that it has; None: any.
+        fixes_updates: whether it says how many minibatches an update averages.
         is_straight: whether no stage is replicated.
+        depths: from the number of workers, and that of the stages that the model can be cut into, to the numbers of
+            stages that its plans may have where none is replicated.
         min_workers, min_stages: that its plans have.
         is_pipelined: whether stages compute at the same time; otherwise they take turns.
-        is_selected: whether its plan is chosen by simulation, from a shortlist; otherwise by the formulas.
         is_searched: whether there are several plans of it to choose from.
+        is_own: whether it is PipeDream's own; the names of other plans end with their strategy.
+        is_for_speed: whether its plan is as fast as what it stands for.
+        rule: that its figures rely on, and an edit by hand may break; such a plan is run as it is. Empty: none.
+        keeps_rule: whether a plan of this shape, which has its schedule, keeps the rule.
+        remark: on a plan, for people; empty: none.
     """
 
+    name: str
     label: str
+    noun: str = ""
     schedule: str | None = None
+    fixes_updates: bool = False
     is_straight: bool = False
+    depths: Callable[[int, int], Sequence[int]] = _all_workers
     min_workers: int = 1
     min_stages: int = 1
     is_pipelined: bool = True
-    is_selected: bool = False
     is_searched: bool = True
+    is_own: bool = False
+    is_for_speed: bool = True
+    rule: str = ""
+    keeps_rule: Callable[[PipelineShape], bool] = lambda shape: True
+    remark: Callable[[PipelineShape], str] = lambda shape: ""
+
+    def broken_rule(self, schedule: str, shape: PipelineShape) -> str:
+        """Return the rule if a plan with this schedule and shape does not keep it, else nothing."""
+        is_kept = not self.rule or (schedule == self.schedule and self.keeps_rule(shape))
+        return "" if is_kept else self.rule
 
 
-STRATEGIES = {
-    "auto": Strategy(label="the planner's choice", is_selected=True),
-    "pipeline": Strategy(label="pipeline", min_workers=2, min_stages=2, is_selected=True),
-    "straight": Strategy(label="straight pipeline", is_straight=True, is_selected=True),
-    "data-parallel": Strategy(label="data parallelism", schedule="1f1b", is_searched=False),
-    "model-parallel": Strategy(
-        label="model parallelism", schedule="1f1b", is_straight=True, min_workers=2, min_stages=2, is_pipelined=False
+def _asynchronous_remark(shape: PipelineShape) -> str:
+    count = shape.in_flight[0]
+    return (
+        f"for learning curves, not for speed: one worker computes the minibatches of {count} that update in turns, "
+        f"each gradient {count - 1} updates late"
+    )
+
+
+_ALL = (
+    Strategy(name="auto", label="the planner's choice", noun="plan", is_own=True),
+    Strategy(name="pipeline", label="pipeline", min_workers=2, min_stages=2, is_own=True),
+    Strategy(name="straight", label="straight pipeline", noun="straight pipeline", is_straight=True, is_own=True),
+    Strategy(name="data-parallel", label="data parallelism", schedule="1f1b", fixes_updates=True, is_searched=False),
+    Strategy(
+        name="model-parallel",
+        label="model parallelism",
+        schedule="1f1b",
+        fixes_updates=True,
+        is_straight=True,
+        depths=_longest,
+        min_workers=2,
+        min_stages=2,
+        is_pipelined=False,
+        rule="it has schedule 1f1b, one replica of each stage and one minibatch in flight",
+        keeps_rule=lambda shape: set(shape.replicas) == {1} == set(shape.in_flight),
     ),
-    "gpipe": Strategy(label="GPipe", schedule="gpipe", is_straight=True, min_workers=2, min_stages=2),
-    "hybrid": Strategy(
-        label="hybrid parallelism", schedule="1f1b-flush", min_workers=3, min_stages=2, is_pipelined=False
+    Strategy(  # more stages take longer to fill and drain
+        name="gpipe", label="GPipe", schedule="gpipe", is_straight=True, depths=_any_length, min_workers=2, min_stages=2
     ),
-    "async-data-parallel": Strategy(label="asynchronous data parallelism", schedule="1f1b", is_searched=False),
-}
-RIVALS = tuple(name for name in STRATEGIES if name not in ("auto", "async-data-parallel"))  # that compare in speed
+    Strategy(
+        name="hybrid",
+        label="hybrid parallelism",
+        schedule="1f1b-flush",
+        fixes_updates=True,
+        min_workers=3,
+        min_stages=2,
+        is_pipelined=False,
+        rule="it has schedule 1f1b-flush and as many microbatches as the first stage has replicas",
+        keeps_rule=lambda shape: shape.update_every[0] == shape.replicas[0],
+    ),
+    Strategy(
+        name="async-data-parallel",
+        label="asynchronous data parallelism",
+        schedule="1f1b",
+        fixes_updates=True,
+        is_searched=False,
+        is_for_speed=False,
+        rule="it has schedule 1f1b and one stage on one worker",
+        keeps_rule=lambda shape: shape.replicas == (1,),
+        remark=_asynchronous_remark,
+    ),
+)
+STRATEGIES = {strategy.name: strategy for strategy in _ALL}
+RIVALS = tuple(strategy.name for strategy in _ALL[1:] if strategy.is_for_speed)  # of a plan: not the planner's choice
+BASELINES = ("data-parallel", "straight", "gpipe", "model-parallel")  # of every plan

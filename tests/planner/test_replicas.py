@@ -9,9 +9,10 @@ from reference.brute_force import divisions, placed
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node
 from pdtool.errors import NoPlanError, UsageError
+from pdtool.options import PartitionOptions
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_check import check_plan
-from pdtool.planner.choice.strategies import strategy_options
+from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.plan_cost import COST_MODELS, Evaluator
 from pdtool.planner.search.layouts import Layout
 from pdtool.planner.search.search import SearchOptions
@@ -22,7 +23,8 @@ FAST = 1e9
 
 def planned(profile, cluster, replicas, strategy="auto", **options):
     """The plan with these replicas."""
-    return make_plan(profile, "p.json", cluster, strategy_options(strategy, cluster, replicas=replicas, **options))
+    asked = PartitionOptions(replicas=replicas, **options)
+    return make_plan(profile, "p.json", cluster, PLANNERS[strategy].options(asked, cluster.workers))
 
 
 def random_replicas(rng, workers):
@@ -87,7 +89,7 @@ def test_all_that_the_plan_says_is_true():
         seen += 1
         assert tuple(stage.replicas for stage in plan.stages) == replicas
         assert [one.words for one in check_plan(plan, profile) if one.holds is False] == [], f"seed {seed}"
-        free = make_plan(profile, "p.json", cluster, strategy_options("auto", cluster))
+        free = make_plan(profile, "p.json", cluster, SearchOptions())
         faster += free.why.lower_bound_s < plan.why.lower_bound_s * (1 - 1e-9)
         assert f"with replicas {plan.config} on" in plan.why.proof
     assert seen > 5

@@ -19,10 +19,11 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.options import PartitionOptions
 from pdtool.planner.choice.comparison import fits, rival_plans
 from pdtool.planner.choice.make_plan import make_plan, refresh, reschedule
 from pdtool.planner.choice.plan_check import check_plan
-from pdtool.planner.choice.strategies import of_global_batch_size, strategy_options
+from pdtool.planner.choice.strategies import PLANNERS, planner_asked_for
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, samples_per_update
 from pdtool.planner.search.search import SearchOptions
@@ -34,7 +35,8 @@ FAST = 1e9
 
 def planned(profile, cluster, strategy, **options):
     """The plan of a strategy."""
-    return make_plan(profile, "p.json", cluster, strategy_options(strategy, cluster, **options))
+    asked = PartitionOptions(strategy=strategy, **options)
+    return make_plan(profile, "p.json", cluster, planner_asked_for(asked).options(asked, cluster.workers))
 
 
 def is_of(strategy: str, plan: Plan) -> bool:
@@ -382,11 +384,12 @@ def test_gradients_of_asynchronous_data_parallelism_are_one_update_late_for_each
 
 
 @pytest.mark.parametrize(
-    ("asked", "schedule", "microbatches"),
-    [((96, 32, "auto"), "1f1b-flush", 3), ((32, 32, "straight"), "1f1b-flush", 1), ((64, 16, "gpipe"), "gpipe", 4)],
+    ("samples", "batch_size", "strategy", "schedule", "microbatches"),
+    [(96, 32, "auto", "1f1b-flush", 3), (32, 32, "straight", "1f1b-flush", 1), (64, 16, "gpipe", "gpipe", 4)],
 )
-def test_a_global_batch_size_gives_the_microbatches(asked, schedule, microbatches):
-    assert of_global_batch_size(*asked) == {"schedule": schedule, "microbatches": microbatches}
+def test_a_global_batch_size_gives_the_microbatches(samples, batch_size, strategy, schedule, microbatches):
+    options = PLANNERS[strategy].options(PartitionOptions(global_batch_size=samples), 5, batch_size)
+    assert (options.strategy, options.schedule, options.microbatches) == (strategy, schedule, microbatches)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +406,7 @@ def test_a_global_batch_size_gives_the_microbatches(asked, schedule, microbatche
 )
 def test_a_global_batch_size_that_makes_no_sense_is_refused(samples, strategy, options, match):
     with pytest.raises(UsageError, match=match):
-        of_global_batch_size(samples, 32, strategy, **options)
+        PLANNERS[strategy].options(PartitionOptions(global_batch_size=samples, **options), 5, 32)
 
 
 @pytest.mark.parametrize(

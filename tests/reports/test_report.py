@@ -27,7 +27,7 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.planner.choice.comparison import SimulatedPlan, StageShares
+from pdtool.planner.choice.comparison import StageShares, simulated_for_report
 from pdtool.planner.choice.make_plan import make_plan, under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
@@ -166,7 +166,7 @@ def test_idle_time_is_counted_once_the_pipeline_is_full():
 @pytest.mark.parametrize("width", [540, *WIDTHS])
 def test_charts_are_tidy(digits, width):
     plan, profile = digits
-    points = SimulatedPlan.of(plan, profile).points
+    points = simulated_for_report(plan, profile).sweep
     own = plan.cluster.levels[0].bandwidth_bytes_per_s
     assert any(point.bandwidth_bytes_per_s == pytest.approx(own) for point in points)
     assert_tidy(gain_chart(points, width, own, "gain of a plan with quite a long name over data parallelism"))

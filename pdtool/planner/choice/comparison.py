@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
 
@@ -13,18 +15,15 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.make_plan import make_plan, refresh, under_schedule
-from pdtool.planner.choice.strategies import strategy_options
+from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import samples_per_update
-from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY
-from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.simulator.engine import simulate, simulated_time_s
 from pdtool.planner.simulator.job import MAX_ACTIONS, SimulationJob, action_count
 from pdtool.planner.simulator.result import SimulationResult
-from pdtool.schedule import RIVALS, STRATEGIES, PipelineShape, is_asynchronous
+from pdtool.schedule import BASELINES, RIVALS, PipelineShape
 
 THIS_PLAN = "this plan"
-_RIVALS = ("data-parallel", "straight", "gpipe", "model-parallel")
 _RANGE, _POINTS = 20.0, 13  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
 _MAX_SWEPT_ACTIONS = 20_000  # of a plan that is simulated at so many bandwidths: about ten seconds
 
@@ -66,11 +65,7 @@ def fits(plan: Plan, cluster: Cluster) -> bool:
 def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Plan:
     if name not in RIVALS:
         raise UsageError(f"strategy {name!r} cannot be compared with", f"choose of {', '.join(RIVALS)}")
-    microbatches = None
-    if name == "gpipe":
-        microbatches = cluster.workers if is_asynchronous(plan.schedule) else plan.microbatches
-    workers = _max_straight_workers(profile, cluster) if STRATEGIES[name].is_straight else None
-    options = strategy_options(name, cluster, microbatches=microbatches, workers=workers)
+    options = PLANNERS[name].rival_options(profile, cluster, plan)
     try:
         return make_plan(profile, plan.profile, cluster, options)
     except NoPlanError:
@@ -78,12 +73,6 @@ def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Pl
             raise
     unlimited = make_plan(profile, plan.profile, replace(cluster, memory_bytes=None), options)
     return refresh(unlimited.model_copy(update={"cluster": ClusterSpec.of(cluster)}), profile)
-
-
-def _max_straight_workers(profile: Profile, cluster: Cluster) -> int:
-    """Return on how many workers a pipeline without replicas can be."""
-    max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.cuts.max_stages
-    return min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,27 +120,18 @@ def compare(
         update={"schedule": placement.execution.schedule, "microbatches": placement.execution.microbatches}
     )
     for name in strategies:
-        label = STRATEGIES[name].label
+        planner = PLANNERS[name]
         try:
-            rival = rival_plans(profile, cluster, executed, [name])[name]
+            rival = Placement.of(_rival_plan(profile, cluster, executed, name), profile)
         except (NoPlanError, UsageError) as error:
-            left_out.append(f"{label}: {error}")
+            left_out.append(f"{planner.strategy.label}: {error}")
             continue
-        label = f"{label} ({_size(rival)})"
-        rival_placement = Placement.of(rival, profile)
-        if action_count(rival_placement) > MAX_ACTIONS:
-            left_out.append(f"{label}: too large to simulate here")
+        if action_count(rival) > MAX_ACTIONS:
+            left_out.append(f"{planner.title(rival)}: too large to simulate here")
             continue
-        simulated = simulate(SimulationJob.of(rival_placement, profile, cluster))
-        compared.append(_compared(label, rival_placement, profile, cluster, simulated))
+        simulated = simulate(SimulationJob.of(rival, profile, cluster))
+        compared.append(_compared(planner.title(rival), rival, profile, cluster, simulated))
     return Comparison(plans=tuple(compared), left_out=tuple(left_out))
-
-
-def _size(plan: Plan) -> str:
-    """`16`, the workers of one stage; `6 stages, 16 microbatches`."""
-    if len(plan.stages) == 1:
-        return str(plan.workers)
-    return f"{len(plan.stages)} stages" + f", {plan.microbatches} microbatches" * (plan.schedule == "gpipe")
 
 
 def _compared(
@@ -187,7 +167,7 @@ class SweepPoint:
 def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[SweepPoint]:
     """Simulate the same stages, and data parallelism on all workers, at each bandwidth of the outermost level."""
     cluster = plan.cluster.cluster()
-    data_parallel = rival_plans(profile, cluster, plan, ["data-parallel"])["data-parallel"]
+    data_parallel = _rival_plan(profile, cluster, plan, "data-parallel")
     placements = [Placement.of(each, profile) for each in (plan, data_parallel)]
     points = []
     for bandwidth in bandwidths:
@@ -215,9 +195,19 @@ def crossings(points: Sequence[SweepPoint]) -> list[float]:
     return bandwidths
 
 
+@dataclass(frozen=True)
+class StageShares:
+    """How the workers of one stage spend the time of a minibatch in steady state, as shares of it."""
+
+    computing: float
+    communicating: float
+    idle: float
+    memory_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a simulation of a plan gives.
+    """What simulations say of a plan.
 
     Attributes:
         schedule: that was simulated.
@@ -232,6 +222,11 @@ class Simulation:
     result: SimulationResult
     comparison: Comparison
     sweep: list[SweepPoint]
+
+    @cached_property
+    def stages(self) -> list[StageShares]:
+        """Where the time of each stage goes."""
+        return [_shares(self.result, stage) for stage in range(self.shape.pipeline_depth)]
 
 
 def simulated(
@@ -269,60 +264,21 @@ def simulated(
     )
 
 
-@dataclass(frozen=True)
-class StageShares:
-    """How the workers of one stage spend the time of a minibatch in steady state, as shares of it."""
+def simulated_for_report(plan: Plan, profile: Profile) -> Simulation:
+    """Simulate a plan, the baselines, and the plan at bandwidths around its own, as far as that takes seconds.
 
-    computing: float
-    communicating: float
-    idle: float
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
-class SimulatedPlan:
-    """A plan and all that simulations say of it.
-
-    Attributes:
-        points: gain over data parallelism against the bandwidth of the outermost level, which is the plan's own at
-            the middle one; none on one worker.
+    Raises:
+        UsageError, ScheduleError: the plan cannot be simulated.
     """
-
-    result: SimulationResult
-    shape: PipelineShape
-    stages: tuple[StageShares, ...]
-    comparison: Comparison
-    points: tuple[SweepPoint, ...]
-
-    @classmethod
-    def of(cls, plan: Plan, profile: Profile) -> SimulatedPlan:
-        """Simulate the plan, its rivals, and both over a range of bandwidths (seconds).
-
-        Raises:
-            UsageError, ScheduleError: the plan cannot be simulated.
-        """
-        cluster, placement = plan.cluster.cluster(), Placement.of(plan, profile)
-        job = SimulationJob.of(placement, profile, cluster)
-        result = simulate(job)
-        is_swept = cluster.workers > 1 and action_count(placement) <= _MAX_SWEPT_ACTIONS
-        depth = plan.pipeline_depth
-        return cls(
-            result=result,
-            shape=job.shape,
-            stages=tuple(_shares(result, stage) for stage in range(depth)),
-            comparison=compare(profile, plan, _RIVALS, placement, result),
-            points=_gain_points(plan, profile) if is_swept else (),
-        )
-
-
-def _gain_points(plan: Plan, profile: Profile) -> tuple[SweepPoint, ...]:
-    """Return the gain around the plan's own bandwidth; none where data parallelism cannot be simulated."""
+    simulation = simulated(plan, profile, against=BASELINES)
     own = plan.cluster.levels[0].bandwidth_bytes_per_s
-    try:
+    if plan.cluster.cluster().workers == 1 or action_count(Placement.of(plan, profile)) > _MAX_SWEPT_ACTIONS:
+        return simulation
+    with suppress(NoPlanError, UsageError):  # data parallelism cannot be simulated
         points = sweep(profile, plan, bandwidth_grid(own / _RANGE, own * _RANGE, _POINTS))
-    except (NoPlanError, UsageError):
-        return ()
-    return tuple(points) if all(p.time_per_minibatch_s and p.data_parallel_s for p in points) else ()
+        if all(point.time_per_minibatch_s and point.data_parallel_s for point in points):
+            return replace(simulation, sweep=points)
+    return simulation
 
 
 def _shares(result: SimulationResult, stage: int) -> StageShares:

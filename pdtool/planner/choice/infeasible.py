@@ -8,7 +8,7 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.errors import NoPlanError
 from pdtool.planner.plan_cost import Candidate
 from pdtool.planner.search.search import PlanSearch
-from pdtool.schedule import STRATEGIES
+from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES
 from pdtool.units import bytes_option, format_bytes
 
 _MAX_WORKERS = 64  # that are proposed
@@ -89,15 +89,15 @@ def _other_schedules(search: PlanSearch) -> str:
     """Return another schedule that fits, or for a strategy that has one only, whether another strategy does."""
     if STRATEGIES[search.options.strategy].schedule:
         anything = replace(
-            search.options, strategy="auto", schedule="1f1b", microbatches=1, straight=False, max_stages=None
+            search.options, strategy="auto", schedule=ONE_F_ONE_B.name, microbatches=1, straight=False, max_stages=None
         )
         return ", or use --strategy auto" if _is_possible(replace(search, options=anything)) else ""
-    schedules = [("1f1b", 1), ("1f1b-flush", max(4, search.options.microbatches))]
-    searched = {execution.schedule for execution in search.options.executions}
-    for schedule, microbatches in schedules:
-        options = replace(search.options, schedule=schedule, microbatches=microbatches)
-        if schedule not in searched and _is_possible(replace(search, options=options)):
-            return f", or use --schedule {schedule}"
+    searched = [execution.kind for execution in search.options.executions]
+    for kind in (kind for kind in SCHEDULES.values() if kind.has_formulas and kind not in searched):
+        microbatches = max(4, search.options.microbatches) if kind.flushes else 1
+        options = replace(search.options, schedule=kind.name, microbatches=microbatches)
+        if _is_possible(replace(search, options=options)):
+            return f", or use --schedule {kind.name}"
     return ""
 
 

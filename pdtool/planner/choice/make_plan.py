@@ -20,14 +20,7 @@ from pdtool.artifacts.plan import Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.infeasible import explain_infeasible
-from pdtool.planner.choice.selection import move_to_module_borders, select
-from pdtool.planner.choice.strategies import (
-    baselines,
-    fastest_of_strategy,
-    limits_of_strategy,
-    rivals,
-    with_least_memory,
-)
+from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
 from pdtool.planner.search.cuts import unbroken_groups
@@ -35,7 +28,7 @@ from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.planner.stage_costs import tied_bytes
-from pdtool.schedule import RIVALS, SCHEDULES, STRATEGIES, ExecutionConfig
+from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig
 from pdtool.units import format_seconds
 
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
@@ -61,46 +54,16 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
         searched = replace(options, schedule=kind.planned_as.name, straight=straight)
         changes = {"schedule": kind.name, "weights": kind.policy_names[0], "strategy": options.strategy}
         return reschedule(make_plan(profile, profile_path, cluster, searched), profile, changes)
-    search = PlanSearch(profile, cluster, options)
-    optima = fastest_of_strategy(search)
-    if not optima:
+    search, planner = PlanSearch(profile, cluster, options), PLANNERS[options.strategy]
+    candidates = planner.candidates(search)
+    if not candidates:
         raise explain_infeasible(search)
-    for candidate in optima:
+    for candidate in candidates:
         seconds = format_seconds(candidate.time_per_minibatch_s)
         _LOG.debug("searched: %s takes %s by the formulas", candidate.placement.config, seconds)
-    if not STRATEGIES[options.strategy].is_selected:
-        return _best_of_strategy(search, profile_path, optima)
-    execution = replace(optima[0].placement.execution, copies=1)
-    named = list(baselines(search, execution))
-    alike = [plan for _, plan in named if plan.placement.execution == execution]
-    selected = select(search, optima, alike)
-    if options.simplest and not options.straight and options.cost_model == "ours":
-        selected = move_to_module_borders(search, selected)
-    return _finished(search, profile_path, selected.candidate, selected.simulated_s, optima, named)
-
-
-def _best_of_strategy(search: PlanSearch, profile_path: str, optima: list[Candidate]) -> Plan:
-    """The best plan of a strategy that others are compared with: the optimum by the formulas, or what is simulated
-    faster among the `optima`, unless no margin is allowed."""
-    options = search.options
-    candidates = optima if options.simplest else optima[:1]
-    if options.strategy == "model-parallel":
-        candidates = [with_least_memory(search, optima[0])]
-    chosen, simulated_s = _simulated_fastest(search, candidates)
-    is_for_speed = options.strategy in RIVALS
-    named = list(baselines(search, ExecutionConfig())) if is_for_speed else []
-    return _finished(search, profile_path, chosen, simulated_s, optima, named)
-
-
-def _simulated_fastest(search: PlanSearch, candidates: Sequence[Candidate]) -> tuple[Candidate, float | None]:
-    """(the candidate that is simulated fastest, its seconds per minibatch); the first one and None where none can be
-    simulated, or PipeDream's formulas are asked for."""
-    chosen, chosen_s = candidates[0], None
-    for candidate in candidates if search.options.cost_model == "ours" else ():
-        time_s = steady_state_s(candidate.placement, search.profile, search.cluster)
-        if time_s is not None and (chosen_s is None or time_s < chosen_s):
-            chosen, chosen_s = candidate, time_s
-    return chosen, chosen_s
+    named = planner.baselines(search, candidates[0])
+    selected = planner.choose(search, candidates, named)
+    return _finished(search, profile_path, selected.candidate, selected.simulated_s, candidates, named)
 
 
 def _finished(
@@ -119,7 +82,7 @@ def _finished(
         lower_bound_s=bound_s,
         gap=_gap(chosen, bound_s),
         proof=proof,
-        rivals=tuple(rivals(search, chosen, named, optima)),
+        rivals=tuple(PLANNERS[search.options.strategy].rejected(search, chosen, named, optima)),
     )
     figures = with_formulas(plan, search.evaluator, chosen.cost, chosen.placement.execution, simulated_s)
     return plan.model_copy(update={"why": why, "predicted": figures})
@@ -134,13 +97,16 @@ def _gap(chosen: Candidate, bound_s: float | None) -> float | None:
 
 def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
     """(seconds per minibatch that no plan can beat, why that is so)."""
-    options, workers = search.options, search.workers
+    options, workers, planner = search.options, search.workers, PLANNERS[search.options.strategy]
     on = "1 worker" if workers == 1 else f"{workers} workers"
-    if limits := "; ".join(filter(None, [search.limits, limits_of_strategy(search)])):
+    left_out = (
+        "" if planner.searches_all_updates(search) else "not every number of minibatches in an update was searched"
+    )
+    if limits := "; ".join(filter(None, [search.limits, left_out])):
         work_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
         return work_s / workers, f"{limits}; even so no plan{options.with_replicas} beats {on} without a pause"
-    kind = "plan" if options.strategy == "auto" else f"plan of strategy {options.strategy}"
-    if options.straight and STRATEGIES[options.strategy].is_selected:
+    kind = planner.strategy.noun or f"plan of strategy {options.strategy}"
+    if options.straight and planner.strategy.is_own:
         kind = "straight pipeline"
     if options.max_stages:
         kind += f" of at most {options.max_stages} stages"
@@ -151,7 +117,7 @@ def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
     unlimited = search.without_memory_limit
     if unlimited is search:
         return optimum.time_per_minibatch_s, proof
-    return fastest_of_strategy(unlimited)[0].time_per_minibatch_s, f"{proof}, and without the limit of memory"
+    return planner.candidates(unlimited)[0].time_per_minibatch_s, f"{proof}, and without the limit of memory"
 
 
 def refresh(plan: Plan, profile: Profile) -> Plan:
@@ -170,9 +136,9 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
         changes: of schedule, weights, microbatches, update_every and strategy.
 
     Raises:
-        UsageError: the schedule cannot have these replicas, or the plan's strategy has one schedule only.
+        UsageError: the schedule cannot have these replicas, or a rule of the plan's strategy forbids it.
     """
-    if not STRATEGIES[plan.strategy].is_pipelined or plan.strategy == "async-data-parallel":
+    if STRATEGIES[plan.strategy].rule:
         raise UsageError(
             f"a plan of strategy {plan.strategy} is run as it is", "for another schedule or weights, partition again"
         )

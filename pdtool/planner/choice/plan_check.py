@@ -17,7 +17,7 @@ from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, NoPlanError, ScheduleError, UsageError
 from pdtool.planner.choice.make_plan import refresh
-from pdtool.planner.choice.strategies import fastest_of_strategy
+from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.search.search import PlanSearch, SearchOptions
@@ -110,7 +110,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
         f"parallelism ({workers})",
     )
     with suppress(UsageError, NoPlanError):  # what is not searched, or only with what the plan does not say
-        if not (found := fastest_of_strategy(_searched_again(plan, profile))):
+        if not (found := PLANNERS[plan.strategy].candidates(_searched_again(plan, profile))):
             return
         fastest = found[0]
         best_s = fastest.time_per_minibatch_s
@@ -182,7 +182,7 @@ def _certificate(plan: Plan, profile: Profile, time_s: float) -> Iterator[Findin
 
 def _lower_bound(plan: Plan, profile: Profile, bound_s: float, time_s: float) -> Finding:
     """Search again, and compare the fastest plan with the bound."""
-    fastest = fastest_of_strategy(_searched_again(plan, profile))
+    fastest = PLANNERS[plan.strategy].candidates(_searched_again(plan, profile))
     best_s = min([time_s, *(candidate.time_per_minibatch_s for candidate in fastest[:1])])
     words = f"no plan takes less than {format_seconds(bound_s)}, it says; the fastest that was found again "
     words += f"takes {format_seconds(best_s)}"

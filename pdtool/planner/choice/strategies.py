@@ -1,28 +1,37 @@
-"""Strategies: the search options of each, its best plans by the formulas, and the baselines of every plan.
+"""How the plan of each strategy is found: one object a strategy, which PLANNERS has by name.
 
-`strategy_options` turns a strategy into options of the search. `fastest_of_strategy` returns its best plans, and
-`make_plan` chooses among them by simulation. `baselines` are the plans that everyone asks about: data parallelism, the
-straight pipeline, GPipe, model parallelism and one worker.
+What the plans of a strategy are is in pdtool.schedule.strategies. `make_plan` asks its planner for
+
+    options      of the search, from those that were asked for; it refuses what does not go with the strategy
+    candidates   its best plans by the formulas
+    baselines    plans that everyone asks about: data parallelism, the straight pipeline, GPipe, model parallelism and
+                 one worker
+    choose       one of the candidates, by simulation
+    rejected     the baselines and the next best candidates, and why each lost
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import MAX_IN_FLIGHT, Rival
+from pdtool.artifacts.plan import MAX_IN_FLIGHT, Plan, Rival
+from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
+from pdtool.options import PartitionOptions
+from pdtool.planner.choice.selection import Selected, move_to_module_borders, select
 from pdtool.planner.formulas import TOLERANCE
+from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, samples_per_update
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout
 from pdtool.planner.search.search import PlanSearch, SearchOptions
-from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig, is_asynchronous
+from pdtool.planner.simulator.engine import steady_state_s
+from pdtool.schedule import BASELINES, ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, Strategy
 from pdtool.units import format_bytes, format_seconds
 
-DATA_PARALLEL = STRATEGIES["data-parallel"].label
 ONE_WORKER = "one worker"
 Baseline = tuple[str, Candidate]  # with its label
 _DEFAULT_MICROBATCHES = 4  # of a flushing schedule that was asked for by name
@@ -34,229 +43,377 @@ _MAX_WORKERS_WITH_ALL_MINIBATCHES = 8  # hybrid parallelism is searched with any
 _OTHER_RIVALS = 2  # that a plan lists, besides the baselines
 
 
-def strategy_options(
-    name: str, cluster: Cluster, *, schedule: str | None = None, microbatches: int | None = None, **others: Any
-) -> SearchOptions:
-    """Return the search options for the best plan of a strategy.
+@dataclass(frozen=True)
+class Planner:
+    """Finds the plan of a strategy that others are compared with."""
 
-    GPipe has as many microbatches as there are workers, so that an update takes the samples that one of data
-    parallelism takes.
+    strategy: Strategy
 
-    Args:
-        name: one of STRATEGIES.
-        schedule, microbatches: None: what goes with the strategy.
-        others: further fields of SearchOptions.
+    def options(self, asked: PartitionOptions, cluster_workers: int, batch_size: int = 1) -> SearchOptions:
+        """Return the search options for the best plan of the strategy.
 
-    Raises:
-        UsageError: the strategy has no such schedule, microbatches or replicas, or needs more workers.
-    """
-    strategy = STRATEGIES[name]
-    workers = others.get("workers") or cluster.workers
-    if workers < strategy.min_workers:
-        raise UsageError(
-            f"--strategy {name} on {workers} worker(s)", f"give {strategy.min_workers} or more, or another strategy"
-        )
-    if strategy.schedule and schedule not in (None, strategy.schedule):
-        raise UsageError(
-            f"--strategy {name} with --schedule {schedule}", f"leave --schedule out: it has {strategy.schedule}"
-        )
-    if strategy.schedule not in (None, "gpipe") and microbatches not in (None, 1):
-        raise UsageError(f"--strategy {name} with --microbatches {microbatches}", "leave --microbatches out")
-    if strategy.schedule not in (None, "1f1b") and others.get("cost_model", "ours") != "ours":
-        raise UsageError(f"--strategy {name} with --cost {others['cost_model']}", "leave --cost out")
-    chosen = schedule or strategy.schedule or "1f1b"
-    match name:
-        case "gpipe":
-            default = workers
-        case "hybrid":
-            default = workers - 1  # the most that its first stage can have; all below are searched, too
-        case _:
-            default = 1 if chosen == "auto" or is_asynchronous(chosen) else _DEFAULT_MICROBATCHES
-    straight = others.pop("straight", False) or strategy.is_straight
-    if not strategy.is_searched:
-        others["max_stages"] = 1
-    options = SearchOptions(
-        strategy=name, schedule=chosen, microbatches=microbatches or default, straight=straight, **others
-    )
-    if options.replicas:
-        _check_replicas(options, cluster)
-    return options
+        Args:
+            asked: schedule and microbatches are those that go with the strategy, unless some were asked for.
+            batch_size: of a minibatch, as profiled; a microbatch has the same.
 
-
-def of_global_batch_size(
-    samples: int,
-    batch_size: int,
-    strategy: str,
-    *,
-    schedule: str | None = None,
-    microbatches: int | None = None,
-    **others: Any,
-) -> dict[str, Any]:
-    """Return the schedule and the microbatches with which an update averages so many samples.
-
-    Args:
-        samples: in one update.
-        batch_size: of a minibatch, as profiled; a microbatch has the same.
-        strategy, schedule, microbatches: what is asked for besides.
-
-    Raises:
-        UsageError: minibatches do not make up that number, or what is asked for does not flush.
-    """
-    asked = f"--global-batch-size {samples}"
-    if microbatches:
-        raise UsageError(f"{asked} together with --microbatches {microbatches}", "give one of them")
-    if STRATEGIES[strategy].schedule not in (None, "gpipe"):
-        raise UsageError(f"{asked} with --strategy {strategy}, whose updates have a size of their own", "leave it out")
-    schedule = schedule or STRATEGIES[strategy].schedule or "1f1b-flush"
-    if schedule == "auto" or is_asynchronous(schedule):
-        flushing = ", ".join(name for name in SCHEDULES if not is_asynchronous(name))
-        raise UsageError(f"{asked} with --schedule {schedule}, which does not flush", f"choose of {flushing}")
-    count, rest = divmod(samples, batch_size)
-    if rest or not count:
-        near = " or ".join(str(batch_size * n) for n in (count, count + 1) if n)
-        remedy = f"give {near}, or profile with a --batch-size that divides {samples}"
-        raise UsageError(f"{asked} is no multiple of the minibatch of {batch_size} that was profiled", remedy)
-    if count > MAX_IN_FLIGHT:
-        raise UsageError(
-            f"{asked} is {count} minibatches of {batch_size}", f"give at most {MAX_IN_FLIGHT * batch_size}"
-        )
-    return {"schedule": schedule, "microbatches": count}
-
-
-def _check_replicas(options: SearchOptions, cluster: Cluster) -> None:
-    """Raise UsageError where no plan with these replicas goes with the other options, or lies on the cluster."""
-    asked, workers = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ())
-    strategy = STRATEGIES[options.strategy]
-    if options.straight or not strategy.is_selected:
-        raise UsageError(f"{asked} together with --strategy {options.strategy}", "give one of them")
-    if options.workers is not None:
-        raise UsageError(f"{asked} together with --workers {options.workers}", "leave --workers out")
-    if options.schedule == "interleaved":
-        allowed = ", ".join(name for name in SCHEDULES if name != options.schedule)
-        raise UsageError(f"{asked} together with --schedule {options.schedule}", f"choose of {allowed}")
-    if options.schedule == "zb-h1" and len(set(options.replicas or ())) > 1:
-        raise UsageError(f"{asked} together with --schedule zb-h1", "give each stage as many, or take 1f1b-flush")
-    if options.min_stages < strategy.min_stages:
-        raise UsageError(f"{asked} is one stage", f"--strategy {options.strategy} has {strategy.min_stages} or more")
-    if workers > cluster.workers:
-        raise UsageError(
-            f"{asked} is on {workers} workers: the cluster has {cluster.workers}",
-            "give fewer replicas, or a larger --topology",
-        )
-    if workers > MAX_WORKERS_PER_COPY:
-        raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
-
-
-def fastest_of_strategy(search: PlanSearch) -> list[Candidate]:
-    """Return plans of the strategy that was asked for, the fastest by the formulas first; none where none fits.
-
-    Of GPipe the best of each number of stages, of hybrid parallelism of each number of minibatches in an update, as far
-    as they may be the fastest.
-
-    Raises:
-        NoPlanError: the model cannot be cut into as many stages as the strategy has; or asynchronous data parallelism
-            does not fit.
-    """
-    options, max_stages = search.options, search.whole_space.cuts.max_stages
-    if max_stages < options.min_stages:
-        asked, remedy = f"--strategy {options.strategy}", "use --strategy data-parallel"
+        Raises:
+            UsageError: the strategy has no such schedule, microbatches or replicas, or needs more workers; or
+                minibatches do not make up the samples of an update.
+        """
+        strategy, schedule, microbatches = self.strategy, asked.schedule, asked.microbatches
+        if asked.global_batch_size:
+            schedule, microbatches = self._of_global_batch_size(asked, batch_size)
+        workers = asked.workers or cluster_workers
+        name = f"--strategy {strategy.name}"
+        if workers < strategy.min_workers:
+            raise UsageError(
+                f"{name} on {workers} worker(s)", f"give {strategy.min_workers} or more, or another strategy"
+            )
+        if strategy.schedule and schedule not in (None, strategy.schedule):
+            raise UsageError(f"{name} with --schedule {schedule}", f"leave --schedule out: it has {strategy.schedule}")
+        if strategy.fixes_updates and microbatches not in (None, 1):
+            raise UsageError(f"{name} with --microbatches {microbatches}", "leave --microbatches out")
+        if _flushes(strategy.schedule) and asked.cost_model != "ours":
+            raise UsageError(f"{name} with --cost {asked.cost_model}", "leave --cost out")
+        schedule = schedule or strategy.schedule or ONE_F_ONE_B.name
+        given: dict[str, Any] = {
+            field.name: getattr(asked, field.name) for field in fields(SearchOptions) if hasattr(asked, field.name)
+        }
+        given |= {"strategy": strategy.name, "schedule": schedule, "straight": strategy.is_straight}
+        given["microbatches"] = microbatches or self._default_microbatches(workers, schedule)
+        options = SearchOptions(**given, max_stages=None if strategy.is_searched else 1)
         if options.replicas:
-            asked, remedy = f"--replicas {options.replicas_text}", "give fewer stages"
-        raise NoPlanError(
-            f"{asked} needs {options.min_stages} stages, but the model can be cut into {max_stages} at most", remedy
+            self._check_replicas(options, cluster_workers)
+        return options
+
+    def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> SearchOptions:
+        """Return the search options for the best plan of the strategy on a cluster, to compare `plan` with it."""
+        workers = None
+        if self.strategy.is_straight:
+            max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.cuts.max_stages
+            workers = min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
+        return self.options(PartitionOptions(workers=workers), cluster.workers)
+
+    def candidates(self, search: PlanSearch) -> list[Candidate]:
+        """Return the best plans of the strategy by the formulas, the fastest first; none where none fits.
+
+        Raises:
+            NoPlanError: the model cannot be cut into as many stages as the strategy has; or asynchronous data
+                parallelism does not fit.
+        """
+        options, max_stages = search.options, search.whole_space.cuts.max_stages
+        if max_stages < options.min_stages:
+            asked, remedy = f"--strategy {options.strategy}", "use --strategy data-parallel"
+            if options.replicas:
+                asked, remedy = f"--replicas {options.replicas_text}", "give fewer stages"
+            raise NoPlanError(
+                f"{asked} needs {options.min_stages} stages, but the model can be cut into {max_stages} at most", remedy
+            )
+        return search.fastest_plans()
+
+    def searches_all_updates(self, search: PlanSearch) -> bool:
+        """Return whether every number of minibatches in an update is searched that a plan of the strategy may have."""
+        return True
+
+    def baselines(self, search: PlanSearch, optimum: Candidate) -> list[Baseline]:
+        """Return the baselines that go with the candidates, of which `optimum` is the fastest."""
+        return list(baselines(search, ExecutionConfig())) if self.strategy.is_for_speed else []
+
+    def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
+        """Return the candidate that is simulated fastest, of the same ones the first; the first by the formulas where
+        no margin is allowed, none can be simulated, or PipeDream's formulas are asked for.
+
+        Args:
+            named: the baselines.
+        """
+        chosen = Selected(candidates[0], None, candidates[0].time_per_minibatch_s)
+        if search.options.cost_model == "ours":
+            for candidate in candidates if search.options.simplest else candidates[:1]:
+                time_s = steady_state_s(candidate.placement, search.profile, search.cluster)
+                if time_s is not None and (chosen.simulated_s is None or time_s < chosen.simulated_s):
+                    chosen = Selected(candidate, time_s, time_s)
+        return chosen
+
+    def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
+        """Return the plan of the strategy that every plan is compared with, which takes no further search; None: there
+        is none.
+
+        Args:
+            execution: of the plans that it is compared with.
+            straight: the fastest straight pipeline, whose stages it has here.
+        """
+        if straight is None:
+            return None
+        own = self.options(PartitionOptions(), search.workers).executions[0]
+        return search.evaluator.place(straight.placement.stages, straight.placement.workers, own)
+
+    def title(self, placement: Placement) -> str:
+        """`data parallelism (16)`; `GPipe (6 stages, 16 microbatches)`."""
+        stages = len(placement.stages)
+        size = f"{stages} stages" if stages > 1 else str(placement.used_workers)
+        return f"{self.strategy.label} ({size}{self._size_of_update(placement)})"
+
+    def rejected(
+        self, search: PlanSearch, chosen: Candidate, named: Sequence[Baseline], others: Sequence[Candidate]
+    ) -> Iterator[Rival]:
+        """Yield the baselines, then the two fastest of `others`, and why they lost; each once, never the chosen
+        plan."""
+        seen = {_identity(chosen)}
+        remaining = _OTHER_RIVALS
+        for label, rival in [*named, *((plan.placement.config, plan) for plan in others)]:
+            is_named = label != rival.placement.config
+            if _identity(rival) in seen or not (is_named or remaining):
+                continue
+            seen.add(_identity(rival))
+            remaining -= not is_named
+            schedule = rival.placement.execution.schedule
+            suffix = f", {schedule}" if schedule != chosen.placement.execution.schedule and not is_named else ""
+            yield Rival(
+                plan=label + suffix,
+                bottleneck_s=rival.time_per_minibatch_s,
+                samples_per_update=samples_per_update(rival.placement, search.profile),
+                why=self._why_rejected(search, rival, chosen),
+            )
+
+    def _of_global_batch_size(self, asked: PartitionOptions, batch_size: int) -> tuple[str, int]:
+        """Return the schedule and the microbatches with which an update averages the samples that are asked for."""
+        samples = asked.global_batch_size or 0
+        text = f"--global-batch-size {samples}"
+        if asked.microbatches:
+            raise UsageError(f"{text} together with --microbatches {asked.microbatches}", "give one of them")
+        if self.strategy.fixes_updates:
+            what = f"{text} with --strategy {self.strategy.name}, whose updates have a size of their own"
+            raise UsageError(what, "leave it out")
+        schedule = asked.schedule or self.strategy.schedule or "1f1b-flush"
+        if not _flushes(schedule):
+            flushing = ", ".join(filter(_flushes, SCHEDULES))
+            raise UsageError(f"{text} with --schedule {schedule}, which does not flush", f"choose of {flushing}")
+        count, rest = divmod(samples, batch_size)
+        if rest or not count:
+            near = " or ".join(str(batch_size * n) for n in (count, count + 1) if n)
+            remedy = f"give {near}, or profile with a --batch-size that divides {samples}"
+            raise UsageError(f"{text} is no multiple of the minibatch of {batch_size} that was profiled", remedy)
+        if count > MAX_IN_FLIGHT:
+            raise UsageError(
+                f"{text} is {count} minibatches of {batch_size}", f"give at most {MAX_IN_FLIGHT * batch_size}"
+            )
+        return schedule, count
+
+    def _default_microbatches(self, workers: int, schedule: str) -> int:
+        return _DEFAULT_MICROBATCHES if _flushes(schedule) else 1
+
+    def _check_replicas(self, options: SearchOptions, cluster_workers: int) -> None:
+        """Raise UsageError where no plan with these replicas goes with the other options, or lies on the cluster."""
+        raise UsageError(
+            f"--replicas {options.replicas_text:.80} together with --strategy {self.strategy.name}", "give one of them"
         )
-    match options.strategy:
-        case "data-parallel":
-            plan = search.data_parallel(options.executions[0])
-            return [plan] if search.evaluator.fits(plan) else []
-        case "async-data-parallel":
-            return [_asynchronous(search)]
-        case "hybrid":
-            return sorted(_of_each_update(search), key=_time_s)
-        case "gpipe":
-            return sorted(_of_each_depth(search), key=_time_s)
-    return search.fastest_plans()
 
-
-def limits_of_strategy(search: PlanSearch) -> str:
-    """Return what was left out of the search for the strategy's sake, in words; empty when nothing was."""
-    if search.options.strategy != "hybrid" or _searches_all_updates(search):
+    def _size_of_update(self, placement: Placement) -> str:
         return ""
-    return "not every number of minibatches in an update was searched"
+
+    def _is_asked_for(self, search: PlanSearch, rival: Candidate) -> bool:
+        """Whether a rival with the schedule, stages and replicas that were asked for is what was asked for."""
+        return rival.placement.execution.strategy == self.strategy.name
+
+    def _why_rejected(self, search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
+        needed, limit = max(rival.cost.searched_memory_bytes), search.cluster.memory_bytes
+        if limit is not None and needed > limit:
+            stage = rival.cost.searched_memory_bytes.index(needed)
+            return f"does not fit: stage {stage} needs {format_bytes(needed)}, a worker has {format_bytes(limit)}"
+        gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
+        if gain_s <= 0:
+            return rival.cost.bottleneck
+        is_same_schedule = rival.placement.execution.schedule == chosen.placement.execution.schedule
+        reason = ", but not what was asked for"
+        if is_same_schedule and self._is_asked_for(search, rival) and search.options.allows(rival.placement):
+            reason = self._why_slower(search, rival, chosen)
+        return f"{format_seconds(gain_s)} faster{reason}"
+
+    def _why_slower(self, search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
+        """Why the chosen plan is slower than a rival by the formulas."""
+        return " by the formulas, but not in the simulation"
 
 
-def with_least_memory(search: PlanSearch, fastest: Candidate) -> Candidate:
-    """Return the split of model parallelism that is at most the margin slower than the fastest and whose fullest worker
-    holds the least, to within a few thousandths.
+class _OwnPlanner(Planner):
+    """PipeDream's own: chosen by simulation from a shortlist, with borders between modules."""
 
-    Stages that take turns are as fast together wherever the cuts are, but for the messages: cuts that cost as little
-    can leave all of the model on one worker, and to share its memory is what model parallelism is for.
-    """
-    if any(fastest.placement.recompute):
-        return fastest  # it only just fits
-    limit_s = fastest.time_per_minibatch_s * (1 + search.options.simplest) * TOLERANCE
-    least, too_little = fastest, 0
-    for _ in range(_BISECTIONS):
-        memory_bytes = (too_little + max(least.cost.searched_memory_bytes)) // 2
-        cluster = replace(search.cluster, memory_bytes=max(1, memory_bytes))
-        tighter = replace(search, cluster=cluster, options=replace(search.options, recompute=False))
-        found = tighter.search_layout(tighter.layouts[0], fastest.placement.execution, limit_s)
-        if found.fastest.time_per_minibatch_s <= limit_s:
-            least = found.candidate(found.fastest)
-        else:
-            too_little = memory_bytes
-    return least
+    def baselines(self, search: PlanSearch, optimum: Candidate) -> list[Baseline]:
+        return list(baselines(search, optimum.placement.execution))
 
+    def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
+        options, execution = search.options, replace(candidates[0].placement.execution, copies=1)
+        alike = [plan for _, plan in named if plan.placement.execution == execution]
+        selected = select(search, candidates, alike)
+        if options.simplest and not options.straight and options.cost_model == "ours":
+            selected = move_to_module_borders(search, selected)
+        return selected
 
-def _time_s(plan: Candidate) -> float:
-    return plan.time_per_minibatch_s
+    def _check_replicas(self, options: SearchOptions, cluster_workers: int) -> None:
+        asked, workers, strategy = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ()), self.strategy
+        if strategy.is_straight:
+            super()._check_replicas(options, cluster_workers)
+        if options.workers is not None:
+            raise UsageError(f"{asked} together with --workers {options.workers}", "leave --workers out")
+        kind = SCHEDULES.get(options.schedule)
+        if kind and kind.chunked:
+            allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
+            raise UsageError(f"{asked} together with --schedule {options.schedule}", f"choose of {allowed}")
+        if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
+            remedy = f"give each stage as many, or take {kind.planned_as.name}"
+            raise UsageError(f"{asked} together with --schedule {kind.name}", remedy)
+        if options.min_stages < strategy.min_stages:
+            raise UsageError(f"{asked} is one stage", f"--strategy {strategy.name} has {strategy.min_stages} or more")
+        if workers > cluster_workers:
+            raise UsageError(
+                f"{asked} is on {workers} workers: the cluster has {cluster_workers}",
+                "give fewer replicas, or a larger --topology",
+            )
+        if workers > MAX_WORKERS_PER_COPY:
+            raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
 
+    def _is_asked_for(self, search: PlanSearch, rival: Candidate) -> bool:
+        return not search.options.straight
 
-def _of_each_depth(search: PlanSearch) -> Iterator[Candidate]:
-    """Yield the best pipeline without replicas of each number of stages, as far as it is not much slower than the
-    best."""
-    for optimum in search.fastest_plans()[:1]:
-        bound_s = optimum.time_per_minibatch_s * _MAX_SLOWDOWN
-        for layout in search.layouts:
-            found = search.search_layout(layout, optimum.placement.execution, bound_s)
-            if found.is_promising and found.fastest.time_per_minibatch_s <= found.bound_s:
-                yield found.candidate(found.fastest)
-
-
-def _of_each_update(search: PlanSearch) -> Iterator[Candidate]:
-    """Yield the best hybrid plan of each number of minibatches that an update may average, the replicas of the first
-    stage, as far as it is within the margin of the best so far.
-
-    On many workers not every number is searched, but those that divide them, and those that leave a divisor of them to
-    the other stages.
-    """
-    workers, best_s = search.workers, math.inf
-    for microbatches in reversed(range(2, workers)):
-        is_usual = workers % microbatches == 0 or workers % (workers - microbatches) == 0
-        if is_usual or _searches_all_updates(search):
-            options = replace(search.options, microbatches=microbatches)
-            for plan in replace(search, options=options, bound_s=best_s).fastest_plans()[:1]:
-                best_s = min(best_s, plan.time_per_minibatch_s)
-                yield plan
+    def _why_slower(self, search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
+        margin = search.options.simplest
+        gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
+        is_close = gain_s <= margin * rival.time_per_minibatch_s * TOLERANCE
+        if is_close and _complexity(chosen) < _complexity(rival):
+            return f", but not as simple, which may cost {margin:.1%} (--simplest)"
+        return super()._why_slower(search, rival, chosen)
 
 
-def _searches_all_updates(search: PlanSearch) -> bool:
-    return search.workers <= _MAX_WORKERS_WITH_ALL_MINIBATCHES
+class _StraightPlanner(_OwnPlanner):
+    def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
+        return straight
 
 
-def _asynchronous(search: PlanSearch) -> Candidate:
-    """One worker with as many minibatches in flight as there would be workers: their gradients come one update later
-    for each further one, which is the delay of workers that update in turns."""
-    evaluator, names = search.evaluator, search.profile.graph.names
-    plan = evaluator.place([names], [[0]], search.options.executions[0], in_flight=[search.workers])
-    if not evaluator.fits(plan):
-        needed = format_bytes(max(plan.cost.searched_memory_bytes))
-        raise NoPlanError(
-            f"{STRATEGIES['async-data-parallel'].label} of {search.workers} workers does not fit: one worker computes "
-            f"for all of them and needs {needed}, it has {format_bytes(search.cluster.memory_bytes or 0)}",
-            "give fewer --workers, or smaller minibatches",
-        )
-    return plan
+class _DataParallelPlanner(Planner):
+    def candidates(self, search: PlanSearch) -> list[Candidate]:
+        plan = search.data_parallel(search.options.executions[0])
+        return [plan] if search.evaluator.fits(plan) else []
+
+    def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
+        return search.data_parallel(execution)
+
+
+class _ModelParallelPlanner(Planner):
+    def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
+        """Choose the split that is at most the margin slower than the fastest and whose fullest worker holds the least,
+        to within a few thousandths.
+
+        Stages that take turns are as fast together wherever the cuts are, but for the messages: cuts that cost as
+        little can leave all of the model on one worker, and to share its memory is what model parallelism is for.
+        """
+        least = fastest = candidates[0]
+        limit_s = fastest.time_per_minibatch_s * (1 + search.options.simplest) * TOLERANCE
+        too_little = 0
+        for _ in range(0 if any(fastest.placement.recompute) else _BISECTIONS):  # a plan that recomputes only just fits
+            memory_bytes = (too_little + max(least.cost.searched_memory_bytes)) // 2
+            cluster = replace(search.cluster, memory_bytes=max(1, memory_bytes))
+            tighter = replace(search, cluster=cluster, options=replace(search.options, recompute=False))
+            found = tighter.search_layout(tighter.layouts[0], fastest.placement.execution, limit_s)
+            if found.fastest.time_per_minibatch_s <= limit_s:
+                least = found.candidate(found.fastest)
+            else:
+                too_little = memory_bytes
+        return super().choose(search, [least], named)
+
+    def _why_slower(self, search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
+        return ", but its fullest worker holds more"
+
+
+class _GPipePlanner(Planner):
+    """An update takes as many microbatches as there are workers, so the samples that one of data parallelism takes."""
+
+    def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> SearchOptions:
+        options = super().rival_options(profile, cluster, plan)
+        return replace(options, microbatches=plan.microbatches if plan.kind.flushes else cluster.workers)
+
+    def candidates(self, search: PlanSearch) -> list[Candidate]:
+        """Return the best pipeline of each number of stages, as far as it is not much slower than the best."""
+        candidates = []
+        for optimum in super().candidates(search)[:1]:
+            bound_s = optimum.time_per_minibatch_s * _MAX_SLOWDOWN
+            for layout in search.layouts:
+                found = search.search_layout(layout, optimum.placement.execution, bound_s)
+                if found.is_promising and found.fastest.time_per_minibatch_s <= found.bound_s:
+                    candidates.append(found.candidate(found.fastest))
+        return sorted(candidates, key=_time_s)
+
+    def _default_microbatches(self, workers: int, schedule: str) -> int:
+        return workers
+
+    def _size_of_update(self, placement: Placement) -> str:
+        return f", {placement.execution.microbatches} microbatches"
+
+
+class _HybridPlanner(Planner):
+    """An update averages as many minibatches as the first stage has replicas."""
+
+    def candidates(self, search: PlanSearch) -> list[Candidate]:
+        """Return the best plan of each number of minibatches in an update, as far as it is within the margin of the
+        best so far.
+
+        On many workers not every number is searched, but those that divide them, and those that leave a divisor of them
+        to the other stages.
+        """
+        workers, best_s = search.workers, math.inf
+        candidates: list[Candidate] = []
+        for microbatches in reversed(range(2, workers)):
+            is_usual = workers % microbatches == 0 or workers % (workers - microbatches) == 0
+            if is_usual or self.searches_all_updates(search):
+                options = replace(search.options, microbatches=microbatches)
+                found = super().candidates(replace(search, options=options, bound_s=best_s))[:1]
+                best_s = min([best_s, *map(_time_s, found)])
+                candidates += found
+        return sorted(candidates, key=_time_s)
+
+    def searches_all_updates(self, search: PlanSearch) -> bool:
+        return search.workers <= _MAX_WORKERS_WITH_ALL_MINIBATCHES
+
+    def _default_microbatches(self, workers: int, schedule: str) -> int:
+        return workers - 1  # the most that its first stage can have; all below are searched, too
+
+
+class _AsyncDataParallelPlanner(Planner):
+    def candidates(self, search: PlanSearch) -> list[Candidate]:
+        """One worker with as many minibatches in flight as there would be workers: their gradients come one update
+        later for each further one, which is the delay of workers that update in turns."""
+        evaluator, names = search.evaluator, search.profile.graph.names
+        plan = evaluator.place([names], [[0]], search.options.executions[0], in_flight=[search.workers])
+        if not evaluator.fits(plan):
+            needed = format_bytes(max(plan.cost.searched_memory_bytes))
+            raise NoPlanError(
+                f"{self.strategy.label} of {search.workers} workers does not fit: one worker computes for all of them "
+                f"and needs {needed}, it has {format_bytes(search.cluster.memory_bytes or 0)}",
+                "give fewer --workers, or smaller minibatches",
+            )
+        return [plan]
+
+
+PLANNERS = {
+    name: planner(STRATEGIES[name])
+    for name, planner in {
+        "auto": _OwnPlanner,
+        "pipeline": _OwnPlanner,
+        "straight": _StraightPlanner,
+        "data-parallel": _DataParallelPlanner,
+        "model-parallel": _ModelParallelPlanner,
+        "gpipe": _GPipePlanner,
+        "hybrid": _HybridPlanner,
+        "async-data-parallel": _AsyncDataParallelPlanner,
+    }.items()
+}
+
+
+def planner_asked_for(asked: PartitionOptions) -> Planner:
+    """Return the planner of the strategy that is asked for; raises UsageError for `--straight` with another one."""
+    if not asked.straight:
+        return PLANNERS[asked.strategy]
+    if asked.strategy not in ("auto", "straight"):
+        raise UsageError(f"--straight together with --strategy {asked.strategy}", "give one of them")
+    return PLANNERS["straight"]
 
 
 def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseline]:
@@ -264,21 +421,14 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
     of GPipe takes as many minibatches as one of data parallelism.
 
     GPipe and model parallelism have the stages of the straight pipeline here, which takes no further search. The best
-    plans of their kind come from `fastest_of_strategy`.
+    plans of their kind are the candidates of their planners.
     """
-    evaluator, execution = search.evaluator, replace(execution, copies=1)
-    yield f"{DATA_PARALLEL} ({search.workers})", search.data_parallel(execution)
-    pipeline = straight_pipeline(search, execution)
-    if pipeline:
-        stages, workers = pipeline.placement.stages, pipeline.placement.workers
-        depth = len(stages)
-        gpipe = ExecutionConfig.of_schedule("gpipe", search.workers, strategy="gpipe")
-        in_turns = ExecutionConfig(strategy="model-parallel")
-        yield f"straight pipeline ({depth} stages)", pipeline
-        label = f"GPipe ({depth} stages, {gpipe.microbatches} microbatches)"
-        yield label, evaluator.place(stages, workers, gpipe)
-        yield f"model parallelism ({depth} stages)", evaluator.place(stages, workers, in_turns)
-    yield ONE_WORKER, evaluator.data_parallel(1, execution)
+    execution = replace(execution, copies=1)
+    straight = straight_pipeline(search, execution)
+    for planner in map(PLANNERS.__getitem__, BASELINES):
+        if plan := planner.baseline(search, execution, straight):
+            yield planner.title(plan.placement), plan
+    yield ONE_WORKER, search.evaluator.data_parallel(1, execution)
 
 
 def straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candidate | None:
@@ -292,27 +442,13 @@ def straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candida
     return layout_search.candidate(fastest) if is_possible else None
 
 
-def rivals(
-    search: PlanSearch, chosen: Candidate, named: Sequence[Baseline], others: Sequence[Candidate]
-) -> Iterator[Rival]:
-    """Yield the baselines, then the two fastest of `others`, and why they lost; each once, never the chosen plan."""
-    seen = {_identity(chosen)}
-    remaining = _OTHER_RIVALS
-    for label, rival in [*named, *((plan.placement.config, plan) for plan in others)]:
-        is_named = label != rival.placement.config
-        if _identity(rival) in seen or not (is_named or remaining):
-            continue
-        seen.add(_identity(rival))
-        remaining -= not is_named
-        schedule = rival.placement.execution.schedule
-        suffix = f", {schedule}" if schedule != chosen.placement.execution.schedule and not is_named else ""
-        why = _why_rejected(search, rival, chosen)
-        yield Rival(
-            plan=label + suffix,
-            bottleneck_s=rival.time_per_minibatch_s,
-            samples_per_update=samples_per_update(rival.placement, search.profile),
-            why=why,
-        )
+def _flushes(schedule: str | None) -> bool:
+    """Whether a schedule surely does; `auto` may choose one that does not."""
+    return schedule in SCHEDULES and SCHEDULES[schedule].flushes
+
+
+def _time_s(plan: Candidate) -> float:
+    return plan.time_per_minibatch_s
 
 
 def _identity(plan: Candidate) -> tuple[str, str, bool]:
@@ -323,27 +459,3 @@ def _identity(plan: Candidate) -> tuple[str, str, bool]:
 def _complexity(plan: Candidate) -> tuple[int, int]:
     """Return the stages and the minibatches in flight."""
     return len(plan.placement.stages), sum(plan.placement.in_flight)
-
-
-def _why_rejected(search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
-    needed, limit = max(rival.cost.searched_memory_bytes), search.cluster.memory_bytes
-    if limit is not None and needed > limit:
-        stage = rival.cost.searched_memory_bytes.index(needed)
-        return f"does not fit: stage {stage} needs {format_bytes(needed)}, a worker has {format_bytes(limit)}"
-    gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
-    if gain_s <= 0:
-        return rival.cost.bottleneck
-    options, faster = search.options, f"{format_seconds(gain_s)} faster"
-    is_other_schedule = rival.placement.execution.schedule != chosen.placement.execution.schedule
-    is_other_strategy = options.straight
-    if not STRATEGIES[options.strategy].is_selected:
-        is_other_strategy = rival.placement.execution.strategy != options.strategy
-    if is_other_strategy or is_other_schedule or not options.allows(rival.placement):
-        return f"{faster}, but not what was asked for"
-    if options.strategy == "model-parallel":
-        return f"{faster}, but its fullest worker holds more"
-    is_close = gain_s <= options.simplest * rival.time_per_minibatch_s * TOLERANCE
-    is_simpler = _complexity(chosen) < _complexity(rival)
-    if is_close and is_simpler and STRATEGIES[options.strategy].is_selected:
-        return f"{faster}, but not as simple, which may cost {options.simplest:.1%} (--simplest)"
-    return f"{faster} by the formulas, but not in the simulation"

@@ -159,13 +159,7 @@ class PlanSearch:
     @property
     def _straight_depths(self) -> Sequence[int]:
         """Stages of the pipelines without replicas that are searched."""
-        depth = min(self.workers, self.whole_space.cuts.max_stages)
-        match self.options.strategy:
-            case "gpipe":  # more stages take longer to fill and drain
-                return range(2, depth + 1)
-            case "model-parallel":
-                return [depth]
-        return [self.workers]
+        return STRATEGIES[self.options.strategy].depths(self.workers, self.whole_space.cuts.max_stages)
 
     def space(self, workers: int) -> SearchSpace:
         """Return the stages that are searched on so many workers: the more workers, the fewer cuts can be searched."""
