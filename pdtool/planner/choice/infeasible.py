@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.errors import NoPlanError
@@ -88,31 +89,28 @@ def _smallest_cluster(search: PlanSearch, enough: Cluster) -> Cluster:
 def _other_schedules(search: PlanSearch) -> str:
     """Return another schedule that fits, or for a strategy that has one only, whether another strategy does."""
     if STRATEGIES[search.options.strategy].schedule:
-        anything = replace(
-            search.options, strategy="auto", schedule=ONE_F_ONE_B.name, microbatches=1, straight=False, max_stages=None
-        )
-        return ", or use --strategy auto" if _is_possible(replace(search, options=anything)) else ""
+        anything = {"strategy": "auto", "schedule": ONE_F_ONE_B.name, "microbatches": 1}
+        is_help = _is_possible(search, straight=False, max_stages=None, **anything)
+        return ", or use --strategy auto" if is_help else ""
     searched = [execution.kind for execution in search.options.executions]
     for kind in (kind for kind in SCHEDULES.values() if kind.has_formulas and kind not in searched):
         microbatches = max(4, search.options.microbatches) if kind.flushes else 1
-        options = replace(search.options, schedule=kind.name, microbatches=microbatches)
-        if _is_possible(replace(search, options=options)):
+        if _is_possible(search, schedule=kind.name, microbatches=microbatches):
             return f", or use --schedule {kind.name}"
     return ""
 
 
 def _other_replicas(search: PlanSearch) -> str:
     """Return whether a plan fits that may have any replicas, where some were asked for."""
-    if not search.options.replicas:
-        return ""
-    any_replicas = replace(search.options, replicas=None)
-    return ", or leave --replicas out" if _is_possible(replace(search, options=any_replicas)) else ""
+    is_help = search.options.replicas is not None and _is_possible(search, replicas=None)
+    return ", or leave --replicas out" if is_help else ""
 
 
 def _fits_on(search: PlanSearch, cluster: Cluster) -> bool:
     return _is_possible(PlanSearch(search.profile, cluster, search.options))
 
 
-def _is_possible(search: PlanSearch) -> bool:
-    smallest = _smallest(search)
+def _is_possible(search: PlanSearch, **changes: Any) -> bool:
+    """Return whether a plan fits under other options."""
+    smallest = _smallest(replace(search, options=replace(search.options, **changes)))
     return smallest is not None and max(smallest.cost.searched_memory_bytes) <= (search.cluster.memory_bytes or 0)

@@ -57,20 +57,18 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         baselines: plans that the choice must not be slower than by more than the margin; those that do not fit, or
             have other stages or replicas than were asked for, are left out.
     """
-    margin = search.options.simplest
-    optimum_s = optima[0].time_per_minibatch_s
-    simplest_plan = optima[0]
-    if not search.options.straight:
-        simplest_plan = search.simplest_plan(optimum_s * (1 + margin)) or simplest_plan
-    if search.evaluator.cost_model != "ours" or is_too_large(simplest_plan.placement, PATIENT):
-        return Selected(simplest_plan, None, optimum_s * (1 + margin))
-    goal_s = optimum_s * (1 + margin)  # nothing is faster by more than the margin
-    has_no_alternatives = search.options.straight or not margin  # the optimum by the formulas was asked for
+    options, optimum_s = search.options, optima[0].time_per_minibatch_s
+    goal_s = optimum_s * (1 + options.simplest)  # nothing is faster by more than the margin
+    simplest_plan = optima[0] if options.straight else search.simplest_plan(goal_s) or optima[0]
+    by_formulas = Selected(simplest_plan, None, goal_s)
+    if options.cost_model != "ours" or is_too_large(simplest_plan.placement, PATIENT):
+        return by_formulas
+    has_no_alternatives = options.straight or not options.simplest  # the optimum by the formulas was asked for
     shortlist = [simplest_plan] if has_no_alternatives else [simplest_plan, *optima, *baselines]
     selection = _Selection(search, shortlist)
-    if not margin:
+    if not options.simplest:
         selection.simulate()
-        return selection.selected() or Selected(simplest_plan, None, goal_s)
+        return selection.selected() or by_formulas
     if is_too_large(simplest_plan.placement):
         selection.simulate_patiently(simplest_plan)
     if selection.lowest_bound_s > goal_s:
@@ -79,7 +77,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if selection.fastest_s > goal_s:
         selection.add_plans_by_stage_count(selection.fastest_s)
         selection.simulate()
-    return selection.selected() or Selected(simplest_plan, None, goal_s)
+    return selection.selected() or by_formulas
 
 
 @dataclass(frozen=True)
@@ -129,13 +127,12 @@ class _Selection:
         """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""
         for bound_s, candidate in sorted(self._shortlist, key=_by_bound):
             if self._may_win(bound_s, candidate):
-                self._simulate(bound_s, candidate)
+                self._simulate(candidate, enough_s=bound_s, limit_s=self.fastest_s * (1 + self.margin))
         self._shortlist = []
 
     def simulate_patiently(self, candidate: Candidate) -> None:
         """Simulate a plan that is too large for the shortlist."""
-        evaluator, enough_s = self.search.evaluator, candidate.time_per_minibatch_s
-        self._keep(*with_fewest_in_flight(evaluator, candidate, self.margin, enough_s=enough_s, patience=PATIENT))
+        self._simulate(candidate, enough_s=candidate.time_per_minibatch_s, patience=PATIENT)
 
     def selected(self) -> Selected | None:
         """Return the fastest plan; within the margin of it the one with the fewest stages."""
@@ -169,14 +166,11 @@ class _Selection:
         has_fewer_stages = len(candidate.placement.stages) < fewest_stages
         return bound_s < self.fastest_s * ((1 + self.margin) if has_fewer_stages else 1.0)
 
-    def _simulate(self, bound_s: float, candidate: Candidate) -> None:
+    def _simulate(self, candidate: Candidate, **limits: float) -> None:
         """Simulate a plan, and keep it if it may be chosen."""
-        evaluator, limit_s = self.search.evaluator, self.fastest_s * (1 + self.margin)
-        self._keep(*with_fewest_in_flight(evaluator, candidate, self.margin, enough_s=bound_s, limit_s=limit_s))
-
-    def _keep(self, candidate: Candidate, time_s: float) -> None:
+        chosen, time_s = with_fewest_in_flight(self.search.evaluator, candidate, self.margin, **limits)
         if time_s < math.inf:
-            self._plans.append(_Simulated(candidate, time_s))
+            self._plans.append(_Simulated(chosen, time_s))
             self.fastest_s = min(self.fastest_s, time_s)
 
 

@@ -151,15 +151,11 @@ class PlanSearch:
     def layouts(self) -> list[Layout]:
         """The layouts to search, small blocks first."""
         if self.options.straight:
-            return [Layout.whole(self.cluster, depth) for depth in self._straight_depths]
+            depths = STRATEGIES[self.options.strategy].depths(self.workers, self.whole_space.cuts.max_stages)
+            return [Layout.whole(self.cluster, depth) for depth in depths]
         if self.options.replicas:
             return [Layout.whole(self.cluster, self.workers)]
         return [v for v in layouts(self.cluster, self.workers) if v.workers <= MAX_WORKERS_PER_COPY]
-
-    @property
-    def _straight_depths(self) -> Sequence[int]:
-        """Stages of the pipelines without replicas that are searched."""
-        return STRATEGIES[self.options.strategy].depths(self.workers, self.whole_space.cuts.max_stages)
 
     def space(self, workers: int) -> SearchSpace:
         """Return the stages that are searched on so many workers: the more workers, the fewer cuts can be searched."""
