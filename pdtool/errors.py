@@ -76,6 +76,7 @@ class ArtifactError(PdtoolError):
         where = f"{path}: {field}" if field else str(path)
         super().__init__(f"{where}: {what}", remedy)
         self.path = path
+        self.fault = what
         self.field = field
 
 

@@ -37,6 +37,10 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+# The same of a dataclass that others compute with: only where it becomes a part of an artifact is it checked.
+STRICT = ConfigDict(extra="forbid", strict=True, revalidate_instances="always")
+
+
 class ModelRef(FrozenModel):
     """Where the user's model comes from.
 
@@ -121,7 +125,7 @@ class Artifact(FrozenModel):
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
             raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
         try:
-            artifact = cls.model_validate_json(json.dumps(content))
+            artifact = cls.model_validate_json(json.dumps(cls.upgraded(content)))
             artifact.check()
         except ValidationError as error:
             field, what = first_fault(error, cls)
@@ -130,6 +134,11 @@ class Artifact(FrozenModel):
             raise ArtifactError(path, str(fault), field=fault.field) from fault
         _LOG.debug("read %s, a %s that pdtool %s wrote", path, cls.KIND, artifact.tool_version)
         return artifact
+
+    @classmethod
+    def upgraded(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of a file as today's fields have it; an earlier pdtool may have written others."""
+        return content
 
     def check(self) -> None:
         """Check what field types cannot express; raises FieldError."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.artifact import FrozenModel, ModelRef, YamlArtifact
+from pdtool.artifacts.artifact import STRICT, FrozenModel, ModelRef, YamlArtifact
 from pdtool.artifacts.cluster import ClusterSpec, check_levels
 from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCount, Label, Number, Title
 from pdtool.artifacts.profile import Profile
-from pdtool.artifacts.text_formats import with_values
+from pdtool.artifacts.text_formats import read_yaml, with_values
 from pdtool.errors import ArtifactError, FieldError, ScheduleError
 from pdtool.schedule import (
     ONE_F_ONE_B,
@@ -40,7 +41,9 @@ else:
 MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
 _MAX_MINIBATCHES_TIMES_STAGES = 250_000  # data parallelism on MAX_WORKERS has 200,001
 # The fields that the predictions do not depend on: names, and the predictions themselves.
-_NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "predicted", "why"}
+_NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "asked", "predicted", "why"}
+_EARLIER_CERTIFICATE = {"lower_bound_s": "bound_s", "gap": "gap", "proof": "proof"}  # fields of Why, once
+CostModelName = Literal["ours", "pipedream", "pipedream-free"]
 
 
 class Stage(FrozenModel):
@@ -95,7 +98,7 @@ class Predicted(FrozenModel):
     transfer_s: tuple[Figure, ...]
     memory_bytes: tuple[FigureBytes, ...]
     traffic_bytes: FigureBytes
-    cost: Literal["ours", "pipedream", "pipedream-free"] = "ours"
+    cost: CostModelName = "ours"
     plan_sha256: Digest
 
 
@@ -108,21 +111,113 @@ class Rival(FrozenModel):
     why: Label
 
 
-class Why(FrozenModel):
-    """What bounds the plan, a lower bound for any plan, and the best plans that were rejected.
+class MergedOperators(FrozenModel):
+    """Groups of operators that were merged into fewer, so as to have no more than so many cuts to search."""
+
+    groups: Count
+    merged_into: Count
+    max_cuts: Count
+
+
+class Certificate(FrozenModel):
+    """A time that no plan on this cluster beats by the formulas, and the search that says so.
 
     Attributes:
-        bottleneck: the slowest part.
-        lower_bound_s: seconds per minibatch that no plan on this cluster beats, under the same cost; None: unknown.
-        gap: by which fraction the plan is slower than lower_bound_s.
-        proof: why no plan beats lower_bound_s.
+        bound_s: seconds per minibatch.
+        gap: by which fraction the plan is slower than that.
+        kind: strategy whose plans were searched.
+        replicas: of each stage; None: any.
+        max_stages: None: any number.
+        workers: that plans may use; None: an earlier pdtool did not record what it searched.
+        cuts: between which stages may lie.
+        max_workers_per_copy: that were searched, where there are more workers; None: nothing was left out.
+        merged_operators: of a model with too many cuts; None: nothing was left out.
+        all_updates: whether every number of minibatches in an update was searched, which matters for `hybrid` only.
+        without_memory_limit: whether the bound is that of plans of any memory.
+        proof: what an earlier pdtool said of its search.
     """
 
-    bottleneck: Label
-    lower_bound_s: Figure | None = None
+    bound_s: Figure
     gap: Figure | None = None
+    kind: StrategyName = "auto"
+    replicas: tuple[Count, ...] | None = None
+    max_stages: Count | None = None
+    workers: Count | None = None
+    cuts: Count | None = None
+    max_workers_per_copy: Count | None = None
+    merged_operators: MergedOperators | None = None
+    all_updates: bool = True
+    without_memory_limit: bool = False
     proof: Label = ""
+
+    def sentence(self) -> str:
+        """Say why no plan beats the bound; empty if an earlier pdtool did not say it."""
+        if self.workers is None:
+            return self.proof
+        on = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        with_replicas = f" with replicas {'-'.join(map(str, self.replicas))}" if self.replicas else ""
+        if limits := "; ".join(self._limits()):
+            return f"{limits}; even so no plan{with_replicas} beats {on} without a pause"
+        kind = STRATEGIES[self.kind].noun or f"plan of strategy {self.kind}"
+        at_most = f" of at most {self.max_stages} stages" if self.max_stages else ""
+        without_limit = ", and without the limit of memory" if self.without_memory_limit else ""
+        return (
+            f"every {kind}{at_most}{with_replicas} on {on} was searched, over {self.cuts} cuts, "
+            f"with the minibatches in flight that its schedule wants{without_limit}"
+        )
+
+    def _limits(self) -> Iterator[str]:
+        """Yield what was left out of the search."""
+        if self.max_workers_per_copy:
+            yield f"one copy of the pipeline has at most {self.max_workers_per_copy} workers"
+        if merged := self.merged_operators:
+            yield (
+                f"{merged.groups} groups of operators were merged into {merged.merged_into} so as to have no more than "
+                f"{merged.max_cuts} cuts to search (--cuts); a better plan may exist"
+            )
+        if not self.all_updates:
+            yield "not every number of minibatches in an update was searched"
+
+
+class Why(FrozenModel):
+    """What bounds the plan, a lower bound for any plan (None: unknown), and the best plans that were rejected."""
+
+    bottleneck: Label
+    certificate: Certificate | None = None
     rivals: tuple[Rival, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a plan was asked for, besides its cluster; each option has the name that it has in `pdtool.partition`.
+
+    Attributes:
+        strategy: see pdtool.schedule.strategies; planner.choice.strategies sets what goes with it.
+        straight: one stage on every worker, none replicated; `gpipe` may leave workers idle.
+        schedule: see Plan; `auto` takes the fastest.
+        microbatches: of flushing schedules; `auto` looks at those only with more than one.
+        workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
+        replicas: of each stage, on the first workers of the cluster; None: any number of stages and replicas.
+        chunks: stages on each worker, of `interleaved`, which is not searched (choice.make_plan.interleaved_placement).
+        recompute: whether stages may run their forward twice to save memory.
+        cost_model: whose formulas; see Predicted.
+        simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
+        max_cuts: of the graph that are searched at most, on 16 workers or fewer; on more workers fewer.
+    """
+
+    __pydantic_config__ = STRICT
+
+    strategy: StrategyName = "auto"
+    straight: bool = False
+    schedule: Label = "1f1b"
+    microbatches: Count = 1
+    workers: Count | None = None
+    replicas: tuple[Count, ...] | None = None
+    chunks: Count = 2
+    recompute: bool = True
+    cost_model: CostModelName = "ours"
+    simplest: Figure = 0.03
+    max_cuts: Count = 1200
 
 
 class Plan(YamlArtifact):
@@ -142,6 +237,7 @@ class Plan(YamlArtifact):
             k mod d and never meets another copy but to average gradients.
         strategy: what was asked for, see pdtool.schedule.strategies. The figures of `model-parallel` and `hybrid` are
             by formulas without pipelining.
+        asked: what was asked for; None: an earlier pdtool, which did not record it, or a person made the plan.
     """
 
     KIND: ClassVar[str] = "plan"
@@ -162,8 +258,21 @@ class Plan(YamlArtifact):
     copies: Count = 1
     strategy: StrategyName = "auto"
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    asked: PlanOptions | None = None
     predicted: Predicted | None = None
     why: Why | None = None
+
+    @classmethod
+    def upgraded(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """Make a certificate of the bound, the gap and the sentence that plans had once."""
+        why = content.get("why")
+        if not isinstance(why, dict) or why.keys().isdisjoint(_EARLIER_CERTIFICATE):
+            return content
+        kept = {name: value for name, value in why.items() if name not in _EARLIER_CERTIFICATE}
+        if why.get("lower_bound_s") is not None:
+            earlier = {new: why[name] for name, new in _EARLIER_CERTIFICATE.items() if name in why}
+            kept.setdefault("certificate", earlier)
+        return content | {"why": kept}
 
     def check(self) -> None:
         check_levels("cluster.levels", self.cluster.levels)
@@ -288,6 +397,8 @@ class Plan(YamlArtifact):
         is_of_same_profile = Plan.parse(text).digests == self.digests
         changed = {"predicted", "why"} if is_of_same_profile else {"digests", "predicted", "why"}
         content = self.model_dump(mode="json", include=changed)
+        earlier = _EARLIER_CERTIFICATE.keys() & (read_yaml(text).get("why") or {})
+        content["why"] |= dict.fromkeys(sorted(earlier))  # a key cannot be taken out of the text
         new = with_values(text, content)
         assert Plan.parse(new) == self
         return new

@@ -13,7 +13,7 @@ from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.cluster import ClusterFile
 from pdtool.artifacts.device import Devices
-from pdtool.artifacts.plan import Plan, Predicted, Why
+from pdtool.artifacts.plan import Certificate, Plan, Predicted, Why
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, abbreviated, table
 from pdtool.errors import UsageError
@@ -92,18 +92,18 @@ def plan_view(plan: Plan) -> Lines:
         yield remark
     if plan.why and not plan.edited:
         yield f"bottleneck: {plan.why.bottleneck}"
-        yield from _certificate(plan.why)
+        yield from _certificate(plan.why.certificate)
         yield from _rejected(plan.why)
 
 
-def _certificate(why: Why) -> Lines:
+def _certificate(certificate: Certificate | None) -> Lines:
     """Tell how fast any plan can be by the formulas, and why that is known."""
-    if why.lower_bound_s is not None:
-        bound = f"{format_seconds(why.lower_bound_s)} per minibatch"
-        takes = f"takes {why.gap:.1%} more" if why.gap and why.gap >= _MIN_GAP else "takes no more than that"
+    if certificate:
+        bound, gap = f"{format_seconds(certificate.bound_s)} per minibatch", certificate.gap
+        takes = f"takes {gap:.1%} more" if gap and gap >= _MIN_GAP else "takes no more than that"
         yield f"certificate: by the formulas no plan with these options takes less than {bound}; this one {takes}"
-        if why.proof:
-            yield f"proof: {why.proof}"
+        if proof := certificate.sentence():
+            yield f"proof: {proof}"
 
 
 def _rejected(why: Why) -> Lines:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.cluster import Cluster
+from pdtool.artifacts.plan import CostModelName
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.formulas import CostModel, Fractions, PipeDreamCostModel, fractions_by_class, members_of
 from pdtool.planner.placement import Placement
@@ -23,7 +24,6 @@ from pdtool.planner.stage_costs import StageLoad, stage_edges, stage_loads, tied
 from pdtool.schedule import ExecutionConfig
 from pdtool.units import format_seconds
 
-CostModelName = Literal["ours", "pipedream", "pipedream-free"]
 COST_MODELS: tuple[CostModelName, ...] = get_args(CostModelName)
 
 

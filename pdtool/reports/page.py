@@ -304,10 +304,10 @@ class SubjectView:
         if plan.why:
             section.bottleneck = plan.why.bottleneck
             section.rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in plan.why.rivals]
-            if plan.why.lower_bound_s is not None:
+            if certificate := plan.why.certificate:
                 section.certificate = (
-                    f"by the formulas no plan takes less than {format_seconds(plan.why.lower_bound_s)} per minibatch; "
-                    f"this one is within {plan.why.gap or 0:.1%} of that ({plan.why.proof})"
+                    f"by the formulas no plan takes less than {format_seconds(certificate.bound_s)} per minibatch; "
+                    f"this one is within {certificate.gap or 0:.1%} of that ({certificate.sentence()})"
                 )
 
     def _stages(self, report: Report | None, longest_s: float) -> list[StageSection]:

@@ -273,7 +273,7 @@ def test_repeated_keys_of_json_are_refused():
             r"cluster\.levels: 1000000 workers: at most 100000",
         ),
         (samples.bundle(), {"batch_size": 10**400}, "batch_size"),
-        (samples.plan(), {"why": {"bottleneck": "", "lower_bound_s": 5e-324}}, r"why\.lower_bound_s: .*1e-100"),
+        (samples.plan(), {"why": {"bottleneck": "", "certificate": {"bound_s": 5e-324}}}, r"bound_s: .*1e-100"),
         (samples.report(), {"epochs": -1}, "epochs"),
         (samples.report(), {"minibatches": 10**20}, "minibatches"),
     ],

@@ -15,7 +15,7 @@ from reference.local_search import LocalSearch
 from reference.reference_cost import Division, ReferenceCost
 
 from pdtool.artifacts.cluster import make_cluster
-from pdtool.artifacts.plan import Plan, Why
+from pdtool.artifacts.plan import Certificate, Plan, PlanOptions, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError
 from pdtool.planner.choice.make_plan import make_plan, refresh
@@ -117,7 +117,7 @@ def test_no_neighbour_of_a_plan_beats_its_lower_bound(chunk):
         search = LocalSearch(profile, plan.cluster.cluster())
         fastest_s = search.go(Division.of(plan, profile))
         tried += search.tried
-        assert fastest_s is None or fastest_s >= plan.why.lower_bound_s * (1 - 1e-9), f"seed {seed}"
+        assert fastest_s is None or fastest_s >= plan.why.certificate.bound_s * (1 - 1e-9), f"seed {seed}"
     assert tried > 90
 
 
@@ -172,8 +172,14 @@ def test_a_missing_figure_is_caught(plan, net, name):
     assert set(faults(plan.model_copy(update={"predicted": fewer}), net)) == {name}
 
 
+def claimed(plan, **changes):
+    """The plan with another certificate."""
+    certificate = plan.why.certificate.model_copy(update=changes)
+    return plan.model_copy(update={"why": plan.why.model_copy(update={"certificate": certificate})})
+
+
 def test_an_altered_gap_is_caught(plan, net):
-    assert set(faults(altered(plan, "gap", "why", 0.5), net)) == {"gap"}
+    assert set(faults(claimed(plan, gap=0.5), net)) == {"gap"}
 
 
 def claiming(profile, stages, workers, cluster, bound=None, **fields):
@@ -181,11 +187,14 @@ def claiming(profile, stages, workers, cluster, bound=None, **fields):
     made = refresh(plan_of(profile, stages, workers, cluster, **fields), profile)
     pace = made.predicted.bottleneck_s
     bound = pace if bound is None else bound
-    return made.model_copy(update={"why": Why(bottleneck="x", lower_bound_s=bound, gap=max(0.0, pace / bound - 1))})
+    certificate = Certificate(bound_s=bound, gap=max(0.0, pace / bound - 1))
+    return made.model_copy(update={"asked": PlanOptions(), "why": Why(bottleneck="x", certificate=certificate)})
 
 
 def test_a_bound_above_the_plan_itself_is_caught(plan, net):
-    assert "lower bound" in faults(altered(plan, "lower_bound_s", "why", 2 * plan.predicted.bottleneck_s), net)
+    wrong = claimed(plan, bound_s=2 * plan.predicted.bottleneck_s)
+    assert "lower bound" in faults(wrong, net)
+    assert "lower bound" in faults(wrong.model_copy(update={"asked": None}), net)
 
 
 @pytest.mark.parametrize(("rate", "workers", "config"), [(1e9, [[0], [1]], "4"), (1.0, [[0, 1], [2, 3]], "1")])
@@ -213,7 +222,7 @@ def test_a_bound_above_another_pipeline_is_caught(net, stages, workers):
 
 
 def test_a_bound_that_claims_too_little_is_only_weak(net, plan):
-    weak = altered(altered(plan, "lower_bound_s", "why", 1e-3), "gap", "why", plan.predicted.bottleneck_s / 1e-3 - 1)
+    weak = claimed(plan, bound_s=1e-3, gap=plan.predicted.bottleneck_s / 1e-3 - 1)
     assert faults(weak, net) == {}
     assert any("a weak claim" in one.words for one in check_plan(weak, net))
 
@@ -223,8 +232,68 @@ def test_what_was_asked_for_is_what_is_searched_again(net):
     made = make_plan(net, "net.json", make_cluster((4,), (1e9,)), SearchOptions(straight=True))
     assert made.predicted.gain_over_data_parallel < 1
     assert faults(made, net) == {}
-    silent = made.model_copy(update={"why": made.why.model_copy(update={"proof": ""})})
-    assert "lower bound" in faults(silent, net)
+    assert "lower bound" in faults(made.model_copy(update={"asked": PlanOptions()}), net)
+    silent = made.model_copy(update={"asked": None})
+    unsure = [one for one in check_plan(silent, net) if one.holds is None]
+    assert [one.claim for one in unsure] == ["lower bound"]
+    assert "takes 325 ms (4); the plan does not record what was asked for" in unsure[0].words
+
+
+@pytest.mark.parametrize(
+    "options", ["--no-recompute", "--no-recompute --schedule auto", "--workers 3", "--replicas 3-1"]
+)
+def test_the_search_is_repeated_as_it_was_asked_for(folder, options):
+    """Once, the figures of data parallelism were those of one that recomputes, which the plan was told not to."""
+    deep = chain([0.4, 0.3, 0.3, 0.2], parameters=1000, crossing=50, stash=1000)
+    deep.save("deep.json")
+    asked = ["--topology", "4", "--bandwidth", "3kB/s", "--memory", "20kB", "--microbatches", "16"]
+    schedule = [] if "--schedule" in options else ["--schedule", "gpipe"]
+    folder.pdtool("partition", "deep.json", *asked, *schedule, *options.split(), "-o", "deep.yaml")
+    plan = Plan.load("deep.yaml")
+    assert plan.asked.recompute is ("--no-recompute" not in options)
+    assert "✗" not in folder.pdtool("check", "deep.yaml").stdout
+
+
+EARLIER = """  lower_bound_s: {bound_s!r}
+  gap: {gap!r}
+  proof: every plan on 4 workers was searched, over 6 cuts, with the minibatches in flight that its schedule wants
+"""
+
+
+@pytest.fixture
+def earlier(planned, plan):
+    """plans/net.yaml as pdtool wrote it before certificates were data."""
+    text = re.sub(r"asked:.*\n( .*\n)*", "", Path("plans/net.yaml").read_text())
+    said = EARLIER.format(**plan.why.certificate.model_dump())
+    text = re.sub(r"  certificate: .*\n(    .*\n)*", said, text)
+    assert "lower_bound_s" in text
+    assert "asked" not in text
+    Path("plans/net.yaml").write_text(text)
+    return planned
+
+
+def test_a_plan_of_an_earlier_pdtool_is_read_shown_and_checked(earlier, plan):
+    found = Plan.load("plans/net.yaml")
+    assert found.plan_sha256 == plan.plan_sha256 == found.predicted.plan_sha256
+    assert (found.asked, found.why.certificate.workers) == (None, None)
+    assert found.why.certificate.bound_s == plan.why.certificate.bound_s
+    assert found.why.rivals == plan.why.rivals
+    shown = " ".join(earlier.pdtool("show", "plans/net.yaml").stdout.split())
+    assert f"proof: {plan.why.certificate.sentence()}" in shown
+    lines = " ".join(earlier.pdtool("check", "plans/net.yaml").stdout.split())
+    assert "✓ lower bound" in lines
+    assert "the plan does not record what was asked for, so the search took what it has" in lines
+
+
+def test_an_edited_plan_of_an_earlier_pdtool_is_updated(earlier, net):
+    text = Path("plans/net.yaml").read_text()
+    Path("plans/net.yaml").write_text(
+        text.replace("in_flight: 1", "in_flight: 2", 1).replace("  gap:", "  # a\n  gap:")
+    )
+    earlier.pdtool("check", "--update")
+    text = Path("plans/net.yaml").read_text()
+    assert "  # a\n  gap: null\n" in text
+    assert Plan.load("plans/net.yaml").why == refresh(Plan.load("plans/net.yaml"), net).why
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SCHEDULES.values() if not kind.has_formulas])
@@ -279,7 +348,6 @@ def test_the_command_as_json(planned):
         ("predicted", "bottleneck_s", 0.125, "predicted.bottleneck_s: the plan says 0.125, recomputed it is"),
         ("predicted", "simulated_s", 0.125, "predicted.simulated_s: the plan says 0.125, recomputed it is"),
         ("predicted", "traffic_bytes", 5, "predicted.traffic_bytes: the plan says 5, recomputed it is"),
-        ("why", "gap", 0.25, "why.gap: this plan is 0.00% slower than the lower bound, it says 0.25"),
     ],
 )
 def test_the_command_names_what_is_false(planned, plan, part, name, value, match):
@@ -291,13 +359,19 @@ def test_the_command_names_what_is_false(planned, plan, part, name, value, match
     assert json.loads(planned.pdtool("check", "--json", code=3).stdout)
 
 
+def test_the_command_names_a_false_certificate(planned, plan):
+    claimed(plan, gap=0.25).save("plans/net.yaml")
+    match = "why.certificate.gap: this plan is 0.00% slower than the lower bound, it says 0.25"
+    assert match in planned.pdtool("check", code=3).stderr
+
+
 @pytest.fixture
 def edited(planned):
     """plans/net.yaml edited by hand, with comments in all kinds of places."""
     text = Path("plans/net.yaml").read_text()
     for old, new in (
         ("in_flight: 1", "in_flight: 2  # one more, to be sure"),
-        ("schedule: 1f1b", "# no flush\nschedule: 1f1b"),
+        ("\nschedule: 1f1b", "\n# no flush\nschedule: 1f1b"),
         ("predicted:", "\npredicted: # by pdtool"),
         ("  rivals:\n", "  # who else\n  rivals: # all of them\n"),
         ("...", "# the end\n..."),
@@ -413,7 +487,7 @@ def test_partition_overwrites_no_plan_that_someone_edited(planned):
     planned.pdtool(*again)
     for old, new in (
         ("in_flight: 1", "in_flight: 2"),
-        ("schedule: 1f1b", "schedule: 1f1b  # x"),
+        ("\nschedule: 1f1b", "\nschedule: 1f1b  # x"),
         ("name:", "# x\nname:"),
     ):
         Path("plans/net.yaml").write_text(text.replace(old, new))

@@ -53,7 +53,7 @@ def test_search_equals_brute_force(block):
                 make_plan(profile, "p.json", cluster, options)
             continue
         plan = make_plan(profile, "p.json", cluster, options)
-        assert plan.why.lower_bound_s == pytest.approx(optimum.time_per_minibatch_s, rel=1e-9), f"seed {seed}"
+        assert plan.why.certificate.bound_s == pytest.approx(optimum.time_per_minibatch_s, rel=1e-9), f"seed {seed}"
         assert plan.predicted.bottleneck_s == pytest.approx(optimum.time_per_minibatch_s, rel=1e-9), f"seed {seed}"
         plan.check()
         plan.check_schedule()
@@ -71,7 +71,7 @@ def test_no_plan_by_hand_is_better(seed, data):
     stages, replicas = data.draw(st.sampled_from(list(divisions(profile, data.draw(st.integers(1, 4))))))
     idle = data.draw(st.integers(0, 4 - sum(replicas)))
     placed = [range(idle + sum(replicas[:s]), idle + sum(replicas[: s + 1])) for s in range(len(replicas))]
-    found = make_plan(profile, "p.json", cluster, SearchOptions(simplest=0)).why.lower_bound_s
+    found = make_plan(profile, "p.json", cluster, SearchOptions(simplest=0)).why.certificate.bound_s
     by_hand = Evaluator(profile, cluster).place(stages, placed, ExecutionConfig())
     assert found <= by_hand.time_per_minibatch_s * (1 + 1e-9)
 
@@ -118,15 +118,15 @@ def test_copies_of_a_pipeline_are_found_where_they_are_best():
     ring_s = 2 * 3 / 4 * 2e8 / 2e7  # of one stage, over the link between the servers
     assert plan.predicted.allreduce_s == pytest.approx((ring_s / 4, ring_s / 4))
     assert plan.predicted.simulated_s == pytest.approx(2 * ring_s / 4, rel=0.05), "both stages' rings share that link"
-    assert plan.why.gap == 0
+    assert plan.why.certificate.gap == 0
 
 
 def test_a_larger_cluster_is_searched_in_blocks_and_it_is_said():
     plan = make_plan(chain([1.0] * 8, crossing=10**3), "p", make_cluster((64, 8), (1e9, 1e10)))
     assert sum(stage.replicas for stage in plan.stages) == 512
     assert plan.predicted.bottleneck_s == pytest.approx(8 / 512)
-    assert "one copy of the pipeline has at most 256 workers" in plan.why.proof
-    assert plan.why.gap == pytest.approx(0, abs=1e-9)
+    assert "one copy of the pipeline has at most 256 workers" in plan.why.certificate.sentence()
+    assert plan.why.certificate.gap == pytest.approx(0, abs=1e-9)
 
 
 def test_messages_get_minibatches_in_flight_to_hide_behind():
@@ -306,11 +306,11 @@ def test_a_limit_of_memory_leaves_a_certificate_where_free_operators_were_merged
     nodes.append(Node(name="loss", op="loss", module="", inputs=("a13", "b13")))
     profile, options = profile_of(nodes), SearchOptions(max_cuts=100, straight=True, recompute=False)
     search = PlanSearch(profile, make_cluster((3,), (FAST,), memory_bytes=20_000), options)
-    assert not search.limits
+    assert search.whole_space.cuts.merged_operators is None
     assert search.whole_space.cuts.merged_free_blocks
     plan = make_plan(profile, "p", search.cluster, options)
     unlimited = make_plan(profile, "p", make_cluster((3,), (FAST,)), options)
     assert plan.predicted.bottleneck_s > unlimited.predicted.bottleneck_s, "memory is short"
-    assert plan.why.lower_bound_s == unlimited.predicted.bottleneck_s
-    assert plan.why.proof.endswith("without the limit of memory")
-    assert not unlimited.why.proof.endswith("without the limit of memory")
+    assert plan.why.certificate.bound_s == unlimited.predicted.bottleneck_s
+    assert plan.why.certificate.sentence().endswith("without the limit of memory")
+    assert not unlimited.why.certificate.sentence().endswith("without the limit of memory")

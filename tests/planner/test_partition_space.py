@@ -34,7 +34,7 @@ def test_a_chain_can_be_cut_between_any_two():
 def test_side_by_side_branches_multiply():
     space = find_cuts(branches(3, 2))
     assert len(space.inside) == (2 + 1) ** 3 + 1  # of the input alone: left out; the empty cut and the whole: counted
-    assert space.coarsened == ""
+    assert space.merged_operators is None
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -60,7 +60,8 @@ def test_too_many_cuts_are_coarsened_and_it_is_said(width, length):
     profile = branches(width, length)
     space = find_cuts(profile, max_cuts=300)
     assert 2 < len(space.inside) <= 302
-    assert f"{width * length + 2} groups of operators were merged" in space.coarsened
+    assert space.merged_operators.groups == width * length + 2
+    assert space.merged_operators.merged_into == len(space.blocks)
     assert sorted(name for block in space.blocks for name in block) == sorted(profile.graph.names)
     assert profile.graph.stage_faults(space.blocks) == []
 
@@ -99,7 +100,7 @@ def counting_chain(length):
 def test_what_only_writes_a_buffer_stays_with_a_neighbour():
     """Without a neighbour 40 counters would make 2 ** 40 cuts, and stages that send nothing."""
     space = find_cuts(counting_chain(40))
-    assert (space.max_stages, space.coarsened) == (40, "")
+    assert (space.max_stages, space.merged_operators) == (40, None)
     assert all({f"count{i}", f"a{i}"} <= set(block) for i in range(40) for block in space.blocks if f"a{i}" in block)
     assert ["count39", "a39", "last"] in [list(block) for block in space.blocks]
 
@@ -127,7 +128,7 @@ def test_a_pin_in_the_middle_counts_stages():
 def free_merged(profile):
     """The space with just so few cuts allowed that the free operators alone are merged; None: impossible."""
     fewer = (find_cuts(profile, cuts) for cuts in range(len(find_cuts(profile).inside) - 2, 0, -1))
-    return next((space for space in fewer if space.merged_free_blocks and not space.coarsened), None)
+    return next((space for space in fewer if space.merged_free_blocks and not space.merged_operators), None)
 
 
 def test_merging_operators_that_cost_nothing_loses_no_plan():

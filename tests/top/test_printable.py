@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import samples
 
+from pdtool.artifacts.plan import Certificate, Why
 from pdtool.cli import terminal
 from pdtool.errors import printable
 from pdtool.reports.graph_drawing import dot
@@ -39,7 +40,7 @@ def hostile_profile():
 ARTIFACTS = {
     "profile": hostile_profile(),
     "plan": samples.plan().model_copy(
-        update={"why": samples.plan().why.model_copy(update={"bottleneck": HOSTILE, "proof": HOSTILE})}
+        update={"why": Why(bottleneck=HOSTILE, certificate=Certificate(bound_s=1.0, proof=HOSTILE))}
     ),
     "report": samples.report().model_copy(update={"metrics": {WORSE: 0.5}, "plan": HOSTILE, "config": HOSTILE}),
     "cluster": samples.cluster().model_copy(

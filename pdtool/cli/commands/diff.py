@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _MAX_OPERATORS = 12  # of two profiles that are listed
-_NOT_COMPARED = {"format", "tool_version", "digests", "sha256", "name", "why", "nodes", "plan_sha256", "proof"}
+_NOT_COMPARED = {"format", "tool_version", "digests", "sha256", "name", "asked", "why", "nodes", "plan_sha256", "proof"}
 # How people call the figures whose names say too little.
 _IN_WORDS = {
     "predicted.bottleneck_s": "time by the formulas",

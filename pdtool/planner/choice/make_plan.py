@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import Plan, Predicted, Why
+from pdtool.artifacts.plan import Certificate, Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.infeasible import explain_infeasible
@@ -24,6 +24,7 @@ from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
 from pdtool.planner.search.cuts import unbroken_groups
+from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob
@@ -46,14 +47,15 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     kind = SCHEDULES.get(options.schedule)
     if kind and kind.chunked:
         placement = chunked_placement(profile, cluster, options)
-        plan = placement.to_plan(profile, profile_path, cluster)
+        plan = placement.to_plan(profile, profile_path, cluster).model_copy(update={"asked": options.asked})
         plan.check()
         return predict(plan, Evaluator(profile, cluster), placement)
     if kind and kind.planned_as:
         straight = options.straight or (kind.equal_replicas and options.replicas is None)
         searched = replace(options, schedule=kind.planned_as.name, straight=straight)
         changes = {"schedule": kind.name, "weights": kind.policy_names[0], "strategy": options.strategy}
-        return reschedule(make_plan(profile, profile_path, cluster, searched), profile, changes)
+        changed = {**changes, "asked": options.asked}
+        return reschedule(make_plan(profile, profile_path, cluster, searched), profile, changed)
     search, planner = PlanSearch(profile, cluster, options), PLANNERS[options.strategy]
     candidates = planner.candidates(search)
     if not candidates:
@@ -75,49 +77,48 @@ def _finished(
     named: Sequence[tuple[str, Candidate]],
 ) -> Plan:
     """The chosen plan as an artifact, with its figures and its certificate."""
-    bound_s, proof = _lower_bound(search, optima[0]) if STRATEGIES[search.options.strategy].is_searched else (None, "")
+    is_searched = STRATEGIES[search.options.strategy].is_searched
     plan = chosen.placement.to_plan(search.profile, profile_path, search.cluster)
     why = Why(
         bottleneck=chosen.cost.bottleneck,
-        lower_bound_s=bound_s,
-        gap=_gap(chosen, bound_s),
-        proof=proof,
+        certificate=_certificate(search, optima[0], chosen) if is_searched else None,
         rivals=tuple(PLANNERS[search.options.strategy].rejected(search, chosen, named, optima)),
     )
     figures = with_formulas(plan, search.evaluator, chosen.cost, chosen.placement.execution, simulated_s)
-    return plan.model_copy(update={"why": why, "predicted": figures})
+    return plan.model_copy(update={"asked": search.options.asked, "why": why, "predicted": figures})
 
 
-def _gap(chosen: Candidate, bound_s: float | None) -> float | None:
-    """By which fraction the plan is slower than the bound."""
-    if bound_s is None:
-        return None
-    return max(0.0, chosen.time_per_minibatch_s / bound_s - 1) if bound_s else 0.0
+def gap_to_bound(time_s: float, bound_s: float) -> float:
+    """Return by which fraction a time is above the bound."""
+    return max(0.0, time_s / bound_s - 1) if bound_s else 0.0
 
 
-def _lower_bound(search: PlanSearch, optimum: Candidate) -> tuple[float, str]:
-    """(seconds per minibatch that no plan can beat, why that is so)."""
-    options, workers, planner = search.options, search.workers, PLANNERS[search.options.strategy]
-    on = "1 worker" if workers == 1 else f"{workers} workers"
-    left_out = (
-        "" if planner.searches_all_updates(search) else "not every number of minibatches in an update was searched"
+def _certificate(search: PlanSearch, optimum: Candidate, chosen: Candidate) -> Certificate:
+    """The time of the optimum; that of all workers without a pause if plans were left out of the search."""
+    options, workers, space = search.options, search.workers, search.whole_space
+    planner = PLANNERS[options.strategy]
+    is_one_copy, all_updates = workers <= MAX_WORKERS_PER_COPY, planner.searches_all_updates(search)
+    is_complete = is_one_copy and all_updates and space.cuts.merged_operators is None
+    unlimited = search.without_memory_limit if is_complete else search
+    bound_s = optimum.time_per_minibatch_s
+    if not is_complete:
+        bound_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes) / workers
+    elif unlimited is not search:
+        bound_s = planner.candidates(unlimited)[0].time_per_minibatch_s
+    is_straight = options.straight and planner.strategy.is_own
+    return Certificate(
+        bound_s=bound_s,
+        gap=gap_to_bound(chosen.time_per_minibatch_s, bound_s),
+        kind="straight" if is_straight else options.strategy,
+        replicas=options.replicas,
+        max_stages=options.max_stages,
+        workers=workers,
+        cuts=space.cut_count,
+        max_workers_per_copy=None if is_one_copy else MAX_WORKERS_PER_COPY,
+        merged_operators=space.cuts.merged_operators,
+        all_updates=all_updates,
+        without_memory_limit=unlimited is not search,
     )
-    if limits := "; ".join(filter(None, [search.limits, left_out])):
-        work_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes)
-        return work_s / workers, f"{limits}; even so no plan{options.with_replicas} beats {on} without a pause"
-    kind = planner.strategy.noun or f"plan of strategy {options.strategy}"
-    if options.straight and planner.strategy.is_own:
-        kind = "straight pipeline"
-    if options.max_stages:
-        kind += f" of at most {options.max_stages} stages"
-    proof = (
-        f"every {kind}{options.with_replicas} on {on} was searched, over {search.whole_space.cut_count} cuts, with "
-        "the minibatches in flight that its schedule wants"
-    )
-    unlimited = search.without_memory_limit
-    if unlimited is search:
-        return optimum.time_per_minibatch_s, proof
-    return planner.candidates(unlimited)[0].time_per_minibatch_s, f"{proof}, and without the limit of memory"
 
 
 def refresh(plan: Plan, profile: Profile) -> Plan:
@@ -159,8 +160,9 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
 
 
 def _evaluator(plan: Plan, profile: Profile) -> Evaluator:
-    """Whose formulas the figures of a plan are by."""
-    return Evaluator(profile, plan.cluster.cluster(), plan.predicted.cost if plan.predicted else "ours")
+    """Whose formulas the figures of a plan are by, and whether stages may recompute."""
+    cost_model = plan.predicted.cost if plan.predicted else "ours"
+    return Evaluator(profile, plan.cluster.cluster(), cost_model, plan.asked.recompute if plan.asked else True)
 
 
 def chunked_placement(profile: Profile, cluster: Cluster, options: SearchOptions) -> Placement:

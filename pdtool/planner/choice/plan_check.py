@@ -7,19 +7,18 @@ independent implementation, and the search with brute force.)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pdtool.artifacts.plan import Plan, Predicted
+from pdtool.artifacts.plan import Certificate, Plan, PlanOptions, Predicted
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, NoPlanError, ScheduleError, UsageError
-from pdtool.planner.choice.make_plan import refresh
+from pdtool.planner.choice.make_plan import gap_to_bound, refresh
 from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
-from pdtool.planner.plan_cost import Evaluator
+from pdtool.planner.plan_cost import Candidate
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.schedule import STRATEGIES
 from pdtool.units import format_bytes, format_seconds
@@ -69,7 +68,7 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     try:
         placement = Placement.of(plan, profile)
     except ArtifactError as error:
-        yield Finding(claim="stages", holds=False, words=error.what.partition(": stages: ")[2], field="stages")
+        yield Finding(claim="stages", holds=False, words=error.fault, field=error.field)
         return
     yield Finding(
         claim="stages",
@@ -110,7 +109,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
         f"parallelism ({workers})",
     )
     with suppress(UsageError, NoPlanError):  # what is not searched, or only with what the plan does not say
-        if not (found := PLANNERS[plan.strategy].candidates(_searched_again(plan, profile))):
+        if not (found := _found_again(plan, profile)):
             return
         fastest = found[0]
         best_s = fastest.time_per_minibatch_s
@@ -168,58 +167,54 @@ def _listed(value: Any) -> Any:
 
 
 def _certificate(plan: Plan, profile: Profile, time_s: float) -> Iterator[Finding]:
-    why = plan.why
-    if not why or why.lower_bound_s is None:
+    if not plan.why or not plan.why.certificate:
         yield Finding(claim="lower bound", holds=None, words="none is claimed")
         return
-    bound_s = why.lower_bound_s
-    yield _lower_bound(plan, profile, bound_s, time_s)
-    gap = max(0.0, time_s / bound_s - 1) if bound_s else 0.0
-    is_same = why.gap is not None and abs(why.gap - gap) <= _RELATIVE_TOLERANCE * (1 + gap)
-    words = f"this plan is {gap:.2%} slower than the lower bound" + f", it says {why.gap}" * (not is_same)
-    yield Finding(claim="gap", holds=is_same, words=words, field="why.gap", stored=why.gap, recomputed=gap)
+    certificate = plan.why.certificate
+    yield _lower_bound(plan, profile, certificate, time_s)
+    stored, gap = certificate.gap, gap_to_bound(time_s, certificate.bound_s)
+    is_same = stored is not None and abs(stored - gap) <= _RELATIVE_TOLERANCE * (1 + gap)
+    words = f"this plan is {gap:.2%} slower than the lower bound" + f", it says {stored}" * (not is_same)
+    yield Finding(claim="gap", holds=is_same, words=words, field="why.certificate.gap", stored=stored, recomputed=gap)
 
 
-def _lower_bound(plan: Plan, profile: Profile, bound_s: float, time_s: float) -> Finding:
-    """Search again, and compare the fastest plan with the bound."""
-    fastest = PLANNERS[plan.strategy].candidates(_searched_again(plan, profile))
+def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s: float) -> Finding:
+    """Search again, and compare the fastest plan with the bound.
+
+    A plan that does not record what it was asked for may have left out what is faster: that proves nothing.
+    """
+    fastest = _found_again(plan, profile)
     best_s = min([time_s, *(candidate.time_per_minibatch_s for candidate in fastest[:1])])
+    bound_s, least_s = certificate.bound_s, certificate.bound_s * (1 - _RELATIVE_TOLERANCE)
     words = f"no plan takes less than {format_seconds(bound_s)}, it says; the fastest that was found again "
     words += f"takes {format_seconds(best_s)}"
     if fastest and best_s < time_s:
         words += f" ({fastest[0].placement.config})"
+    if plan.asked is None:
+        words += "; the plan does not record what was asked for, so the search took what it has"
     floor_s = sum(node.forward_s + node.backward_s for node in profile.nodes) / plan.cluster.cluster().workers
     if bound_s < floor_s * (1 - _RELATIVE_TOLERANCE):
         words += f"; a weak claim, all workers computing all the time take {format_seconds(floor_s)}"
     return Finding(
         claim="lower bound",
-        holds=best_s >= bound_s * (1 - _RELATIVE_TOLERANCE),
+        holds=best_s >= least_s or (None if plan.asked is None and time_s >= least_s else False),
         words=words,
-        field="why.lower_bound_s",
+        field="why.certificate.bound_s",
         stored=bound_s,
         recomputed=best_s,
     )
 
 
-def _searched_again(plan: Plan, profile: Profile) -> PlanSearch:
-    """The search that the certificate is about, as far as the plan says; whether stages may recompute it does not say,
-    so that is searched only where a stage of the plan does."""
-    proof = plan.why.proof if plan.why else ""
-    replicas = tuple(stage.replicas for stage in plan.stages)
-    is_of_replicas = f" with replicas {'-'.join(map(str, replicas))} " in proof
-    workers = [int(number) for number in re.findall(r"(\d+) workers?", proof)][-1:]
-    max_stages = [int(number) for number in re.findall(r"at most (\d+) stages", proof)]
-    evaluator = Evaluator(profile, plan.cluster.cluster(), plan.predicted.cost if plan.predicted else "ours")
-    options = SearchOptions(
-        schedule=plan.schedule,
-        microbatches=plan.microbatches,
-        workers=min(workers[0], evaluator.cluster.workers) if workers else None,
-        straight="every straight" in proof or STRATEGIES[plan.strategy].is_straight,
-        replicas=replicas if is_of_replicas else None,
-        strategy=plan.strategy,
-        max_stages=max_stages[0] if max_stages else None,
-        simplest=0.0,
+def _found_again(plan: Plan, profile: Profile) -> list[Candidate]:
+    """What the search finds that the certificate is about. An edited plan is searched under its own schedule and strategy; so is a
+    plan that does not record what was asked for, and its stages recompute only if one of them does."""
+    asked = plan.asked or PlanOptions(
+        straight=STRATEGIES[plan.strategy].is_straight,
         recompute=any(stage.recompute for stage in plan.stages),
-        cost_model=evaluator.cost_model,
+        cost_model=plan.predicted.cost if plan.predicted else "ours",
     )
-    return PlanSearch(profile, evaluator.cluster, options)
+    if plan.edited or plan.asked is None:
+        asked = replace(asked, schedule=plan.schedule, microbatches=plan.microbatches, strategy=plan.strategy)
+    max_stages = plan.why.certificate.max_stages if plan.why and plan.why.certificate else None
+    options = SearchOptions(**{**vars(asked), "simplest": 0.0}, max_stages=max_stages)
+    return PLANNERS[options.strategy].candidates(PlanSearch(profile, plan.cluster.cluster(), options))

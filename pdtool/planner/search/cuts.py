@@ -13,10 +13,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from pdtool.artifacts.plan import MergedOperators, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.stage_costs import Array, StageLoad, StageLoadTable
 
-MAX_CUTS = 1200
 NOT_OPERATORS = {"input": 0, "loss": -1}  # the first stage loads the data; only the last can have the loss
 
 
@@ -28,7 +28,7 @@ class CutSpace:
         blocks: nodes that no cut separates, in topological order of the blocks.
         inside: [cuts, blocks] whether a cut holds a block; from the empty cut to the whole, by size.
         pins: for each block the stage indices it is pinned to, negative from the end.
-        coarsened: what was merged so that the cuts could be searched; "" when nothing was.
+        merged_operators: what was merged so that the cuts could be searched; None when nothing was.
         merged_free_blocks: number of blocks that cost no time and were merged; no plan is lost by that but where
             memory is short.
     """
@@ -36,7 +36,7 @@ class CutSpace:
     blocks: Sequence[Sequence[str]]
     inside: NDArray[np.bool_]
     pins: Sequence[Collection[int]]
-    coarsened: str = ""
+    merged_operators: MergedOperators | None = None
     merged_free_blocks: int = 0
 
     @cached_property
@@ -74,7 +74,7 @@ class CutSpace:
         return [name for block in blocks for name in self.blocks[block]]
 
 
-def find_cuts(profile: Profile, max_cuts: int = MAX_CUTS, finer: CutSpace | None = None) -> CutSpace:
+def find_cuts(profile: Profile, max_cuts: int = PlanOptions.max_cuts, finer: CutSpace | None = None) -> CutSpace:
     """Enumerate the cuts of `profile`: groups unbroken, pins kept, an operator in every stage.
 
     Args:
@@ -93,19 +93,16 @@ def find_cuts(profile: Profile, max_cuts: int = MAX_CUTS, finer: CutSpace | None
     while (cuts := blocks.cuts(max_cuts)) is None:
         blocks = blocks.coarser(max_cuts)
     count = len(blocks.members)
-    coarsened = finer.coarsened if finer else ""
+    merged_operators = finer.merged_operators if finer else None
     if count < without_free:
-        coarsened = (
-            f"{original} groups of operators were merged into {count} so as to have no more than {max_cuts} "
-            "cuts to search (--cuts); a better plan may exist"
-        )
+        merged_operators = MergedOperators(groups=original, merged_into=count, max_cuts=max_cuts)
     packed = b"".join(cut.to_bytes(count // 8 + 1, "little") for cut in cuts)
     bits = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(cuts), -1), axis=1, bitorder="little")
     return CutSpace(
         blocks=blocks.members,
         inside=bits[:, :count].astype(bool),
         pins=blocks.pins,
-        coarsened=coarsened,
+        merged_operators=merged_operators,
         merged_free_blocks=original - without_free,
     )
 

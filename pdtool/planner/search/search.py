@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
 
 import numpy as np
 
 from pdtool.artifacts.cluster import Cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
 from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement
-from pdtool.planner.plan_cost import COST_MODELS, Candidate, CostModelName, Evaluator
-from pdtool.planner.search.cuts import MAX_CUTS, SearchSpace, find_cuts
+from pdtool.planner.plan_cost import COST_MODELS, Candidate, Evaluator
+from pdtool.planner.search.cuts import SearchSpace, find_cuts
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout, LayoutSearch, Solution, layouts
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, schedule_names
 
@@ -27,36 +28,15 @@ _STAGE_COUNTS_LISTED = 5  # of each layout: the best plans of at most 1, 2, ... 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """What the user asked for.
+class SearchOptions(PlanOptions):
+    """What is searched: what the user asked for, with no more stages than `max_stages` (None: no limit)."""
 
-    Attributes:
-        schedule: see artifacts.plan.Plan; `auto` takes the fastest.
-        microbatches: of flushing schedules; `auto` looks at those only with more than one.
-        workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
-        straight: one stage on every worker, none replicated; `gpipe` may leave workers idle.
-        replicas: of each stage, on the first workers of the cluster; None: any number of stages and replicas.
-        strategy: see pdtool.schedule.strategies; planner.choice.strategies sets what goes with it.
-        max_stages: no more stages than that; None: no limit.
-        simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
-        recompute: whether stages may run their forward twice to save memory.
-        cost_model: whose formulas; see plan_cost.COST_MODELS.
-        chunks: stages on each worker, of chunked schedules, which are not searched (make_plan.chunked_placement).
-        max_cuts: of the graph that are searched at most, on 16 workers or fewer; on more workers fewer.
-    """
-
-    schedule: str = ONE_F_ONE_B.name
-    microbatches: int = 1
-    workers: int | None = None
-    straight: bool = False
-    replicas: tuple[int, ...] | None = None
-    strategy: str = "auto"
     max_stages: int | None = None
-    simplest: float = 0.03
-    recompute: bool = True
-    cost_model: CostModelName = "ours"
-    chunks: int = 2
-    max_cuts: int = MAX_CUTS
+
+    @property
+    def asked(self) -> PlanOptions:
+        """What the user asked for."""
+        return PlanOptions(**{field.name: getattr(self, field.name) for field in fields(PlanOptions)})
 
     @property
     def executions(self) -> list[ExecutionConfig]:
@@ -172,16 +152,6 @@ class PlanSearch:
     def whole_space(self) -> SearchSpace:
         """The stages that are searched on all the workers."""
         return self.space(min(self.workers, MAX_WORKERS_PER_COPY))
-
-    @property
-    def limits(self) -> str:
-        """What was left out of the search, in words; empty when nothing was."""
-        limits = []
-        if self.workers > MAX_WORKERS_PER_COPY:
-            limits.append(f"one copy of the pipeline has at most {MAX_WORKERS_PER_COPY} workers")
-        if self.whole_space.cuts.coarsened:
-            limits.append(self.whole_space.cuts.coarsened)
-        return "; ".join(limits)
 
     @property
     def without_memory_limit(self) -> PlanSearch:
