@@ -2,7 +2,7 @@
 
 import random
 
-from pdtool.artifacts.cluster import ClusterSpec, make_cluster
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Node, Profile, SharedParameter
@@ -105,7 +105,7 @@ def plan_of(profile, stages, workers, cluster, schedule="1f1b", in_flight=None, 
         model=None,
         profile="net.json",
         batch_size=profile.batch_size,
-        cluster=ClusterSpec.of(cluster),
+        cluster=cluster,
         schedule=schedule,
         weights=SCHEDULES[schedule].policy_names[0],
         stages=tuple(

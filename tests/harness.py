@@ -19,7 +19,7 @@ from reference.replay import Batch
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
+from pdtool.artifacts.cluster import Cluster, Level
 from pdtool.artifacts.metrics import METRICS_FILE, read_metrics
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.files import file_sha256
@@ -376,7 +376,7 @@ def job(
         microbatches=microbatches,
         update_every=update_every,
         chunks=chunks,
-        cluster=ClusterSpec(levels=(LevelSpec(size=total, bandwidth_bytes_per_s=1e9),)),
+        cluster=Cluster(levels=(Level(size=total, bandwidth_bytes_per_s=1e9),)),
         stages=tuple(
             Stage(nodes=("n",), replicas=r, workers=tuple(range(f, f + r)), in_flight=w)
             for r, f, w in [*zip(replicas, first, in_flight, strict=True)] * chunks

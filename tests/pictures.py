@@ -63,7 +63,7 @@ def draw_schedules(plans: Sequence[Plan], profile: Profile) -> None:
     """Draw the same stages under several schedules, on one time axis."""
     groups = []
     for plan in plans:
-        name, job = plan.schedule, SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster.cluster())
+        name, job = plan.schedule, SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster)
         result = simulate(job)
         what = f"updates after {job.shape.update_every[0]} minibatches" if SCHEDULES[name].flushes else "never stops"
         title = f"{name}, {what}: {format_seconds(result.time_per_minibatch_s)} per minibatch"

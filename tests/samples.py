@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdtool.artifacts.artifact import Artifact, ModelRef
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
-from pdtool.artifacts.cluster import ClusterFile, ClusterSpec, LevelMeasured, LevelSpec, NetworkMeasured
+from pdtool.artifacts.cluster import Cluster, ClusterFile, Level, LevelMeasured, NetworkMeasured
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan, Predicted, Rival, Stage, Why
 from pdtool.artifacts.profile import Node, Profile, SharedParameter
@@ -78,10 +78,10 @@ def plan() -> Plan:
         profile="profiles/net.json",
         batch_size=8,
         digests={"model.py": "0" * 64},
-        cluster=ClusterSpec(
+        cluster=Cluster(
             levels=(
-                LevelSpec(size=2, bandwidth_bytes_per_s=1.25e9, latency_s=5e-5),
-                LevelSpec(size=2, bandwidth_bytes_per_s=1.2e10),
+                Level(size=2, bandwidth_bytes_per_s=1.25e9, latency_s=5e-5),
+                Level(size=2, bandwidth_bytes_per_s=1.2e10),
             ),
             memory_bytes=16 * 10**9,
         ),
@@ -184,8 +184,8 @@ def cluster() -> ClusterFile:
         name="lab",
         memory_bytes=16 * 10**9,
         levels=(
-            LevelSpec(size=2, bandwidth_bytes_per_s=1.25e9, latency_s=5e-5),
-            LevelSpec(size=2, bandwidth_bytes_per_s=1.2e10, latency_s=5e-6),
+            Level(size=2, bandwidth_bytes_per_s=1.25e9, latency_s=5e-5),
+            Level(size=2, bandwidth_bytes_per_s=1.2e10, latency_s=5e-6),
         ),
         measured=NetworkMeasured(
             workers=4,
@@ -324,7 +324,7 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any stages on any cluster with enough workers."""
     replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     workers = draw(st.permutations(range(sum(replicas))))
-    level = st.builds(LevelSpec, size=st.integers(1, 3), bandwidth_bytes_per_s=st.floats(1, 1e12), latency_s=_seconds)
+    level = st.builds(Level, size=st.integers(1, 3), bandwidth_bytes_per_s=st.floats(1, 1e12), latency_s=_seconds)
     flush = draw(st.booleans())
     stages = tuple(
         Stage(
@@ -341,8 +341,8 @@ def plans(draw: st.DrawFn) -> Plan:
         model=MODEL,
         profile=draw(_labels),
         batch_size=draw(st.integers(1, 999)),
-        cluster=ClusterSpec(
-            levels=(LevelSpec(size=sum(replicas), bandwidth_bytes_per_s=1e9), *draw(st.lists(level, max_size=2))),
+        cluster=Cluster(
+            levels=(Level(size=sum(replicas), bandwidth_bytes_per_s=1e9), *draw(st.lists(level, max_size=2))),
             memory_bytes=draw(st.one_of(st.none(), st.integers(1, 2**40))),
         ),
         schedule=draw(st.sampled_from(["1f1b-flush", "gpipe"])) if flush else "1f1b",
@@ -404,7 +404,7 @@ def bundles(draw: st.DrawFn) -> Bundle:
 def clusters(draw: st.DrawFn) -> ClusterFile:
     """Any levels, written by hand or probed."""
     rates = st.floats(1e-3, 1e15)
-    level = st.builds(LevelSpec, size=st.integers(1, 9), bandwidth_bytes_per_s=rates, latency_s=_seconds)
+    level = st.builds(Level, size=st.integers(1, 9), bandwidth_bytes_per_s=rates, latency_s=_seconds)
     levels = tuple(draw(st.lists(level, min_size=1, max_size=4)))
     found = st.builds(LevelMeasured, pair_bytes_per_s=rates, allreduce_bytes_per_s=rates)
     measured = NetworkMeasured(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
+from pdtool.artifacts.cluster import Cluster, Level
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Node, Profile
@@ -63,7 +63,7 @@ def plan_of(profile, count):
         model=profile.model,
         profile="none",
         batch_size=4,
-        cluster=ClusterSpec(levels=(LevelSpec(size=count, bandwidth_bytes_per_s=1e9),)),
+        cluster=Cluster(levels=(Level(size=count, bandwidth_bytes_per_s=1e9),)),
         stages=tuple(
             Stage(nodes=tuple(profile.graph.compress(nodes)), replicas=1, workers=(s,), in_flight=count - s)
             for s, nodes in enumerate(stages)

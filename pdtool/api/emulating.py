@@ -114,7 +114,7 @@ def emulated(
         inputs: of a model that computes; None: workers sleep the times of the profile.
         output: the folder; None: a new one.
     """
-    cluster, folder = chosen.cluster.cluster(), _folder(output, Path("runs") / f"{chosen.name}-emulated")
+    cluster, folder = chosen.cluster, _folder(output, Path("runs") / f"{chosen.name}-emulated")
     others = _others(chosen, rival_plans(profile, cluster, chosen, asked.against))
     plans = {name: without_latency(plan, profile) for name, plan in {"this plan": chosen, **others}.items()}
     settings, scalings = _settings(plans, profile, asked), _scalings(plans, profile, asked)

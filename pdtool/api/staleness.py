@@ -125,7 +125,7 @@ def _text(value: Any) -> str:
 def _has_levels(plan: Plan, profile: Profile, file: str) -> bool:
     from pdtool.artifacts.cluster import ClusterFile
 
-    cluster, asked = plan.cluster.cluster(), ClusterFile.load(file).cluster()
+    cluster, asked = plan.cluster, ClusterFile.load(file).cluster()
     return cluster.levels == asked.levels
 
 

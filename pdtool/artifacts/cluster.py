@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from pdtool.artifacts.artifact import FrozenModel, YamlArtifact
+from pdtool.artifacts.artifact import STRICT, FrozenModel, YamlArtifact
 from pdtool.artifacts.fields import MAX_WORKERS, Count, Label, PositiveBytes, Rate, Seconds, Title
 from pdtool.errors import FieldError, UsageError
 
@@ -29,17 +29,36 @@ _MAX_LEVELS = 10
 class Level:
     """`size` members at this level, joined by links of one bandwidth (bytes/s, each direction) and latency (s)."""
 
-    size: int
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
+    __pydantic_config__ = STRICT
+
+    size: Count
+    bandwidth_bytes_per_s: Rate
+    latency_s: Seconds = 0.0
+
+    def time_s(self, size_bytes: Any, messages: Any = 1) -> Any:
+        """Return the seconds that a link takes; numbers or arrays.
+
+        Args:
+            size_bytes: of all messages together.
+            messages: one after the other; 0: of a stream, in which each is on its way before the last one has arrived.
+        """
+        return size_bytes / self.bandwidth_bytes_per_s + messages * self.latency_s
+
+
+Levels = Annotated[tuple[Level, ...], Field(min_length=1, max_length=_MAX_LEVELS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Levels, outermost first, and the memory of each device in bytes (None: not limited)."""
+    """Levels, outermost first, and the memory of each device in bytes (None: not limited).
 
-    levels: tuple[Level, ...]
-    memory_bytes: int | None = None
+    A part of artifacts, which check it, and what planning computes with.
+    """
+
+    __pydantic_config__ = STRICT
+
+    levels: Levels
+    memory_bytes: PositiveBytes | None = None
 
     @property
     def workers(self) -> int:
@@ -104,41 +123,12 @@ def make_cluster(
     )
 
 
-class LevelSpec(FrozenModel):
-    """One level of the cluster: its members, bytes per second each way, seconds of latency."""
-
-    size: Count
-    bandwidth_bytes_per_s: Rate
-    latency_s: Seconds = 0.0
-
-
-Levels = Annotated[tuple[LevelSpec, ...], Field(min_length=1, max_length=_MAX_LEVELS)]
-
-
 def check_levels(field: str, levels: Levels) -> int:
     """Return the number of workers; raises FieldError, which names `field`, when these are too many to plan for."""
     workers = math.prod(level.size for level in levels)
     if workers > MAX_WORKERS:
         raise FieldError(field, f"{workers} workers: at most {MAX_WORKERS}")
     return workers
-
-
-class ClusterSpec(FrozenModel):
-    """The cluster that a plan is made for; levels outermost first."""
-
-    levels: Levels
-    memory_bytes: PositiveBytes | None = None
-
-    def cluster(self) -> Cluster:
-        """Return the value that planning computes with."""
-        levels = tuple(Level(**level.model_dump()) for level in self.levels)
-        return Cluster(levels=levels, memory_bytes=self.memory_bytes)
-
-    @classmethod
-    def of(cls, value: Cluster) -> ClusterSpec:
-        """Make the artifact of a value that planning computes with."""
-        levels = tuple(LevelSpec(**asdict(level)) for level in value.levels)
-        return cls(levels=levels, memory_bytes=value.memory_bytes)
 
 
 class LevelMeasured(FrozenModel):
@@ -192,4 +182,4 @@ class ClusterFile(YamlArtifact):
 
     def cluster(self) -> Cluster:
         """Return the value that planning computes with."""
-        return ClusterSpec(levels=self.levels, memory_bytes=self.memory_bytes).cluster()
+        return Cluster(levels=self.levels, memory_bytes=self.memory_bytes)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, get_args
+from dataclasses import is_dataclass
+from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StringConstraints, ValidationError
 
@@ -18,6 +19,7 @@ _MAX_SECONDS, _MIN_SECONDS = 1e9, 1e-30
 _MAX_BYTES = 10**18
 _MAX_COUNT = 10**9
 _MAX_FIGURE, _MIN_FIGURE = 1e100, 1e-100
+_UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")  # of a model, of a dataclass
 
 
 def _as_integer(value: object) -> object:
@@ -67,9 +69,10 @@ def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None)
         artifact: what was read, to name the fields that it has.
     """
     faults = error.errors()
-    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    unknown = [fault for fault in faults if fault["type"] in _UNKNOWN_FIELD]
+    first = [*unknown, *faults][0]
     *parents, name = first["loc"] or ("",)
-    if first["type"] == "extra_forbidden":
+    if unknown:
         missing = [str(f["loc"][-1]) for f in faults if f["type"] == "missing" and f["loc"][:-1] == first["loc"][:-1]]
         what = f"is no field here{_suggestion(str(name), missing, _field_names(artifact, parents))}"
     elif first["type"] == "missing":
@@ -122,15 +125,23 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 
 def _field_names(artifact: type[BaseModel] | None, path: Sequence[int | str]) -> list[str]:
     """The fields of the part of an artifact that stands at `path`, as ("stages", 0)."""
-    kind: type[BaseModel] | None = artifact
+    kind: Any = artifact
     for part in path:
-        if kind and part in kind.model_fields:
-            kind = _model_in(kind.model_fields[str(part)].annotation)
-    return [name for name in kind.model_fields if name != "sha256"] if kind else []
+        types = _field_types(kind)
+        if part in types:
+            kind = _model_in(types[str(part)])
+    return [name for name in _field_types(kind) if name != "sha256"]
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _field_types(kind: Any) -> dict[str, Any]:
+    """Return the type of each field of a part of an artifact, a model or a dataclass; none of None."""
+    if is_dataclass(kind):
+        return get_type_hints(kind)
+    return {name: field.annotation for name, field in kind.model_fields.items()} if kind else {}
+
+
+def _model_in(annotation: Any) -> type[Any] | None:
     """The part of an artifact that a field's annotation names, as Stage in tuple[Stage, ...]."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation)):
         return annotation
     return next(filter(None, map(_model_in, get_args(annotation))), None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from pdtool.artifacts.artifact import STRICT, FrozenModel, ModelRef, YamlArtifact
-from pdtool.artifacts.cluster import ClusterSpec, check_levels
+from pdtool.artifacts.cluster import Cluster, check_levels
 from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCount, Label, Number, Title
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import read_yaml, with_values
@@ -249,7 +249,7 @@ class Plan(YamlArtifact):
     model: ModelRef | None
     profile: Label
     batch_size: Count
-    cluster: ClusterSpec
+    cluster: Cluster
     schedule: ScheduleName = ONE_F_ONE_B.name
     weights: WeightPolicyName = ONE_F_ONE_B.policies[0].name
     microbatches: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] = 1
@@ -302,7 +302,7 @@ class Plan(YamlArtifact):
                 raise FieldError(f"predicted.{name}", what)
 
     def _check_workers(self) -> None:
-        workers = self.cluster.cluster().workers
+        workers = self.cluster.workers
         depth, rest = divmod(len(self.stages), self.chunks)
         if rest:
             raise FieldError("chunks", f"{len(self.stages)} stages do not divide into {self.chunks} on each worker")

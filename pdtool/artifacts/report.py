@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pdtool.artifacts.artifact import Artifact, FrozenModel
-from pdtool.artifacts.cluster import ClusterSpec
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.fields import Bytes, Count, Figure, FigureBytes, Label, Number, Seconds, Title
 from pdtool.artifacts.plan import Predicted
 
@@ -178,7 +178,7 @@ class Emulation(Artifact):
     format: Literal["pdtool/emulation/1"] = "pdtool/emulation/1"
     plan: Title
     batch_size: Count
-    cluster: ClusterSpec
+    cluster: Cluster
     compute: Literal["sleep", "real"]
     scale: Factor
     slowdown: Factor

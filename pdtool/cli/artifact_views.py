@@ -137,9 +137,9 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
 
     The gain of data parallelism itself, and of a plan that is not for speed, says nothing.
     """
-    is_data_parallel = len(plan.stages) == 1 and plan.workers == plan.cluster.cluster().workers
+    is_data_parallel = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
     throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
-    gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism ({plan.cluster.cluster().workers})"
+    gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism ({plan.cluster.workers})"
     if is_data_parallel:
         gain = ", this is data parallelism"
     elif not schedule.STRATEGIES[plan.strategy].is_for_speed:
@@ -193,7 +193,7 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
     Raises:
         UsageError: the machines cannot have equal shares of the workers.
     """
-    cluster = plan.cluster.cluster()
+    cluster = plan.cluster
     if cluster.workers % nnodes:
         what = f"{nnodes} machines cannot share the {cluster.workers} workers of {cluster.topology} evenly"
         raise UsageError(what, "give --nnodes that divides them")

@@ -329,7 +329,7 @@ def emulation_view(emulation: Emulation) -> Lines:
         )
         rows.append([plan.name, plan.config, *times, error, speed, gain, format_bytes(plan.sent_bytes)])
     columns = ("emulated", "plan", "per minibatch", "simulated", "error", "samples/s", "gain", "sent")
-    cluster = emulation.cluster.cluster()
+    cluster = emulation.cluster
     speeds = ", ".join(format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels)
     title, drop = f"{emulation.plan}: {cluster.topology} at {speeds}", ("sent", "samples/s", "simulated")
     yield table(columns, rows, names=2, title=title, drop=drop)

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pdtool.artifacts.cluster import Cluster, ClusterSpec
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
@@ -77,9 +77,9 @@ def without_latency(plan: Plan, profile: Profile) -> Plan:
 
     Pretended links have none. And the file may hold predictions of another plan, where somebody has edited it.
     """
-    cluster = plan.cluster.cluster()
+    cluster = plan.cluster
     levels = tuple(replace(level, latency_s=0.0) for level in cluster.levels)
-    pretended = plan.model_copy(update={"cluster": ClusterSpec.of(replace(cluster, levels=levels))})
+    pretended = plan.model_copy(update={"cluster": replace(cluster, levels=levels)})
     return plan.model_copy(update={"predicted": refresh(pretended, profile).predicted})
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pdtool.artifacts.artifact import fields_checked
-from pdtool.artifacts.cluster import Cluster, ClusterSpec
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ScheduleError, UsageError
@@ -83,7 +83,7 @@ class Placement:
                     "profile": profile_path,
                     "digests": {**profile.digests, profile_path: profile.content_sha256},
                     "batch_size": profile.batch_size,
-                    "cluster": ClusterSpec.of(cluster),
+                    "cluster": cluster,
                     "stages": stages,
                 }
             )

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from pdtool.artifacts.cluster import ClusterFile, LevelMeasured, LevelSpec, NetworkMeasured
+from pdtool.artifacts.cluster import ClusterFile, Level, LevelMeasured, NetworkMeasured
 from pdtool.artifacts.text_formats import FormatError, read_message, write_message
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.host import safe_path
@@ -199,7 +199,7 @@ class _LevelProber:
         self.timeout = timedelta(seconds=request.timeout_s)
         self.is_cuda = device.type == "cuda"
 
-    def levels(self) -> list[tuple[LevelSpec, LevelMeasured]]:
+    def levels(self) -> list[tuple[Level, LevelMeasured]]:
         """Measure all levels, the outermost first."""
         all_workers = range(self.request.workers)
         with self.rendezvous.waiting_for(all_workers, "set GLOO_SOCKET_IFNAME to the network card that they share"):
@@ -221,7 +221,7 @@ class _LevelProber:
         group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout, backend=backend)  # type: ignore[no-untyped-call]
         return group
 
-    def _level(self, depth: int, group: Any) -> tuple[LevelSpec, LevelMeasured]:
+    def _level(self, depth: int, group: Any) -> tuple[Level, LevelMeasured]:
         position = self.request.position(depth, self.rendezvous.rank)
         pair = (0, position.workers_per_member)
         other = pair[1 - pair.index(position.rank)] if position.rank in pair else None
@@ -236,7 +236,7 @@ class _LevelProber:
         share = 2 * (position.size - 1) / position.size  # of the bytes, that each member of a ring sends
         allreduce_rate = position.workers_per_member * share * self._rate(partial(self._all_reduce, group, position))
         return (
-            LevelSpec(size=position.size, bandwidth_bytes_per_s=_rounded(link_rate), latency_s=_rounded(latency_s)),
+            Level(size=position.size, bandwidth_bytes_per_s=_rounded(link_rate), latency_s=_rounded(latency_s)),
             LevelMeasured(pair_bytes_per_s=_rounded(pair_rate), allreduce_bytes_per_s=_rounded(allreduce_rate)),
         )
 

@@ -277,7 +277,7 @@ class SubjectView:
             yield "minibatch", f"{plan.batch_size}"
             yield "samples per update", f"{self.simulated.comparison.plans[0].samples_per_update:,}"
             rates = [format_bits_rate(level.bandwidth_bytes_per_s) for level in plan.cluster.levels]
-            yield f"links of {plan.cluster.cluster().topology}", ", ".join(rates)
+            yield f"links of {plan.cluster.topology}", ", ".join(rates)
         if self.profile:
             yield "device", device_name(self.profile)
 
@@ -356,7 +356,7 @@ def _report_notes(report: Report | None) -> Iterator[str]:
 def _emulation_section(subject: Subject, emulation: Emulation) -> SubjectSection:
     section = SubjectSection(subject, emulation.plan, emulation_sentence(emulation))
     section.emulated = emulation_bars(emulation)
-    cluster = emulation.cluster.cluster()
+    cluster = emulation.cluster
     rates = [format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels]
     section.facts = [
         ("workers", "slept the times of the profile" if emulation.compute == "sleep" else "trained the model"),

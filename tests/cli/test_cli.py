@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import click
 import pytest
@@ -479,9 +480,9 @@ def test_a_timeline_ends_where_the_terminal_does(folder, monkeypatch, columns):
 
 def test_a_timeline_of_many_workers_is_left_out(folder):
     plan = samples.plan()
-    level = plan.cluster.levels[0].model_copy(update={"size": 40})
+    level = replace(plan.cluster.levels[0], size=40)
     stage = plan.stages[0].model_copy(update={"replicas": 40, "workers": tuple(range(40))})
-    cluster = plan.cluster.model_copy(update={"levels": (level,)})
+    cluster = replace(plan.cluster, levels=(level,))
     plan.model_copy(update={"cluster": cluster, "stages": (stage,), "predicted": None}).save("plan.yaml")
     text = folder.pdtool("show", "plan.yaml", code=3).stdout
     assert "0-39" in text
@@ -544,6 +545,7 @@ def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback():
     """It falls into the import where that asks for the module, as a finder here does."""
     interrupted = """
 import sys
+from dataclasses import replace
 
 class Finder:
     @staticmethod

@@ -108,15 +108,15 @@ def test_a_projects_defaults_hold_unless_the_command_line_says_otherwise(profile
     assert plan.config == "3-1"
     assert [(level.size, level.bandwidth_bytes_per_s) for level in plan.cluster.levels] == [(2, 1e9), (2, 8e9)]
     profiled.pdtool("partition", "--topology", "4", "--bandwidth", "1GB/s", "-o", "out.yaml")
-    assert Plan.load("out.yaml").cluster.cluster().topology == "4"
+    assert Plan.load("out.yaml").cluster.topology == "4"
     assert "default: 8Gbit/s,8GB/s" in " ".join(profiled.pdtool("partition", "--help").stdout.split())
 
 
 def test_a_file_of_defaults_can_be_named(profiled):
     profiled.write("pdtool.toml", "[partition]\ntopology = 3\n")
     profiled.write("other.toml", '[partition]\ntopology = "2x2"\n')
-    assert plan_of(profiled, "--config", "other.toml").cluster.cluster().topology == "2x2"
-    assert plan_of(profiled).cluster.cluster().topology == "3"
+    assert plan_of(profiled, "--config", "other.toml").cluster.topology == "2x2"
+    assert plan_of(profiled).cluster.topology == "3"
 
 
 def test_a_pyproject_of_others_gives_no_defaults(profiled):

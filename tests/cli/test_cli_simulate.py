@@ -52,7 +52,7 @@ def test_the_tables(planned):
 def test_the_figures_are_those_of_the_simulator(planned):
     data = data_of(planned, "--minibatches", "40")
     profile, plan = Profile.load("profiles/net.json"), Plan.load("plans/net.yaml")
-    cluster = plan.cluster.cluster()
+    cluster = plan.cluster
     simulated = simulate(SimulationJob.of(Placement.of(plan, profile), profile, cluster, 40))
     time_s = simulated.time_per_minibatch_s
     assert (data["minibatches"], data["bottleneck_s"]) == (40, time_s)

@@ -21,7 +21,7 @@ from graphs import chain, plan_of
 from namespaces import namespaces
 
 from pdtool.api import emulating
-from pdtool.artifacts.cluster import ClusterSpec, make_cluster
+from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
 from pdtool.cli.run_view import emulation_view
@@ -116,9 +116,9 @@ def test_predictions_are_those_of_the_plan_as_it_stands_over_links_without_laten
     net, plan = net_and_plan()
     slow = make_cluster((2, 2), (2e6, 2e7), latencies=(0.1, 0.1))
     edited = plan.predicted.model_copy(update={"simulated_s": 1e-6})
-    emulated = without_latency(plan.model_copy(update={"cluster": ClusterSpec.of(slow), "predicted": edited}), net)
+    emulated = without_latency(plan.model_copy(update={"cluster": slow, "predicted": edited}), net)
     assert emulated.predicted.simulated_s == plan.predicted.simulated_s
-    assert emulated.cluster.cluster() == slow, "it is told that the links had none"
+    assert emulated.cluster == slow, "it is told that the links had none"
 
 
 def test_scalings_of_ones_own_that_are_too_small_are_told(capsys):
@@ -179,7 +179,7 @@ class TestCommand:
         self.net, self.plan = net_and_plan()
         self.net.save("net.json")
         slow = make_cluster((2, 2), (2e6, 2e7), latencies=(0.1, 0.1))
-        of_file = {"cluster": ClusterSpec.of(slow), "digests": {"net.json": self.net.content_sha256}}
+        of_file = {"cluster": slow, "digests": {"net.json": self.net.content_sha256}}
         refresh(self.plan.model_copy(update=of_file), self.net).save("net.yaml")
 
     @namespaces

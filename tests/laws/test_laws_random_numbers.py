@@ -121,14 +121,14 @@ def job(
         for r, f, w in zip(replicas, first, in_flight, strict=True)
     ]
     stages = tuple(stage.model_copy(update=places[s % len(places)]) for s, stage in enumerate(plan.stages))
-    levels = tuple(level.model_copy(update={"size": sum(replicas)}) for level in plan.cluster.levels)
+    levels = tuple(replace(level, size=sum(replicas)) for level in plan.cluster.levels)
     changes = {
         "schedule": schedule,
         "weights": SCHEDULES[schedule].policy_names[0],
         "microbatches": microbatches,
         "chunks": chunks,
     }
-    changes |= {"stages": stages, "cluster": plan.cluster.model_copy(update={"levels": levels})}
+    changes |= {"stages": stages, "cluster": replace(plan.cluster, levels=levels)}
     plan = plan.model_copy(update=changes)
     plan.check()
     bundle = generate(plan, profile, file, folder / "bundle").model_copy(update={"digests": {}})

@@ -100,7 +100,7 @@ def test_the_reference_implementation_agrees_on_random_plans(chunk):
     answered_questions = plans_of(range(chunk * 60, chunk * 60 + 60))
     assert len(answered_questions) >= 35
     for seed, profile, plan in answered_questions:
-        reference = ReferenceCost(profile, plan.cluster.cluster(), Division.of(plan, profile))
+        reference = ReferenceCost(profile, plan.cluster, Division.of(plan, profile))
         for name, figure in recomputed(reference).items():
             tolerance = 1 if name.endswith("_bytes") else 0
             assert getattr(plan.predicted, name) == pytest.approx(figure, rel=1e-9, abs=tolerance), (seed, name)
@@ -114,7 +114,7 @@ def test_no_neighbour_of_a_plan_beats_its_lower_bound(chunk):
     brute force can look at."""
     tried = 0
     for seed, profile, plan in plans_of(range(chunk * 60, chunk * 60 + 60)):
-        search = LocalSearch(profile, plan.cluster.cluster())
+        search = LocalSearch(profile, plan.cluster)
         fastest_s = search.go(Division.of(plan, profile))
         tried += search.tried
         assert fastest_s is None or fastest_s >= plan.why.certificate.bound_s * (1 - 1e-9), f"seed {seed}"

@@ -23,7 +23,7 @@ from pdtool.schedule import SCHEDULES, ExecutionConfig, steady_run
 
 def job_of(plan, profile, minibatches=None):
     """The job that a run of the plan is."""
-    return SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster.cluster(), minibatches)
+    return SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster, minibatches)
 
 
 def simulated(plan, profile, minibatches=None):
@@ -126,7 +126,7 @@ def test_any_schedule_on_a_plan_without_replicas(schedule):
     placement = Placement.of(plan, net)
     if schedule != "1f1b":
         placement = under_schedule(placement, net, schedule, chunks=2)
-    found = simulate(SimulationJob.of(placement, net, plan.cluster.cluster()))
+    found = simulate(SimulationJob.of(placement, net, plan.cluster))
     kind = SCHEDULES[schedule]
     idle = kind.flushes * (6 if kind.splits_backward else 18 / placement.execution.chunks)
     assert found.time_per_minibatch_s == pytest.approx(18 + idle / 8, rel=1e-6)
@@ -205,7 +205,7 @@ def test_what_cannot_be_interleaved_is_refused():
     uneven = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0, 1], [2]], make_cluster((3,), (1e9,)))
     interleaved = under_schedule(Placement.of(uneven, net), net, "interleaved", chunks=2)
     with pytest.raises(UsageError, match="interleaved needs as many replicas of each stage, but the plan is 2-1; use"):
-        SimulationJob.of(interleaved, net, uneven.cluster.cluster())
+        SimulationJob.of(interleaved, net, uneven.cluster)
     twice = make_plan(
         net, "net.json", make_cluster((2,), (1e9,)), SearchOptions(schedule="interleaved", microbatches=4)
     )

@@ -44,7 +44,7 @@ def is_of(strategy: str, plan: Plan) -> bool:
     replicas = [stage.replicas for stage in plan.stages]
     in_flight = [stage.in_flight for stage in plan.stages]
     straight, flushes = max(replicas) == 1, plan.weights == "flush"
-    workers = plan.cluster.cluster().workers
+    workers = plan.cluster.workers
     return {
         "auto": True,
         "pipeline": len(replicas) > 1,

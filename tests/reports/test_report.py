@@ -130,7 +130,7 @@ def test_timelines_of_all_schedules_are_tidy_and_fit(digits, width, schedule):
     placement = Placement.of(plan, profile)
     if schedule != plan.schedule:
         placement = under_schedule(placement, profile, schedule, chunks=2)
-    job = SimulationJob.of(placement, profile, plan.cluster.cluster())
+    job = SimulationJob.of(placement, profile, plan.cluster)
     result = simulate(job)
     group = simulated_group(result, job.shape, schedule, f"simulated, {schedule}")
     assert group.end_s <= result.makespan_s
@@ -145,7 +145,7 @@ def test_timelines_of_all_schedules_are_tidy_and_fit(digits, width, schedule):
 def test_a_timeline_of_many_workers_shows_some_of_each_stage(width):
     profile = chain([0.01] * 8, parameters=10, crossing=10**6)
     plan = make_plan(profile, "profiles/chain.json", make_cluster((8, 4), (1e7, 1e10)))
-    job = SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster.cluster())
+    job = SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster)
     group = simulated_group(simulate(job), job.shape, plan.schedule, "simulated")
     picture = timeline_drawing([group], width)
     assert_tidy(picture)
@@ -259,7 +259,7 @@ def sentence(path: str = "report.html") -> str:
 def ran(road: Folder) -> Folder:
     """`road` with runs/net, a finished run of its plan: what a run writes, made from a simulation."""
     plan, profile = Plan.load("plans/model-2.yaml"), Profile.load("profiles/model.json")
-    result = simulate(SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster.cluster()))
+    result = simulate(SimulationJob.of(Placement.of(plan, profile), profile, plan.cluster))
     folder = Path("runs/net")
     folder.mkdir(parents=True)
     plan.save(folder / "plan.yaml")

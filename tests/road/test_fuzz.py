@@ -115,7 +115,7 @@ def _check(plan: Plan) -> None:
 
 def _simulate(plan: Plan) -> None:
     plan.check_schedule()
-    placement, cluster = Placement.of(refresh(plan, PROFILE), PROFILE), plan.cluster.cluster()
+    placement, cluster = Placement.of(refresh(plan, PROFILE), PROFILE), plan.cluster
     compare(PROFILE, plan, RIVALS, placement, simulate(SimulationJob.of(placement, PROFILE, cluster)))
 
 

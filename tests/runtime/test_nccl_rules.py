@@ -20,7 +20,7 @@ from harness import CONV1, CONV2, CONV3, CONV4, SKIP3, TIED3, perceptron
 from reference import nccl_stand_in
 from reference.nccl_rules import DeadlockError, Job
 
-from pdtool.artifacts.cluster import ClusterSpec, LevelSpec
+from pdtool.artifacts.cluster import Cluster, Level
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.runtime.groups import have_own_devices
 from pdtool.runtime.messages.open_channels import can_use_nccl
@@ -55,7 +55,7 @@ def plan_of(schedule: str, shape: PipelineShape) -> Plan:
         batch_size=1,
         schedule=schedule,
         chunks=shape.chunks,
-        cluster=ClusterSpec(levels=(LevelSpec(size=sum(shape.replicas[:depth]), bandwidth_bytes_per_s=1e9),)),
+        cluster=Cluster(levels=(Level(size=sum(shape.replicas[:depth]), bandwidth_bytes_per_s=1e9),)),
         stages=tuple(Stage(nodes=("n",), replicas=r, workers=tuple(range(r)), in_flight=1) for r in shape.replicas),
     )
 

@@ -104,7 +104,7 @@ def simulated(spec: Any) -> list[dict[str, Any]]:
         SimulationJob(
             shape=shape,
             lists=plan.kind.build(shape, MINIBATCHES),
-            cluster=plan.cluster.cluster(),
+            cluster=plan.cluster,
             workers=[w for stage in plan.stages[: plan.pipeline_depth] for w in stage.workers],
             stages=[StageWork(seconds=dict.fromkeys(ActionKind, 1.0), averaged_bytes=8)] * (last + 1),
             edges=[

@@ -106,7 +106,7 @@ def _config(artifact: Artifact) -> str:
 
     if not isinstance(artifact, Plan):
         return ""
-    return f": {artifact.config} on {artifact.cluster.cluster().topology}, schedule {artifact.schedule}"
+    return f": {artifact.config} on {artifact.cluster.topology}, schedule {artifact.schedule}"
 
 
 def _moved(a: Artifact, b: Artifact, first: str, second: str) -> list[MovedOperators]:

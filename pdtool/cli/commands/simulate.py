@@ -92,7 +92,7 @@ def simulate(
     if svg:
         title = f"{chosen.name} ({chosen.config}, {name})"
         if points:
-            own = chosen.cluster.cluster().levels[0].bandwidth_bytes_per_s
+            own = chosen.cluster.levels[0].bandwidth_bytes_per_s
             picture = gain_chart(points, _GAIN_WIDTH, own, f"gain of {title} over data parallelism")
         else:
             times = f"{title}, {format_seconds(result.time_per_minibatch_s)} per minibatch"

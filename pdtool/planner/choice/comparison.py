@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
 
-from pdtool.artifacts.cluster import Cluster, ClusterSpec
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
@@ -72,7 +72,7 @@ def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Pl
         if cluster.memory_bytes is None:
             raise
     unlimited = make_plan(profile, plan.profile, replace(cluster, memory_bytes=None), options)
-    return refresh(unlimited.model_copy(update={"cluster": ClusterSpec.of(cluster)}), profile)
+    return refresh(unlimited.model_copy(update={"cluster": cluster}), profile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def compare(
         placement: how the plan is simulated, which may be under another schedule than its own.
         result: of that, with as many minibatches as its steady state takes.
     """
-    cluster = plan.cluster.cluster()
+    cluster = plan.cluster
     compared, left_out = [_compared(THIS_PLAN, placement, profile, cluster, result)], []
     executed = plan.model_copy(
         update={"schedule": placement.execution.schedule, "microbatches": placement.execution.microbatches}
@@ -166,7 +166,7 @@ class SweepPoint:
 
 def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[SweepPoint]:
     """Simulate the same stages, and data parallelism on all workers, at each bandwidth of the outermost level."""
-    cluster = plan.cluster.cluster()
+    cluster = plan.cluster
     data_parallel = _rival_plan(profile, cluster, plan, "data-parallel")
     placements = [Placement.of(each, profile) for each in (plan, data_parallel)]
     points = []
@@ -248,7 +248,7 @@ def simulated(
     Raises:
         UsageError: the schedule goes with other stages, or there are too many minibatches to simulate.
     """
-    name, cluster = schedule or plan.schedule, plan.cluster.cluster()
+    name, cluster = schedule or plan.schedule, plan.cluster
     placement = Placement.of(plan, profile)
     if name != plan.schedule:
         placement = under_schedule(placement, profile, name, chunks=2)
@@ -272,7 +272,7 @@ def simulated_for_report(plan: Plan, profile: Profile) -> Simulation:
     """
     simulation = simulated(plan, profile, against=BASELINES)
     own = plan.cluster.levels[0].bandwidth_bytes_per_s
-    if plan.cluster.cluster().workers == 1 or action_count(Placement.of(plan, profile)) > _MAX_SWEPT_ACTIONS:
+    if plan.cluster.workers == 1 or action_count(Placement.of(plan, profile)) > _MAX_SWEPT_ACTIONS:
         return simulation
     with suppress(NoPlanError, UsageError):  # data parallelism cannot be simulated
         points = sweep(profile, plan, bandwidth_grid(own / _RANGE, own * _RANGE, _POINTS))

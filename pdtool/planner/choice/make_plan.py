@@ -162,7 +162,7 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
 def _evaluator(plan: Plan, profile: Profile) -> Evaluator:
     """Whose formulas the figures of a plan are by, and whether stages may recompute."""
     cost_model = plan.predicted.cost if plan.predicted else "ours"
-    return Evaluator(profile, plan.cluster.cluster(), cost_model, plan.asked.recompute if plan.asked else True)
+    return Evaluator(profile, plan.cluster, cost_model, plan.asked.recompute if plan.asked else True)
 
 
 def chunked_placement(profile: Profile, cluster: Cluster, options: SearchOptions) -> Placement:

@@ -97,7 +97,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
     stored = "the plan was edited by hand, those in the file are of the plan before"
     if plan.predicted is None:
         stored = "there are none in the file"
-    workers, gain = plan.cluster.cluster().workers, f"{recomputed.gain_over_data_parallel:.3g}"
+    workers, gain = plan.cluster.workers, f"{recomputed.gain_over_data_parallel:.3g}"
     time_s = recomputed.simulated_s if recomputed.simulated_s is not None else recomputed.bottleneck_s
     yield Finding(
         claim="figures",
@@ -192,7 +192,7 @@ def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s:
         words += f" ({fastest[0].placement.config})"
     if plan.asked is None:
         words += "; the plan does not record what was asked for, so the search took what it has"
-    floor_s = sum(node.forward_s + node.backward_s for node in profile.nodes) / plan.cluster.cluster().workers
+    floor_s = sum(node.forward_s + node.backward_s for node in profile.nodes) / plan.cluster.workers
     if bound_s < floor_s * (1 - _RELATIVE_TOLERANCE):
         words += f"; a weak claim, all workers computing all the time take {format_seconds(floor_s)}"
     return Finding(
@@ -206,8 +206,9 @@ def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s:
 
 
 def _found_again(plan: Plan, profile: Profile) -> list[Candidate]:
-    """What the search finds that the certificate is about. An edited plan is searched under its own schedule and strategy; so is a
-    plan that does not record what was asked for, and its stages recompute only if one of them does."""
+    """What the search finds that the certificate is about. An edited plan is searched under its own schedule and
+    strategy; so is a plan that does not record what was asked for, and its stages recompute only if one of them does.
+    """
     asked = plan.asked or PlanOptions(
         straight=STRATEGIES[plan.strategy].is_straight,
         recompute=any(stage.recompute for stage in plan.stages),
@@ -217,4 +218,4 @@ def _found_again(plan: Plan, profile: Profile) -> list[Candidate]:
         asked = replace(asked, schedule=plan.schedule, microbatches=plan.microbatches, strategy=plan.strategy)
     max_stages = plan.why.certificate.max_stages if plan.why and plan.why.certificate else None
     options = SearchOptions(**{**vars(asked), "simplest": 0.0}, max_stages=max_stages)
-    return PLANNERS[options.strategy].candidates(PlanSearch(profile, plan.cluster.cluster(), options))
+    return PLANNERS[options.strategy].candidates(PlanSearch(profile, plan.cluster, options))

@@ -267,7 +267,7 @@ def _check_threads(config: RunConfig) -> None:
 
 def local_assignments(config: RunConfig) -> list[RankAssignment]:
     """Return the assignments of the workers that this machine starts; raises UsageError when there are none."""
-    node_workers = config.machines.node_workers(config.plan.cluster.cluster().workers)
+    node_workers = config.machines.node_workers(config.plan.cluster.workers)
     local = [assignment for assignment in assign_ranks(config.plan) if assignment.worker in node_workers]
     if not local:
         raise UsageError(f"the plan uses no worker of machine {config.machines.node_rank}", "start fewer machines")
