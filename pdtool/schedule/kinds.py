@@ -277,9 +277,9 @@ INTERLEAVED = ScheduleKind(
 def _looped_bfs(shape: PipelineShape, worker: int, rounds: Sequence[Round]) -> Actions:
     """Build breadth-first: all minibatches pass the first chunk, then all the second, and backwards likewise.
 
-    Source: "Breadth-First Pipeline Parallelism", MLSys'23. A stage sends and averages while its worker is
-    at the next chunk. Backwards come in the order of forwards, so that gradients are summed as in the unsplit model;
-    torch's ScheduleLoopedBFS turns it round. Two workers of two chunks, every action takes one slot:
+    Source: "Breadth-First Pipeline Parallelism", MLSys'23. A message may take as long as the other minibatches of its
+    chunk. Backwards come in the order of forwards, so that gradients are summed as in the unsplit model; torch's
+    ScheduleLoopedBFS turns it round. Two workers of two chunks, every action takes one slot:
 
         0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
         1 | .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
