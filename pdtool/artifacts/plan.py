@@ -18,7 +18,6 @@ from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import read_yaml, with_values
 from pdtool.errors import ArtifactError, FieldError, ScheduleError
 from pdtool.schedule import (
-    ONE_F_ONE_B,
     SCHEDULES,
     STRATEGIES,
     WEIGHT_POLICIES,
@@ -250,8 +249,8 @@ class Plan(YamlArtifact):
     profile: Label
     batch_size: Count
     cluster: Cluster
-    schedule: ScheduleName = ONE_F_ONE_B.name
-    weights: WeightPolicyName = ONE_F_ONE_B.policies[0].name
+    schedule: ScheduleName = ExecutionConfig.schedule
+    weights: WeightPolicyName = ExecutionConfig.weights
     microbatches: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] = 1
     update_every: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] | None = None
     chunks: Annotated[int, Field(ge=1, le=100)] = 1
@@ -354,8 +353,8 @@ class Plan(YamlArtifact):
             tied_stages: groups of stages that share a parameter, and so must update after the same number of
                 minibatches.
         """
-        replicas, in_flight = zip(*((stage.replicas, stage.in_flight) for stage in self.stages), strict=True)
-        return self.execution.shape(replicas, in_flight, tied_stages)
+        stages = self.stages[: self.pipeline_depth]
+        return self.execution.shape([s.replicas for s in stages], [s.in_flight for s in stages], tied_stages)
 
     def check_schedule(self) -> None:
         """Execute the schedule on paper.

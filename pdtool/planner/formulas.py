@@ -49,14 +49,9 @@ class CostModel:
     requires_all_workers = False  # True: plans must use every worker, so the first stage begins at worker 0
 
     @property
-    def is_asynchronous(self) -> bool:
-        """Whether there is no flush: each minibatch in flight has a weight version of its own."""
-        return not self.execution.kind.flushes
-
-    @property
     def drains(self) -> bool:
         """Whether a pipeline fills and drains for each update."""
-        return not self.is_asynchronous and self.execution.is_pipelined
+        return self.execution.kind.flushes and self.execution.is_pipelined
 
     @property
     def first_replicas(self) -> float | None:
@@ -68,7 +63,7 @@ class CostModel:
 
     def update_interval(self, replicas: Number) -> Number:
         """k: without a flush a stage updates when each replica has done one minibatch, with one at the flush."""
-        return replicas * self.execution.copies if self.is_asynchronous else self.execution.microbatches
+        return self.execution.microbatches if self.execution.kind.flushes else replicas * self.execution.copies
 
     def flush_factor(self, stages: int) -> float:
         """Time with fill and drain over time without: (M + p - 1) / M when each update flushes (GPipe, section 2.3)."""
@@ -84,7 +79,8 @@ class CostModel:
         """
         microbatches = -(-self.execution.microbatches // self.execution.copies)
         in_flight = self.execution.kind.in_flight(replicas, workers_from_here, microbatches, _ANY_DEPTH, 1)
-        return np.minimum(in_flight, 1) if self.is_asynchronous and not self.execution.is_pipelined else in_flight
+        takes_turns = not (self.execution.kind.flushes or self.execution.is_pipelined)
+        return np.minimum(in_flight, 1) if takes_turns else in_flight
 
     def compute_s(self, load: StageLoad, replicas: Number, recompute: Number = False) -> Number:
         """Seconds per minibatch of the whole pipeline.
@@ -178,7 +174,7 @@ class CostModel:
 
     def memory_bytes(self, load: StageLoad, in_flight: Number, recompute: Number = False) -> Number:
         """Bytes on one worker: without a flush one weight version for each minibatch in flight (section 3.3)."""
-        versions = in_flight if self.is_asynchronous else 1
+        versions = 1 if self.execution.kind.flushes else in_flight
         return self.memory(load, recompute).peak_bytes(versions, in_flight)
 
     def must_recompute(self, load: StageLoad, in_flight: Number) -> Number:

@@ -125,7 +125,8 @@ class Placement:
 
     def shape(self, tied_stages: Collection[tuple[int, ...]] = ()) -> PipelineShape:
         """Return what the schedule is built for; `tied_stages` are groups of stages that share a parameter."""
-        return self.execution.shape(self.replicas, self.in_flight, tied_stages)
+        depth = self.pipeline_depth
+        return self.execution.shape(self.replicas[:depth], self.in_flight[:depth], tied_stages)
 
     @property
     def is_executable(self) -> bool:
@@ -138,9 +139,8 @@ class Placement:
 
     def with_usual_in_flight(self) -> Placement:
         """Return the same with as many minibatches in flight as its schedule wants."""
-        execution, replicas = self.execution, self.replicas[: self.pipeline_depth]
-        usual = execution.kind.usual_in_flight(replicas, execution.microbatches, execution.chunks)
-        return self.with_in_flight(usual * execution.chunks)
+        usual = self.execution.usual_in_flight(self.replicas[: self.pipeline_depth])
+        return self.with_in_flight(usual * self.execution.chunks)
 
     def with_in_flight(self, in_flight: Sequence[int]) -> Placement:
         """Return the same with other numbers of minibatches in flight at each replica of each stage."""

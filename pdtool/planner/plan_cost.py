@@ -216,7 +216,7 @@ def _plan_cost(
         allreduce_s=tuple(allreduce_s),
         transfer_s=tuple(_transfers_s(model, loads, placement)),
         stage_s=tuple(float(model.stage_s(*args)) for args in stages),
-        round_trip_s=round_trip_s if model.is_asynchronous and model.execution.is_pipelined else (),
+        round_trip_s=() if model.execution.kind.flushes or not model.execution.is_pipelined else round_trip_s,
         memory_bytes=tuple(memory_bytes),
         searched_memory_bytes=tuple(int(model.memory_bytes(*args)) for args in memory),
         traffic_bytes=_traffic_bytes(model, loads, placement, tied),
@@ -304,7 +304,7 @@ def _rings(
     """(stages, bytes, minibatches in a round) of what is averaged: by the replicas of a stage what it alone holds, by
     those of several what they all hold; then they all update after the same number of minibatches."""
     intervals = [model.update_interval(replicas) for replicas in placement.replicas_per_copy]
-    for stages in tied if model.is_asynchronous else ():
+    for stages in () if model.execution.kind.flushes else tied:
         for s in stages:
             intervals[s] = math.lcm(*(placement.replicas[t] for t in stages))
     own = [((s,), load.parameter_bytes - load.tied_bytes, intervals[s]) for s, load in enumerate(loads)]

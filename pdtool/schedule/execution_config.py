@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind
-from pdtool.schedule.policies import STASH
+from pdtool.schedule.policies import STASH, WEIGHT_POLICIES
 from pdtool.schedule.shape import PipelineShape
 from pdtool.schedule.strategies import STRATEGIES
 
@@ -53,22 +54,39 @@ class ExecutionConfig:
         return self.kind.has_formulas and is_usual
 
     def shape(
-        self, replicas: Sequence[int], in_flight: Sequence[int], tied_stages: Iterable[Sequence[int]] = ()
+        self, replicas: Sequence[int], in_flight: Sequence[int] | None = None, tied_stages: Iterable[Sequence[int]] = ()
     ) -> PipelineShape:
-        """Return the shape that the schedule is built for.
+        """Return the shape of a pipeline, with the number of minibatches after which each stage updates.
 
         Args:
-            replicas, in_flight: of each stage; with chunks those on the same workers have the same.
+            replicas, in_flight: r[s] and w[s] of stages that are on workers of their own; None: the usual in flight.
             tied_stages: groups of stages that share a parameter, and so must update after the same number of
                 minibatches.
         """
-        depth = len(replicas) // self.chunks
-        return self.kind.shape(
-            replicas[:depth],
-            in_flight[:depth],
-            weights=self.weights,
-            microbatches=self.microbatches,
-            update_every=self.update_every,
+        policy = WEIGHT_POLICIES[self.weights]
+        in_flight = in_flight or self.usual_in_flight(replicas)
+        if self.kind.flushes:
+            intervals = [self.microbatches] * len(replicas)
+        elif self.update_every:
+            intervals = [self.update_every] * len(replicas)
+        else:
+            wanted = policy.intervals(replicas, in_flight)
+            intervals = list(wanted)
+            for stages in tied_stages:
+                for s in stages:
+                    intervals[s] = math.lcm(*(wanted[t] for t in stages))
+        return PipelineShape(
+            replicas=tuple(replicas) * self.chunks,
+            in_flight=tuple(in_flight),
+            update_every=tuple(intervals) * self.chunks,
             chunks=self.chunks,
-            tied_stages=tied_stages,
+            weights=policy,
         )
+
+    def usual_in_flight(self, replicas: Sequence[int]) -> tuple[int, ...]:
+        """Return w[s] as the schedule wants it; with chunks for each worker, over all its chunks.
+
+        Args:
+            replicas: r[s] of stages that are on workers of their own.
+        """
+        return self.kind.usual_in_flight(replicas, self.microbatches, self.chunks)

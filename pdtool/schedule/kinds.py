@@ -5,15 +5,14 @@ The simulator and the workers execute the lists of actions without knowing the k
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from pdtool.errors import UsageError
 from pdtool.schedule.action import Action, ActionKind, Actions
-from pdtool.schedule.policies import FLUSH, NONE, STASH, TWO_BW, VERTICAL_SYNC, WEIGHT_POLICIES, WeightPolicy
+from pdtool.schedule.policies import FLUSH, NONE, STASH, TWO_BW, VERTICAL_SYNC, WeightPolicy
 from pdtool.schedule.shape import PipelineShape
 
 Round = tuple[int, list[int]]  # (number, the minibatches of one worker in it)
@@ -72,47 +71,6 @@ class ScheduleKind:
         p = len(replicas)
         return tuple(self.in_flight(r, sum(replicas[s:]), microbatches, p, chunks) for s, r in enumerate(replicas))
 
-    def shape(
-        self,
-        replicas: Sequence[int],
-        in_flight: Sequence[int] | None = None,
-        *,
-        weights: str | None = None,
-        microbatches: int = 1,
-        update_every: int | None = None,
-        chunks: int = 1,
-        tied_stages: Iterable[Sequence[int]] = (),
-    ) -> PipelineShape:
-        """Return the shape of a pipeline, with the number of minibatches after which each stage updates.
-
-        Args:
-            replicas, in_flight: r[s] and w[s], of stages that are on workers of their own; None: the usual in flight.
-            weights: the policy; None: the usual one.
-            microbatches: in one update of a flushing schedule.
-            update_every: minibatches in one update of every stage, without a flush; None: what the policy wants.
-            tied_stages: groups of stages that share a parameter, and so must update after the same number of
-                minibatches.
-        """
-        policy = WEIGHT_POLICIES[weights] if weights else self.policies[0]
-        in_flight = in_flight or self.usual_in_flight(replicas, microbatches, chunks)
-        if self.flushes:
-            intervals = [microbatches] * len(replicas)
-        elif update_every:
-            intervals = [update_every] * len(replicas)
-        else:
-            wanted = policy.intervals(replicas, in_flight)
-            intervals = list(wanted)
-            for stages in tied_stages:
-                for s in stages:
-                    intervals[s] = math.lcm(*(wanted[t] for t in stages))
-        return PipelineShape(
-            replicas=tuple(replicas) * chunks,
-            in_flight=tuple(in_flight),
-            update_every=tuple(intervals) * chunks,
-            chunks=chunks,
-            weights=policy,
-        )
-
     def build(self, shape: PipelineShape, minibatches: int) -> list[Actions]:
         """Build the action lists for minibatches 0 .. minibatches - 1 of one epoch.
 
@@ -127,9 +85,6 @@ class ScheduleKind:
                 f"schedule {self.name} needs as many replicas of each stage, but the plan is {config}",
                 "use a straight plan, or 1f1b-flush",
             )
-        if not self.chunked and shape.chunks > 1:
-            what = f"schedule {self.name} has one chunk a worker, not {shape.chunks}"
-            raise UsageError(what, f"use {schedule_names(lambda kind: kind.chunked)}")
         return [self._worker_actions(shape, s, k, minibatches) for s, k in shape.stage_replicas()]
 
     def _worker_actions(self, shape: PipelineShape, stage: int, replica: int, minibatches: int) -> Actions:

@@ -17,7 +17,7 @@ from pdtool.planner.simulator.job import SimulationJob, StageWork
 from pdtool.planner.simulator.network import EventQueue, Flow, Network
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.planner.stage_costs import StageEdge
-from pdtool.schedule import SCHEDULES, Action, ActionKind
+from pdtool.schedule import SCHEDULES, Action, ActionKind, ExecutionConfig
 from pdtool.schedule.execution import timeline
 
 
@@ -29,7 +29,7 @@ def seconds(forward=1.0, inputs=1.0, weights=1.0, update=0.0, chunks=1):
 
 def straight(name, p, m, *, n=None, chunks=1, times=None, latency=0.0, size=0, bandwidth=1e9):
     """p workers in a row; `m` microbatches in one update of a flushing schedule, `n` minibatches."""
-    shape = SCHEDULES[name].shape((1,) * p, microbatches=m, chunks=chunks)
+    shape = ExecutionConfig.of_schedule(name, m, chunks).shape((1,) * p)
     stages = p * chunks
     return SimulationJob(
         shape=shape,
@@ -123,7 +123,7 @@ def jobs(draw, *, costly=True):
     kind = SCHEDULES[name]
     chunks = draw(st.integers(1, 3)) if kind.chunked else 1
     replicas = tuple(draw(st.lists(st.integers(1, 1 if kind.equal_replicas else 3), min_size=1, max_size=4)))
-    shape = SCHEDULES[name].shape(replicas, microbatches=draw(st.integers(1, 6)), chunks=chunks)
+    shape = ExecutionConfig.of_schedule(name, draw(st.integers(1, 6)), chunks).shape(replicas)
     sizes = draw(st.sampled_from([(sum(replicas),), (sum(replicas), 2), (2, sum(replicas))]))
     count = st.integers(0, 50) if costly else st.just(0)
     cluster = make_cluster(
@@ -299,7 +299,7 @@ def test_the_same_job_gives_the_same_simulation(job):
 
 
 def test_a_job_that_cannot_end_names_who_waits():
-    shape = replace(SCHEDULES["1f1b"].shape((1, 1)), in_flight=(1, 2))
+    shape = replace(ExecutionConfig.of_schedule("1f1b").shape((1, 1)), in_flight=(1, 2))
     job = straight("1f1b", 2, 1, n=3)
     with pytest.raises(ScheduleError, match=r"worker 0 waits forever in 0B0\n.*>0B0<"):
         simulate(replace(job, shape=shape, lists=SCHEDULES["1f1b"].build(shape, 3)))

@@ -228,8 +228,8 @@ def test_interleaved_stages_of_one_worker_share_no_parameter():
 
 def test_enough_minibatches_see_whole_periods():
     """Three periods of 15, the least that is 32 or more, and more than is ever in flight on either side."""
-    shape = SCHEDULES["1f1b"].shape((5, 3, 1))
+    shape = ExecutionConfig.of_schedule("1f1b").shape((5, 3, 1))
     started = max(w * r for w, r in zip(shape.in_flight, shape.replicas, strict=True))
     assert steady_run(shape) == 2 * started + 45
-    assert steady_run(SCHEDULES["1f1b"].shape((1,))) == 2 + 32
-    assert steady_run(SCHEDULES["gpipe"].shape((1, 1), microbatches=64)) == 3 * 64
+    assert steady_run(ExecutionConfig.of_schedule("1f1b").shape((1,))) == 2 + 32
+    assert steady_run(ExecutionConfig.of_schedule("gpipe", 64).shape((1, 1))) == 3 * 64

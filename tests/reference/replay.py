@@ -208,10 +208,10 @@ def synchronous(
 def peak_stashed(schedule: str, replicas: Sequence[int], s: int, microbatches: int, chunks: int = 1) -> int:
     """Most minibatches in flight at a replica of stage s, with `microbatches` at each replica of it in an update.
 
-    GPipe (NeurIPS'19, section 2.2) and breadth-first (MLSys'23): all. 1F1B: as many as it takes to keep the later workers busy (PipeDream, section
-    3.2: NOAM). ZB-H1 (ICLR'24, section 2.1): everywhere as many as 1F1B has at the first stage. Interleaved (SC'21,
-    section 2.2): p minibatches go through one chunk, then through the next; worker d begins with
-    2 (p - d - 1) + (v - 1) p forwards, goes on by forward and backward in turns, and ends with backwards.
+    GPipe (NeurIPS'19, section 2.2) and breadth-first (MLSys'23): all. 1F1B: as many as it takes to keep the later
+    workers busy (PipeDream, section 3.2: NOAM). ZB-H1 (ICLR'24, section 2.1): everywhere as many as 1F1B has at the
+    first stage. Interleaved (SC'21, section 2.2): p minibatches go through one chunk, then through the next; worker d
+    begins with 2 (p - d - 1) + (v - 1) p forwards, goes on by forward and backward in turns, and ends with backwards.
     """
     p = len(replicas)
     match schedule:

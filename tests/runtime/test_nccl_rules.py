@@ -25,7 +25,7 @@ from pdtool.artifacts.plan import Plan, Stage
 from pdtool.runtime.groups import have_own_devices
 from pdtool.runtime.messages.open_channels import can_use_nccl
 from pdtool.runtime.messages.routes import Route
-from pdtool.schedule import SCHEDULES, PipelineShape
+from pdtool.schedule import SCHEDULES, ExecutionConfig, PipelineShape
 
 SHAPES = {
     "straight 2": (1, 1),
@@ -62,7 +62,7 @@ def plan_of(schedule: str, shape: PipelineShape) -> Plan:
 
 def job(schedule: str, replicas: Sequence[int], messages: str, **changed: Any) -> Job:
     """The job that pdtool makes of a schedule, unless it is changed."""
-    shape = SCHEDULES[schedule].shape(replicas, microbatches=6, chunks=2 if SCHEDULES[schedule].chunked else 1)
+    shape = ExecutionConfig.of_schedule(schedule, 6, 2 if SCHEDULES[schedule].chunked else 1).shape(replicas)
     last = len(shape.replicas) - 1
     if messages == "tied":  # stages that share a parameter update together
         every = math.lcm(*shape.update_every)

@@ -13,7 +13,7 @@ from reference import delay_corrections
 from pdtool.errors import UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.corrections import DelayCompensation
-from pdtool.schedule import SCHEDULES, gradient_delays
+from pdtool.schedule import SCHEDULES, ExecutionConfig, gradient_delays
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_copies_of_a_tied_parameter_stay_equal_under_a_correction(tmp_path: Path
 
 def test_the_delay_of_a_stage_is_that_of_its_schedule() -> None:
     """FACTS: p - 1 - r updates for PipeDream, 1 for 2BW, none with a flush; with vertical sync that of the first."""
-    assert gradient_delays(SCHEDULES["1f1b"], SCHEDULES["1f1b"].shape((1,) * 4)) == [3, 2, 1, 0]
-    assert gradient_delays(SCHEDULES["2bw"], SCHEDULES["2bw"].shape((1,) * 4)) == [1, 1, 1, 1]
+    assert gradient_delays(SCHEDULES["1f1b"], ExecutionConfig.of_schedule("1f1b").shape((1,) * 4)) == [3, 2, 1, 0]
+    assert gradient_delays(SCHEDULES["2bw"], ExecutionConfig.of_schedule("2bw").shape((1,) * 4)) == [1, 1, 1, 1]
     for name in ("1f1b-flush", "gpipe", "zb-h1"):
-        assert gradient_delays(SCHEDULES[name], SCHEDULES[name].shape((1,) * 4, microbatches=6)) == [0, 0, 0, 0]
-    shape = SCHEDULES["1f1b"].shape((1,) * 3, weights="vertical-sync")
+        assert gradient_delays(SCHEDULES[name], ExecutionConfig.of_schedule(name, 6).shape((1,) * 4)) == [0, 0, 0, 0]
+    shape = ExecutionConfig(weights="vertical-sync").shape((1,) * 3)
     assert gradient_delays(SCHEDULES["1f1b"], shape) == [2, 2, 2]
 
 

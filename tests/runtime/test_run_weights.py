@@ -10,7 +10,7 @@ from torch import nn
 
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.stage.weight_versions import WeightVersions
-from pdtool.schedule import SCHEDULES, tied_update_lag
+from pdtool.schedule import ExecutionConfig, tied_update_lag
 
 
 def modules() -> list[tuple[str, nn.Module, torch.Tensor]]:
@@ -153,5 +153,5 @@ def test_a_later_holder_of_a_tied_parameter_lags(
 ) -> None:
     """By the rounds in which the first holder cannot have finished: never more, or copies would drift for nothing."""
     every = tuple(2 if s in together and max(replicas) > 1 else r for s, r in enumerate(replicas))
-    shape = replace(SCHEDULES["1f1b"].shape(replicas), update_every=every)
+    shape = replace(ExecutionConfig.of_schedule("1f1b").shape(replicas), update_every=every)
     assert tied_update_lag(shape, together, stage) == lag

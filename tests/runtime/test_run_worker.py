@@ -24,7 +24,7 @@ from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
 from pdtool.runtime.worker.worker import Worker
-from pdtool.schedule import SCHEDULES
+from pdtool.schedule import SCHEDULES, ExecutionConfig
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_the_list_of_actions_is_built_once_for_each_number_of_minibatches() -> N
     context: Any = SimpleNamespace(
         config=SimpleNamespace(plan=SimpleNamespace(kind=counted)),
         assignment=SimpleNamespace(stage=1, replica=0),
-        shape=kind.shape((2, 1)),
+        shape=ExecutionConfig().shape((2, 1)),
         stages={1: None},
         meter=None,
         status=None,

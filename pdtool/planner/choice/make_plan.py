@@ -84,7 +84,7 @@ def _finished(
         certificate=_certificate(search, optima[0], chosen) if is_searched else None,
         rivals=tuple(PLANNERS[search.options.strategy].rejected(search, chosen, named, optima)),
     )
-    figures = with_formulas(plan, search.evaluator, chosen.cost, chosen.placement.execution, simulated_s)
+    figures = _predicted(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, simulated_s)
     return plan.model_copy(update={"asked": search.options.asked, "why": why, "predicted": figures})
 
 
@@ -176,10 +176,8 @@ def chunked_placement(profile: Profile, cluster: Cluster, options: SearchOptions
     workers = options.workers or cluster.workers
     if workers > cluster.workers:
         raise UsageError(f"--workers {workers}: the cluster has {cluster.workers}", "give no more than that")
-    stages = even_pieces(profile, workers * options.chunks)
     execution = ExecutionConfig.of_schedule(options.schedule, options.microbatches, options.chunks)
-    numbers = [(s % workers,) for s in range(len(stages))]
-    return _chunked(profile, stages, numbers, execution, [False] * len(stages))
+    return _even_chunks(profile, tuple((number,) for number in range(workers)), execution)
 
 
 def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:
@@ -200,13 +198,11 @@ def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks
             f"schedule {schedule} with {before.chunks} stages on each worker",
             "simulate a plan that was partitioned for one on each",
         )
-    depth = len(placement.stages)
-    microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * depth
+    microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * len(placement.stages)
     if SCHEDULES[schedule].chunked:
-        stages = even_pieces(profile, depth * chunks)
         execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
-        workers = [placement.workers[s % depth] for s in range(len(stages))]
-        return _chunked(profile, stages, workers, execution, placement.recompute * chunks)
+        chunked = _even_chunks(profile, placement.workers, execution)
+        return replace(chunked, recompute=placement.recompute * chunks)
     execution = ExecutionConfig.of_schedule(schedule, microbatches)
     return replace(placement, execution=execution).with_usual_in_flight()
 
@@ -239,24 +235,23 @@ def even_pieces(profile: Profile, count: int) -> list[list[str]]:
     return pieces
 
 
-def _chunked(
-    profile: Profile,
-    stages: Sequence[Sequence[str]],
-    workers: Sequence[tuple[int, ...]],
-    execution: ExecutionConfig,
-    recompute: Sequence[bool],
-) -> Placement:
-    """Place stages with the usual minibatches in flight; raises UsageError if two of a worker share a parameter."""
+def _even_chunks(profile: Profile, workers: tuple[tuple[int, ...], ...], execution: ExecutionConfig) -> Placement:
+    """Place even pieces of the model, `execution.chunks` on each of the `workers`; replicas of one stand together.
+
+    Raises:
+        UsageError: two stages of a worker share a parameter.
+    """
+    stages = even_pieces(profile, len(workers) * execution.chunks)
     for holders in tied_bytes(profile, stages):
-        if len({workers[s] for s in holders}) < len(holders):
+        if len({s % len(workers) for s in holders}) < len(holders):
             numbers = ", ".join(map(str, holders))
             what = f"{execution.schedule} stages {numbers} share a parameter, and two of them are on one worker"
             raise UsageError(what, "take another number of --chunks or --workers, or another schedule")
     return Placement(
         stages=tuple(map(tuple, stages)),
-        workers=tuple(workers),
+        workers=workers * execution.chunks,
         in_flight=(),
-        recompute=tuple(recompute),
+        recompute=(False,) * len(stages),
         execution=execution,
     ).with_usual_in_flight()
 
@@ -276,19 +271,8 @@ def predict(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
     is_ours = evaluator.cost_model == "ours"
     simulated_s = steady_state_s(placement, evaluator.profile, evaluator.cluster) if is_ours else None
     cost = evaluator.cost(placement)
-    figures = with_formulas(plan, evaluator, cost, placement.execution, simulated_s)
+    figures = _predicted(plan, evaluator, cost, cost.time_per_minibatch_s, simulated_s)
     return plan.model_copy(update={"why": Why(bottleneck=cost.bottleneck), "predicted": figures})
-
-
-def with_formulas(
-    plan: Plan, evaluator: Evaluator, cost: PlanCost, execution: ExecutionConfig, simulated_s: float | None
-) -> Predicted:
-    """Return the figures of a plan that the formulas cover.
-
-    Args:
-        simulated_s: seconds per minibatch in a simulation; None: it was not simulated.
-    """
-    return _predicted(plan, evaluator, execution, cost.time_per_minibatch_s, simulated_s, cost)
 
 
 def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
@@ -312,30 +296,26 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
     time_s = result.time_per_minibatch_s
     slowest = max(range(depth), key=compute_s.__getitem__)
     why = f"stage {slowest} computes most; {placement.execution.schedule} is simulated, there is no formula for it"
-    execution = ExecutionConfig.of_schedule((plan.kind.planned_as or plan.kind).name, plan.microbatches)
-    figures = _predicted(plan, evaluator, execution, time_s, time_s, cost)
+    figures = _predicted(plan, evaluator, cost, time_s, time_s)
     return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
 
 
 def _predicted(
-    plan: Plan,
-    evaluator: Evaluator,
-    execution: ExecutionConfig,
-    bottleneck_s: float,
-    simulated_s: float | None,
-    cost: PlanCost,
+    plan: Plan, evaluator: Evaluator, cost: PlanCost, bottleneck_s: float, simulated_s: float | None
 ) -> Predicted:
     """Return the figures. The gain is over data parallelism on all workers of the cluster, whether or not that fits in
     memory: of both in simulations, or of both by the same formulas. With a flush it takes no fewer minibatches in an
     update than the plan, as many on each worker.
 
     Args:
-        execution: how data parallelism is run, but for its copies.
+        bottleneck_s: seconds per minibatch by the formulas, or if none cover the plan in a simulation.
+        simulated_s: seconds per minibatch in a simulation; None: it was not simulated.
     """
-    workers, microbatches = evaluator.cluster.workers, execution.microbatches
-    if execution.kind.flushes:
+    workers, microbatches = evaluator.cluster.workers, plan.microbatches
+    if plan.kind.flushes:
         microbatches = -(-microbatches // workers) * workers
-    data_parallel = evaluator.data_parallel(workers, ExecutionConfig.of_schedule(execution.schedule, microbatches))
+    execution = ExecutionConfig.of_schedule((plan.kind.planned_as or plan.kind).name, microbatches)
+    data_parallel = evaluator.data_parallel(workers, execution)
     data_parallel_s = None
     if simulated_s is not None:
         data_parallel_s = steady_state_s(data_parallel.placement, evaluator.profile, evaluator.cluster)
