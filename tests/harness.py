@@ -24,7 +24,7 @@ from pdtool.artifacts.metrics import METRICS_FILE, read_metrics
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.files import file_sha256
 from pdtool.frontend.model_file import ModelFile
-from pdtool.runtime.config import RunConfig
+from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.loading.minibatches import sample_order
 from pdtool.schedule import SCHEDULES
 
@@ -455,8 +455,7 @@ def run(spec: RunConfig, prepare: Callable[[], None] | None = None) -> list[Outc
 
 
 def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable[[], None] | None) -> None:
-    from pdtool.runtime.worker.start_worker import WorkerContext
-    from pdtool.runtime.worker.worker import Worker
+    from pdtool.runtime.worker.start_worker import start_worker
 
     os.dup2(os.open(spec.out / f"stderr-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     gc.freeze()  # the worker looks through nothing for garbage that the server has imported
@@ -466,20 +465,20 @@ def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable
     if prepare:
         prepare()
     try:
-        context = WorkerContext(spec, rank, _device(spec, rank), world)
-        Worker(context).run()
+        worker = start_worker(spec, rank, _device(spec, rank), world)
+        worker.run()
     except Exception as error:
         (spec.out / f"error-{rank}.txt").write_text(f"rank {rank}: {type(error).__name__}: {error}")
         raise
     outcomes = [
         Outcome(
             stage=s,
-            replica=context.assignment.replica,
+            replica=assign_ranks(spec.plan)[rank].replica,
             state={name: value.detach().cpu().clone() for name, value in replica.stage.module.state_dict().items()},
             peak_versions=replica.stage.weights.peak_versions,
             peak_stashed=replica.stage.peak_stashed,
         )
-        for s, replica in context.stages.items()
+        for s, replica in worker.stages.items()
     ]
     torch.save(outcomes, spec.out / f"outcome-{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +77,6 @@ class CompensatedSteps:
         parameters: the parameters that the optimizer steps; those that are frozen move no more.
         delay: tau, in updates.
 
-    Attributes:
-        last_steps: d of each parameter, of its shape; empty unless the method extrapolates weights.
     """
 
     def __init__(self, method: DelayCompensation | None, parameters: Sequence[nn.Parameter], delay: int) -> None:
@@ -86,7 +85,7 @@ class CompensatedSteps:
         self._gain = _NESTEROV_GAIN if self._value is None else self._value
         self._factor = {"weight-prediction": float(delay), "nesterov": self._gain}.get(self._kind, 0.0)
         self._extrapolated = list(parameters) if self._factor else []
-        self.last_steps: dict[nn.Parameter, Tensor] = {}
+        self._last_steps: dict[nn.Parameter, Tensor] = {}  # d, unless the method does not extrapolate weights
         self._select_parameters()
 
     def step(self, optimizer: Optimizer, update: int) -> None:
@@ -95,22 +94,22 @@ class CompensatedSteps:
             self._discounted_step(optimizer, update)
             return
         self._select_parameters()
-        before = [p.detach().clone() for p in self.last_steps]
+        before = [p.detach().clone() for p in self._last_steps]
         optimizer.step()
         with torch.no_grad():
-            for (p, last_step), old in zip(self.last_steps.items(), before, strict=True):
+            for (p, last_step), old in zip(self._last_steps.items(), before, strict=True):
                 if self._kind == "nesterov":
                     last_step.mul_(self._gain).add_(p - old, alpha=1 - self._gain)
                 else:
                     torch.sub(p, old, out=last_step)
             if self._kind == "nesterov":  # all at the end: parameters may share memory
-                for (p, last_step), old in zip(self.last_steps.items(), before, strict=True):
+                for (p, last_step), old in zip(self._last_steps.items(), before, strict=True):
                     torch.add(old, last_step, out=p.data)
 
     def _select_parameters(self) -> None:
         """Keep the last steps of parameters that are trained, and begin those of parameters that are trained anew."""
         trained = [p for p in self._extrapolated if p.requires_grad]
-        self.last_steps = {p: self.last_steps[p] if p in self.last_steps else torch.zeros_like(p) for p in trained}
+        self._last_steps = {p: self._last_steps[p] if p in self._last_steps else torch.zeros_like(p) for p in trained}
 
     def _discounted_step(self, optimizer: Optimizer, update: int) -> None:
         power = 1.0 if self._value is None else max(0.0, 1 - update / self._value)
@@ -123,4 +122,13 @@ class CompensatedSteps:
 
     def extrapolated_weights(self) -> Mapping[nn.Parameter, Tensor]:
         """Return what forwards read instead of a parameter, of its shape."""
-        return {p: p.detach() + self._factor * last_step for p, last_step in self.last_steps.items()}
+        return {p: p.detach() + self._factor * last_step for p, last_step in self._last_steps.items()}
+
+    def state_dict(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return what a checkpoint holds of the correction of a parameter, for the optimizer's record of it."""
+        return {"last_step": self._last_steps[parameter]} if parameter in self._last_steps else {}
+
+    def load_state_dict(self, parameter: nn.Parameter, record: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint holds of it; `record` is the optimizer's."""
+        if parameter in self._last_steps and "last_step" in record:
+            self._last_steps[parameter].copy_(record["last_step"])

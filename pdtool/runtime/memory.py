@@ -35,24 +35,24 @@ class PeakMemory:
 
     On a GPU tensors are counted, on a CPU resident pages without those of files. Memory that is shared with other
     workers counts in each of them.
+
+    Attributes:
+        received_bytes: memory of a GPU that is set aside for messages, which counts, too.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
+        self.received_bytes = 0
         self._before_bytes: int | None = None
         self._file_bytes = 0  # the most that was seen since the last `restart`
 
-    def start(self, stages: Iterable[nn.Module], received_bytes: int = 0) -> None:
-        """Begin to measure; of what is held by now, parameters and buffers of `stages` count and libraries do not.
-
-        Args:
-            received_bytes: memory of a GPU that is set aside for messages, which counts, too.
-        """
+    def start(self, stages: Iterable[nn.Module]) -> None:
+        """Begin to measure; of what is held by now, parameters and buffers of `stages` count and libraries do not."""
         gc.collect()
         host.trim_heap()  # what glibc keeps of the stages of others looks held
         stage_bytes = {id(t): t.nbytes for stage in stages for t in (*stage.parameters(), *stage.buffers())}
         now = torch.cuda.memory_allocated(self._device) if self._is_cuda else host.resident_bytes()
-        self._before_bytes = None if now is None else now - sum(stage_bytes.values()) - received_bytes
+        self._before_bytes = None if now is None else now - sum(stage_bytes.values()) - self.received_bytes
         self.restart()
 
     def restart(self) -> None:

@@ -58,6 +58,7 @@ class WorkerMeter:
 
     Attributes:
         memory: the most that the worker holds; the worker starts it.
+        epochs: the times of the epochs since the last `restart`.
         timestamps: of the device.
         waiting: context that times a wait for messages of other stages; one within another is part of it.
         averaging: context that times a wait for gradients of other replicas, or of tied stages.
@@ -65,7 +66,7 @@ class WorkerMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = PeakMemory(device)
+        self.memory, self.epochs = PeakMemory(device), EpochTimes()
         self._timings, self.timestamps = Timings(), timestamps_of(device)
         self._is_on_host = device.type == "cpu"
         self._uses_nvtx = not self._is_on_host and os.environ.get(_NVTX_VARIABLE, "0") != "0"
@@ -75,6 +76,28 @@ class WorkerMeter:
         self.loading = _WaitContext(self, "data_s", is_for_peers=False)
         self._action: Action | None = None
         self._waits: list[_Wait] = []
+        self._timed = range(0)
+        self._losses: list[tuple[int, Timestamp]] = []  # the first and the last one in `_timed`
+
+    def epoch_begins(self, timed: range) -> None:
+        """Begin an epoch, in which the time is taken between the losses of `timed` minibatches: in steady state."""
+        self._timed, self._losses = timed, []
+
+    def loss_computed(self, minibatch: int) -> None:
+        """Take the time when the device has computed the loss of a minibatch."""
+        if minibatch in self._timed:
+            self._losses[1:] = [(minibatch, self.timestamps.record())]
+
+    def epoch_ended(self, minibatches: int, samples: int, train_s: float) -> None:
+        """Add an epoch of training that took `train_s` seconds; the device has come to its end."""
+        self.memory.epoch_ended()
+        self.epochs.minibatches += minibatches
+        self.epochs.samples += samples
+        self.epochs.train_s += train_s
+        if self._losses:
+            (first, start), (last, end) = self._losses[0], self._losses[-1]
+            self.epochs.intervals += last - first
+            self.epochs.intervals_s += self.timestamps.seconds_between(start, end)
 
     def action(self, action: Action) -> AbstractContextManager[None]:
         """Return the context that times one action."""
@@ -123,7 +146,7 @@ class WorkerMeter:
     def restart(self) -> None:
         """Forget what was measured (setting up, warming up); the trace keeps it."""
         self.synchronize()
-        self._timings.totals = TimeTotals()
+        self._timings.totals, self.epochs = TimeTotals(), EpochTimes()
         self.memory.restart()
 
     def synchronize(self) -> None:
@@ -217,6 +240,28 @@ class _WaitContext:
                 self._meter._waits.append(wait)
             else:
                 self._meter._keep(None, wait[0], wait[1], (wait,))
+
+
+@dataclass
+class EpochTimes:
+    """The training time of some epochs.
+
+    Attributes:
+        minibatches, samples: numbers of those trained.
+        train_s: seconds of training, pipeline fill and drain included.
+        intervals, intervals_s: from one loss to the next in steady state: their number, and seconds in all.
+    """
+
+    minibatches: int = 0
+    samples: int = 0
+    train_s: float = 0.0
+    intervals: int = 0
+    intervals_s: float = 0.0
+
+    @property
+    def time_per_minibatch_s(self) -> float:
+        """Seconds from one loss to the next in steady state; 0 when not known."""
+        return self.intervals_s / self.intervals if self.intervals else 0.0
 
 
 @dataclass

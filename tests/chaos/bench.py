@@ -159,7 +159,7 @@ class Bench:
         self.pdtool("codegen", _PLAN)
         self.pdtool(*self.run("runs/reference", epochs))
         checkpoints = run_dir.complete_checkpoints(folder / "runs/reference")
-        self.states = {epoch: checkpoint.load(path, lambda key: True) for epoch, path in checkpoints.items()}
+        self.states = {epoch: checkpoint.read(path, lambda key: True) for epoch, path in checkpoints.items()}
 
     def run(self, out: str, epochs: int, *more: str) -> list[str]:
         """The arguments of a run."""
@@ -183,7 +183,7 @@ class Bench:
         losses = [f"{name}: epoch {epoch} is gone" for epoch in (before or {}).keys() - complete.keys()]
         for epoch, path in complete.items():
             try:
-                state = checkpoint.load(path, lambda key: True)
+                state = checkpoint.read(path, lambda key: True)
             except PdtoolError as error:
                 losses.append(f"{name}: {error}")
                 continue

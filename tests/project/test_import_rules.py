@@ -51,8 +51,8 @@ PUBLIC = {
     "reports": "chart figures graph_drawing page sentences timeline_drawing",
     "runtime.launch": "diagnosis launcher worker_main",
     "runtime.messages": "open_channels routes stage_io",
-    "runtime.stage": "averaging losses optimizer pipeline_stage stage_replica tied_parameters",
-    "runtime.worker": "checkpoint start_worker worker",
+    "runtime.stage": "averaging component losses module_state optimizer pipeline_stage stage_replica tied_parameters",
+    "runtime.worker": "checkpoint start_worker",
     "schedule": "",  # what others use of it, the package itself names
 }
 

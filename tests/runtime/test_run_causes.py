@@ -95,7 +95,7 @@ def test_a_worker_of_torchrun_says_so_too(
 ) -> None:
     """There the command itself is the worker, and would end with status 0."""
 
-    def context(*_: object) -> None:
+    def start(*_: object) -> None:
         raise raised
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
@@ -103,7 +103,7 @@ def test_a_worker_of_torchrun_says_so_too(
     monkeypatch.setattr(worker_main.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(worker_main, "check_agreement", lambda *_: None)
     monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr(worker_main, "WorkerContext", context)
+    monkeypatch.setattr(worker_main, "start_worker", start)
     with pytest.raises(WorkerDiedError, match=what):
         worker_main.run_worker(harness.job(tmp_path, CONV1))
 

@@ -19,7 +19,6 @@ from pdtool.runtime import meter
 from pdtool.runtime import meter as timings
 from pdtool.runtime.memory import PeakMemory
 from pdtool.runtime.meter import MAX_UNREAD, TimeTotals, WorkerMeter
-from pdtool.runtime.worker.run_report import EpochTimer
 from pdtool.schedule import Action
 
 CPU = torch.device("cpu")
@@ -41,6 +40,9 @@ class Told:
     def seconds(self, timestamp: float) -> float:
         assert self.is_ready(timestamp), "read before the device was there"
         return timestamp
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
 
     def synchronize(self) -> None:
         self.done = math.inf
@@ -136,14 +138,23 @@ def test_times_of_the_host_are_no_part_of_those_of_a_gpu(clock: Told) -> None:
     assert [e["args"]["name"] for e in made if e["name"] == "thread_name"] == ["send (host)"]
 
 
-def test_the_pace_is_that_of_the_device() -> None:
+def test_the_pace_is_that_of_the_device(clock: Told) -> None:
     """From the first loss in steady state to the last, which the host launches long before."""
-    timer = EpochTimer()
-    timer.epoch_begins(range(1, 6))
-    for minibatch, at in ((0, "e0"), (1, "e1"), (2, "e2"), (5, "e5"), (6, "e6")):
-        timer.loss_computed(minibatch, at)
-    timer.epoch_ended(7, 56, 9.0, lambda start, end: {("e1", "e5"): 2.0}[start, end])
-    assert timer.times.time_per_minibatch_s == 0.5
+    found = WorkerMeter(CPU)
+    for epoch_s in (8.0, 16.0):
+        found.epoch_begins(range(1, 6))
+        for minibatch in (0, 1, 2, 5, 6):
+            clock.now = epoch_s * minibatch / 16.0
+            found.loss_computed(minibatch)
+        found.epoch_ended(7, 56, epoch_s)
+    assert (found.epochs.minibatches, found.epochs.samples, found.epochs.train_s) == (14, 112, 24.0)
+    assert (found.epochs.intervals, found.epochs.time_per_minibatch_s) == (8, 0.75)
+    found.epoch_begins(range(0))
+    found.loss_computed(0)
+    found.epoch_ended(1, 8, 1.0)
+    assert found.epochs.intervals == 8
+    found.restart()
+    assert found.epochs.time_per_minibatch_s == 0.0
 
 
 def test_validation_counts_for_nothing_and_warming_up_stays_in_the_trace(clock: Told) -> None:

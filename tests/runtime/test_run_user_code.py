@@ -14,10 +14,11 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
+from pdtool.runtime.loading.minibatches import DatasetSplit
+from pdtool.runtime.loading.training_data import TrainingData
+from pdtool.runtime.stage.component import pack, unpack
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
-from pdtool.runtime.stage.optimizer_state import pack, unpack
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
-from pdtool.runtime.worker.start_worker import WorkerContext
 
 TEXT = """
 import numpy, torch
@@ -219,8 +220,8 @@ def test_state_that_no_checkpoint_holds_is_told_once(tmp_path, capsys):
     optimizer = optimizer_of(load(tmp_path))
     for parameter in optimizer.parameters.values():
         optimizer.optimizer.state[parameter] = {"closure": parameters, "momentum_buffer": None, "step": 3}
-    saved = [dict(optimizer.state({name: name for name in optimizer.parameters})) for _ in range(2)]
-    record = unpack(saved[1], "optimizer.body.bias")
+    saved = [list(optimizer.state_dict()) for _ in range(2)]
+    record = unpack({entry: tensor for name, entry, tensor in saved[1] if name == "body.bias"})
     assert record["state"] == {"momentum_buffer": None, "step": 3}
     assert capsys.readouterr().err.count("keeps 'closure', a function: checkpoints hold tensors, numbers, text") == 1
 
@@ -238,7 +239,7 @@ def test_what_an_optimizer_keeps_is_packed_as_it_is():
         "n": np.int8(3),
     }
     record = {"updates": 2**70, "state": nested | plain}
-    found = unpack(dict(pack(record, "optimizer.w")), "optimizer.w")
+    found = unpack(dict(pack(record)))
     torch.testing.assert_close({key: found["state"].pop(key) for key in nested}, nested, rtol=0, atol=0)
     assert found == {"updates": 2**70, "state": plain | {"n": 3}}
 
@@ -375,8 +376,9 @@ def test_a_schedule_of_the_whole_run_goes_on_at_the_same_part_of_it(tmp_path):
     """After the first of two epochs, whose plan made seven updates of it, while this one makes three."""
     more = "def scheduler(o, total): return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=total)\n"
     file, model = load(tmp_path, more=more), parameters()
-    resumed, expected = (NamedOptimizer(file, model, model, RunLength(epochs=2, updates=6)) for _ in range(2))
-    resumed.load({name: {"updates": 7, "state": {}} for name in model}, [1.0])
+    length = RunLength(epochs=2, updates=6, losses_before=[1.0])
+    resumed, expected = (NamedOptimizer(file, model, model, length) for _ in range(2))
+    resumed.load_state_dict({name: dict(pack({"updates": 7, "state": {}})) for name in model})
     for _ in range(3):
         expected.step()
     assert resumed.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"] != 0.1
@@ -392,11 +394,6 @@ def test_a_one_cycle_schedule_of_another_length_than_the_run_is_told(tmp_path, c
     )
     assert warnings[4]
     assert not warnings[5]
-    replica = SimpleNamespace(optimizer=NamedOptimizer(file, model, model, RunLength(updates=6)))
-    shape = SimpleNamespace(replicas=(1,))
-    context = SimpleNamespace(stages={0: replica, 1: replica}, assignment=SimpleNamespace(rank=0), shape=shape)
-    WorkerContext._warn_of_schedule(context)
-    assert capsys.readouterr().err == f"warning: {warnings[6]}\n"
 
 
 @pytest.mark.parametrize(("options", "device"), [("capturable=True", "meta"), ("", "cpu")])
@@ -405,7 +402,8 @@ def test_a_step_count_is_resumed_where_the_optimizer_keeps_it(tmp_path, options,
     more = f"def optimizer(named): return torch.optim.Adam([p for _, p in named], {options})\n"
     model = {"w": torch.nn.Parameter(torch.empty(2, device="meta"))}
     resumed = NamedOptimizer(load(tmp_path, more=more), model, model)
-    resumed.load({"w": {"updates": 3, "state": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}})
+    record = {"updates": 3, "state": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}
+    resumed.load_state_dict({"w": dict(pack(record))})
     state = resumed.optimizer.state[model["w"]]
     assert {key: value.device.type for key, value in state.items()} == {"step": device, "exp_avg": "meta"}
 
@@ -536,10 +534,13 @@ def test_a_loss_of_a_model_that_is_frozen_needs_no_gradient():
 
 def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
     file = load(tmp_path, more="def sampler(data, epoch): return range(epoch)\n")
-    context = SimpleNamespace(file=file, _sampled=lambda epoch: file.sampler(None, epoch), _chosen=1, epoch_samples=1)
-    assert WorkerContext.sample_order(context, 1, 0) == [0]
+    plan = SimpleNamespace(batch_size=1)
+    config = SimpleNamespace(plan=plan, steps=None, seed=0)
+    sampler = SimpleNamespace(order=lambda epoch: file.sampler(None, epoch))
+    data = TrainingData(config, file, {"train": DatasetSplit(9, ())}, None, sampler)
+    assert data.sample_order(1, 0) == [0]
     with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, and 1 in epoch 1; return"):
-        WorkerContext.sample_order(context, 2, 1)
+        data.sample_order(2, 1)
 
 
 LATE_IMPORTS = """

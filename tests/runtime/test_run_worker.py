@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import harness
@@ -23,10 +23,27 @@ from pdtool.runtime.messages.routes import LocalChannel, list_edges, list_routes
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
-from pdtool.runtime.worker.worker import Worker
+from pdtool.runtime.stage.stage_replica import StagePhase
+from pdtool.runtime.worker.start_worker import warn_of_length
+from pdtool.runtime.worker.worker import Place, Progress, TrainedEpoch, Worker
 from pdtool.schedule import SCHEDULES, ExecutionConfig
 
 CPU = torch.device("cpu")
+
+
+def worker_of(stages: Any = MappingProxyType({1: None}), *, kind: Any = SCHEDULES["1f1b"], shape: Any = None) -> Worker:
+    """A worker of four epochs of three minibatches, which has stage 1 and cannot train."""
+    plan = SimpleNamespace(kind=kind, batch_size=2)
+    config: Any = SimpleNamespace(
+        plan=plan, target=None, epochs=4, compiled=False, shape=shape or SimpleNamespace(replicas=())
+    )
+    assignment: Any = SimpleNamespace(stage=1, replica=0)
+    unused: Any = None
+    place = Place(
+        assignment=assignment, device=CPU, local_workers=1, groups=unused, status=unused, meter=WorkerMeter(CPU)
+    )
+    data: Any = SimpleNamespace(epoch_samples=6, sample_order=lambda epoch, trained: range(6))
+    return Worker(config, place, data, stages, Progress(), {})
 
 
 def test_the_list_of_actions_is_built_once_for_each_number_of_minibatches() -> None:
@@ -34,46 +51,34 @@ def test_the_list_of_actions_is_built_once_for_each_number_of_minibatches() -> N
     built = []
     kind = SCHEDULES["1f1b"]
     counted = SimpleNamespace(build=lambda shape, count: built.append(count) or kind.build(shape, count))
-    context: Any = SimpleNamespace(
-        config=SimpleNamespace(plan=SimpleNamespace(kind=counted)),
-        assignment=SimpleNamespace(stage=1, replica=0),
-        shape=ExecutionConfig().shape((2, 1)),
-        stages={1: None},
-        meter=None,
-        status=None,
-    )
-    worker = Worker(context)
+    worker = worker_of(kind=counted, shape=ExecutionConfig().shape((2, 1)))
     for _ in range(3):
         training, validation = worker._action_list(6), worker._forward_list(4)
     assert built == [6, 4]
-    assert [str(action) for action, _ in training.actions][:3] == ["1F0", "1B0", "1U0"]
-    assert [ends_round for _, ends_round in training.actions][:3] == [False, True, False]
-    assert training.forwards(1) == training.backwards(1) == list(range(6))
-    assert training.versions == {1: {i: i for i in range(6)}}
-    assert [str(action) for action, _ in validation.actions] == ["1F0", "1F1", "1F2", "1F3"]
+    assert [str(action) for action in training.actions][:3] == ["1F0", "1B0", "1U0"]
+    every = list(range(6))
+    assert training.stages == {1: StagePhase(every, every, {i: i for i in every}, frozenset(every))}
+    assert [str(action) for action in validation.actions] == ["1F0", "1F1", "1F2", "1F3"]
+    assert validation.stages == {1: StagePhase([0, 1, 2, 3])}
+
+
+def test_a_round_ends_with_the_backward_before_an_update() -> None:
+    """Sums over replicas begin in it; of a split backward in its second part."""
+    worker = worker_of(kind=SCHEDULES["zb-h1"], shape=ExecutionConfig.of_schedule("zb-h1", 2).shape((1, 1)))
+    phase = worker._action_list(4).stages[1]
+    assert [str(action) for action in worker._action_list(4).actions if action.kind.name == "UPDATE"] == ["1U0", "1U1"]
+    assert phase.round_ends == {1, 3}
 
 
 def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one warms up."""
-    config = SimpleNamespace(
-        plan=SimpleNamespace(batch_size=2), resume=None, steps=None, target=None, epochs=4, seed=0, compiled=False
-    )
-    context: Any = SimpleNamespace(
-        config=config,
-        assignment=None,
-        stages={},
-        meter=WorkerMeter(CPU),
-        status=None,
-        last_stage=None,
-        epoch_samples=6,
-        received_device_bytes=0,
-        sample_order=lambda epoch, trained: range(6),
-    )
     for name in ("train", "validate", "_save", "_report"):
         monkeypatch.setattr(Worker, name, lambda *_, **__: {"loss": 1.0})
-    worker = Worker(context)
+    worker = worker_of({})
     worker.run()
-    assert (worker._timer.epochs, worker._timer.minibatches, worker._timer.samples) == (3, 9, 18)
+    times = worker._place.meter.epochs
+    assert (times.minibatches, times.samples) == (9, 18)
+    assert worker.progress.epochs == [TrainedEpoch(minibatches=3, samples=6, validation_loss=1.0)] * 4
 
 
 def warnings_of_length(
@@ -81,11 +86,9 @@ def warnings_of_length(
 ) -> str:
     """What a worker says that goes on after the first epoch, as a run of 4 epochs of 20 minibatches."""
     file = SimpleNamespace(scheduler_takes_total=takes_total, training=SimpleNamespace(scheduler_step=scheduler_step))
-    config = SimpleNamespace(epochs=4, resume=None, plan=SimpleNamespace(batch_size=8))
-    context: Any = SimpleNamespace(
-        config=config, assignment=None, stages={}, meter=None, status=None, file=file, epoch_samples=159
-    )
-    Worker(context)._warn_of_length(CheckpointManifest(epoch=1, seed=0, metrics={}, files={}, **before))
+    config: Any = SimpleNamespace(epochs=4, plan=SimpleNamespace(batch_size=8))
+    data: Any = SimpleNamespace(file=file, epoch_samples=159)
+    warn_of_length(config, data, CheckpointManifest(epoch=1, seed=0, metrics={}, files={}, **before))
     return capsys.readouterr().err
 
 

@@ -24,8 +24,7 @@ from pdtool.runtime.groups import PeerErrorContext, check_agreement, check_share
 from pdtool.runtime.launch.process_group import join_group
 from pdtool.runtime.memory import is_out_of_memory, out_of_memory_error
 from pdtool.runtime.status import Status
-from pdtool.runtime.worker.start_worker import WorkerContext
-from pdtool.runtime.worker.worker import Worker
+from pdtool.runtime.worker.start_worker import start_worker
 from pdtool.runtime.worker_end import (
     end_process,
     exit_error,
@@ -105,7 +104,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
             raise UsageError(f"{world_size} processes were started, the plan needs {len(assignments)}", remedy)
         if local_workers < world_size:
             check_shared(config.out, dist.group.WORLD, config.timeout_s)
-        report = Worker(WorkerContext(config, rank, device, local_workers)).run()
+        report = start_worker(config, rank, device, local_workers).run()
     except SystemExit as error:
         raise exit_error(error) from error
     except Exception as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -33,7 +33,7 @@ from pdtool.frontend.update_proof import (
     steps_by_user_code,
 )
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
-from pdtool.runtime.stage.optimizer_state import CannotPackError, pack
+from pdtool.runtime.stage.component import CannotPackError, pack, unpack
 
 _PLAIN = (bool, int, float, str)
 
@@ -46,6 +46,7 @@ class NamedOptimizer:
             Those that are not among `parameters` may be fake tensors.
         parameters: those of them that are stepped here, by their names in a stage.
         length: of the run, in updates of these parameters.
+        first_names: the names that checkpoints have for parameters, where these are others.
         compensation: for steps that come `delay` updates late.
         seed: of the run. An optimizer of the user's own, and after_update(), draw random numbers that follow from it,
             the update and the parameters alone: the same at all replicas and holders, and in a resumed run.
@@ -57,6 +58,8 @@ class NamedOptimizer:
         is_by_user_code: whether code that is not torch's takes part in an update, and may change parameters.
     """
 
+    key = "optimizer"
+
     def __init__(
         self,
         file: ModelFile,
@@ -66,8 +69,10 @@ class NamedOptimizer:
         compensation: DelayCompensation | None = None,
         delay: int = 0,
         seed: int = 0,
+        first_names: Mapping[str, str] | None = None,
     ) -> None:
         self._file, self.parameters = file, dict(parameters)
+        self._saved = {(first_names or {}).get(name, name): p for name, p in parameters.items()}
         self._seed = derive_seed(seed, "update", *parameters)
         self.updates, self._has_warned = 0, False
         self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
@@ -78,7 +83,7 @@ class NamedOptimizer:
         self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
         self.is_by_user_code = self._may_draw or (self._schedule is not None and self._schedule.is_by_user_code)
         groups = self.optimizer.param_groups if self.optimizer else []
-        self._first_trained = {name: p.requires_grad for name, p in self.parameters.items()}
+        self._first_trained = {name: p.requires_grad for name, p in self._saved.items()}
         self._groups = len(groups)
         self._first_attributes = _attributes(self.optimizer) if self.optimizer else {}
         self._first_groups = [copy.deepcopy({k: group[k] for k in group.keys() - NAMES_OF_GROUP}) for group in groups]
@@ -146,28 +151,29 @@ class NamedOptimizer:
         if self._schedule:
             self._schedule.epoch_done(validation_loss)
 
-    def state(self, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield keys and tensors of a checkpoint: updates, and the state of each parameter and of its group.
+    @property
+    def names(self) -> Collection[str]:
+        """The names that the parameters are saved under."""
+        return self._saved.keys()
+
+    def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield what a checkpoint holds: updates, and the state of each parameter and of its group.
 
         Of what the user's code can set (values of groups, whether a parameter is trained) only that is saved which has
         changed since it was made: what the user has changed in model.py holds in a resumed run.
-
-        Args:
-            names: parameter -> the name that it is saved under.
         """
         groups = self.optimizer.param_groups if self.optimizer else []
         whole = self._of_whole_optimizer()
         kept = [self._packable(self._changed(group, first)) for group, first in self._groups_and_first()]
         group_of = {p: state for group, state in zip(groups, kept, strict=True) for p in group["params"]}
-        for name, parameter in self.parameters.items():
+        for name, parameter in self._saved.items():
             state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
             record = {"updates": self.updates, "state": self._packable(state), "group": group_of.get(parameter, {})}
             record["optimizer"] = whole
             if parameter.requires_grad != self._first_trained[name]:
                 record["is_trained"] = parameter.requires_grad
-            if parameter in self.steps.last_steps:
-                record["last_step"] = self.steps.last_steps[parameter]
-            yield from pack(record, f"optimizer.{names[name]}")
+            record |= self.steps.state_dict(parameter)
+            yield from ((name, entry, tensor) for entry, tensor in pack(record))
 
     def _groups_and_first(self) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
         """Each parameter group with what was in it when optimizer() and scheduler() had made it; {} for a later one."""
@@ -197,7 +203,7 @@ class NamedOptimizer:
         packable = {}
         for key, value in values.items():
             try:
-                list(pack({key: value}, ""))
+                list(pack({key: value}))
                 packable[key] = value
             except CannotPackError as error:
                 if not self._has_warned:
@@ -208,29 +214,22 @@ class NamedOptimizer:
                     )
         return packable
 
-    def load(self, records: Mapping[str, Mapping[str, Any]], validation_losses: Sequence[float] = ()) -> None:
-        """Take over what was saved; the learning-rate schedule catches up.
-
-        Args:
-            records: parameter -> its record of `state`.
-            validation_losses: of each epoch until then.
-        """
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over what was saved; the learning-rate schedule catches up."""
+        records = {self._saved[name]: unpack(entries) for name, entries in state.items()}
         self.updates = next((record["updates"] for record in records.values()), 0)
         if self._schedule:
-            self._schedule.catch_up(self.updates, validation_losses)
+            self._schedule.catch_up(self.updates)
         self._keep_own_parameters()
-        for name, record in records.items():
-            parameter = self.parameters[name]
+        for parameter, record in records.items():
             parameter.requires_grad_(record.get("is_trained", parameter.requires_grad))
-            if parameter in self.steps.last_steps and "last_step" in record:
-                self.steps.last_steps[parameter].copy_(record["last_step"])
+            self.steps.load_state_dict(parameter, record)
             if self.optimizer and record["state"]:
                 self.optimizer.state[parameter] = self._placed(record["state"], parameter)
         self._load_whole_optimizer(next((record.get("optimizer", {}) for record in records.values()), {}))
         for group, _ in self._groups_and_first():
             members = {id(p) for p in group["params"]}
-            saved = [records[name].get("group", {}) for name, p in self.parameters.items() if id(p) in members]
-            group |= saved[0] if saved else {}
+            group |= next((record.get("group", {}) for p, record in records.items() if id(p) in members), {})
 
     def _load_whole_optimizer(self, saved: Mapping[str, Any]) -> None:
         if not self.optimizer or not saved:
@@ -330,10 +329,12 @@ class RunLength:
     Attributes:
         epochs: in all, those of the runs that it resumes included.
         updates: of the optimizer, in all epochs.
+        losses_before: validation loss of each epoch of the runs that it resumes.
     """
 
     epochs: int = 1
     updates: int = 1
+    losses_before: Sequence[float] = ()
 
 
 class LearningRateSchedule:
@@ -377,7 +378,7 @@ class LearningRateSchedule:
         if self._is_by_epoch:
             self._step(*([validation_loss] if self._takes_loss else []))
 
-    def catch_up(self, updates: int, validation_losses: Sequence[float]) -> None:
+    def catch_up(self, updates: int) -> None:
         """Take the steps that were taken before a checkpoint was written.
 
         A schedule that knows the length of the run goes to the same part of it, though another plan may have updated
@@ -385,15 +386,15 @@ class LearningRateSchedule:
 
         Args:
             updates: of the optimizer until then.
-            validation_losses: of each epoch until then.
         """
+        losses = self._length.losses_before
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
             if self._file.scheduler_takes_total:
-                updates = self._length.updates * len(validation_losses) // self._length.epochs
+                updates = self._length.updates * len(losses) // self._length.epochs
             for _ in range(updates):
                 self.update_done()
-            for loss in validation_losses:
+            for loss in losses:
                 self.epoch_done(loss)
 
     def _values(self) -> list[dict[str, Any]]:

@@ -1,33 +1,51 @@
 """A replica of one stage on this worker: its computation, its messages, and its updates.
 
-A worker has one; with chunks it has several. `ClippedUpdates` updates the stages of a worker, with
-their gradients clipped by a norm.
+A worker has one; with chunks it has several. The numbers are those of the drawing in
+worker/worker.py, the way of a minibatch. `ClippedUpdates` updates the stages of a worker, with their gradients clipped
+by a norm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from pdtool.errors import FieldError, UsageError
+from pdtool.errors import FieldError
 from pdtool.runtime.groups import PeerErrorContext
+from pdtool.runtime.loading.minibatch_source import MinibatchSource
+from pdtool.runtime.loading.minibatches import DataPass
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.runtime.stage.averaging import ReplicaAverager, clip, scale, squared_norm, without_repetition
-from pdtool.runtime.stage.losses import LossReader, RoundLoss
+from pdtool.runtime.stage.averaging import ReplicaAverager, clip, scale, squared_norm
+from pdtool.runtime.stage.component import Component
+from pdtool.runtime.stage.losses import LossReader, MetricTotals, RoundLoss
+from pdtool.runtime.stage.module_state import ModuleState
 from pdtool.runtime.stage.optimizer import NamedOptimizer
-from pdtool.runtime.stage.optimizer_state import unpack
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.stage.tied_parameters import TiedParameterSync
+from pdtool.schedule import ActionKind
 
-ReadTensors = Callable[[Callable[[str], bool]], Mapping[str, Tensor]]  # of a checkpoint, those whose key is wanted
+
+class StagePhase(NamedTuple):
+    """What a replica does in an epoch of training, or in a validation.
+
+    Attributes:
+        forwards: the minibatches whose inputs it receives, in order.
+        backwards: the minibatches whose gradients it receives and sends, in order.
+        versions: minibatch -> number of updates in this phase that come before its forward; others see the newest.
+        round_ends: the minibatches whose backward comes right before an update.
+    """
+
+    forwards: Sequence[int]
+    backwards: Sequence[int] = ()
+    versions: Mapping[int, int] = {}
+    round_ends: Collection[int] = ()
 
 
 @dataclass(kw_only=True)
@@ -35,24 +53,25 @@ class StageReplica:
     """A replica of one stage on this worker.
 
     Attributes:
+        source: loads the minibatches; None unless it is of the first stage.
         averager: averages over all replicas of the stage.
         optimizer: of the parameters that are not tied.
         tied: the tied parameters of the stage.
-        saved_names: parameters and persistent buffers of the stage that a checkpoint holds.
-        unused_state: what else of the model's state a checkpoint holds, by name: second names of this stage's own
-            parameters and buffers and, at the first stage, what no operator uses.
-        losses: of the minibatches, at the last stage.
+        updates: takes the updates of this worker's stages.
+        losses: of the minibatches; None unless it is of the last stage.
         frozen_in_stages: parameters that other stages hold as well, and that nothing sums, as model() left them frozen.
     """
 
     stage: PipelineStage
     io: StageIO
+    source: MinibatchSource | None
     averager: ReplicaAverager
     optimizer: NamedOptimizer
     tied: list[TiedParameterSync]
-    saved_names: list[str]
-    unused_state: dict[str, Tensor]
-    losses: LossReader
+    module_state: ModuleState
+    updates: ClippedUpdates
+    losses: LossReader | None
+    meter: WorkerMeter
     frozen_in_stages: Collection[str] = ()
     _round: dict[int, float] = field(default_factory=dict)  # minibatch of the round -> weight
     _is_first_step: bool = True
@@ -62,31 +81,106 @@ class StageReplica:
         self._hooked = {name for name, p in self.stage.weights.parameters.items() if p._backward_hooks}
         self.adopt_changes()
 
-    def backward_done(self, minibatch: int, weight: float) -> None:
-        """Add a minibatch to the round.
+    def begin_phase(self, data: DataPass, phase: StagePhase) -> None:
+        """Begin an epoch of training, or a validation; the pipeline is empty."""
+        self._minibatches, self._phase, self._is_training = data.minibatches, phase, data.split_name == "train"
+        self.stage.module.train(self._is_training)
+        for optimizer in self._optimizers:
+            optimizer.set_mode(training=self._is_training)
+        self.adopt_changes()
+        self.stage.weights.begin_phase(phase.versions)
+        self.stage.seeds.begin_phase(data.run_seed, data.split_name, data.epoch)
+        self.io.begin_phase(data, self.source, phase.forwards, phase.backwards)
+
+    def forward(self, minibatch: int) -> None:
+        """Receive or load the inputs of a minibatch, compute the outputs and send them; at the last stage the loss."""
+        self._take_due_tied_steps()
+        inputs, target = self.io.receive_inputs(minibatch)  # (1)
+        outputs = self.stage.forward(minibatch, inputs, target)  # (2)
+        self.io.send_outputs(minibatch, outputs)  # (3)
+        if self.losses:
+            self.losses.add(minibatch, outputs[0])
+            self.meter.loss_computed(minibatch)
+
+    def backward(self, minibatch: int, kind: ActionKind) -> None:
+        """Receive the gradients of the outputs, compute those of inputs and parameters, and send those of the inputs.
 
         Args:
-            weight: its samples over those of a full minibatch.
+            kind: the whole of it, or one of the parts that a zero-bubble schedule divides it into.
         """
-        self._round[minibatch] = weight
+        self._take_due_tied_steps()
+        weight = self._minibatches.weight(minibatch)
+        sums_now = minibatch in self._phase.round_ends and self.averager.sums_in_backward
+        on_gradient = self.averager.gradient_ready if sums_now else None
+        match kind:
+            case ActionKind.BACKWARD:
+                output_gradients = self.io.receive_gradients(minibatch)  # (4)
+                gradients = self.stage.backward(minibatch, output_gradients, weight, on_gradient)  # (5), begins (7)
+                self.io.send_gradients(minibatch, gradients)  # (6)
+            case ActionKind.BACKWARD_INPUT:
+                output_gradients = self.io.receive_gradients(minibatch)  # (4)
+                gradients = self.stage.backward_input(minibatch, output_gradients)  # (5), of the inputs
+                self.io.send_gradients(minibatch, gradients)  # (6)
+            case ActionKind.BACKWARD_WEIGHT:
+                self.stage.backward_weight(minibatch, weight, on_gradient)  # (5), of the parameters; begins (7)
+        if kind.completes_backward:
+            self._round[minibatch] = weight
 
-    def end_round(self, epoch: int) -> RoundLoss | None:
-        """Average the gradients of a round over the replicas, and start summing those of tied parameters.
+    def update(self, epoch: int) -> RoundLoss | None:
+        """End a round: average its gradients over the replicas, sum those of tied parameters, and step.
 
         Returns:
-            The loss of a round over the replicas: of this one, on a GPU of the one before; None where none can be read.
+            At the last stage the loss of a round over the replicas: of this one, on a GPU of the one before.
 
         Raises:
             PdtoolError: a loss is not a number.
             PeerError: another replica is lost.
         """
-        optimizer = self.optimizer
-        loss = self.losses.end_round(optimizer.updates + 1, self._round, epoch, optimizer.learning_rate)
+        self._take_due_tied_steps()
+        loss = None
+        if self.losses:
+            optimizer = self.optimizer
+            loss = self.losses.end_round(optimizer.updates + 1, self._round, epoch, optimizer.learning_rate)
         weight = sum(self._round.values())
         self._round.clear()
         for tied in self.tied:
             tied.start_sum(weight)
-        return self.averager.average_gradients(weight, loss)
+        loss = self.averager.average_gradients(weight, loss)  # (7)
+        self.updates.update(self)  # (8)
+        return loss
+
+    def evaluate(self, minibatch: int, totals: MetricTotals) -> None:
+        """Compute with the newest weights, in evaluation mode; at the last stage add loss and metrics to `totals`."""
+        inputs, target = self.io.receive_inputs(minibatch)  # (1)
+        outputs = self.stage.evaluate(minibatch, inputs)  # (2)
+        self.io.send_outputs(minibatch, outputs)  # (3)
+        if self.losses:
+            loss = self.stage.loss(outputs[0], target)
+            totals.add(loss, outputs[0], target, self._minibatches.samples(minibatch))
+
+    def end_phase(self) -> RoundLoss | None:
+        """End an epoch or a validation, after whose last action the pipeline is empty.
+
+        After training the steps of tied parameters that are still due are taken, and the replicas' buffers made equal.
+
+        Returns:
+            At the last stage the loss of the last round over the replicas, if it was not read in the round itself.
+
+        Raises:
+            PdtoolError: it is not a number.
+        """
+        loss = self.losses.end_epoch() if self.losses else None
+        self.io.end_phase()
+        if not self._is_training:
+            return None
+        self.stage.weights.bind_newest()
+        for tied in self.tied:
+            while not tied.is_drained:
+                tied.take_sum()
+                tied.step()
+        self.adopt_changes()
+        self.averager.average_buffers(dict(self.stage.module.named_buffers()), len(self._phase.forwards))
+        return self.averager.sum_loss(loss) if loss else None
 
     def step(self) -> None:
         """Step to a new weight version with the gradients of the round; tied parameters have steps of their own."""
@@ -102,7 +196,7 @@ class StageReplica:
             self.optimizer.step()
         self.updated()
 
-    def take_due_tied_steps(self) -> None:
+    def _take_due_tied_steps(self) -> None:
         """Take the steps of tied parameters that are due, before the stage's next action.
 
         Not in the update itself: another holder may wait for what this worker's other stages have yet to do.
@@ -113,94 +207,22 @@ class StageReplica:
                 tied.step()
                 self.updated()
 
-    def end_epoch(self, minibatches: int) -> RoundLoss | None:
-        """Take the steps of tied parameters that are still due, and make the replicas' buffers equal.
-
-        The pipeline is empty.
-
-        Args:
-            minibatches: of the epoch that this replica computed.
-
-        Returns:
-            The loss of the last round over the replicas, where it was not read in the round itself.
-
-        Raises:
-            PdtoolError: it is not a number.
-        """
-        loss = self.losses.end_epoch()
-        self.io.end_phase()
-        self.stage.weights.bind_newest()
-        for tied in self.tied:
-            while not tied.is_drained:
-                tied.take_sum()
-                tied.step()
-        self.adopt_changes()
-        self.averager.average_buffers(dict(self.stage.module.named_buffers()), minibatches)
-        return self.averager.sum_loss(loss) if loss else None
-
     def epoch_done(self, validation_loss: float) -> None:
         """Step learning-rate schedules of epochs."""
         for optimizer in self._optimizers:
             optimizer.epoch_done(validation_loss)
         self.adopt_changes()
 
-    def set_mode(self, *, training: bool) -> None:
-        """Put the module, and an optimizer that has modes, into that of training or of evaluation; between phases."""
-        self.stage.module.train(training)
-        for optimizer in self._optimizers:
-            optimizer.set_mode(training=training)
-        self.adopt_changes()
+    @property
+    def components(self) -> list[Component]:
+        """What has a part of the checkpoint; the module's is read last, as a schedule that catches up may change it."""
+        return [*self._optimizers, self.module_state]
 
-    def state(self, canonical: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return this stage's part of a checkpoint; the state of a tied parameter's optimizer is its first holder's.
-
-        Args:
-            canonical: parameter name -> its first name in the whole model.
-        """
-        module_state = self.stage.module.state_dict()
-        state = {f"model.{name}": module_state[name] for name in self.saved_names}
-        state |= {f"model.{name}": value for name, value in self.unused_state.items()}
-        for optimizer in (self.optimizer, *(tied.optimizer for tied in self.tied if tied.holders.is_first)):
-            state |= optimizer.state(canonical)
-        return state
-
-    def load(
-        self, folder: Path, read: ReadTensors, canonical: Mapping[str, str], validation_losses: Sequence[float]
-    ) -> None:
-        """Take over what `state` returned from a checkpoint, also of another plan.
-
-        Args:
-            folder: of the checkpoint, for errors.
-            read: returns its tensors whose key is wanted.
-            canonical: parameter name -> its first name in the whole model.
-            validation_losses: of each epoch until then.
-
-        Raises:
-            UsageError: the checkpoint is of another model.
-        """
-        names = {canonical[name]: name for optimizer in self._optimizers for name in optimizer.parameters}
-        model_keys = {f"model.{name}" for name in self.saved_names}
-        saved = read(lambda key: key in model_keys or _is_optimizer_key(key, names))
-        records = {name: unpack(saved, f"optimizer.{first}") for first, name in names.items()}
-        for optimizer in self._optimizers:
-            optimizer.load({name: records[name] for name in optimizer.parameters}, validation_losses)
-        self.adopt_changes()
-        self.stage.weights.bind_newest()
-        self._load_module(saved, folder)  # last: a schedule that catches up may have changed weights
-        self._extrapolate_weights()
-
-    def _load_module(self, saved: Mapping[str, Tensor], folder: Path) -> None:
-        current = self.stage.module.state_dict()
-        for name in self.saved_names:
-            value, shape = saved.get(f"model.{name}"), list(current[name].shape)
-            if value is None or list(value.shape) != shape:
-                described = "none" if value is None else f"one of shape {list(value.shape)}"
-                raise UsageError(
-                    f"the model has {name} of shape {shape}, the checkpoint {folder} {described}",
-                    "resume from a run of the same model",
-                )
-            with torch.no_grad():
-                without_repetition(current[name]).copy_(without_repetition(value, current[name]))
+    @property
+    def saved_components(self) -> list[Component]:
+        """Those that write their part; the state of a tied parameter's optimizer is its first holder's."""
+        copies = [tied.optimizer for tied in self.tied if not tied.holders.is_first]
+        return [component for component in self.components if component not in copies]
 
     @property
     def _optimizers(self) -> list[NamedOptimizer]:
@@ -249,12 +271,6 @@ class StageReplica:
             if parameter.requires_grad and name in self.frozen_in_stages:
                 what = "is frozen in model() and held by several stages, so that nothing sums its gradient"
                 raise FieldError(name, f"{what}; let model() leave it to be trained, and freeze it in optimizer()")
-
-
-def _is_optimizer_key(key: str, names: Container[str]) -> bool:
-    """Whether a key is of the optimizer's state of one of these parameters, none of whose names begins another."""
-    kind, *parts = key.split(".")
-    return kind == "optimizer" and any(".".join(parts[:n]) in names for n in range(1, len(parts) + 1))
 
 
 class ClippedUpdates:

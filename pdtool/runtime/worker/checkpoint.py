@@ -1,6 +1,7 @@
 """Checkpoints by original names, so that a run goes on under another plan; a folder that exists is complete.
 
-    checkpoints/epoch-3/   stage-0.safetensors, ...   the state of one stage: `model.NAME`, `optimizer.PARAMETER.KEY`;
+    checkpoints/epoch-3/   stage-0.safetensors, ...   the components of one stage, with keys COMPONENT.NAME.ENTRY:
+                                                      see stage/component.py;
                                                       a complex128 is a float64 [..., 2] that is marked as complex
                            checkpoint.json            epoch, seed, metrics, and the digest of each file
 
@@ -16,7 +17,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ from pdtool.artifacts.run_dir import (
     latest,
     read_manifest,
 )
-from pdtool.errors import ArtifactError, PdtoolError, printable
+from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError, printable
 from pdtool.files import check_replaceable, replacing
 from pdtool.runtime.groups import all_gather
+from pdtool.runtime.stage.component import MODEL_KEY, Component
 
 _ZIP = b"PK"  # how what torch.save writes begins
 _Written = dict[str, StoredFile] | None  # by a worker: the files that it describes
@@ -45,12 +47,12 @@ _STORED_AS_REAL = (torch.complex128, torch.complex32)  # with real and imaginary
 _COMPLEX = "complex"  # the mark of such a tensor in the metadata of its file
 
 
-def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[str, Tensor]], group: Any) -> Path:
+def save(out: Path, manifest: CheckpointManifest, components: Mapping[int, Sequence[Component]], group: Any) -> Path:
     """Write a checkpoint together with all workers of `group`; older ones stay as they are.
 
     Args:
         manifest: of the checkpoint, without files.
-        states: of the stages that this worker saves, by their number: key -> tensor of any shape.
+        components: of the stages that this worker saves, by their number.
 
     Returns:
         The folder of the checkpoint.
@@ -63,7 +65,7 @@ def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[s
     leader = dist.get_rank(group) == 0
     try:
         _on_all_workers(group, lambda: _make_empty(partial, out) if leader else None)
-        written = _on_all_workers(group, lambda: {_file_name(s): _write(partial, s, states[s]) for s in states})
+        written = _on_all_workers(group, lambda: dict(_write(partial, s, _state(of)) for s, of in components.items()))
         files = {name: stored for files in written if files for name, stored in files.items()}
         complete = manifest.model_copy(update={"files": dict(sorted(files.items()))})
         _on_all_workers(group, lambda: _publish(partial, folder, complete) if leader else None)
@@ -74,7 +76,39 @@ def save(out: Path, manifest: CheckpointManifest, states: Mapping[int, Mapping[s
     return folder
 
 
-def load(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def load(checkpoint: Path, components: Sequence[Component]) -> None:
+    """Let the components take over what a checkpoint of any plan of the same model holds of them, one after the other.
+
+    Raises:
+        UsageError: the checkpoint is of another model.
+        ArtifactError: see `read`.
+    """
+    entries: dict[str, dict[str, Tensor]] = {f"{part.key}.{name}": {} for part in components for name in part.names}
+    for key, tensor in read(checkpoint, lambda key: _owner(key, entries) is not None).items():
+        owner = _owner(key, entries)
+        assert owner
+        entries[owner][key[len(owner) + 1 :]] = tensor
+    for part in components:
+        try:
+            part.load_state_dict({name: entries[f"{part.key}.{name}"] for name in part.names})
+        except FieldError as fault:
+            what = f"the model has {fault.field}, the checkpoint {checkpoint} {fault}"
+            raise UsageError(what, "resume from a run of the same model") from fault
+
+
+def _state(components: Iterable[Component]) -> dict[str, Tensor]:
+    """What some components write, by its keys."""
+    written = ((part.key, *what) for part in components for what in part.state_dict())
+    return {f"{key}.{name}.{entry}" if entry else f"{key}.{name}": tensor for key, name, entry, tensor in written}
+
+
+def _owner(key: str, owners: Container[str]) -> str | None:
+    """Return the COMPONENT.NAME that a key is, or begins with; there is at most one, as no name begins another."""
+    parts = key.split(".")
+    return next((owner for n in range(len(parts)) if (owner := ".".join(parts[: n + 1])) in owners), None)
+
+
+def read(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Return the tensors whose key is wanted, on the CPU, without any other worker.
 
     Raises:
@@ -109,8 +143,9 @@ def export(run_dir: Path, out: Path) -> Path:
     if str(out) != "-":
         check_replaceable(out, "one of torch.save", lambda head: head.startswith(_ZIP))
     checkpoint = latest(run_dir)
-    saved = load(checkpoint, lambda key: key.startswith("model."))
-    state = _tied({key.removeprefix("model."): value for key, value in saved.items()}, read_manifest(checkpoint).tied)
+    prefix = f"{MODEL_KEY}."
+    saved = read(checkpoint, lambda key: key.startswith(prefix))
+    state = _tied({key.removeprefix(prefix): value for key, value in saved.items()}, read_manifest(checkpoint).tied)
     if str(out) == "-":
         _save_to_stdout(state)
         return checkpoint
@@ -164,10 +199,6 @@ def _on_all_workers(group: Any, step: Callable[[], _Written]) -> list[_Written]:
     return [result for _, result in outcomes]
 
 
-def _file_name(stage: int) -> str:
-    return f"stage-{stage}.safetensors"
-
-
 def _make_empty(partial: Path, out: Path) -> None:
     if not out.is_dir():
         raise FileNotFoundError(f"the run's folder {out} was removed")
@@ -175,9 +206,9 @@ def _make_empty(partial: Path, out: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write(folder: Path, stage: int, state: Mapping[str, Tensor]) -> StoredFile:
-    """Write the state of a stage and return what must be found again."""
-    path = folder / _file_name(stage)
+def _write(folder: Path, stage: int, state: Mapping[str, Tensor]) -> tuple[str, StoredFile]:
+    """Write the state of a stage; return the name of its file, and what must be found there again."""
+    path = folder / f"stage-{stage}.safetensors"
     separate = _separate(state)
     complex_keys = [key for key, value in separate.items() if value.dtype in _STORED_AS_REAL]
     stored = separate | {key: torch.view_as_real(separate[key]) for key in complex_keys}
@@ -186,7 +217,7 @@ def _write(folder: Path, stage: int, state: Mapping[str, Tensor]) -> StoredFile:
     )  # of {} comes a file that cannot be read
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return _describe(path)
+    return path.name, _describe(path)
 
 
 def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
-"""Start of a worker: everything that it works with, built before its first minibatch.
+"""Start of a worker, in phases that each return what the next ones need: place, model, data, stages.
 
-`WorkerContext` goes through the phases of a start: process groups, model, data, channels, stages. `StageBuilder` builds
-the worker's stage replicas. `check_last_minibatch` finds at the start what would fail at the end of the first epoch.
+All workers start together, after torch.distributed is initialized, and wait for each other in each phase.
+`StageBuilder` builds the worker's stage replicas. `check_last_minibatch` finds at the start what would fail at the end
+of the first epoch.
 """
 
 from __future__ import annotations
@@ -10,45 +11,39 @@ import copy
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
+from pdtool.artifacts.run_dir import CheckpointManifest, latest, read_manifest
 from pdtool.errors import ModelError, printable
 from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
 from pdtool.frontend.random_numbers import OperatorSeeds
 from pdtool.runtime.config import RunConfig, assign_ranks
-from pdtool.runtime.groups import ProcessGroups, all_gather, broadcast, make_process_groups
-from pdtool.runtime.loading.minibatch_loader import VALIDATION_PASS, MinibatchLoader
+from pdtool.runtime.groups import all_gather, broadcast, make_process_groups
+from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
-from pdtool.runtime.loading.minibatches import (
-    DataPass,
-    DatasetSplit,
-    Minibatches,
-    SplitData,
-    epochs_go_on,
-    sample_order,
-    samples_in_epoch,
-)
+from pdtool.runtime.loading.minibatches import DatasetSplit, SplitData
+from pdtool.runtime.loading.training_data import Sampler, TrainingData
 from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.routes import describe_targets, list_edges, list_routes
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.averaging import ReplicaAverager
 from pdtool.runtime.stage.losses import LossReader
+from pdtool.runtime.stage.module_state import ModuleState
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage, as_tuple
 from pdtool.runtime.stage.stage_replica import ClippedUpdates, StageReplica
 from pdtool.runtime.stage.tied_parameters import TiedHolders, TiedParameterSync
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
+from pdtool.runtime.worker.worker import Place, Progress, TrainedEpoch, Worker
 from pdtool.runtime.worker.worker_model import (
     WorkerModel,
     digest_weights,
@@ -56,7 +51,7 @@ from pdtool.runtime.worker.worker_model import (
     is_small,
     load_stage_module,
 )
-from pdtool.schedule import PipelineShape, gradient_delays, tied_update_lag
+from pdtool.schedule import gradient_delays, tied_update_lag
 
 _SPLITS = ("train", "valid")
 _COUNTING = 0.5  # the part of --timeout in which a validation set without a length is counted
@@ -64,333 +59,309 @@ _WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _REFUSED = "Expected more than 1 value per channel"  # of torch.nn.functional.batch_norm
 
 
-class WorkerContext:
-    """What a worker works with. All workers build theirs together, after torch.distributed is initialized.
+def start_worker(config: RunConfig, rank: int, device: torch.device, local_workers: int) -> Worker:
+    """Build everything that a worker trains with.
 
     Args:
         rank: in torch.distributed; `assign_ranks` says which stages and replica that is.
         device: where this worker computes.
         local_workers: number of workers on this machine.
 
-    Attributes:
-        shape: what the schedule is built for.
-        canonical: name of a parameter or buffer -> its first name in the whole model, under which the optimizer state
-            of a parameter is saved.
-        loaders: at the first stage, by the name of the split.
-        source: of the minibatches, at the first stage.
-        splits: by name.
-        epoch_samples: samples of the training set in an epoch.
-        received_device_bytes: memory of its GPU that messages come into.
-        stages: its replicas of stages, by the stage's number.
-        updates: updates them.
-
     Raises:
         PeerError: a worker does not come.
         StaleError: the model's operators are not those that the stage files were made for.
-        PdtoolError: the model, its dataset or a stage file is not as it should be.
+        PdtoolError: the model, its dataset, a stage file or the checkpoint to resume from is not as it should be.
     """
-
-    def __init__(self, config: RunConfig, rank: int, device: torch.device, local_workers: int) -> None:
-        self.config, self.device, bundle = config, device, config.bundle
-        self.local_workers = local_workers
-        self.assignment = assign_ranks(config.plan)[rank]
-        self.status, self.meter = Status(config.out, self.assignment), WorkerMeter(device)
-        self.groups = make_process_groups(config, device)
-        self.status.set("the loading of the model")
-        self.file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
-        options = self.file.training
-        self.shape = config.shape
-        own_stages = self.shape.stages_on_same_workers(self.assignment.stage)
-        built = WorkerModel.build(self.file, config.seed, bundle, own_stages, as_a_whole=is_small(config.plan))
-        digests = digest_weights(built.model, bundle, own_stages, self.groups) if config.resume is None else {}
-        if rank % local_workers == 0:  # one worker of each machine: its workers read the same files
-            built.check(lambda model: check_bundle(self.file, model, bundle, config.check_stage_files))
-        self._warn_of_whole_models(
-            all_gather(printable(built.why_whole), str, self.groups.world, "the check of the stage files")
-        )
-        model = built.model
-        first: dict[int, str] = {}
-        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        self.canonical = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
-        modules = {s: load_stage_module(bundle, config.bundle_dir, s, model).to(device) for s in own_stages}
-        if config.resume is None:
-            self._equalize(modules, digests)
-        self.status.set("the loading of the data")
-        inputs = [bundle.by_name[name] for name in bundle.inputs]
-        loaded = _SPLITS if self.assignment.stage == 0 else ()
-        self.loaders = {
-            name: MinibatchLoader(self.file, name, inputs, bundle.arguments, seed=config.seed) for name in loaded
-        }
-        self.source = self._minibatch_source() if self.loaders else None
-        count_s = config.timeout_s * _COUNTING  # the others wait for this one meanwhile
-        described = {name: loader.describe(count_s).as_data() for name, loader in self.loaders.items()}
-        source = self.groups.replicas[0].ranks[0]
-        received = broadcast(described, dict[str, SplitData], source, "the description of the data")
-        self.splits = {name: DatasetSplit.of(data) for name, data in received.items()}
-        self._chosen = len(self._sampled(1)) if self.file.has("sampler") else self.splits["train"].samples
-        self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=options.drop_last)
-        self._epochs_go_on = epochs_go_on(self.splits["train"], config)
-        check_last_minibatch(modules, bundle, self.epoch_samples, device)
-        self.status.set("the building of the stages")
-        channels = self._channels()
-        self.received_device_bytes = channels.device_bytes
-        builder = StageBuilder(
-            config=config,
-            built=built,
-            canonical=self.canonical,
-            shape=self.shape,
-            groups=self.groups,
-            channels=channels,
-            device=device,
-            meter=self.meter,
-            epoch_samples=self.epoch_samples,
-        )
-        self.stages = {s: builder.build(s, module) for s, module in modules.items()}
-        updates_together = config.plan.kind.flushes and len(self.shape.replicas) > 1
-        self.updates = ClippedUpdates(
-            options.max_grad_norm,
-            self.groups.world if updates_together else None,
-            stages=len(self.stages),
-            is_replica_0=self.is_replica_0,
-            meter=self.meter,
-        )
-        self._warn_of_schedule()
-        self._warn_of_globals(model)
-
-    def _channels(self) -> Channels:
-        config, shape, groups = self.config, self.shape, self.groups
-        targets = describe_targets(self.splits["train"].leaves)
-        edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
-        ranks = [replicas.ranks for replicas in groups.replicas]
-        routes = list_routes(edges, ranks, optional_gradients=config.bundle.optional_gradients)
-        in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
-        return open_channels(routes, groups, config, in_flight, self.meter)
-
-    def _minibatch_source(self) -> MinibatchSource:
-        workers, warning = usable_workers(self.config.loader_workers, self.loaders.values())
-        if warning and self.is_replica_0:
-            sys.stderr.write(f"warning: {warning}\n")
-        return MinibatchSource(
-            self.loaders,
-            workers,
-            timeout_s=self.config.timeout_s,
-            pins_memory=self.device.type == "cuda",
-            keeps_workers=not self.file.has("sampler"),
-        )
-
-    def _equalize(self, modules: Mapping[int, nn.Module], digests: Mapping[tuple[int, str], str]) -> None:
-        """Let replicas and tied copies begin alike; worker 0 says so where they did not."""
-        different = equalize_weights(modules, digests, self.config.bundle.tied, self.groups)
-        if different and self.assignment.rank == 0:
-            names = ", ".join(different[:5]) + " and others" * (len(different) > 5)
-            sys.stderr.write(
-                f"warning: model() gave {names} other values on some workers, which now have those of the first: draw "
-                "initial weights from the generators of torch, numpy or random, which pdtool seeds\n"
-            )
-
-    def _warn_of_whole_models(self, reasons: Sequence[str]) -> None:
-        """Say at worker 0 which workers had to build more of the model than they train."""
-        ranks = [rank for rank, reason in enumerate(reasons) if reason]
-        if ranks and self.assignment.rank == 0:
-            sys.stderr.write(
-                f"warning: {len(ranks)} of {len(reasons)} workers built the whole model at the start, not only their "
-                f"stages, and each needed the memory for it: {printable(reasons[ranks[0]])}\n"
-            )
-
-    def _warn_of_schedule(self) -> None:
-        """Say once, at worker 0, that a learning-rate schedule has another length than the run."""
-        if self.assignment.rank == 0:
-            warnings = [replica.optimizer.schedule_warning for replica in self.stages.values()]
-            sys.stderr.writelines(f"warning: {warning}\n" for warning in filter(None, warnings[:1]))
-
-    def _warn_of_globals(self, model: nn.Module) -> None:
-        """Say once, at worker 0, that functions of model.py reach the model by a global name, where it has stages."""
-        own = {id(parameter) for parameter in model.parameters()}
-        for name, module in self.file.modules.items() if len(self.shape.replicas) > 1 else ():
-            if self.assignment.rank == 0 and any(id(parameter) in own for parameter in module.parameters()):
-                sys.stderr.write(
-                    f"warning: {name}, at the top of {self.file.path.name}, holds the model: a worker has the newest "
-                    "weights of its own stages only, so let loss() and metrics() use what the model returns\n"
-                )
-
-    def sample_order(self, epoch: int, trained: int) -> Sequence[int]:
-        """Return the samples of an epoch, in order; the same on all workers, which call it together.
-
-        Args:
-            trained: samples of all epochs before, which a stream that goes on from epoch to epoch has given.
-
-        Raises:
-            ModelError: sampler() chooses another number of samples than in the first epoch.
-        """
-        if self.file.has("sampler"):
-            order = self._sampled(epoch)
-        elif self._chosen is None or self.splits["train"].is_stream:
-            first = trained if self._epochs_go_on else 0
-            return range(first, first + self.epoch_samples)
-        else:
-            order = sample_order(self.config.seed, epoch, self._chosen)
-        if len(order) != self._chosen:
-            what = f"sampler() gives {len(order)} samples in epoch {epoch}, and {self._chosen} in epoch 1"
-            raise self.file.error(what, "return as many in each, which the schedule of the run rests on")
-        return order[: self.epoch_samples]
-
-    def data_pass(self, split: str, epoch: int, minibatches: Minibatches) -> DataPass:
-        """Return an epoch of training ("train"), or the validation after it ("valid")."""
-        stream_pass = VALIDATION_PASS if split == "valid" else None if self._epochs_go_on else epoch
-        return DataPass(split, self.splits[split], minibatches, self.config.seed, epoch, stream_pass)
-
-    def _sampled(self, epoch: int) -> list[int]:
-        """The samples that sampler() chooses for the first worker.
-
-        Each worker that loads asks its own sampler(), which may tell its dataset the epoch.
-        """
-        source = self.groups.replicas[0].ranks[0]
-        own = self.loaders["train"].sample_order(self.config.seed, epoch) if self.loaders else []
-        return broadcast(own, list[int], source, "the order of the samples")
-
-    @property
-    def is_replica_0(self) -> bool:
-        """Whether this worker writes the checkpoints and metrics of its stages."""
-        return self.assignment.replica == 0
-
-    @property
-    def last_stage(self) -> StageReplica | None:
-        """The last stage of all, if it is on this worker."""
-        return self.stages.get(len(self.shape.replicas) - 1)
-
-    def states(self) -> dict[int, dict[str, Tensor]]:
-        """Return what this worker writes of a checkpoint: the state of each of its stages, if it is replica 0."""
-        return {s: replica.state(self.canonical) for s, replica in self.stages.items() if self.is_replica_0}
-
-    def load(self, folder: Path, validation_losses: Sequence[float]) -> None:
-        """Take over parameters, buffers and optimizer state from a checkpoint of any plan of the same model.
-
-        Args:
-            validation_losses: of each epoch until then.
-
-        Raises:
-            UsageError: the checkpoint is of another model.
-        """
-        for replica in self.stages.values():
-            replica.load(folder, partial(checkpoint.load, folder), self.canonical, validation_losses)
+    place = join(config, rank, device, local_workers)
+    model = build_model(config, place)
+    data = open_data(config, place, model.built.file)
+    check_last_minibatch(model.modules, config.bundle, data.epoch_samples, device)
+    progress = Progress() if config.resume is None else read_progress(read_manifest(latest(config.resume)), data)
+    stages = build_stages(config, place, model, data, progress)
+    if config.resume is not None:
+        resume(config, place, data, stages)
+    tied = {name: first for name, first in model.first_names.items() if name != first}
+    return Worker(config, place, data, stages, progress, tied)
 
 
-@dataclass(kw_only=True)
-class StageBuilder:
-    """Builds the stage replicas of a worker.
+def join(config: RunConfig, rank: int, device: torch.device, local_workers: int) -> Place:
+    """Say that the worker is there, and make its process groups."""
+    assignment = assign_ranks(config.plan)[rank]
+    return Place(
+        assignment=assignment,
+        device=device,
+        local_workers=local_workers,
+        status=Status(config.out, assignment),
+        meter=WorkerMeter(device),
+        groups=make_process_groups(config, device),
+    )
+
+
+class StageModules(NamedTuple):
+    """The model, and the modules of this worker's stages.
 
     Attributes:
-        built: the model that the modules of the stages take their tensors from.
-        canonical: see WorkerContext.
-        epoch_samples: samples of the training set in an epoch.
+        built: the model that the modules take their tensors from.
+        modules: by the stage's number, on the worker's device.
+        first_names: name of a parameter or buffer -> its first name in the whole model, under which the optimizer state
+            of a parameter is saved.
     """
 
-    config: RunConfig
     built: WorkerModel
-    canonical: Mapping[str, str]
-    shape: PipelineShape
-    groups: ProcessGroups
-    channels: Channels
-    device: torch.device
-    meter: WorkerMeter
-    epoch_samples: int
+    modules: dict[int, nn.Module]
+    first_names: dict[str, str]
 
-    def __post_init__(self) -> None:
-        self._model_state = self.built.model.state_dict(keep_vars=True)
-        self._model_parameters = self.built.optimizer_parameters()
-        self._delays = gradient_delays(self.config.plan.kind, self.shape)
+
+def build_model(config: RunConfig, place: Place) -> StageModules:
+    """Build the model, check that the stage files were made for it, and load those of this worker."""
+    bundle, groups = config.bundle, place.groups
+    place.status.set("the loading of the model")
+    file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
+    stages = config.shape.stages_on_same_workers(place.assignment.stage)
+    built = WorkerModel.build(file, config.seed, bundle, stages, as_a_whole=is_small(config.plan))
+    digests = digest_weights(built.model, bundle, stages, groups) if config.resume is None else {}
+    if place.assignment.rank % place.local_workers == 0:  # one worker of each machine: its workers read the same files
+        built.check(lambda model: check_bundle(file, model, bundle, config.check_stage_files))
+    reasons = all_gather(printable(built.why_whole), str, groups.world, "the check of the stage files")
+    first: dict[int, str] = {}
+    model = built.model
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    first_names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+    modules = {s: load_stage_module(bundle, config.bundle_dir, s, model).to(place.device) for s in stages}
+    different = equalize_weights(modules, digests, bundle.tied, groups) if config.resume is None else []
+    if place.assignment.rank == 0:
+        _warn_of_model(built, config, reasons, different)
+    return StageModules(built, modules, first_names)
+
+
+def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str], different: Sequence[str]) -> None:
+    """Say what model.py had better do otherwise.
+
+    Args:
+        reasons: why a worker had to build more of the model than it trains, of each; "" where it had not.
+        different: parameters and buffers that did not begin alike at all replicas and tied copies.
+    """
+    whole = [reason for reason in reasons if reason]
+    if whole:
+        sys.stderr.write(
+            f"warning: {len(whole)} of {len(reasons)} workers built the whole model at the start, not only their "
+            f"stages, and each needed the memory for it: {printable(whole[0])}\n"
+        )
+    if different:
+        names = ", ".join(different[:5]) + " and others" * (len(different) > 5)
+        sys.stderr.write(
+            f"warning: model() gave {names} other values on some workers, which now have those of the first: draw "
+            "initial weights from the generators of torch, numpy or random, which pdtool seeds\n"
+        )
+    own = {id(parameter) for parameter in built.model.parameters()}
+    for name, module in built.file.modules.items() if len(config.plan.stages) > 1 else ():
+        if any(id(parameter) in own for parameter in module.parameters()):
+            sys.stderr.write(
+                f"warning: {name}, at the top of {built.file.path.name}, holds the model: a worker has the newest "
+                "weights of its own stages only, so let loss() and metrics() use what the model returns\n"
+            )
+
+
+def open_data(config: RunConfig, place: Place, file: ModelFile) -> TrainingData:
+    """Open the datasets at the first stage, and let all workers know what they need of them."""
+    place.status.set("the loading of the data")
+    bundle, first_rank = config.bundle, place.groups.replicas[0].ranks[0]
+    inputs = [bundle.by_name[name] for name in bundle.inputs]
+    loaders = {
+        name: MinibatchLoader(file, name, inputs, bundle.arguments, seed=config.seed)
+        for name in (_SPLITS if place.assignment.stage == 0 else ())
+    }
+    source = None
+    if loaders:
+        workers, warning = usable_workers(config.loader_workers, loaders.values())
+        if warning and place.is_replica_0:
+            sys.stderr.write(f"warning: {warning}\n")
+        source = MinibatchSource(
+            loaders,
+            workers,
+            timeout_s=config.timeout_s,
+            pins_memory=place.device.type == "cuda",
+            keeps_workers=not file.has("sampler"),
+        )
+    count_s = config.timeout_s * _COUNTING  # the others wait for this one meanwhile
+    described = {name: loader.describe(count_s).as_data() for name, loader in loaders.items()}
+    received = broadcast(described, dict[str, SplitData], first_rank, "the description of the data")
+    splits = {name: DatasetSplit.of(data) for name, data in received.items()}
+    sampler = Sampler(loader=loaders.get("train"), seed=config.seed, source=first_rank)
+    return TrainingData(config, file, splits, source, sampler if file.has("sampler") else None)
+
+
+def build_stages(
+    config: RunConfig, place: Place, model: StageModules, data: TrainingData, progress: Progress
+) -> dict[int, StageReplica]:
+    """Open the channels to other workers, and build this worker's stage replicas, by the stage's number."""
+    place.status.set("the building of the stages")
+    channels = _channels(config, place, data)
+    place.meter.memory.received_bytes = channels.device_bytes
+    builder = StageBuilder(config, place, model, data, progress, channels)
+    stages = {s: builder.build(s, module) for s, module in model.modules.items()}
+    warning = next(replica.optimizer.schedule_warning for replica in stages.values())
+    if warning and place.assignment.rank == 0:
+        sys.stderr.write(f"warning: {warning}\n")
+    return stages
+
+
+def _channels(config: RunConfig, place: Place, data: TrainingData) -> Channels:
+    shape, groups = config.shape, place.groups
+    targets = describe_targets(data.splits["train"].leaves)
+    edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
+    ranks = [replicas.ranks for replicas in groups.replicas]
+    routes = list_routes(edges, ranks, optional_gradients=config.bundle.optional_gradients)
+    in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
+    return open_channels(routes, groups, config, in_flight, place.meter)
+
+
+class StageBuilder:
+    """Builds the stage replicas of a worker; arguments as of `build_stages`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        place: Place,
+        model: StageModules,
+        data: TrainingData,
+        progress: Progress,
+        channels: Channels,
+    ) -> None:
+        self._config, self._place, self._data, self._channels = config, place, data, channels
+        self._shape, self._file, self._first_names = config.shape, model.built.file, model.first_names
+        self._model_state = model.built.model.state_dict(keep_vars=True)
+        self._model_parameters = model.built.optimizer_parameters()
+        self._delays = gradient_delays(config.plan.kind, self._shape)
+        self._is_late = not config.plan.kind.flushes
+        self._losses_before = [epoch.validation_loss for epoch in progress.epochs]
+        updates_together = not self._is_late and len(config.plan.stages) > 1
+        self._updates = ClippedUpdates(
+            self._file.training.max_grad_norm,
+            place.groups.world if updates_together else None,
+            stages=len(model.modules),
+            is_replica_0=place.is_replica_0,
+            meter=place.meter,
+        )
 
     def build(self, s: int, module: nn.Module) -> StageReplica:
         """Build this worker's replica of stage `s` from its module."""
+        config, meter, device = self._config, self._place.meter, self._place.device
         stage = self._pipeline_stage(s, module)
         with stage.weights.noticing_kept_memory():
             tied = self._tied(s, stage)
             tied_ids = {id(t.parameter) for t in tied}
             untied = {name: p for name, p in stage.weights.parameters.items() if id(p) not in tied_ids}
             optimizer = self._optimizer(untied, s)
-        in_flight = self.shape.in_flight[s % self.shape.pipeline_depth]
-        saved_names = [name for name in module.state_dict() if name in self._model_state]
+        in_flight = self._shape.in_flight[s % self._shape.pipeline_depth]
+        replicas = self._place.groups.replicas[s]
         return StageReplica(
             stage=stage,
-            io=StageIO(
-                self.config.bundle, s, self.channels, prefetch=in_flight + 1, device=self.device, meter=self.meter
-            ),
-            averager=ReplicaAverager(self.groups.replicas[s], untied.values(), self.meter, self.config.bucket_bytes),
+            io=StageIO(config.bundle, s, self._channels, prefetch=in_flight + 1, device=device, meter=meter),
+            source=self._data.source if s == 0 else None,
+            averager=ReplicaAverager(replicas, untied.values(), meter, config.bucket_bytes),
             optimizer=optimizer,
             tied=tied,
-            saved_names=saved_names,
-            unused_state=self._unused_state(s, stage, saved_names),
-            losses=LossReader(self.device),
+            module_state=ModuleState(stage, config.bundle, s, self._model_state, self._first_names),
+            updates=self._updates,
+            losses=LossReader(device) if s == len(config.plan.stages) - 1 else None,
+            meter=meter,
             frozen_in_stages=self._frozen_in_stages(s, untied),
         )
 
     def _frozen_in_stages(self, s: int, untied: Iterable[str]) -> set[str]:
         """See StageReplica.frozen_in_stages."""
-        others = [stage.parameters for other, stage in enumerate(self.config.bundle.stages) if other != s]
-        held = {self.canonical.get(name, name) for parameters in others for name in parameters}
-        return {name for name in untied if self.canonical.get(name, name) in held}
+        first_names = self._first_names
+        others = [stage.parameters for other, stage in enumerate(self._config.bundle.stages) if other != s]
+        held = {first_names.get(name, name) for parameters in others for name in parameters}
+        return {name for name in untied if first_names.get(name, name) in held}
 
     def _pipeline_stage(self, s: int, module: nn.Module) -> PipelineStage:
-        config, device = self.config, self.device
+        config, device = self._config, self._place.device
         compensation = config.delay_compensation
         outputs = [config.bundle.by_name[name] for name in config.bundle.stages[s].outputs]
         is_last = s == len(config.plan.stages) - 1
         return PipelineStage(
             module,
-            self.built.file.loss if is_last else None,
+            self._file.loss if is_last else None,
             recompute=config.plan.stages[s].recompute,
-            stashing=self.shape.weights.stashes,
+            stashing=self._shape.weights.stashes,
             extrapolates=compensation is not None and compensation.extrapolates_weights,
             autocast=Autocast(device, [dtype_of(output) for output in outputs]) if config.precision == "bf16" else None,
             compiled=config.compiled,
             seeds=OperatorSeeds(s, device),
             without_gradient={i: output.name for i, output in enumerate(outputs) if not output.gradient},
-            modules_of_loss=self.built.file.modules.values() if is_last else (),
+            modules_of_loss=self._file.modules.values() if is_last else (),
         )
 
     def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
         """The tied parameters of a stage, each with an optimizer of its own under the first holder's name."""
-        tied, is_late = [], not self.config.plan.kind.flushes
-        for described, group in zip(self.config.bundle.tied, self.groups.tied, strict=True):
+        tied = []
+        max_norm = self._file.training.max_grad_norm if self._is_late else None
+        for described, group in zip(self._config.bundle.tied, self._place.groups.tied, strict=True):
             names = dict(zip(described.stages, described.names, strict=True))
             if s in names:
                 first = min(names)
-                lag = tied_update_lag(self.shape, described.stages, s) if is_late else 0
+                lag = tied_update_lag(self._shape, described.stages, s) if self._is_late else 0
                 holders = TiedHolders(group, len(names), lag, is_first=first == s)
                 optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
-                max_norm = self.built.file.training.max_grad_norm if is_late else None
-                tied.append(TiedParameterSync(optimizer, holders, self.meter, max_norm))
+                tied.append(TiedParameterSync(optimizer, holders, self._place.meter, max_norm))
         return tied
 
     def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
-        config = self.config
-        minibatches = math.ceil(self.epoch_samples / config.plan.batch_size)
-        updates = config.epochs * math.ceil(minibatches / self.shape.update_every[s])
+        config = self._config
+        minibatches = math.ceil(self._data.epoch_samples / config.plan.batch_size)
+        updates = config.epochs * math.ceil(minibatches / self._shape.update_every[s])
         return NamedOptimizer(
-            self.built.file,
+            self._file,
             self._model_parameters,
             parameters,
-            RunLength(config.epochs, updates),
+            RunLength(config.epochs, updates, self._losses_before),
             config.delay_compensation,
             self._delays[s],
             config.seed,
+            self._first_names,
         )
 
-    def _unused_state(self, s: int, stage: PipelineStage, saved_names: Sequence[str]) -> dict[str, Tensor]:
-        """See StageReplica.unused_state."""
-        canonical = self.canonical
-        used = {name for d in self.config.bundle.stages for name in (*d.parameters, *d.buffers)}
-        name_here = {canonical.get(name, name): name for name in saved_names}
-        held = stage.weights.by_name | dict(stage.module.named_buffers(remove_duplicate=False))
-        used_canonical = {canonical.get(name, name) for name in used}
-        unused: dict[str, Tensor] = {}
-        for name in self._model_state.keys() - used:
-            first_name = canonical.get(name, name)
-            if first_name in name_here:
-                unused[name] = held[name_here[first_name]]
-            elif s == 0 and first_name not in used_canonical:
-                unused[name] = self._model_state[name].detach()
-        return unused
+
+def read_progress(manifest: CheckpointManifest, data: TrainingData) -> Progress:
+    """Return how far the run of a checkpoint was; an older checkpoint does not say all of each epoch."""
+    epochs, metrics = manifest.epoch, manifest.metrics
+    losses = manifest.validation_losses or [metrics.get("loss", 0.0)] * epochs
+    samples = manifest.samples or [data.epoch_samples] * epochs
+    trained = zip(manifest.minibatches or [0] * epochs, samples, losses, strict=True)
+    return Progress([TrainedEpoch(*epoch) for epoch in trained], metrics)
+
+
+def resume(config: RunConfig, place: Place, data: TrainingData, stages: Mapping[int, StageReplica]) -> None:
+    """Let the stages take over the checkpoint that the run resumes, which any plan of the same model may have made."""
+    assert config.resume
+    folder = latest(config.resume)
+    checkpoint.load(folder, [component for replica in stages.values() for component in replica.components])
+    for replica in stages.values():
+        replica.adopt_changes()
+    if place.assignment.rank == 0:
+        warn_of_length(config, data, read_manifest(folder))
+
+
+def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointManifest) -> None:
+    """Say that epochs, or a learning-rate schedule that knows its length, go on as ones of another length."""
+    now = math.ceil(data.epoch_samples / config.plan.batch_size)
+    before = next(reversed(manifest.minibatches), 0) or now
+    if before != now:
+        sys.stderr.write(
+            f"warning: epochs had {before} minibatches, and go on with {now}: other --steps, another training set, "
+            "or minibatches of another size\n"
+        )
+    by_epoch = data.file.training.scheduler_step == "epoch"
+    other_length = "" if by_epoch or before == now else f", of {before} minibatches each"
+    epochs_before = manifest.epochs or config.epochs
+    if data.file.scheduler_takes_total and (epochs_before != config.epochs or other_length):
+        sys.stderr.write(
+            f"warning: the learning-rate schedule was one of {epochs_before} epochs{other_length}, and goes on as one "
+            f"of {config.epochs}, {manifest.epoch} of them over: train with the same --epochs and --steps for the same "
+            "learning rates\n"
+        )
 
 
 def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, samples: int, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """A worker executes its list of actions, epoch by epoch (1F1B as in PipeDream, SOSP'19, figure 8).
 
-The way of minibatch i through stage s, at the replica that computes it; the numbers stand in the code below:
+The way of minibatch i through stage s, at the replica that computes it; the numbers stand in the code below, and with
+each step in stage/stage_replica.py:
 
         stage s - 1                    stage s, this worker                        stage s + 1
 
@@ -26,110 +27,141 @@ sent before those of the parameters are computed. The first stage loads in (1), 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from pdtool import schedule
-from pdtool.artifacts import run_dir
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, TraceEvent, chrome_trace
 from pdtool.artifacts.metrics import MetricsLog
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.run_dir import CheckpointManifest, update_record
 from pdtool.files import write_atomically
 from pdtool.host import usable_cores
-from pdtool.runtime.groups import all_gather
+from pdtool.runtime.config import RankAssignment, RunConfig
+from pdtool.runtime.groups import ProcessGroups, all_gather
 from pdtool.runtime.loading.minibatches import Minibatches
+from pdtool.runtime.loading.training_data import TrainingData
+from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.losses import MetricTotals, RoundLoss
-from pdtool.runtime.stage.stage_replica import StageReplica
+from pdtool.runtime.stage.stage_replica import StagePhase, StageReplica
+from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
-from pdtool.runtime.worker.run_report import EpochTimer, WorkerMeasurements, assemble_report
-from pdtool.runtime.worker.start_worker import WorkerContext
+from pdtool.runtime.worker.run_report import WorkerMeasurements, assemble_report
 from pdtool.schedule import Action, ActionKind
 
 
-@dataclass(frozen=True)
-class ActionList:
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of a worker among the others.
+
+    Attributes:
+        device: where it computes.
+        local_workers: number of workers on this machine.
+    """
+
+    assignment: RankAssignment
+    device: torch.device
+    local_workers: int
+    groups: ProcessGroups
+    status: Status
+    meter: WorkerMeter
+
+    @property
+    def is_replica_0(self) -> bool:
+        """Whether this worker writes the checkpoints and metrics of its stages."""
+        return self.assignment.replica == 0
+
+
+class TrainedEpoch(NamedTuple):
+    """An epoch that was trained, perhaps in a run that this one resumes.
+
+    Attributes:
+        minibatches: 0 where an older pdtool trained it, which did not say.
+    """
+
+    minibatches: int
+    samples: int
+    validation_loss: float
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        epochs: those that were trained.
+        metrics: of the last validation.
+    """
+
+    epochs: list[TrainedEpoch] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class ActionList(NamedTuple):
     """One worker's actions for a number of minibatches.
 
     Attributes:
-        actions: in order, each with whether it is the last before an update of its stage.
-        versions: stage -> minibatch -> number of updates in this epoch that come before its forward.
+        actions: in order.
+        stages: what each of its stages does in them.
     """
 
-    actions: list[tuple[Action, bool]]
-    versions: dict[int, dict[int, int]]
-
-    def forwards(self, stage: int) -> list[int]:
-        """Return the minibatches whose inputs a stage receives, in order."""
-        return [a.minibatch for a, _ in self.actions if a.stage == stage and a.kind is ActionKind.FORWARD]
-
-    def backwards(self, stage: int) -> list[int]:
-        """Return the minibatches whose gradients a stage receives and sends, in order."""
-        return [a.minibatch for a, _ in self.actions if a.stage == stage and a.kind.sends_gradients]
+    actions: list[Action]
+    stages: dict[int, StagePhase]
 
 
 class Worker:
     """Trains its stages, validates, and saves checkpoints, together with the other workers.
 
-    Attributes:
-        metrics: of the last validation.
+    Args:
+        stages: its replicas of stages, by the stage's number.
+        progress: of the run that it resumes, whose checkpoint the stages have loaded.
+        tied: name of a parameter or buffer -> the first name of the same tensor in the model, if that is another.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
-        self._context, self._config, self._assignment = context, context.config, context.assignment
-        self._stages, self._meter, self._status = context.stages, context.meter, context.status
-        self.metrics: dict[str, float] = {}
-        self._undefined: frozenset[str] = frozenset()  # metrics without a figure in it
-        self._losses: list[float] = []  # of the validation after each epoch
-        self._minibatches: list[int] = []  # of each epoch
-        self._samples: list[int] = []  # likewise
+    def __init__(
+        self,
+        config: RunConfig,
+        place: Place,
+        data: TrainingData,
+        stages: Mapping[int, StageReplica],
+        progress: Progress,
+        tied: Mapping[str, str],
+    ) -> None:
+        self._config, self._place, self._data, self._tied = config, place, data, tied
+        self.stages, self.progress = stages, progress
+        self._shape = config.shape
+        self._last_stage = stages.get(len(self._shape.replicas) - 1)
+        self._undefined: frozenset[str] = frozenset()  # metrics without a figure in the last validation
         self._log: MetricsLog | None = None
-        self._timer = EpochTimer()
         self._action_lists: dict[int, ActionList] = {}
 
     def train(self, epoch: int, minibatches: Minibatches) -> None:
         """Train one epoch; the pipeline is empty before and after."""
+        meter, status, stages = self._place.meter, self._place.status, self.stages
         action_list = self._action_list(len(minibatches))
         self._begin_phase("train", epoch, minibatches, action_list)
-        steady = schedule.steady_minibatches(len(minibatches), self._context.shape)
-        self._timer.epoch_begins(range(steady.start - 1, steady.stop) if steady else range(len(minibatches)))
-        for action, ends_round in action_list.actions:
-            i, replica = action.minibatch, self._stages[action.stage]
-            self._status.set(f"{action} of epoch {epoch}")
-            with self._meter.action(action):
-                replica.take_due_tied_steps()
-                sums_now = ends_round and replica.averager.sums_in_backward
-                on_gradient = replica.averager.gradient_ready if sums_now else None
+        steady = schedule.steady_minibatches(len(minibatches), self._shape)
+        meter.epoch_begins(range(steady.start - 1, steady.stop) if steady else range(len(minibatches)))
+        for action in action_list.actions:
+            status.set(f"{action} of epoch {epoch}")
+            with meter.action(action):
+                replica = stages[action.stage]
                 match action.kind:
                     case ActionKind.FORWARD:
-                        inputs, target = replica.io.receive_inputs(i)  # (1)
-                        outputs = replica.stage.forward(i, inputs, target)  # (2)
-                        replica.io.send_outputs(i, outputs)  # (3)
-                        if replica is self._context.last_stage:
-                            replica.losses.add(i, outputs[0])
-                            self._timer.loss_computed(i, self._meter.timestamps.record())
-                    case ActionKind.BACKWARD:
-                        output_gradients = replica.io.receive_gradients(i)  # (4)
-                        weight = minibatches.weight(i)
-                        gradients = replica.stage.backward(i, output_gradients, weight, on_gradient)  # (5), begins (7)
-                        replica.io.send_gradients(i, gradients)  # (6)
-                    case ActionKind.BACKWARD_INPUT:
-                        output_gradients = replica.io.receive_gradients(i)  # (4)
-                        replica.io.send_gradients(i, replica.stage.backward_input(i, output_gradients))  # (5), (6)
-                    case ActionKind.BACKWARD_WEIGHT:
-                        replica.stage.backward_weight(i, minibatches.weight(i), on_gradient)  # (5), begins (7)
+                        replica.forward(action.minibatch)  # (1) to (3)
                     case ActionKind.UPDATE:
-                        self._log_loss(epoch, replica, replica.end_round(epoch))  # (7)
-                        self._context.updates.update(replica)  # (8)
-                if action.kind.completes_backward:
-                    replica.backward_done(i, minibatches.weight(i))
-        for stage, replica in self._stages.items():
-            self._log_loss(epoch, replica, replica.end_epoch(len(action_list.forwards(stage))))
-        self._meter.synchronize()
+                        self._log_loss(epoch, replica.update(epoch))  # (7), (8)
+                    case kind:
+                        replica.backward(action.minibatch, kind)  # (4) to (6)
+        for replica in stages.values():
+            self._log_loss(epoch, replica.end_phase())
+        meter.synchronize()
 
     def validate(self, epoch: int, max_samples: int | None = None) -> dict[str, float]:
         """Compute loss and metrics with the current weights, in evaluation mode.
@@ -143,25 +175,19 @@ class Worker:
         Raises:
             PdtoolError: one of them is not a number.
         """
-        samples = self._context.splits["valid"].samples or 0
+        samples = self._data.splits["valid"].samples or 0
         minibatches = Minibatches(range(samples)[:max_samples], self._config.plan.batch_size)
         action_list = self._forward_list(len(minibatches))
         self._begin_phase("valid", epoch, minibatches, action_list)
-        totals = MetricTotals(self._context.file)
+        totals = MetricTotals(self._data.file)
         with torch.no_grad():
-            for action, _ in action_list.actions:
-                self._status.set(f"{action} of the validation after epoch {epoch}")
-                replica = self._stages[action.stage]
-                inputs, target = replica.io.receive_inputs(action.minibatch)  # (1)
-                outputs = replica.stage.evaluate(action.minibatch, inputs)  # (2)
-                replica.io.send_outputs(action.minibatch, outputs)  # (3)
-                if replica is self._context.last_stage:
-                    loss = replica.stage.loss(outputs[0], target)
-                    totals.add(loss, outputs[0], target, minibatches.samples(action.minibatch))
-        for replica in self._stages.values():
-            replica.io.end_phase()
+            for action in action_list.actions:
+                self._place.status.set(f"{action} of the validation after epoch {epoch}")
+                self.stages[action.stage].evaluate(action.minibatch, totals)  # (1) to (3)
+        for replica in self.stages.values():
+            replica.end_phase()
         where = f"the validation after epoch {epoch}"
-        figures = totals.summarize(self._context.groups.world, where)
+        figures = totals.summarize(self._place.groups.world, where)
         self._undefined = totals.undefined
         if self._undefined and self._log:
             sys.stderr.write(f"warning: {where} gives no {', '.join(sorted(self._undefined))}: the count is 0\n")
@@ -176,178 +202,126 @@ class Worker:
                 self._log.close()
 
     def _run(self) -> Report:
-        config, size = self._config, self._config.plan.batch_size
-        resumed = done = self._resume()
-        if self._context.last_stage and self._context.is_replica_0:
+        config, meter, progress = self._config, self._place.meter, self.progress
+        resumed = done = len(progress.epochs)
+        if self._last_stage and self._place.is_replica_0:
             self._log = MetricsLog(config.out, epochs_done=done)
             self._record_updates()
-        count = self._context.epoch_samples
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
-            config.target.is_reached(self.validate(0, size), self._undefined)
-        self._meter.restart()
-        modules = [replica.stage.module for replica in self._stages.values()]
-        self._meter.memory.start(modules, self._context.received_device_bytes)
+            config.target.is_reached(self.validate(0, config.plan.batch_size), self._undefined)
+        meter.restart()
+        meter.memory.start(replica.stage.module for replica in self.stages.values())
         while done < config.epochs and not self._is_target_reached():
             if done == resumed + 1:  # the first epoch was for warming up
-                self._timer.restart()
-                self._meter.restart()
+                meter.restart()
             done += 1
-            minibatches = Minibatches(self._context.sample_order(done, sum(self._samples)), size)
-            start_s = time.perf_counter()
-            if self._log:
-                self._log.epoch_begins()
-            self.train(done, minibatches)
-            train_s = time.perf_counter() - start_s
-            self._meter.memory.epoch_ended()
-            self._timer.epoch_ended(len(minibatches), count, train_s, self._meter.timestamps.seconds_between)
-            self._minibatches.append(len(minibatches))
-            self._samples.append(count)
-            with self._meter.paused():
-                self.metrics = self.validate(done)
-            self._epoch_done()
+            self._train_epoch(done)
             self._save(done)
-        return self._report(done, count, includes_compilation=config.compiled and done == resumed + 1)
+        return self._report(includes_compilation=config.compiled and done == resumed + 1)
+
+    def _train_epoch(self, epoch: int) -> None:
+        """Train an epoch, validate, and step learning-rate schedules of epochs."""
+        meter, progress, samples = self._place.meter, self.progress, self._data.epoch_samples
+        order = self._data.sample_order(epoch, sum(trained.samples for trained in progress.epochs))
+        minibatches = Minibatches(order, self._config.plan.batch_size)
+        start_s = time.perf_counter()
+        if self._log:
+            self._log.epoch_begins()
+        self.train(epoch, minibatches)
+        meter.epoch_ended(len(minibatches), samples, time.perf_counter() - start_s)
+        with meter.paused():
+            progress.metrics = self.validate(epoch)
+        loss = progress.metrics["loss"]
+        progress.epochs.append(TrainedEpoch(len(minibatches), samples, loss))
+        for replica in self.stages.values():
+            replica.epoch_done(loss)
 
     def _record_updates(self) -> None:
         """Let run.json tell how many updates and samples an epoch has, for whoever shows how far the run is."""
-        samples, last = self._context.epoch_samples, max(self._stages)
+        samples, last = self._data.epoch_samples, max(self.stages)
         actions = self._action_list(-(-samples // self._config.plan.batch_size)).actions
-        updates = sum(action.kind is ActionKind.UPDATE and action.stage == last for action, _ in actions)
+        updates = sum(action.kind is ActionKind.UPDATE and action.stage == last for action in actions)
         update_record(self._config.out, updates=updates, samples=samples)
 
     def _action_list(self, minibatches: int) -> ActionList:
         """This worker's actions for a number of minibatches; built once for each number."""
         if minibatches not in self._action_lists:
-            shape = self._context.shape
+            shape, assignment = self._shape, self._place.assignment
             lists = self._config.plan.kind.build(shape, minibatches)
-            number = list(shape.stage_replicas()).index((self._assignment.stage, self._assignment.replica))
-            following = [*lists[number][1:], None]
-            actions = [
-                (action, after is not None and (after.stage, after.kind) == (action.stage, ActionKind.UPDATE))
-                for action, after in zip(lists[number], following, strict=True)
-            ]
-            versions: dict[int, dict[int, int]] = {stage: {} for stage in self._stages}
-            for (stage, i), version in shape.weights.forward_versions(lists)[number].items():
-                versions[stage][i] = version
-            self._action_lists[minibatches] = ActionList(actions, versions)
+            number = list(shape.stage_replicas()).index((assignment.stage, assignment.replica))
+            versions = shape.weights.forward_versions(lists)[number]
+            stages = {stage: _phase_of(stage, lists[number], versions) for stage in self.stages}
+            self._action_lists[minibatches] = ActionList(lists[number], stages)
         return self._action_lists[minibatches]
 
     def _forward_list(self, minibatches: int) -> ActionList:
         """The forwards alone, which all see the newest weights."""
-        actions = self._action_list(minibatches).actions
-        return ActionList([(a, False) for a, _ in actions if a.kind is ActionKind.FORWARD], {})
+        actions, stages = self._action_list(minibatches)
+        forwards = [action for action in actions if action.kind is ActionKind.FORWARD]
+        return ActionList(forwards, {stage: StagePhase(phase.forwards) for stage, phase in stages.items()})
 
     def _begin_phase(self, split: str, epoch: int, minibatches: Minibatches, action_list: ActionList) -> None:
-        data = self._context.data_pass(split, epoch, minibatches)
-        for stage, replica in self._stages.items():
-            replica.set_mode(training=split == "train")
-            replica.stage.weights.begin_phase(action_list.versions.get(stage, {}))
-            replica.stage.seeds.begin_phase(self._config.seed, split, epoch)
-            source = self._context.source if stage == 0 else None
-            replica.io.begin_phase(data, source, action_list.forwards(stage), action_list.backwards(stage))
+        data = self._data.data_pass(split, epoch, minibatches)
+        for stage, replica in self.stages.items():
+            replica.begin_phase(data, action_list.stages[stage])
 
-    def _log_loss(self, epoch: int, replica: StageReplica, loss: RoundLoss | None) -> None:
-        if self._log and loss and replica is self._context.last_stage:
+    def _log_loss(self, epoch: int, loss: RoundLoss | None) -> None:
+        if self._log and loss:
             samples = loss.weight * self._config.plan.batch_size
             self._log.add_update(
                 epoch=epoch, step=loss.step, loss=loss.total / loss.weight, lr=loss.lr, samples=samples
             )
 
     def _is_target_reached(self) -> bool:
-        target = self._config.target
-        return bool(target and self.metrics and target.is_reached(self.metrics, self._undefined))
-
-    def _resume(self) -> int:
-        """Take over the checkpoint to resume from; returns the number of epochs that it was trained for."""
-        if self._config.resume is None:
-            return 0
-        folder = run_dir.latest(self._config.resume)
-        manifest = run_dir.read_manifest(folder)
-        self.metrics = dict(manifest.metrics)
-        self._losses = [*manifest.validation_losses] or [self.metrics.get("loss", 0.0)] * manifest.epoch
-        self._minibatches = [*manifest.minibatches] or [0] * manifest.epoch
-        self._samples = [*manifest.samples] or [self._context.epoch_samples] * manifest.epoch
-        self._context.load(folder, self._losses)
-        if self._assignment.rank == 0:
-            self._warn_of_length(manifest)
-        return manifest.epoch
-
-    def _warn_of_length(self, manifest: CheckpointManifest) -> None:
-        """Say that epochs, or a learning-rate schedule that knows its length, go on as ones of another length."""
-        now = math.ceil(self._context.epoch_samples / self._config.plan.batch_size)
-        before = next(reversed(manifest.minibatches), 0) or now
-        if before != now:
-            sys.stderr.write(
-                f"warning: epochs had {before} minibatches, and go on with {now}: other --steps, another training set, "
-                "or minibatches of another size\n"
-            )
-        if self._context.file.scheduler_takes_total:
-            by_epoch = self._context.file.training.scheduler_step == "epoch"
-            self._warn_of_schedule(manifest, "" if by_epoch or before == now else f", of {before} minibatches each")
-
-    def _warn_of_schedule(self, manifest: CheckpointManifest, other_length: str) -> None:
-        """Say that a schedule goes on as one of another length.
-
-        Args:
-            other_length: of the epochs until now, where the schedule is stepped by updates and their number changes.
-        """
-        before, now = manifest.epochs or self._config.epochs, self._config.epochs
-        if before != now or other_length:
-            sys.stderr.write(
-                f"warning: the learning-rate schedule was one of {before} epochs{other_length}, and goes on as one of "
-                f"{now}, {manifest.epoch} of them over: train with the same --epochs and --steps for the same learning "
-                "rates\n"
-            )
-
-    def _epoch_done(self) -> None:
-        """Step learning-rate schedules of epochs."""
-        self._losses.append(self.metrics["loss"])
-        for replica in self._stages.values():
-            replica.epoch_done(self.metrics["loss"])
+        target, metrics = self._config.target, self.progress.metrics
+        return bool(target and metrics and target.is_reached(metrics, self._undefined))
 
     def _save(self, epoch: int) -> None:
+        progress = self.progress
         if self._log:  # first: should the run end in between, the epoch is trained again and its lines are dropped
-            step = self._context.last_stage.optimizer.updates if self._context.last_stage else 0
-            self._log.add_validation(epoch, step, self.metrics)
-        self._status.set(f"the checkpoint of epoch {epoch}")
+            step = self._last_stage.optimizer.updates if self._last_stage else 0
+            self._log.add_validation(epoch, step, progress.metrics)
+        self._place.status.set(f"the checkpoint of epoch {epoch}")
         manifest = CheckpointManifest(
             epoch=epoch,
             epochs=self._config.epochs,
             seed=self._config.seed,
-            metrics=self.metrics,
-            validation_losses=tuple(self._losses),
-            minibatches=tuple(self._minibatches),
-            samples=tuple(self._samples),
-            tied={name: first for name, first in self._context.canonical.items() if name != first},
+            metrics=dict(progress.metrics),
+            validation_losses=tuple(trained.validation_loss for trained in progress.epochs),
+            minibatches=tuple(trained.minibatches for trained in progress.epochs),
+            samples=tuple(trained.samples for trained in progress.epochs),
+            tied=dict(self._tied),
             files={},
         )
-        checkpoint.save(self._config.out, manifest, self._context.states(), self._context.groups.world)
+        stages = self.stages if self._place.is_replica_0 else {}
+        components = {stage: replica.saved_components for stage, replica in stages.items()}
+        checkpoint.save(self._config.out, manifest, components, self._place.groups.world)
 
-    def _report(self, epochs: int, samples: int, *, includes_compilation: bool) -> Report:
+    def _report(self, *, includes_compilation: bool) -> Report:
         """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""
-        measured = (str(self._assignment), self._measurements(), self._meter.events, usable_cores())
+        place, progress = self._place, self.progress
+        measured = (str(place.assignment), self._measurements(), place.meter.events, usable_cores())
         workers = all_gather(
             measured,
             tuple[str, WorkerMeasurements, list[TraceEvent], frozenset[int]],
-            self._context.groups.world,
+            place.groups.world,
             "the measurements",
         )
         measurements = [measurements for _, measurements, _, _ in workers]
-        cores = frozenset().union(*(cores for *_, cores in workers[: self._context.local_workers]))
-        is_on_gpu = self._context.device.type == "cuda"
+        cores = frozenset().union(*(cores for *_, cores in workers[: place.local_workers]))
+        is_on_gpu = place.device.type == "cuda"
         report = assemble_report(
             self._config,
             measurements,
-            self.metrics,
+            progress.metrics,
             self._undefined,
-            epochs=epochs,
-            samples=samples,
-            minibatches_by_epoch=self._minibatches,
+            samples=self._data.epoch_samples,
+            minibatches_by_epoch=[trained.minibatches for trained in progress.epochs],
             cores=None if is_on_gpu else len(cores),
-            local_workers=self._context.local_workers,
+            local_workers=place.local_workers,
             includes_compilation=includes_compilation,
         )
-        if self._assignment.rank == 0:
+        if place.assignment.rank == 0:
             events_of = {name: events for name, _, events, _ in workers}
             trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
             write_atomically(self._config.out / "trace.json", json.dumps(trace))
@@ -355,12 +329,33 @@ class Worker:
         return report
 
     def _measurements(self) -> WorkerMeasurements:
-        stages = [replica.stage for replica in self._stages.values()]
+        stages, meter = [replica.stage for replica in self.stages.values()], self._place.meter
         return WorkerMeasurements(
-            stage=self._assignment.stage,
-            totals=self._meter.totals,
-            epochs=self._timer.times,
+            stage=self._place.assignment.stage,
+            totals=meter.totals,
+            epochs=meter.epochs,
             peak_versions=max(stage.weights.peak_versions for stage in stages),
             peak_stashed=max(stage.peak_stashed for stage in stages),
-            peak_memory_bytes=self._meter.memory.peak_bytes,
+            peak_memory_bytes=meter.memory.peak_bytes,
         )
+
+
+def _phase_of(stage: int, actions: schedule.Actions, versions: Mapping[tuple[int, int], int]) -> StagePhase:
+    """What one stage does in a worker's actions.
+
+    Args:
+        versions: (stage, minibatch) -> the number of updates in this epoch that come before its forward.
+    """
+    own = [action for action in actions if action.stage == stage]
+    return StagePhase(
+        forwards=[action.minibatch for action in own if action.kind is ActionKind.FORWARD],
+        backwards=[action.minibatch for action in own if action.kind.sends_gradients],
+        versions={minibatch: version for (s, minibatch), version in versions.items() if s == stage},
+        round_ends=frozenset(
+            action.minibatch
+            for action, after in pairwise(actions)
+            if action.kind.completes_backward
+            and action.stage == stage
+            and (after.stage, after.kind) == (stage, ActionKind.UPDATE)
+        ),
+    )

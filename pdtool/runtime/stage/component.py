@@ -1,17 +1,22 @@
-"""What an optimizer keeps, as tensors of a checkpoint: of any type, by the names of parameters.
+"""The components of a stage's checkpoint, and values of any type as tensors in it.
 
-    optimizer.features.0.weight                  JSON, as bytes: updates, state of the parameter and of its group
-    optimizer.features.0.weight.state.exp_avg    a tensor in it, which the JSON names: ["tensor", "state.exp_avg"]
+What a stage keeps for a resumed run is kept by a `Component`, which alone writes and reads its part. A part has names
+of parameters or buffers, and entries of each; worker/checkpoint.py puts the parts into files, with these keys:
 
-`pack` and `unpack` go between values and JSON. Checkpoints of pdtool before 0.1 have a key for each entry of the state
-instead, which `unpack` reads as well.
+    COMPONENT.NAME.ENTRY
+    model.features.0.weight                      the parameter itself, by ModuleState: its only entry has no name
+    optimizer.features.0.weight                  by NamedOptimizer: JSON, as bytes, of the state of the parameter
+    optimizer.features.0.weight.state.exp_avg    a tensor in that, which the JSON names: ["tensor", "state.exp_avg"]
+
+`pack` and `unpack` go between such records and entries. Checkpoints of pdtool before 0.1 have an entry for each value
+of the state instead, which `unpack` reads as well.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,37 +24,61 @@ from torch import Tensor
 
 from pdtool.errors import with_article
 
+MODEL_KEY = "model"  # of the component whose entries are the model itself, which can be exported
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _NUMBER = ":number"  # how an older checkpoint marks an entry that is a Python number
+
+
+class Component(Protocol):
+    """What has a part of its own in the checkpoint of a stage."""
+
+    @property
+    def key(self) -> str:
+        """What its keys in the file begin with, without a dot."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters and buffers that it reads something of, as the file names them."""
+
+    def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield what it writes: the name of a parameter or buffer, the entry ("" for the only one), and a tensor."""
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over what was written by it, also in a run of another plan.
+
+        Args:
+            state: each of `names` -> entry -> tensor; {} where the checkpoint has nothing of that name.
+
+        Raises:
+            FieldError: it is of another model; the field is what the model has, the text what the checkpoint has.
+        """
 
 
 class CannotPackError(ValueError):
     """A value is neither a tensor, a number, a text nor a container of these."""
 
 
-def pack(record: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the key `prefix` with a record as JSON, and the key of each tensor in it.
+def pack(record: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the entry "" with a record as JSON, and an entry for each tensor in it.
 
     Raises:
         CannotPackError: it holds something that cannot be saved.
     """
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_packed(dict(record), "", tensors))
-    yield prefix, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    for key, tensor in tensors.items():
-        yield f"{prefix}.{key}", tensor
+    yield "", torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    yield from tensors.items()
 
 
-def unpack(saved: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
-    """Return the record that was packed; raises KeyError or ValueError where the keys are not as `pack` made them."""
-    below = {key.removeprefix(f"{prefix}."): value for key, value in saved.items() if key.startswith(f"{prefix}.")}
-    if prefix not in saved:
-        return _record_of_entries(below)
-    return dict(_unpacked(json.loads(bytes(saved[prefix].numpy()).decode()), below))
+def unpack(saved: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the record that was packed; raises KeyError or ValueError where the entries are not what `pack` makes."""
+    if "" not in saved:
+        return _record_of_entries(dict(saved))
+    return dict(_unpacked(json.loads(bytes(saved[""].numpy()).decode()), saved))
 
 
 def _record_of_entries(entries: dict[str, Any]) -> dict[str, Any]:
-    """The record of a parameter in an older checkpoint, which has a key for each entry of the state."""
+    """The record of a parameter in an older checkpoint, which has an entry for each value of the state."""
     record = {key: entries.pop(key) for key in ("last_step",) if key in entries}
     updates = int(entries.pop("updates", 0))
     state = {key.removesuffix(_NUMBER): v.item() if key.endswith(_NUMBER) else v for key, v in entries.items()}
