@@ -32,13 +32,7 @@ MIN_DRAWN_S = 50e-6  # a shorter wait does not divide the action that it is in
 MAX_UNREAD = 1_000  # actions and waits whose timestamps are kept before they are read
 _MAX_DISTANCE_S = 10.0  # of an event from the origin, which moves beyond that
 _NVTX_VARIABLE = "PDTOOL_NVTX"
-_FIELD = {
-    ActionKind.FORWARD: "forward_s",
-    ActionKind.BACKWARD: "backward_s",
-    ActionKind.BACKWARD_INPUT: "backward_s",
-    ActionKind.BACKWARD_WEIGHT: "backward_s",
-    ActionKind.UPDATE: "update_s",
-}
+_FIELD = {kind: f"{kind.name.lower().partition('_')[0]}_s" for kind in ActionKind}  # both backwards: backward_s
 _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 Timestamp = Any  # what `record` returns

@@ -14,8 +14,7 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
-from pdtool.runtime.loading.minibatches import DatasetSplit
-from pdtool.runtime.loading.training_data import TrainingData
+from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
 from pdtool.runtime.stage.component import pack, unpack
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
@@ -388,7 +387,7 @@ def test_a_one_cycle_schedule_of_another_length_than_the_run_is_told(tmp_path, c
     """Shorter than the run, it cannot be stepped to the end; longer, it does not get there."""
     more = "def scheduler(o): return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=5)\n"
     file, model = load(tmp_path, more=more), parameters()
-    warnings = {n: NamedOptimizer(file, model, model, RunLength(updates=n)).schedule_warning for n in (4, 5, 6)}
+    warnings = {n: NamedOptimizer(file, model, model, RunLength(updates=n)).schedule.length_warning for n in (4, 5, 6)}
     assert warnings[6].startswith(
         "OneCycleLR was made for 5 steps, and the run will take 6: let scheduler(optimizer, to"
     )
@@ -536,8 +535,7 @@ def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
     file = load(tmp_path, more="def sampler(data, epoch): return range(epoch)\n")
     plan = SimpleNamespace(batch_size=1)
     config = SimpleNamespace(plan=plan, steps=None, seed=0)
-    sampler = SimpleNamespace(order=lambda epoch: file.sampler(None, epoch))
-    data = TrainingData(config, file, {"train": DatasetSplit(9, ())}, None, sampler)
+    data = TrainingData(config, file, {"train": DatasetSplit(9, ())}, lambda epoch: file.sampler(None, epoch))
     assert data.sample_order(1, 0) == [0]
     with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, and 1 in epoch 1; return"):
         data.sample_order(2, 1)

@@ -26,10 +26,9 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
 from pdtool.frontend.random_numbers import derive_seed, seed_generators
 from pdtool.frontend.user_code import is_stream
-from pdtool.runtime.loading.minibatches import DatasetSplit, Shape, shapes_of, tensors_of_target
+from pdtool.runtime.loading.minibatches import VALIDATION_PASS, DatasetSplit, Shape, shapes_of, tensors_of_target
 from pdtool.units import format_seconds
 
-VALIDATION_PASS = 0  # each validation reads the same pass
 _END = object()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from pdtool.errors import ModelError, UsageError
+from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import Structure, register_containers
 from pdtool.frontend.random_numbers import derive_seed
 from pdtool.runtime.config import RunConfig
 
 NO_LENGTH = "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches"
+VALIDATION_PASS = 0  # over a stream: each validation reads the same pass
 Shape = tuple[tuple[int, ...], torch.dtype]
 SplitData = tuple[int | None, Structure, bool]  # the fields of a DatasetSplit as they are sent
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -111,6 +113,61 @@ class DataPass:
     def seed(self, minibatch: int) -> int:
         """Return the seed of random augmentation of a minibatch."""
         return derive_seed(self.run_seed, self.split_name, self.epoch, "data", minibatch)
+
+
+class TrainingData:
+    """The data of a run at one worker.
+
+    Args:
+        sampled: returns the samples of an epoch, in order, if model.py has a sampler(); all workers call it together.
+
+    Attributes:
+        splits: the training set and the validation set, `train` and `valid`.
+        epoch_samples: samples of the training set in an epoch.
+
+    Raises:
+        ModelError: an epoch has no minibatch.
+        UsageError: nobody knows how many samples an epoch has.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        file: ModelFile,
+        splits: Mapping[str, DatasetSplit],
+        sampled: Callable[[int], Sequence[int]] | None,
+    ) -> None:
+        self.file, self.splits = file, splits
+        self._seed, self._sampled = config.seed, sampled
+        self._chosen = len(sampled(1)) if sampled else splits["train"].samples
+        self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=file.training.drop_last)
+        self._epochs_go_on = epochs_go_on(splits["train"], config)
+
+    def sample_order(self, epoch: int, trained: int) -> Sequence[int]:
+        """Return the samples of an epoch, in order; the same on all workers, which call it together.
+
+        Args:
+            trained: samples of all epochs before, which a stream that goes on from epoch to epoch has given.
+
+        Raises:
+            ModelError: sampler() chooses another number of samples than in the first epoch.
+        """
+        if self._sampled:
+            order = self._sampled(epoch)
+        elif self._chosen is None or self.splits["train"].is_stream:
+            first = trained if self._epochs_go_on else 0
+            return range(first, first + self.epoch_samples)
+        else:
+            order = sample_order(self._seed, epoch, self._chosen)
+        if len(order) != self._chosen:
+            what = f"sampler() gives {len(order)} samples in epoch {epoch}, and {self._chosen} in epoch 1"
+            raise self.file.error(what, "return as many in each, which the schedule of the run rests on")
+        return order[: self.epoch_samples]
+
+    def data_pass(self, split: str, epoch: int, minibatches: Minibatches) -> DataPass:
+        """Return an epoch of training ("train"), or the validation after it ("valid")."""
+        stream_pass = VALIDATION_PASS if split == "valid" else None if self._epochs_go_on else epoch
+        return DataPass(split, self.splits[split], minibatches, self._seed, epoch, stream_pass)
 
 
 def samples_in_epoch(samples: int | None, config: RunConfig, *, drop_last: bool) -> int:

@@ -12,8 +12,9 @@ compute it, and reads it one round later. On a CPU it reads the losses of a roun
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class RoundLoss:
 
 
 class LossReader:
-    """Reads the losses of a replica of the last stage; those of other stages are 0.
+    """Reads the losses of a replica of the last stage.
 
     Args:
         device: where they are computed.
@@ -52,7 +53,7 @@ class LossReader:
     def __init__(self, device: torch.device) -> None:
         self._is_late = is_read_late(device)
         self._copies: dict[int, _HostCopy] = {}
-        self._unread: _Round | None = None
+        self._unread: Callable[[], RoundLoss] | None = None
 
     def add(self, minibatch: int, loss: Tensor) -> None:
         """Start reading the loss of a minibatch, a scalar."""
@@ -72,14 +73,14 @@ class LossReader:
             PdtoolError: a loss is not a number.
         """
         copies = {i: self._copies.pop(i) for i in weights if i in self._copies}
-        ended = _Round(step, epoch, dict(weights), copies, lr)
+        ended = partial(_read, RoundLoss(step, 0.0, sum(weights.values()), lr), epoch, dict(weights), copies)
         due, self._unread = (self._unread, ended) if self._is_late else (ended, None)
-        return due.read() if due else None
+        return due() if due else None
 
     def end_epoch(self) -> RoundLoss | None:
         """Return the round that was not read yet, if there is one; errors as of `end_round`."""
         due, self._unread = self._unread, None
-        return due.read() if due else None
+        return due() if due else None
 
 
 def is_read_late(device: torch.device) -> bool:
@@ -107,27 +108,18 @@ class _HostCopy:
         return float(self._value.item())
 
 
-@dataclass(frozen=True)
-class _Round:
-    """A round that has ended, with the losses of its minibatches."""
-
-    step: int
-    epoch: int
-    weights: dict[int, float]
-    copies: dict[int, _HostCopy]
-    lr: float | None
-
-    def read(self) -> RoundLoss:
-        total = 0.0
-        for i, copy in self.copies.items():
-            loss = copy.read()
-            if not math.isfinite(loss):
-                raise PdtoolError(
-                    f"the loss is {loss} in minibatch {i} of epoch {self.epoch}",
-                    "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
-                )
-            total += self.weights[i] * loss
-        return RoundLoss(self.step, total, sum(self.weights.values()), self.lr)
+def _read(ended: RoundLoss, epoch: int, weights: Mapping[int, float], copies: Mapping[int, _HostCopy]) -> RoundLoss:
+    """Read the losses of the minibatches of a round that has ended, and return it with their sum."""
+    total = 0.0
+    for i, copy in copies.items():
+        loss = copy.read()
+        if not math.isfinite(loss):
+            raise PdtoolError(
+                f"the loss is {loss} in minibatch {i} of epoch {epoch}",
+                "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
+            )
+        total += weights[i] * loss
+    return replace(ended, total=total)
 
 
 class MetricTotals:

@@ -53,6 +53,7 @@ class NamedOptimizer:
 
     Attributes:
         optimizer: None where the user's optimizer takes none of the parameters.
+        schedule: of its learning rate.
         steps: the optimizer's steps, compensated for their delay.
         updates: steps taken, including those of the runs that this one resumed.
         is_by_user_code: whether code that is not torch's takes part in an update, and may change parameters.
@@ -80,18 +81,13 @@ class NamedOptimizer:
         self.steps = CompensatedSteps(compensation, stepped, delay)
         self._is_step_by_user_code = self.optimizer is not None and steps_by_user_code(file, self.optimizer)
         self._may_draw = self._is_step_by_user_code or file.has("after_update")
-        self._schedule = LearningRateSchedule(file, self.optimizer, length or RunLength()) if self.optimizer else None
-        self.is_by_user_code = self._may_draw or (self._schedule is not None and self._schedule.is_by_user_code)
+        self.schedule = LearningRateSchedule(file, self.optimizer, length or RunLength())
+        self.is_by_user_code = self._may_draw or self.schedule.is_by_user_code
         groups = self.optimizer.param_groups if self.optimizer else []
         self._first_trained = {name: p.requires_grad for name, p in self._saved.items()}
         self._groups = len(groups)
         self._first_attributes = _attributes(self.optimizer) if self.optimizer else {}
         self._first_groups = [copy.deepcopy({k: group[k] for k in group.keys() - NAMES_OF_GROUP}) for group in groups]
-
-    @property
-    def schedule_warning(self) -> str:
-        """See LearningRateSchedule.length_warning."""
-        return self._schedule.length_warning if self._schedule else ""
 
     @property
     def learning_rate(self) -> float | None:
@@ -117,8 +113,7 @@ class NamedOptimizer:
                 raise self._file.error_at(error, f"step {self.updates} of {type(self.optimizer).__name__}") from error
         self.updates += 1
         self._file.after_update(list(self.parameters.items()), self.updates)
-        if self._schedule:
-            self._schedule.update_done()
+        self.schedule.update_done()
         self._keep_own_parameters()
         for parameter in self.parameters.values():  # also of those that the user's optimizer does not take
             parameter.grad = None
@@ -145,11 +140,6 @@ class NamedOptimizer:
         """Make the error of what the user's code did to a parameter; it names the function that did it."""
         function = "after_update" if self.updates and self._file.has("after_update") else "optimizer"
         return self._file.error_in(function, f"the parameter {fault.field} {fault}")
-
-    def epoch_done(self, validation_loss: float) -> None:
-        """Step a learning-rate schedule of epochs, at the end of an epoch and of its validation."""
-        if self._schedule:
-            self._schedule.epoch_done(validation_loss)
 
     @property
     def names(self) -> Collection[str]:
@@ -184,7 +174,7 @@ class NamedOptimizer:
         """What a step keeps in a group: values that are not as optimizer() made them, nor a schedule's."""
         if not self._is_step_by_user_code:  # those of torch keep nothing there
             return {}
-        others = NAMES_OF_GROUP | (self._schedule.sets if self._schedule else set())
+        others = NAMES_OF_GROUP | self.schedule.sets
         return {k: value for k, value in group.items() if k not in others and not _is_same(value, first.get(k))}
 
     def _of_whole_optimizer(self) -> dict[str, Any]:
@@ -218,8 +208,7 @@ class NamedOptimizer:
         """Take over what was saved; the learning-rate schedule catches up."""
         records = {self._saved[name]: unpack(entries) for name, entries in state.items()}
         self.updates = next((record["updates"] for record in records.values()), 0)
-        if self._schedule:
-            self._schedule.catch_up(self.updates)
+        self.schedule.catch_up(self.updates)
         self._keep_own_parameters()
         for parameter, record in records.items():
             parameter.requires_grad_(record.get("is_trained", parameter.requires_grad))
@@ -338,21 +327,21 @@ class RunLength:
 
 
 class LearningRateSchedule:
-    """The user's schedule; without one nothing is done.
+    """The user's schedule; without one, or without an optimizer, nothing is done.
 
     It is stepped after each update, or with `SCHEDULER_STEP = "epoch"` at the end of each epoch. ReduceLROnPlateau is
     stepped at the end of each epoch, with the loss of its validation.
     """
 
-    def __init__(self, file: ModelFile, optimizer: Optimizer, length: RunLength) -> None:
-        self._file, self._length, self._optimizer = file, length, optimizer
-        self._watches = steps_by_user_code(file, optimizer)
+    def __init__(self, file: ModelFile, optimizer: Optimizer | None, length: RunLength) -> None:
+        self._file, self._length = file, length
+        self._watched = optimizer.param_groups if optimizer and steps_by_user_code(file, optimizer) else []
         self._own: set[str] = set()  # keys that it has set
         self._of_others: set[str] = set()  # keys that were set between its steps
         before = self._values()
         is_by_epoch = file.training.scheduler_step == "epoch"
         self._steps = length.epochs if is_by_epoch else length.updates
-        self._scheduler = file.scheduler(optimizer, self._steps)
+        self._scheduler = file.scheduler(optimizer, self._steps) if optimizer else None
         self._after = self._note(self._own, before)
         self.is_by_user_code = schedules_by_user_code(self._scheduler)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
@@ -399,7 +388,7 @@ class LearningRateSchedule:
 
     def _values(self) -> list[dict[str, Any]]:
         """What is in the parameter groups now, where somebody else than the schedule may change it as well."""
-        return [dict(group) for group in self._optimizer.param_groups] if self._watches else []
+        return [dict(group) for group in self._watched]
 
     def _note(self, keys: set[str], before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Add to `keys` those whose values are not what they were before; return what they are now."""

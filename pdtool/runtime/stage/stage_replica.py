@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -177,7 +178,7 @@ class StageReplica:
         for tied in self.tied:
             while not tied.is_drained:
                 tied.take_sum()
-                tied.step()
+                tied.optimizer.step()
         self.adopt_changes()
         self.averager.average_buffers(dict(self.stage.module.named_buffers()), len(self._phase.forwards))
         return self.averager.sum_loss(loss) if loss else None
@@ -188,12 +189,9 @@ class StageReplica:
             self.stage.weights.prepare_update()
         except FieldError as fault:
             raise self.optimizer.fault(fault) from fault
-        if self._is_first_step:
-            self._is_first_step = False
-            with self.stage.weights.noticing_kept_memory():
-                self.optimizer.step()
-        else:
+        with self.stage.weights.noticing_kept_memory() if self._is_first_step else nullcontext():
             self.optimizer.step()
+        self._is_first_step = False
         self.updated()
 
     def _take_due_tied_steps(self) -> None:
@@ -204,13 +202,13 @@ class StageReplica:
         for tied in self.tied:
             while tied.is_step_due:
                 tied.take_sum()
-                tied.step()
+                tied.optimizer.step()
                 self.updated()
 
     def epoch_done(self, validation_loss: float) -> None:
         """Step learning-rate schedules of epochs."""
         for optimizer in self._optimizers:
-            optimizer.epoch_done(validation_loss)
+            optimizer.schedule.epoch_done(validation_loss)
         self.adopt_changes()
 
     @property
@@ -325,7 +323,7 @@ class ClippedUpdates:
         for replica in self._waiting:
             replica.step()
             for tied in replica.tied:
-                tied.step()
+                tied.optimizer.step()
             replica.updated()
         self._waiting.clear()
 

@@ -68,7 +68,7 @@ class TiedParameterSync:
         self.optimizer, self.holders, self._meter, self._max_norm = optimizer, holders, meter, max_norm
         [(self._name, self.parameter)] = optimizer.parameters.items()
         self._all_reduce = HostAllReduce(holders.group, self.parameter.device)
-        self._due: deque[_StartedSum] = deque()
+        self._due: deque[tuple[Callable[[], Tensor], float]] = deque()  # what waits for a sum; when that was started
 
     def start_sum(self, weight: float) -> None:
         """Take this round's gradient, a sum over samples, and start summing it over the holders.
@@ -81,7 +81,7 @@ class TiedParameterSync:
         message = torch.cat([gradient, gradient.new_tensor([weight, is_there])])
         with self._peer_error():
             wait = self._all_reduce.start(message)
-        self._due.append(_StartedSum(wait, time.perf_counter()))
+        self._due.append((wait, time.perf_counter()))
         self._meter.count_sent(message.nbytes)
 
     @property
@@ -99,10 +99,10 @@ class TiedParameterSync:
 
         Where no holder has a gradient it keeps none, so that the optimizer leaves it alone.
         """
-        started = self._due.popleft()
+        wait, started_s = self._due.popleft()
         with self._meter.averaging, self._peer_error():
-            total = started.wait()
-        self._meter.all_reduce_ended(started.at_s, total.nbytes)
+            total = wait()
+        self._meter.all_reduce_ended(started_s, total.nbytes)
         weight, holders_with_gradient = total[-2:].tolist()
         total = total.to(self.parameter.device, non_blocking=True)
         gradient = total[:-2].div_(weight / self.holders.count)
@@ -110,27 +110,10 @@ class TiedParameterSync:
         if self._max_norm:
             clip([self.parameter], self._max_norm)
 
-    def step(self) -> None:
-        """Step with the gradient that `take_sum` has given."""
-        self.optimizer.step()
-
     def _peer_error(self) -> PeerErrorContext:
         return PeerErrorContext(
             f"the gradient of the tied parameter {self._name} was not summed over the stages that hold it"
         )
-
-
-@dataclass(frozen=True)
-class _StartedSum:
-    """A sum under way.
-
-    Attributes:
-        wait: waits for the sum and returns it, in CPU memory.
-        at_s: when it was started, in seconds of time.perf_counter.
-    """
-
-    wait: Callable[[], Tensor]
-    at_s: float
 
 
 class HostAllReduce:

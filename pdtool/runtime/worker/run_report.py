@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.artifacts.report import Measured, Report, StageReport
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.meter import EpochTimes, TimeTotals
@@ -17,18 +18,23 @@ class WorkerMeasurements:
     """What one worker measured, over the epochs after the first (over the first when it is the only one).
 
     Attributes:
+        name: the worker's, in the trace.
         stage: the worker's first stage.
         totals: where the time went.
         epochs: the time of these epochs, without validation and checkpoints, and what was trained in them.
         peak_memory_bytes: see PeakMemory.
+        cores: that the worker may use; none where a GPU computes.
     """
 
+    name: str
     stage: int
     totals: TimeTotals
     epochs: EpochTimes
     peak_versions: int
     peak_stashed: int
+    events: list[TraceEvent]
     peak_memory_bytes: int | None = None
+    cores: frozenset[int] = frozenset()
 
 
 def assemble_report(
@@ -39,7 +45,6 @@ def assemble_report(
     *,
     samples: int,
     minibatches_by_epoch: Sequence[int],
-    cores: int | None,
     local_workers: int,
     includes_compilation: bool = False,
 ) -> Report:
@@ -50,8 +55,7 @@ def assemble_report(
         undefined: metrics without a figure in it.
         samples: of an epoch.
         minibatches_by_epoch: of each trained epoch, those before a resume included; 0 where that is unknown.
-        cores: of this machine that its workers may use; None where GPUs compute.
-        local_workers: on this machine.
+        local_workers: on this machine, the first of `workers`.
         includes_compilation: whether the only epoch is the one that compiles.
     """
     plan = config.plan
@@ -80,7 +84,7 @@ def assemble_report(
             throughput_samples_per_s=plan.batch_size / time_per_minibatch_s if time_per_minibatch_s else 0.0,
         ),
         stages=tuple(_stage_report([w for w in workers if w.stage == s]) for s in range(plan.pipeline_depth)),
-        cores=cores,
+        cores=len(frozenset().union(*(worker.cores for worker in workers[:local_workers]))) or None,
         local_workers=local_workers,
         includes_compilation=includes_compilation,
         digests=dict(config.bundle.digests),

@@ -11,6 +11,7 @@ import copy
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,7 @@ from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.groups import all_gather, broadcast, make_process_groups
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
-from pdtool.runtime.loading.minibatches import DatasetSplit, SplitData
-from pdtool.runtime.loading.training_data import Sampler, TrainingData
+from pdtool.runtime.loading.minibatches import DatasetSplit, SplitData, TrainingData
 from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.routes import describe_targets, list_edges, list_routes
 from pdtool.runtime.messages.stage_io import StageIO
@@ -74,10 +74,10 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
     """
     place = join(config, rank, device, local_workers)
     model = build_model(config, place)
-    data = open_data(config, place, model.built.file)
+    data, source = open_data(config, place, model.built.file)
     check_last_minibatch(model.modules, config.bundle, data.epoch_samples, device)
     progress = Progress() if config.resume is None else read_progress(read_manifest(latest(config.resume)), data)
-    stages = build_stages(config, place, model, data, progress)
+    stages = build_stages(config, place, model, data, source, progress)
     if config.resume is not None:
         resume(config, place, data, stages)
     tied = {name: first for name, first in model.first_names.items() if name != first}
@@ -162,8 +162,12 @@ def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str]
             )
 
 
-def open_data(config: RunConfig, place: Place, file: ModelFile) -> TrainingData:
-    """Open the datasets at the first stage, and let all workers know what they need of them."""
+def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[TrainingData, MinibatchSource | None]:
+    """Open the datasets at the first stage, and let all workers know what they need of them.
+
+    Returns:
+        What they know, and at the first stage what loads the minibatches.
+    """
     place.status.set("the loading of the data")
     bundle, first_rank = config.bundle, place.groups.replicas[0].ranks[0]
     inputs = [bundle.by_name[name] for name in bundle.inputs]
@@ -187,20 +191,32 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> TrainingData:
     described = {name: loader.describe(count_s).as_data() for name, loader in loaders.items()}
     received = broadcast(described, dict[str, SplitData], first_rank, "the description of the data")
     splits = {name: DatasetSplit.of(data) for name, data in received.items()}
-    sampler = Sampler(loader=loaders.get("train"), seed=config.seed, source=first_rank)
-    return TrainingData(config, file, splits, source, sampler if file.has("sampler") else None)
+
+    def sampled(epoch: int) -> Sequence[int]:
+        """Ask each sampler(), which may tell its dataset the epoch; the first worker's chooses for all."""
+        own = loaders["train"].sample_order(config.seed, epoch) if loaders else []
+        return broadcast(own, list[int], first_rank, "the order of the samples")
+
+    return TrainingData(config, file, splits, sampled if file.has("sampler") else None), source
 
 
 def build_stages(
-    config: RunConfig, place: Place, model: StageModules, data: TrainingData, progress: Progress
+    config: RunConfig,
+    place: Place,
+    model: StageModules,
+    data: TrainingData,
+    source: MinibatchSource | None,
+    progress: Progress,
 ) -> dict[int, StageReplica]:
     """Open the channels to other workers, and build this worker's stage replicas, by the stage's number."""
     place.status.set("the building of the stages")
     channels = _channels(config, place, data)
     place.meter.memory.received_bytes = channels.device_bytes
-    builder = StageBuilder(config, place, model, data, progress, channels)
+    minibatches = math.ceil(data.epoch_samples / config.plan.batch_size)
+    losses_before = [epoch.validation_loss for epoch in progress.epochs]
+    builder = StageBuilder(config, place, model, source, channels, minibatches, losses_before)
     stages = {s: builder.build(s, module) for s, module in model.modules.items()}
-    warning = next(replica.optimizer.schedule_warning for replica in stages.values())
+    warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
     if warning and place.assignment.rank == 0:
         sys.stderr.write(f"warning: {warning}\n")
     return stages
@@ -216,37 +232,39 @@ def _channels(config: RunConfig, place: Place, data: TrainingData) -> Channels:
     return open_channels(routes, groups, config, in_flight, place.meter)
 
 
+@dataclass
 class StageBuilder:
-    """Builds the stage replicas of a worker; arguments as of `build_stages`."""
+    """Builds the stage replicas of a worker.
 
-    def __init__(
-        self,
-        config: RunConfig,
-        place: Place,
-        model: StageModules,
-        data: TrainingData,
-        progress: Progress,
-        channels: Channels,
-    ) -> None:
-        self._config, self._place, self._data, self._channels = config, place, data, channels
-        self._shape, self._file, self._first_names = config.shape, model.built.file, model.first_names
-        self._model_state = model.built.model.state_dict(keep_vars=True)
-        self._model_parameters = model.built.optimizer_parameters()
-        self._delays = gradient_delays(config.plan.kind, self._shape)
-        self._is_late = not config.plan.kind.flushes
-        self._losses_before = [epoch.validation_loss for epoch in progress.epochs]
-        updates_together = not self._is_late and len(config.plan.stages) > 1
+    Attributes:
+        minibatches: in an epoch.
+        losses_before: see RunLength.
+    """
+
+    config: RunConfig
+    place: Place
+    model: StageModules
+    source: MinibatchSource | None
+    channels: Channels
+    minibatches: int
+    losses_before: Sequence[float]
+
+    def __post_init__(self) -> None:
+        built, plan = self.model.built, self.config.plan
+        self._shape, self._file, self._first_names = self.config.shape, built.file, self.model.first_names
+        self._model_state, self._model_parameters = built.model.state_dict(keep_vars=True), built.optimizer_parameters()
+        self._delays, self._is_late = gradient_delays(plan.kind, self._shape), not plan.kind.flushes
         self._updates = ClippedUpdates(
             self._file.training.max_grad_norm,
-            place.groups.world if updates_together else None,
-            stages=len(model.modules),
-            is_replica_0=place.is_replica_0,
-            meter=place.meter,
+            self.place.groups.world if not self._is_late and len(plan.stages) > 1 else None,
+            stages=len(self.model.modules),
+            is_replica_0=self.place.is_replica_0,
+            meter=self.place.meter,
         )
 
     def build(self, s: int, module: nn.Module) -> StageReplica:
         """Build this worker's replica of stage `s` from its module."""
-        config, meter, device = self._config, self._place.meter, self._place.device
+        config, meter, device = self.config, self.place.meter, self.place.device
         stage = self._pipeline_stage(s, module)
         with stage.weights.noticing_kept_memory():
             tied = self._tied(s, stage)
@@ -254,11 +272,11 @@ class StageBuilder:
             untied = {name: p for name, p in stage.weights.parameters.items() if id(p) not in tied_ids}
             optimizer = self._optimizer(untied, s)
         in_flight = self._shape.in_flight[s % self._shape.pipeline_depth]
-        replicas = self._place.groups.replicas[s]
+        replicas = self.place.groups.replicas[s]
         return StageReplica(
             stage=stage,
-            io=StageIO(config.bundle, s, self._channels, prefetch=in_flight + 1, device=device, meter=meter),
-            source=self._data.source if s == 0 else None,
+            io=StageIO(config.bundle, s, self.channels, prefetch=in_flight + 1, device=device, meter=meter),
+            source=self.source if s == 0 else None,
             averager=ReplicaAverager(replicas, untied.values(), meter, config.bucket_bytes),
             optimizer=optimizer,
             tied=tied,
@@ -272,12 +290,12 @@ class StageBuilder:
     def _frozen_in_stages(self, s: int, untied: Iterable[str]) -> set[str]:
         """See StageReplica.frozen_in_stages."""
         first_names = self._first_names
-        others = [stage.parameters for other, stage in enumerate(self._config.bundle.stages) if other != s]
+        others = [stage.parameters for other, stage in enumerate(self.config.bundle.stages) if other != s]
         held = {first_names.get(name, name) for parameters in others for name in parameters}
         return {name for name in untied if first_names.get(name, name) in held}
 
     def _pipeline_stage(self, s: int, module: nn.Module) -> PipelineStage:
-        config, device = self._config, self._place.device
+        config, device = self.config, self.place.device
         compensation = config.delay_compensation
         outputs = [config.bundle.by_name[name] for name in config.bundle.stages[s].outputs]
         is_last = s == len(config.plan.stages) - 1
@@ -298,25 +316,24 @@ class StageBuilder:
         """The tied parameters of a stage, each with an optimizer of its own under the first holder's name."""
         tied = []
         max_norm = self._file.training.max_grad_norm if self._is_late else None
-        for described, group in zip(self._config.bundle.tied, self._place.groups.tied, strict=True):
+        for described, group in zip(self.config.bundle.tied, self.place.groups.tied, strict=True):
             names = dict(zip(described.stages, described.names, strict=True))
             if s in names:
                 first = min(names)
                 lag = tied_update_lag(self._shape, described.stages, s) if self._is_late else 0
                 holders = TiedHolders(group, len(names), lag, is_first=first == s)
                 optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
-                tied.append(TiedParameterSync(optimizer, holders, self._place.meter, max_norm))
+                tied.append(TiedParameterSync(optimizer, holders, self.place.meter, max_norm))
         return tied
 
     def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
-        config = self._config
-        minibatches = math.ceil(self._data.epoch_samples / config.plan.batch_size)
-        updates = config.epochs * math.ceil(minibatches / self._shape.update_every[s])
+        config = self.config
+        updates = config.epochs * math.ceil(self.minibatches / self._shape.update_every[s])
         return NamedOptimizer(
             self._file,
             self._model_parameters,
             parameters,
-            RunLength(config.epochs, updates, self._losses_before),
+            RunLength(config.epochs, updates, self.losses_before),
             config.delay_compensation,
             self._delays[s],
             config.seed,

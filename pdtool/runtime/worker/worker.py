@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 
 from pdtool import schedule
-from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, TraceEvent, chrome_trace
+from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
 from pdtool.artifacts.metrics import MetricsLog
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.run_dir import CheckpointManifest, update_record
@@ -45,8 +45,7 @@ from pdtool.files import write_atomically
 from pdtool.host import usable_cores
 from pdtool.runtime.config import RankAssignment, RunConfig
 from pdtool.runtime.groups import ProcessGroups, all_gather
-from pdtool.runtime.loading.minibatches import Minibatches
-from pdtool.runtime.loading.training_data import TrainingData
+from pdtool.runtime.loading.minibatches import Minibatches, TrainingData
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.losses import MetricTotals, RoundLoss
 from pdtool.runtime.stage.stage_replica import StagePhase, StageReplica
@@ -299,45 +298,36 @@ class Worker:
 
     def _report(self, *, includes_compilation: bool) -> Report:
         """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""
-        place, progress = self._place, self.progress
-        measured = (str(place.assignment), self._measurements(), place.meter.events, usable_cores())
-        workers = all_gather(
-            measured,
-            tuple[str, WorkerMeasurements, list[TraceEvent], frozenset[int]],
-            place.groups.world,
-            "the measurements",
-        )
-        measurements = [measurements for _, measurements, _, _ in workers]
-        cores = frozenset().union(*(cores for *_, cores in workers[: place.local_workers]))
-        is_on_gpu = place.device.type == "cuda"
-        report = assemble_report(
-            self._config,
-            measurements,
-            progress.metrics,
-            self._undefined,
-            samples=self._data.epoch_samples,
-            minibatches_by_epoch=[trained.minibatches for trained in progress.epochs],
-            cores=None if is_on_gpu else len(cores),
-            local_workers=place.local_workers,
-            includes_compilation=includes_compilation,
-        )
-        if place.assignment.rank == 0:
-            events_of = {name: events for name, _, events, _ in workers}
-            trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
-            write_atomically(self._config.out / "trace.json", json.dumps(trace))
-            report.save(self._config.out / "report.json")
-        return report
-
-    def _measurements(self) -> WorkerMeasurements:
-        stages, meter = [replica.stage for replica in self.stages.values()], self._place.meter
-        return WorkerMeasurements(
-            stage=self._place.assignment.stage,
+        place, progress, is_on_gpu = self._place, self.progress, self._place.device.type == "cuda"
+        stages, meter = [replica.stage for replica in self.stages.values()], place.meter
+        measured = WorkerMeasurements(
+            name=str(place.assignment),
+            stage=place.assignment.stage,
             totals=meter.totals,
             epochs=meter.epochs,
             peak_versions=max(stage.weights.peak_versions for stage in stages),
             peak_stashed=max(stage.peak_stashed for stage in stages),
+            events=meter.events,
             peak_memory_bytes=meter.memory.peak_bytes,
+            cores=frozenset() if is_on_gpu else usable_cores(),
         )
+        workers = all_gather(measured, WorkerMeasurements, place.groups.world, "the measurements")
+        report = assemble_report(
+            self._config,
+            workers,
+            progress.metrics,
+            self._undefined,
+            samples=self._data.epoch_samples,
+            minibatches_by_epoch=[trained.minibatches for trained in progress.epochs],
+            local_workers=place.local_workers,
+            includes_compilation=includes_compilation,
+        )
+        if place.assignment.rank == 0:
+            events_of = {worker.name: worker.events for worker in workers}
+            trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
+            write_atomically(self._config.out / "trace.json", json.dumps(trace))
+            report.save(self._config.out / "report.json")
+        return report
 
 
 def _phase_of(stage: int, actions: schedule.Actions, versions: Mapping[tuple[int, int], int]) -> StagePhase:
