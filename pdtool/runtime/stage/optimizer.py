@@ -278,12 +278,12 @@ def _user_optimizer(
     with _MissingReads() as missing:  # type: ignore[no-untyped-call]
         try:
             optimizer = file.optimizer(list(model_parameters.items()))
-        except ModelError as error:
+        except ModelError:
             if not missing.is_read:
                 raise
-            raise _reads_values(file) from error
-    if missing.is_read:  # and caught the error
-        raise _reads_values(file)
+    if missing.is_read:  # whether or not it has caught the error
+        what = "optimizer() reads the values of parameters, of which a worker has those of its own stages only"
+        raise file.error(what, "let it use names, shapes and types of parameters only")
     known = {id(p) for p in model_parameters.values()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in known:
@@ -304,11 +304,6 @@ class _MissingReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except DataDependentOutputException:
             self.is_read = True
             raise
-
-
-def _reads_values(file: ModelFile) -> ModelError:
-    what = "optimizer() reads the values of parameters, of which a worker has those of its own stages only"
-    return file.error(what, "let it use names, shapes and types of parameters only")
 
 
 @dataclass(frozen=True)
