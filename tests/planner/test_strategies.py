@@ -361,7 +361,7 @@ def test_gradients_of_asynchronous_data_parallelism_are_one_update_late_for_each
 ):
     """w(t+1) = w(t) - lr grad f(w(t-N+1), minibatch t), written out here; the replay and the runtime agree with it."""
     plan = planned(chain([1.0] * 2), make_cluster((workers,), (FAST,)), "async-data-parallel")
-    assert gradient_delays(plan.schedule, plan.shape()) == [workers - 1]
+    assert gradient_delays(plan.kind, plan.shape()) == [workers - 1]
     spec = harness.job(tmp_path, CONV1, (1,), in_flight=(workers,), optimizer="plain", batch_size=2)
     file = ModelFile.load(spec.model, trusted=True)
     model = file.build(spec.seed)
