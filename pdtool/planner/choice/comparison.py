@@ -43,7 +43,7 @@ def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[
     keep the size that was profiled: the time of smaller ones is not known from it. PipeDream (SOSP'19, section 5.4)
     gives GPipe as many microbatches as PipeDream has minibatches in flight, which for a straight pipeline are U.
 
-    A rival that does not fit into the memory of a device is planned as if it did: `fits` tells.
+    A rival that does not fit into the memory of a device is planned as if it did: its figures tell.
 
     Args:
         plan: that they are compared with; it decides how many minibatches an update of GPipe takes.
@@ -54,12 +54,6 @@ def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[
         NoPlanError: there is no plan of a strategy, whatever the memory.
     """
     return {name: _rival_plan(profile, cluster, plan, name) for name in names}
-
-
-def fits(plan: Plan, cluster: Cluster) -> bool:
-    """Whether every worker has the memory that the plan takes by the formulas."""
-    needed = max(plan.predicted.memory_bytes) if plan.predicted else 0
-    return cluster.memory_bytes is None or needed <= cluster.memory_bytes
 
 
 def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Plan:

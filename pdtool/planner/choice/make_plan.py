@@ -20,7 +20,8 @@ from pdtool.artifacts.plan import Certificate, Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.infeasible import explain_infeasible
-from pdtool.planner.choice.strategies import PLANNERS
+from pdtool.planner.choice.selection import Selected
+from pdtool.planner.choice.strategies import PLANNERS, Baseline
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
 from pdtool.planner.search.cuts import unbroken_groups
@@ -64,27 +65,25 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
         seconds = format_seconds(candidate.time_per_minibatch_s)
         _LOG.debug("searched: %s takes %s by the formulas", candidate.placement.config, seconds)
     named = planner.baselines(search, candidates[0])
-    selected = planner.choose(search, candidates, named)
-    return _finished(search, profile_path, selected.candidate, selected.simulated_s, candidates, named)
+    return _finished(search, profile_path, planner.choose(search, candidates, named), candidates, named)
 
 
 def _finished(
     search: PlanSearch,
     profile_path: str,
-    chosen: Candidate,
-    simulated_s: float | None,
-    optima: list[Candidate],
-    named: Sequence[tuple[str, Candidate]],
+    selected: Selected,
+    candidates: Sequence[Candidate],
+    named: Sequence[Baseline],
 ) -> Plan:
     """The chosen plan as an artifact, with its figures and its certificate."""
-    is_searched = STRATEGIES[search.options.strategy].is_searched
+    planner, chosen = PLANNERS[search.options.strategy], selected.candidate
     plan = chosen.placement.to_plan(search.profile, profile_path, search.cluster)
     why = Why(
         bottleneck=chosen.cost.bottleneck,
-        certificate=_certificate(search, optima[0], chosen) if is_searched else None,
-        rivals=tuple(PLANNERS[search.options.strategy].rejected(search, chosen, named, optima)),
+        certificate=_certificate(search, candidates[0], chosen) if planner.strategy.is_searched else None,
+        rivals=tuple(planner.rejected(search, chosen, named, candidates)),
     )
-    figures = _predicted(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, simulated_s)
+    figures = _predicted(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, selected.simulated_s)
     return plan.model_copy(update={"asked": search.options.asked, "why": why, "predicted": figures})
 
 

@@ -32,7 +32,6 @@ from pdtool.planner.simulator.engine import steady_state_s
 from pdtool.schedule import BASELINES, ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, Strategy
 from pdtool.units import format_bytes, format_seconds
 
-ONE_WORKER = "one worker"
 Baseline = tuple[str, Candidate]  # with its label
 _DEFAULT_MICROBATCHES = 4  # of a flushing schedule that was asked for by name
 # The best GPipe of another number of stages is looked at when its formulas say at most this factor of the best one's
@@ -424,14 +423,14 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
     plans of their kind are the candidates of their planners.
     """
     execution = replace(execution, copies=1)
-    straight = straight_pipeline(search, execution)
+    straight = _straight_pipeline(search, execution)
     for planner in map(PLANNERS.__getitem__, BASELINES):
         if plan := planner.baseline(search, execution, straight):
             yield planner.title(plan.placement), plan
-    yield ONE_WORKER, search.evaluator.data_parallel(1, execution)
+    yield "one worker", search.evaluator.data_parallel(1, execution)
 
 
-def straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candidate | None:
+def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candidate | None:
     """Return the fastest pipeline of one worker a stage on as many workers as the model can be cut for; None: none
     fits."""
     max_stages = search.options.max_stages or search.workers
