@@ -125,25 +125,32 @@ class CostModel:
 
         Each member sends 2 (n-1)/n of the bytes (Patarasuk and Yuan, JPDC 2009).
         """
-        s_per_byte = latency_s = 0.0
+        s_per_byte = s_per_message = 0.0
         for level, inside, copies in zip(self.cluster.levels, members, self.copy_members, strict=True):
             crosses = np.greater(np.maximum(inside, copies), 1)
-            s_per_byte = np.maximum(s_per_byte, crosses / level.bandwidth_bytes_per_s)
-            latency_s = np.maximum(latency_s, crosses * level.latency_s)
-        return 2 * (ring_size - 1) * (size_bytes / ring_size * s_per_byte + np.greater(size_bytes, 0) * latency_s)
+            s_per_byte = np.maximum(s_per_byte, level.time_s(crosses, 0))
+            s_per_message = np.maximum(s_per_message, level.time_s(0, crosses))
+        return 2 * (ring_size - 1) * (size_bytes / ring_size * s_per_byte + np.greater(size_bytes, 0) * s_per_message)
 
-    def transfer_s(self, load: StageLoad, s_per_byte: Number) -> Number:
-        """Seconds per minibatch to bring a stage what it takes and its gradients back, both ways at once: links are
-        full duplex. Section 3.1 has their sum, 2 a/B.
+    def border_bytes(self, load: StageLoad) -> Number:
+        """Bytes per minibatch to bring a stage what it takes and its gradients back, both ways at once: links are full
+        duplex. Section 3.1 has their sum, 2 a.
 
         All that the stage takes is charged to the border before it, also what comes straight from a stage further up.
-        Latency delays a minibatch but does not slow the pipeline: the next one is already on its way. Without
-        pipelining all stages wait for it: first for what the stage takes, later for the gradients.
+        Without pipelining all stages wait for it: first for what the stage takes, later for the gradients.
         """
         sent_bytes = np.maximum(load.received_bytes, load.returned_bytes)
         if not self.execution.is_pipelined:
             sent_bytes = load.received_bytes + load.returned_bytes
-        return sent_bytes * s_per_byte / self.execution.copies
+        return sent_bytes / self.execution.copies
+
+    def border_s(self, size_bytes: Number, s_per_byte: Number) -> Number:
+        """Seconds per minibatch of the messages over a border; its bytes are those of `border_bytes`.
+
+        Latency delays a minibatch but does not slow the pipeline: the next one is already on its way. A time for which
+        each message keeps its link busy would be charged here.
+        """
+        return size_bytes * s_per_byte
 
     def border_s_per_byte(
         self,
@@ -165,7 +172,7 @@ class CostModel:
         s_per_byte = 0.0
         for level, a, b in zip(self.cluster.levels, before, after, strict=True):
             busiest = np.maximum(a * (1 - b), b * (1 - a)).max(axis=-1)
-            s_per_byte = np.maximum(s_per_byte, busiest / level.bandwidth_bytes_per_s)
+            s_per_byte = np.maximum(s_per_byte, level.time_s(busiest, 0))
         return s_per_byte
 
     def memory(self, load: StageLoad, recompute: Number = False) -> StageMemory:
@@ -218,9 +225,9 @@ class PipeDreamCostModel(CostModel):
         """The sum: nothing overlaps."""
         return compute_s + allreduce_s
 
-    def transfer_s(self, load: StageLoad, s_per_byte: Number) -> Number:
-        """2 a / B for all that crosses the cut, also what only passes by the stage."""
-        return 2 * load.entering_bytes * s_per_byte / self.execution.copies * self.charges_activations
+    def border_bytes(self, load: StageLoad) -> Number:
+        """2 a for all that crosses the cut, also what only passes by the stage."""
+        return 2 * load.entering_bytes / self.execution.copies * self.charges_activations
 
     def border_s_per_byte(
         self,

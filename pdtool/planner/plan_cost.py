@@ -239,7 +239,7 @@ def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placem
             replicas_after=replicas[s],
             is_before_first=s == 1,
         )
-        transfers_s.append(float(model.transfer_s(loads[s], s_per_byte.max())))
+        transfers_s.append(float(model.border_s(model.border_bytes(loads[s]), s_per_byte.max())))
     return transfers_s
 
 
@@ -294,7 +294,7 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
             is_crossed = np.any([fractions[s][depth] for s in stages], axis=(0, 1))
             n = sum(len(workers[s]) for s in stages)
             sent_bytes += is_crossed * (is_crossed.sum() > 1) * 2 * (n - 1) / n * size_bytes / interval
-        times_s.append(sent_bytes.max(axis=0) / level.bandwidth_bytes_per_s)
+        times_s.append(level.time_s(sent_bytes.max(axis=0), 0))
     return times_s
 
 

@@ -82,7 +82,8 @@ def best_with(search, replicas):
             pace = model.stage_s(load, r, model.compute_s(load, r), model.allreduce_s(load, r, members))
             if s:
                 place = program._place(np.array(first))
-                pace = np.maximum(pace, model.transfer_s(load, 1.0) * program._border[place, r, replicas[s - 1]])
+                border_s = model.border_s(model.border_bytes(load), program._border[place, r, replicas[s - 1]])
+                pace = np.maximum(pace, border_s)
             after = np.array([values.get(int(end), np.inf) for end in ends])
             before[i] = float(np.maximum(pace, after).min())
         values = before

@@ -111,8 +111,7 @@ def _round_trips_s(model: CostModel, loads: Sequence[StageLoad], placement: Plac
         round_trips_s.append(max(trip_s, rounds_s[s]))
         link = model.cluster.link(workers[s - 1][0], workers[s][0]) if s else None
         if link:
-            moved_bytes = load.received_bytes + load.returned_bytes
-            trip_s += moved_bytes / link.bandwidth_bytes_per_s + 2 * link.latency_s
+            trip_s += link.time_s(load.received_bytes + load.returned_bytes, messages=2)
     return round_trips_s[::-1]
 
 

@@ -54,14 +54,14 @@ class _CandidateStages:
     Attributes:
         end: the cut after the stage.
         value: (1), what is minimised: seconds per minibatch, or bytes where memory is minimised.
-        border_load: of the border before the stage; times its seconds per byte it gives (3).
+        border_bytes: over the border before the stage; `CostModel.border_s` of them is (3).
     """
 
     end: Array
     first: Array
     replicas: Array
     value: Array
-    border_load: Array
+    border_bytes: Array
 
     def select(self, index: Array) -> _CandidateStages:
         return _CandidateStages(*(column[index] for column in vars(self).values()))
@@ -161,7 +161,7 @@ class DynamicProgram:
             values = self._with_following(stages, tables[max(0, len(tables) - 2 - len(spans))])
             if replicas_before:
                 border = self._border[self._place(stages.first), stages.replicas, replicas_before]
-                values = self._combine(values, stages.border_load * border)
+                values = self._combine(values, self.model.border_s(stages.border_bytes, border))
             values = np.where(stages.first == first, values, np.inf)
             best = np.flatnonzero(values <= values.min())
             # ties: the stage that ends last, then the one with the most replicas
@@ -191,18 +191,19 @@ class DynamicProgram:
         if i == 0:
             np.minimum.at(target[0, :, 0], stages.first[within], values[within])
             return
-        first, replicas, load_before = (x[within] for x in (stages.first, stages.replicas, stages.border_load))
-        is_slow = load_before > 0
+        first, replicas, bytes_before = (x[within] for x in (stages.first, stages.replicas, stages.border_bytes))
+        is_slow = bytes_before > 0
         if is_slow.any() and self._overlaps:
-            is_slow = load_before * self._slowest_border[self._place(first), replicas] > values[within]
+            slowest = self._slowest_border[self._place(first), replicas]
+            is_slow = self.model.border_s(bytes_before, slowest) > values[within]
         unaffected = within[~is_slow]  # whatever stands before them, the border is not what holds them up
         np.minimum.at(target[i, :, 1], stages.first[unaffected], values[unaffected])
         target[i, :, 2:] = target[i, :, 1:2]
         if is_slow.any():
             slots = first * (self.workers + 1) + replicas
-            kept = _pareto_front(slots, values[within], load_before, np.flatnonzero(is_slow))
-            first, replicas, load_before = first[kept], replicas[kept], load_before[kept, None]
-            borders = load_before * self._border[self._place(first), replicas, 1:]
+            kept = _pareto_front(slots, values[within], bytes_before, np.flatnonzero(is_slow))
+            first, replicas, bytes_before = first[kept], replicas[kept], bytes_before[kept, None]
+            borders = self.model.border_s(bytes_before, self._border[self._place(first), replicas, 1:])
             with_border = self._combine(values[within[kept], None], borders)
             starts = np.flatnonzero(np.diff(first, prepend=-1))
             best = np.minimum.reduceat(with_border, starts, axis=0)
@@ -247,8 +248,7 @@ class DynamicProgram:
         is_possible = stage_s <= self.bound_s
         if model.cluster.memory_bytes is not None:
             is_possible &= model.memory_bytes(load, in_flight, recompute) <= model.cluster.memory_bytes
-        border_load = model.transfer_s(load, 1.0)
-        return _CandidateStages(ends[end], first, replicas, stage_s, border_load).select(is_possible)
+        return _CandidateStages(ends[end], first, replicas, stage_s, model.border_bytes(load)).select(is_possible)
 
     def _possible(self, i: int, candidates: Array) -> tuple[Array, Array, Array, Array]:
         """Slots (first worker, replicas), and the pairs of a slot and one of the `candidates` for the end of the stage
@@ -359,12 +359,12 @@ def _busiest_members(before: Array, after: Array, shared: int) -> tuple[Array, A
     )
 
 
-def _pareto_front(slots: Array, values: Array, load_before: Array, candidates: Array) -> Array:
+def _pareto_front(slots: Array, values: Array, bytes_before: Array, candidates: Array) -> Array:
     """Those of `candidates`, by slot, than which no other in the same slot has both a smaller value and a smaller
     load."""
-    order = candidates[np.lexsort((load_before[candidates], values[candidates], slots[candidates]))]
+    order = candidates[np.lexsort((bytes_before[candidates], values[candidates], slots[candidates]))]
     group = np.cumsum(np.diff(slots[order], prepend=-1) != 0)
-    falling = load_before[order] - group * (load_before.max() + 1.0)  # each slot lies below all before it
+    falling = bytes_before[order] - group * (bytes_before.max() + 1.0)  # each slot lies below all before it
     smallest = np.minimum.accumulate(falling)
     kept: Array = order[np.concatenate([[True], falling[1:] < smallest[:-1]])]
     return kept

@@ -138,7 +138,7 @@ class Network:
             crossed = [(depth, below) for depth, below in enumerate(self._below) if a // below != b // below]
             up = [self._link("up", depth, a // below) for depth, below in crossed]
             down = [self._link("down", depth, b // below) for depth, below in crossed]
-            latency_s = max((self.cluster.levels[depth].latency_s for depth, _ in crossed), default=0.0)
+            latency_s = max((self.cluster.levels[depth].time_s(0) for depth, _ in crossed), default=0.0)
             self._paths[a, b] = up + down, latency_s
         return self._paths[a, b]
 
