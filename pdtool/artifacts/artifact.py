@@ -1,7 +1,8 @@
 """The base of all artifacts, the files that the parts of pdtool exchange.
 
-It hides the format tag, the seal that shows whether a file was altered, the digests of what an artifact was made from,
-and the strict reading of JSON and YAML. Its errors name the file, the field, and the command that writes it again.
+It hides the format tag and its versions, the seal that shows whether a file was altered, the digests of what an
+artifact was made from, and the strict reading of JSON and YAML. Its errors name the file, the field, and the command
+that writes it again.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
@@ -64,7 +65,9 @@ class Artifact(FrozenModel):
 
     Attributes:
         MAKER: the command that writes this kind.
-        format: `pdtool/KIND/1`; set by each kind.
+        VERSION: of the format of this kind.
+        UPGRADES: by version n, a function that makes the content of version n + 1 of one of version n.
+        format: `pdtool/KIND/VERSION`.
         tool_version: the pdtool that wrote it.
         digests: SHA-256 of every input it was made from, by path, and of the model's operator graph under
             OPERATOR_GRAPH. What is made from an artifact takes its digests over.
@@ -75,11 +78,19 @@ class Artifact(FrozenModel):
     KIND: ClassVar[str]
     MAKER: ClassVar[str]
     SEALED: ClassVar[bool] = True
+    VERSION: ClassVar[int] = 1
+    UPGRADES: ClassVar[Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]] = {}
 
-    format: str
+    format: str = ""
     tool_version: str = __version__
     digests: dict[str, Digest] = Field(default_factory=dict)
     sha256: Digest | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "KIND"):  # pydantic reads both afterwards
+            cls.format = cls._tag(cls.VERSION)
+            cls.__annotations__["format"] = Literal[cls.format]
 
     def dump(self) -> str:
         """Write the artifact as JSON, or as YAML if people edit its kind; equal content gives equal bytes."""
@@ -113,17 +124,21 @@ class Artifact(FrozenModel):
         except ArtifactError as error:
             raise cls._of_another_kind(text, path) or error from error.__cause__
         tag = content.get("format") if isinstance(content, dict) else None
-        expected = f"pdtool/{cls.KIND}/1"
-        if tag != expected and (other := cls._of_another_kind(text, path)):
+        versions = {cls._tag(version): version for version in (*cls.UPGRADES, cls.VERSION)}
+        version = versions.get(tag) if isinstance(tag, str) else None
+        if version is None and (other := cls._of_another_kind(text, path)):
             raise other
         if not tag:
             raise ArtifactError(
                 path, f"is not {with_article(cls.KIND)} (no format field)", f"write it with `{cls.MAKER}`"
             )
-        if tag != expected:
-            raise cls._rewritable(path, f"has format {tag!r:.80}, this pdtool reads {expected!r}", field="format")
+        if version is None:
+            what = f"has format {tag!r:.80}, this pdtool reads {cls._tag(cls.VERSION)!r}"
+            raise cls._rewritable(path, what, field="format")
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
             raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
+        for older in range(version, cls.VERSION):
+            content = cls.UPGRADES[older](content) | {"format": cls._tag(older + 1)}
         try:
             artifact = cls.model_validate_json(json.dumps(cls.upgraded(content)))
             artifact.check()
@@ -183,6 +198,10 @@ class Artifact(FrozenModel):
         """Record the digest of the operator graph that it was made for; None leaves the artifact as it is."""
         digests = {**self.digests, OPERATOR_GRAPH: sha256} if sha256 else self.digests
         return self.model_copy(update={"digests": digests})
+
+    @classmethod
+    def _tag(cls, version: int) -> str:
+        return f"pdtool/{cls.KIND}/{version}"
 
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:

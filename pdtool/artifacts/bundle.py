@@ -101,7 +101,6 @@ class Bundle(YamlArtifact):
     KIND: ClassVar[str] = "bundle"
     MAKER: ClassVar[str] = "pdtool codegen"
 
-    format: Literal["pdtool/bundle/1"] = "pdtool/bundle/1"
     name: Title
     batch_size: Count
     proof: Literal["values", "shapes"]

@@ -167,7 +167,6 @@ class ClusterFile(YamlArtifact):
     MAKER: ClassVar[str] = "pdtool probe"
     SEALED: ClassVar[bool] = False
 
-    format: Literal["pdtool/cluster/1"] = "pdtool/cluster/1"
     name: Title
     levels: Levels
     memory_bytes: PositiveBytes | None = None

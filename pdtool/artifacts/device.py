@@ -67,7 +67,6 @@ class Devices(YamlArtifact):
     MAKER: ClassVar[str] = "pdtool schema device"
     SEALED: ClassVar[bool] = False
 
-    format: Literal["pdtool/device/1"] = "pdtool/device/1"
     devices: dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")], DeviceSpec]
 
     def check(self) -> None:

@@ -243,7 +243,6 @@ class Plan(YamlArtifact):
     MAKER: ClassVar[str] = "pdtool partition"
     SEALED: ClassVar[bool] = False
 
-    format: Literal["pdtool/plan/1"] = "pdtool/plan/1"
     name: Title
     model: ModelRef | None
     profile: Label

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -81,7 +81,6 @@ class Profile(Artifact):
     KIND: ClassVar[str] = "profile"
     MAKER: ClassVar[str] = "pdtool profile"
 
-    format: Literal["pdtool/profile/1"] = "pdtool/profile/1"
     name: Title
     model: ModelRef | None
     batch_size: Count

@@ -88,7 +88,6 @@ class Report(Artifact):
     KIND: ClassVar[str] = "report"
     MAKER: ClassVar[str] = "pdtool run"
 
-    format: Literal["pdtool/report/1"] = "pdtool/report/1"
     plan: Label
     config: Label
     schedule: Label
@@ -175,7 +174,6 @@ class Emulation(Artifact):
     KIND: ClassVar[str] = "emulation"
     MAKER: ClassVar[str] = "pdtool emulate"
 
-    format: Literal["pdtool/emulation/1"] = "pdtool/emulation/1"
     plan: Title
     batch_size: Count
     cluster: Cluster

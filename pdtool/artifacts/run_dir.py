@@ -85,7 +85,6 @@ class CheckpointManifest(Artifact):
     KIND: ClassVar[str] = "checkpoint"
     MAKER: ClassVar[str] = "pdtool run"
 
-    format: Literal["pdtool/checkpoint/1"] = "pdtool/checkpoint/1"
     epoch: Count
     epochs: Number = 0
     seed: Annotated[int, Field(ge=0, lt=2**63)]
@@ -112,7 +111,6 @@ class RunState(Artifact):
     KIND: ClassVar[str] = "run"
     MAKER: ClassVar[str] = "pdtool run"
 
-    format: Literal["pdtool/run/1"] = "pdtool/run/1"
     plan: Label
     config: Label
     schedule: Label

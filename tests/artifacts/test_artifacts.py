@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtool import files
+from pdtool.artifacts.artifact import Artifact
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.cluster import ClusterFile, make_cluster
 from pdtool.artifacts.plan import Plan
@@ -161,6 +162,29 @@ def test_unknown_formats_are_refused(artifact, found):
     with pytest.raises(ArtifactError, match=r"this pdtool reads|no format field|is an other, not a") as caught:
         type(artifact).parse(altered(artifact, format=found))
     assert caught.value.exit_code == 3
+
+
+class Renamed(Artifact):
+    """A kind whose only field had another name in its first version."""
+
+    KIND = "renamed"
+    MAKER = "pdtool rename"
+    VERSION = 2
+    UPGRADES = {1: lambda content: {"new": content.pop("old"), **content}}  # noqa: RUF012
+
+    new: int
+
+
+def test_a_file_of_an_older_version_is_upgraded_and_one_of_a_later_version_refused():
+    first = {"format": "pdtool/renamed/1", "tool_version": "0.1.0", "digests": {}, "old": 7}
+    read = Renamed.parse(samples.sealed(first))
+    assert (read.format, read.new) == ("pdtool/renamed/2", 7)
+    assert Renamed.parse(read.dump()) == read
+    assert Renamed.model_json_schema()["properties"]["format"]["const"] == "pdtool/renamed/2"
+    with pytest.raises(ArtifactError, match="was altered"):
+        Renamed.parse(samples.sealed(first).replace('"old": 7', '"old": 8'))
+    with pytest.raises(ArtifactError, match=r"has format 'pdtool/renamed/3', this pdtool reads 'pdtool/renamed/2'"):
+        Renamed.parse(samples.sealed(first | {"format": "pdtool/renamed/3"}))
 
 
 def test_a_missing_file_says_what_writes_it(tmp_path):
