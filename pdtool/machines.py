@@ -77,6 +77,25 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     return match["host"] or match["ipv6"], int(match["port"])
 
 
+def rank_variables(
+    rank: int, local_rank: int, workers: int, local_workers: int, address: tuple[str, int]
+) -> dict[str, str]:
+    """Return torch's environment variables of a worker.
+
+    Args:
+        local_rank, local_workers: its number on its machine, and how many are there.
+        address: (host, port) of worker 0.
+    """
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_workers),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+    }
+
+
 def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> dict[str, str]:
     """Return torch's environment variables of the worker that this process is; empty when it is no worker.
 

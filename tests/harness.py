@@ -1,6 +1,6 @@
 """Jobs small enough to run in a second: models with hand-written stages, run by real processes over gloo.
 
-The processes come from a fork server that has torch imported; they skip torch elastic, which has tests of its own.
+The processes come from a fork server that has torch imported; they skip the launcher, which has tests of its own.
 """
 
 from __future__ import annotations

@@ -100,11 +100,8 @@ def _send_to_main_thread(number: int) -> None:
 
 
 def _signal_of(error: BaseException | None) -> int | None:
-    """Return the signal that an exception stands for, torch's `SignalException` too; None for any other."""
-    if isinstance(error, KeyboardInterrupt):
-        return int(signal.SIGINT)
-    number = getattr(error, "sigval", None)
-    return int(number) if isinstance(number, signal.Signals) else None
+    """Return the signal that an exception stands for, that of a run too; None for any other."""
+    return int(getattr(error, "number", signal.SIGINT)) if isinstance(error, KeyboardInterrupt) else None
 
 
 def verbosity_options() -> Sequence[click.Option]:

@@ -10,30 +10,27 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any, cast
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.emulator.pretend_cluster import INTERFACE, PretendCluster, check_tools, enter_own_network
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.host import end_with_parent, safe_path
+from pdtool.machines import rank_variables
+from pdtool.processes import WorkerProcesses
 from pdtool.rendezvous import GLOO_VARIABLE
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.launch.diagnosis import diagnose
+from pdtool.runtime.launch.launcher import wait_for_workers
 from pdtool.runtime.launch.worker_main import worker_main
-from pdtool.runtime.status import prepare_folder, read_failure
+from pdtool.runtime.status import prepare_folder
 from pdtool.runtime.worker_end import record_failure
 
 _START_TIMEOUT_S = 120.0
-_GRACE_S = 2.0  # for workers to end after one has failed
-_PORT = "29500"  # of worker 0, in a namespace where nobody else is
-_fork = multiprocessing.get_context("fork")
+_PORT = 29500  # of worker 0, in a namespace where nobody else is
 
 
 class Emulator:
@@ -140,82 +137,41 @@ def _kill_group(number: int, frame: FrameType | None) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-@dataclass(frozen=True)
-class _WorkerProcess:
-    """A worker's process; `pipe` tells it when its link is there."""
-
-    assignment: RankAssignment
-    process: BaseProcess
-    pipe: Connection
-
-
 def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
     assignments = assign_ranks(config.plan)
     prepare_folder(config.out, [assignment.rank for assignment in assignments], keep_metrics=False)
-    with _started(pretend, config, assignments) as workers:
-        for worker in workers:
-            _connect(pretend, worker)
-        for worker in workers:  # all links are there: worker 0 answers
-            worker.pipe.send(None)
-        _wait(workers, config)
-        exit_codes = {worker.assignment.rank: worker.process.exitcode or 0 for worker in workers}
-    if any(exit_codes.values()):
-        raise diagnose(config, assignments, {rank: code for rank, code in exit_codes.items() if code})
-
-
-@contextmanager
-def _started(
-    pretend: PretendCluster, config: RunConfig, assignments: list[RankAssignment]
-) -> Iterator[list[_WorkerProcess]]:
-    """Start the workers; in the end all of them are gone, and their links with them."""
-    workers: list[_WorkerProcess] = []
-    try:
+    with ExitStack() as links, WorkerProcesses("fork") as workers:
         for assignment in assignments:
-            own, theirs = _fork.Pipe()
-            arguments = (pretend, config, assignment, theirs, os.getpid())
-            process = _fork.Process(target=_worker_main, args=arguments, name=f"worker-{assignment.rank}")
-            process.start()
-            theirs.close()
-            workers.append(_WorkerProcess(assignment, process, own))
-        yield workers
-    finally:
-        for worker in workers:
-            worker.process.kill()
-            worker.process.join()
-            worker.pipe.close()
-            pretend.remove_worker(worker.process.pid or 0)
+            pid = workers.start(assignment.rank, _worker_main, pretend, config, assignment, os.getpid())
+            links.callback(pretend.remove_worker, pid)
+        for assignment in assignments:
+            _connect(pretend, assignment, workers)
+        for pipe in workers.pipes.values():  # all links are there: worker 0 answers
+            pipe.send(None)
+        reports, exit_codes = wait_for_workers(workers, config.out)
+    if len(reports) < len(assignments):
+        raise diagnose(config, assignments, exit_codes)
 
 
-def _connect(pretend: PretendCluster, worker: _WorkerProcess) -> None:
+def _connect(pretend: PretendCluster, assignment: RankAssignment, workers: WorkerProcesses) -> None:
     """Link a worker once it is in its own namespace; raises PdtoolError."""
-    if not worker.pipe.poll(_START_TIMEOUT_S):
-        what = f"{worker.assignment} did not start within {_START_TIMEOUT_S:g} s"
+    process, pipe = workers.processes[assignment.rank], workers.pipes[assignment.rank]
+    if not pipe.poll(_START_TIMEOUT_S):
+        what = f"{assignment} did not start within {_START_TIMEOUT_S:g} s"
         raise WorkerDiedError(what, "see whether the machine is overloaded")
     try:
-        error = worker.pipe.recv()
+        error = pipe.recv()
     except EOFError:
-        worker.process.join()
-        what = f"{worker.assignment} ended with {worker.process.exitcode} as it started"
+        process.join()
+        what = f"{assignment} ended with {process.exitcode} as it started"
         raise WorkerDiedError(what, "start it again") from None
     if error is not None:
         raise error
-    pretend.add_worker(worker.assignment.worker, worker.process.pid or 0)
-
-
-def _wait(workers: list[_WorkerProcess], config: RunConfig) -> None:
-    """Wait until all have ended, or one has failed and the others had a little time to say how they end."""
-    running = {worker.process.sentinel: worker for worker in workers}
-    until_s = float("inf")
-    while running and time.monotonic() < until_s:
-        for sentinel in wait(list(running), 0.2):
-            running.pop(cast(int, sentinel)).process.join()
-        failed = any(worker.process.exitcode for worker in workers)
-        if until_s == float("inf") and (failed or any(read_failure(config.out, w.assignment.rank) for w in workers)):
-            until_s = time.monotonic() + _GRACE_S
+    pretend.add_worker(assignment.worker, process.pid or 0)
 
 
 def _worker_main(
-    pretend: PretendCluster, config: RunConfig, assignment: RankAssignment, pipe: Connection, switch: int
+    pipe: Connection, pretend: PretendCluster, config: RunConfig, assignment: RankAssignment, switch: int
 ) -> None:
     """The process of a worker: enter the namespace and the link, and be the worker of that rank.
 
@@ -233,20 +189,8 @@ def _worker_main(
         with suppress(OSError):
             pipe.send(error)
         sys.exit(record_failure(config.out, assignment.rank, error))
-    os.environ.update(_environment(pretend, assignment, assign_ranks(config.plan)))
-    worker_main(config, os.environ, os.getcwd(), switch)
-
-
-def _environment(
-    pretend: PretendCluster, assignment: RankAssignment, assignments: list[RankAssignment]
-) -> Mapping[str, Any]:
-    """The variables that torch elastic would set."""
-    return {
-        "RANK": str(assignment.rank),
-        "WORLD_SIZE": str(len(assignments)),
-        "LOCAL_RANK": str(assignment.rank),
-        "LOCAL_WORLD_SIZE": str(len(assignments)),  # they share the cores of this machine
-        "MASTER_ADDR": pretend.address(assignments[0].worker),
-        "MASTER_PORT": _PORT,
-        GLOO_VARIABLE: INTERFACE,
-    }
+    assignments = assign_ranks(config.plan)
+    rank, workers = assignment.rank, len(assignments)  # all share the cores of this machine
+    address = (pretend.address(assignments[0].worker), _PORT)
+    environment = {**os.environ, **rank_variables(rank, rank, workers, workers, address), GLOO_VARIABLE: INTERFACE}
+    worker_main(pipe, config, environment, os.getcwd(), switch)

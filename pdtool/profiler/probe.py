@@ -10,19 +10,18 @@ as in training.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -34,8 +33,8 @@ from torch.distributed.rendezvous import rendezvous
 from pdtool.artifacts.cluster import ClusterFile, Level, LevelMeasured, NetworkMeasured
 from pdtool.artifacts.text_formats import FormatError, read_message, write_message
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
-from pdtool.host import safe_path
 from pdtool.machines import LOOPBACK, Machines, use_loopback, worker_environment
+from pdtool.processes import WorkerProcesses, describe_exit, start_fork_server
 from pdtool.rendezvous import Notify, gather_machines
 
 _ROUNDS = 5  # of which the median counts
@@ -45,7 +44,6 @@ _GRACE_S = 1.0  # for others to notice that a wait has failed
 _REMEDY = "see that it runs and can be reached, or give a longer --timeout"
 OnStep = Callable[[str], None]
 Transfer = Callable[[Tensor, Tensor], None]  # (to send, to receive into), of one shape
-_FAILURE_GRACE_S = 0.5  # after a failure: the one that the others follow from may still be on its way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,77 +437,40 @@ def _launch(request: ProbeRequest, machines: Machines, node_workers: range, on_s
     if machines.node_rank == 0:
         store = _connect_store(request, host, port, is_master=True)
         port = store.port
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", __name__])
-    with safe_path():
-        forkserver.ensure_running()
-    processes, pipes = [], {}
-    try:
-        for rank in node_workers:
-            pipe, worker_pipe = context.Pipe(duplex=False)
-            worker = ProbeWorker(rank, rank - node_workers[0], is_one_machine=machines.count == 1)
-            arguments = (request, host, port, worker, worker_pipe)
-            process = context.Process(target=_worker_main, args=arguments, name=f"worker {rank}", daemon=True)
-            process.start()
-            worker_pipe.close()
-            processes.append(process)
-            pipes[pipe] = rank
-        return _wait_for_workers(pipes, dict(zip(node_workers, processes, strict=True)), on_step)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _wait_for_workers(
-    pipes: Mapping[Connection, int], processes: Mapping[int, Any], on_step: OnStep
-) -> ClusterFile | None:
-    """Listen to the workers until all have ended, or one has failed."""
-    listening = dict(pipes)
+    start_fork_server(("torch", __name__))
     cluster: ClusterFile | None = None
-    ended: set[int] = set()
-    failure: PdtoolError | None = None
-    deadline_s = float("inf")
-    while listening and time.monotonic() < deadline_s:
-        for pipe in wait(list(listening), None if failure is None else _FAILURE_GRACE_S):
-            assert isinstance(pipe, Connection)
-            rank = listening[pipe]
-            try:
-                message = pipe.recv()
-            except EOFError:
-                del listening[pipe]
-                if rank not in ended:
-                    raise _death(rank, processes[rank]) from None
-                continue
+    failures: dict[int, PdtoolError] = {}
+    with WorkerProcesses("forkserver") as workers:
+        for rank in node_workers:
+            worker = ProbeWorker(rank, rank - node_workers[0], is_one_machine=machines.count == 1)
+            workers.start(rank, _worker_main, request, host, port, worker)
+        for rank, message in workers.listen():
             if isinstance(message, str):  # the step that begins
                 on_step(message)
-                continue
-            ended.add(rank)
-            if not isinstance(message, PdtoolError):
-                cluster = cluster or message
-            elif failure is None:
-                failure, deadline_s = message, time.monotonic() + _FAILURE_GRACE_S
-    if failure:
+            elif isinstance(message, PdtoolError):
+                failures[rank] = message
+            else:
+                cluster = message
+        exit_codes = workers.exit_codes
+    for rank, code in exit_codes.items():
+        if code and rank not in failures:
+            raise WorkerDiedError(f"worker {rank} {describe_exit(code)}", "see what it said on stderr")
+    for failure in failures.values():  # the others follow from the first
         raise failure
     return cluster
 
 
-def _death(rank: int, process: Any) -> WorkerDiedError:
-    process.join()
-    code = process.exitcode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return WorkerDiedError(f"worker {rank} {how}", "see what it said on stderr")
-
-
-def _worker_main(request: ProbeRequest, host: str, port: int, worker: ProbeWorker, pipe: Connection) -> None:
-    """The process of one worker: sends each step that begins, and at the end the cluster, None or a PdtoolError."""
+def _worker_main(pipe: Connection, request: ProbeRequest, host: str, port: int, worker: ProbeWorker) -> None:
+    """The process of one worker: sends each step that begins, and at the end what it has measured, or a PdtoolError."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     try:
         store = _connect_store(request, host, port, is_master=False)
         cluster = run_probe_worker(request, store, worker, on_step=pipe.send)
-        pipe.send(cluster if worker.rank == 0 else None)
     except PdtoolError as error:
         pipe.send(error)
+        sys.exit(error.exit_code)
+    if worker.rank == 0:
+        pipe.send(cluster)
 
 
 def _connect_store(request: ProbeRequest, host: str, port: int, *, is_master: bool) -> Any:

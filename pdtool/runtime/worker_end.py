@@ -9,8 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.util
 import os
-import re
-import signal
 import sys
 import threading
 import time
@@ -20,13 +18,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from pdtool.errors import PdtoolError, WorkerDiedError, describe_error
+from pdtool.processes import describe_exit
 from pdtool.runtime.groups import PeerError
 from pdtool.runtime.status import OWN_ERROR, WorkerFailure, process_state, read_status, write_failure, write_traceback
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
-_FOLDER = Path("/dev/shm")  # of semaphores and counters
-_NAME = re.compile(r"sem\.pdtool-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\w+")  # of a semaphore
+_FOLDER = Path("/dev/shm")  # of counters
 end_process = os._exit  # kept, for `explain_exits` replaces it
 
 
@@ -50,14 +48,7 @@ def describe_end(exit_code: int | None) -> str:
     """Return how a process ended, as `was killed by SIGKILL`; None where only its silence tells of it."""
     if exit_code is None:
         return "died"
-    if exit_code < 0:
-        return f"was killed by {signal_name(-exit_code)}"
-    return f"ended with exit status {exit_code} and without a word"
-
-
-def signal_name(number: int) -> str:
-    """Return `SIGKILL` for 9."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return describe_exit(exit_code) + (" and without a word" if exit_code >= 0 else "")
 
 
 def explain_exits(out: Path, rank: int) -> None:
@@ -136,27 +127,6 @@ def _place(error: BaseException) -> str:
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
-def name_semaphores_after_this_process() -> None:
-    """Let the semaphores that this process will make have names that say whose they are.
-
-    torch elastic makes named semaphores of multiprocessing. Their resource tracker unlinks them, unless it is killed
-    with the launcher, as by a signal to the whole process group. So the next launcher unlinks those of launchers that
-    are gone.
-    """
-    configuration = getattr(multiprocessing.current_process(), "_config", None)
-    with suppress(OSError):  # without /proc the names are as usual
-        if configuration:
-            configuration["semprefix"] = f"/pdtool-{_pid_namespace()}-{os.getpid()}-{_start_ticks(os.getpid())}"
-
-
-def remove_stale_semaphores() -> None:
-    """Unlink the semaphores of launchers that are gone."""
-    for path in _FOLDER.glob("sem.pdtool-*"):
-        with suppress(OSError):
-            if _is_stale(path.name):
-                path.unlink()
-
-
 def remove_counters(pid: int) -> None:
     """Unlink the counters of shared tensors of a process that ends or is gone, of this container.
 
@@ -165,23 +135,3 @@ def remove_counters(pid: int) -> None:
     for path in _FOLDER.glob(f"torch_{pid}_*"):
         with suppress(OSError):
             path.unlink()
-
-
-def _is_stale(name: str) -> bool:
-    owner = _NAME.fullmatch(name)
-    if owner is None or owner["namespace"] != _pid_namespace():  # in another container a pid is another process
-        return False
-    try:
-        return _start_ticks(int(owner["pid"])) != owner["start"]
-    except OSError:
-        return True
-
-
-def _pid_namespace() -> str:
-    """The number in `pid:[4026531836]`."""
-    return os.readlink("/proc/self/ns/pid").strip("pid:[]")
-
-
-def _start_ticks(pid: int) -> str:
-    """When a process started, which tells it from a later one with its pid; raises OSError when there is none."""
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]

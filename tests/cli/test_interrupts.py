@@ -7,16 +7,12 @@ import sys
 import time
 
 import pytest
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from pdtool.cli.command_line import keep_interrupts
+from pdtool.runtime.launch.process_group import StopSignal
 
 
-@pytest.mark.parametrize(
-    "error",
-    [KeyboardInterrupt(), SignalException("stopped by SIGINT", signal.SIGINT)],
-    ids=["KeyboardInterrupt", "signal"],
-)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StopSignal(signal.SIGINT)], ids=["KeyboardInterrupt", "signal"])
 def test_an_interrupt_during_the_end_of_an_object_comes_again(error, monkeypatch):
     """Once: "Exception ignored in", and the training went on to its end."""
 

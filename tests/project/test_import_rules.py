@@ -24,7 +24,7 @@ PARTS = ("profiler", "planner", "generator", "runtime")
 
 # What lies in one layer may know its neighbours there, except the four parts, which meet in artifacts.
 LAYERS = (
-    ("errors", "units", "files", "host", "machines", "rendezvous"),
+    ("errors", "units", "files", "host", "machines", "processes", "rendezvous"),
     ("graph", "options", "schedule"),
     ("artifacts",),
     ("frontend",),

@@ -301,7 +301,7 @@ def test_one_that_closed_its_connections_has_not_been_waited_for(left: Left) -> 
 
 
 def test_one_that_died_is_named_and_not_the_one_that_the_watchdog_killed_for_it(left: Left) -> None:
-    """torch elastic sees both ends in one poll, or a third worker saw the first one gone."""
+    """The launcher sees both ends, or a third worker saw the first one gone."""
     left.status(0, "0F9")
     left.status(2, "1F3")
     killed_first = "rank 2 (stage 1, replica 1) {}; it was last at 1F3;"
@@ -325,7 +325,7 @@ def test_one_on_another_machine_is_found_by_its_status(left: Left, monkeypatch: 
     assert str(error).startswith(
         "rank 2 (stage 1, replica 1) did not answer; it was last at 1F3; others waited 5 s for it"
     )
-    assert "torch elastic saw it end with -6" in (config.out / FAILURE_FILE).read_text()
+    assert "its launcher saw it end with -6" in (config.out / FAILURE_FILE).read_text()
     everyone = diagnose(config, left.ranks, {0: -6, 1: -6, 2: -6, 3: -6})
     assert str(everyone).startswith("rank 2 (stage 1, replica 1) did not answer"), "all hung: the first one is named"
 

@@ -23,7 +23,6 @@ from pdtool.artifacts import run_dir
 from pdtool.runtime import worker_end as shared_memory_files
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.status import read_pid
-from pdtool.runtime.worker_end import remove_stale_semaphores
 
 SCRIPT = """
 import pickle, sys
@@ -51,7 +50,7 @@ def dataset(split):
 """
 
 SLOW = replace(faulty("time.sleep(0.02)"), model=harness.CONV3.model + FORKING)
-SOON_S = 25  # torch elastic would wait for 30 s
+SOON_S = 25
 
 
 class Launcher:
@@ -160,20 +159,6 @@ def test_nohup_is_respected_and_ctrl_z_suspends_the_workers(tmp_path: Path) -> N
     launcher.tells_how_to_go_on("SIGTERM")
 
 
-def test_semaphores_of_launchers_that_are_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory_files, "_FOLDER", tmp_path)
-    namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    with subprocess.Popen(["true"]) as gone:
-        pass
-    own = f"{os.getpid()}-{shared_memory_files._start_ticks(os.getpid())}"
-    kept = ["sem.mp-abc", "other", f"sem.pdtool-{namespace}-{own}-a", f"sem.pdtool-1-{gone.pid}-5-a", "sem.pdtool-x"]
-    stale = [f"sem.pdtool-{namespace}-{gone.pid}-5-a", f"sem.pdtool-{namespace}-{os.getpid()}-5-a"]
-    for name in (*kept, *stale):
-        (tmp_path / name).touch()
-    remove_stale_semaphores()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
-
-
 def test_counters_of_shared_tensors_end_with_their_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory_files, "_FOLDER", tmp_path)
     for name in ("torch_12_345_0", "torch_12_345_1", "torch_123_45_0", "torch_1_2_3"):
@@ -182,11 +167,10 @@ def test_counters_of_shared_tensors_end_with_their_worker(tmp_path: Path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["torch_123_45_0", "torch_1_2_3"]
 
 
-def test_a_launch_names_its_semaphores_after_itself(tmp_path: Path) -> None:
+def test_a_launch_that_is_killed_with_all_its_processes_leaves_no_semaphore(tmp_path: Path) -> None:
+    """The resource tracker of multiprocessing, which unlinks named ones, is killed, too."""
     launcher = Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1000))
-    names = set(re.findall(r"/dev/shm/(sem\.\w+)", Path(f"/proc/{launcher.workers()[0]}/maps").read_text()))
-    assert names == {"sem.pdtool"}
-    os.killpg(launcher.process.pid, signal.SIGKILL)  # the resource tracker of multiprocessing, too
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (launcher.process.pid, *launcher.workers())]
+    os.killpg(launcher.process.pid, signal.SIGKILL)
     assert launcher.end() == -signal.SIGKILL
-    remove_stale_semaphores()
-    assert not list(Path("/dev/shm").glob(f"sem.pdtool-*-{launcher.process.pid}-*"))
+    assert not [path for text in maps for path in re.findall(r"/dev/shm/sem\S+", text) if Path(path).exists()]

@@ -127,8 +127,10 @@ def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path) -> None:
     gather_machines(replace(spec.machines, node_rank=1), 60.0)
     begin = time.monotonic()
     code, _, errors = first.end()
-    assert (code, time.monotonic() - begin < 60) == (1, True)
-    assert "torch elastic could not start the workers (" in errors
+    assert (code, time.monotonic() - begin < 60) == (5, True)
+    assert (
+        "rank 1 (stage 1, replica 0) did not answer; it left no word here of what it did; others waited 3 s" in errors
+    )
 
 
 class Malicious:
@@ -141,19 +143,18 @@ class Malicious:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("said", ["pickle", b"\xff", b"[]", b"3", b'["default", null, "x"]', b'{"role": {}}'])
+@pytest.mark.parametrize("said", ["pickle", b"\xff" * 64, b"[]"])
 def test_a_stranger_who_says_what_no_machine_says_executes_nothing(tmp_path: Path, said: Any) -> None:
-    """It has come in the place of machine 1, and answers torch elastic."""
+    """It has come in the place of machine 1, and gives its address to gloo."""
     spec = harness.job(tmp_path, CONV2, timeout_s=5.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))
     first = Launch(spec, tmp_path)
     gather_machines(replace(spec.machines, node_rank=1), 60.0)
     host, port = spec.machines.rendezvous_address
     store = TCPStore(host, port, 2, is_master=False, timeout=timedelta(seconds=30))
     said = pickle.dumps(Malicious(tmp_path / "executed")) if said == "pickle" else said
-    store.set("pdtool/torchelastic/role_info/1", said)
+    store.set("default_pg/0//cpu//0/1", said)
     code, _, errors = first.end()
-    assert code == 1
-    assert f"torch elastic cannot read what was written at {spec.machines.endpoint}" in errors
+    assert code == 5, errors
     assert not (tmp_path / "executed").exists()
 
 

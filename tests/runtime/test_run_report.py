@@ -31,7 +31,7 @@ from pdtool.schedule import SCHEDULES, ActionKind
 
 
 def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
-    """Through torch elastic: a line per update of the last stage and per validation, one lane per worker, a report."""
+    """Through the launcher: a line per update of the last stage and per validation, one lane per worker, a report."""
     spec = harness.job(tmp_path, CONV2, (2, 1), epochs=2, target=Target.parse("loss=0.0"))
     events: list[dict[str, object]] = []
     report = launch(spec, on_metrics=events.append)

@@ -189,7 +189,6 @@ class Returns(nn.Module):
 
 
 def test_other_loggers_go_on_while_a_run_lasts(tmp_path: Path) -> None:
-    """Torch elastic's do not: what it would say of a worker that failed, the error says."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -207,4 +206,3 @@ def test_other_loggers_go_on_while_a_run_lasts(tmp_path: Path) -> None:
         logger.removeHandler(handler)
     assert lines
     assert len(records) == len(lines)
-    assert not logging.getLogger("torch.distributed.elastic.agent.server.api").disabled

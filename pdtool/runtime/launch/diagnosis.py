@@ -33,6 +33,7 @@ from pdtool.artifacts.run_dir import FAILURE_FILE
 from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
 from pdtool.files import write_atomically
 from pdtool.host import ULIMIT
+from pdtool.processes import signal_name
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.memory import killed_for_memory_error
 from pdtool.runtime.status import (
@@ -45,7 +46,7 @@ from pdtool.runtime.status import (
     read_status,
     read_traceback,
 )
-from pdtool.runtime.worker_end import describe_end, signal_name
+from pdtool.runtime.worker_end import describe_end
 from pdtool.units import format_seconds
 
 # An error crosses the process border as its text and exit code.
@@ -61,7 +62,7 @@ def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Map
 
     Args:
         local: the workers that this machine started.
-        exit_codes: of the ranks that torch elastic saw fail, negative for a signal.
+        exit_codes: of the ranks of this machine that ended without a report, negative for a signal.
     """
     workers = WorkersLeft(config, local, exit_codes)
     error = workers.own_error() or workers.lost_fork_server() or workers.silent_death() or workers.no_answer()
@@ -213,7 +214,7 @@ class WorkersLeft:
         status, failure = self._statuses[rank], self._failures.get(rank)
         lines = [f"{self._assignments[rank]}: last at {status}{_state(status, now_s)}"]
         if rank in self._exit_codes:
-            lines.append(f"  torch elastic saw it end with {self._exit_codes[rank]}")
+            lines.append(f"  its launcher saw it end with {self._exit_codes[rank]}")
         if failure:
             lines.append(f"  it said: {failure.what}")
         lines += [f"  {line}" for line in read_traceback(self._config.out, rank).splitlines()]

@@ -1,41 +1,21 @@
 """Launch of a run: start the workers, watch them, and say which one failed and why.
 
-On one machine or several, torch elastic starts the workers. Inside torchrun or srun this process is one of them
-already. Workers come from a fork server that imports torch once, and a reaper ends them when this process does. The
-launcher keeps run.json, the record of what the run was asked for and how it ended, by which `pdtool show` says where an
-unfinished run stands.
+The launcher of each machine starts its workers. Inside torchrun or srun this process is one of them already. Workers
+come from a fork server that imports torch once, and a reaper ends them when this process does. The launcher keeps
+run.json, the record of what the run was asked for and how it ended, by which `pdtool show` says where an unfinished run
+stands.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 import multiprocessing.util
 import os
-import pickle
 import shutil
-import signal
 import tempfile
-import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pdtool.artifacts import run_dir
 from pdtool.artifacts.metrics import following_metrics
@@ -54,25 +34,27 @@ from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError, 
 from pdtool.files import write_remedy
 from pdtool.frontend.compute_mode import check_autocast
 from pdtool.host import check_may_start_processes, end_with_parent, usable_cores
-from pdtool.machines import is_started_by_torchrun, worker_environment
+from pdtool.machines import is_started_by_torchrun, rank_variables, worker_environment
+from pdtool.processes import WorkerProcesses
 from pdtool.rendezvous import gather_machines
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
-from pdtool.runtime.groups import short_reason
 from pdtool.runtime.launch.diagnosis import diagnose, fork_server_end
-from pdtool.runtime.launch.process_group import Reaper, end_by_signal, handling_signals, stop_message, stop_name
+from pdtool.runtime.launch.process_group import (
+    Reaper,
+    StopSignal,
+    end_by_signal,
+    handling_signals,
+    stop_message,
+    stop_name,
+)
 from pdtool.runtime.launch.worker_main import run_worker, worker_main
 from pdtool.runtime.status import prepare_folder, read_failure, read_pid
-from pdtool.runtime.worker_end import name_semaphores_after_this_process, remove_counters, remove_stale_semaphores
+from pdtool.runtime.worker_end import remove_counters
 from pdtool.schedule import validate
 
-_GRACE_S = 2.0  # for workers to end after one has failed
-_POLL_S = 0.2
 _POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, by a process that trains
 _MAX_REASON = 2000  # characters
 _NO_FORK_SERVER = "unexpected EOF"  # multiprocessing's error where it waits for the number of a new process
-# What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
-_ELASTIC = "torch.distributed"  # name of its loggers
-_PRELOADED = ["torch", "torch._dynamo", "pdtool.runtime.launch.worker_main"]
 
 
 def launch(
@@ -164,11 +146,6 @@ def _launch_workers(
         shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)
     gather_machines(config.machines, config.timeout_s, notify)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
-    remove_stale_semaphores()
-    name_semaphores_after_this_process()
-    multiprocessing.set_forkserver_preload(_PRELOADED)
-    with _start_errors_explained():  # torch elastic makes a folder for its logs
-        elastic = elastic_launch(_elastic_config(config, len(local)), worker_main)
     stop_signal = None
     try:
         with (
@@ -176,25 +153,17 @@ def _launch_workers(
             _start_errors_explained(),
             following_metrics(config.out, on_metrics, after=epochs_done),
             closing(Reaper()) as reaper,
-            _killing_stragglers(config, local, reaper),
-            _elastic_silenced(),
             _meeting_folder(config) as meeting_folder,
+            WorkerProcesses("forkserver") as workers,
         ):
             hand_over(reaper)
-            reports = elastic(config, dict(os.environ), os.getcwd(), reaper.pid, meeting_folder)
-    except SignalException as error:
-        stop_signal = error.sigval
-    except dist.DistError as error:
-        what = f"torch elastic could not start the workers ({short_reason(error)})"
-        raise PdtoolError(what, "start it again on every machine") from error
-    except (ValueError, TypeError, KeyError, AttributeError, EOFError, pickle.UnpicklingError) as error:
-        raise _unreadable_error(config, error) from error
-    except ChildFailedError as error:
-        if not (config.out / WORKERS_FOLDER).is_dir():
-            remedy = "start it again, and leave the folder"
-            raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy) from None
-        exit_codes = {local[rank % len(local)].rank: f.exitcode for rank, f in error.failures.items()}
-        raise diagnose(config, local, exit_codes) from None
+            for assignment in local:
+                environment = os.environ | _variables(config, assignment.rank, local)
+                arguments = (config, environment, os.getcwd(), reaper.pid, meeting_folder)
+                workers.start(assignment.rank, worker_main, *arguments)
+            reports, exit_codes = wait_for_workers(workers, config.out)
+    except StopSignal as error:
+        stop_signal = error.number
     finally:
         _remove_counters(config.out, local)
     if stop_signal:
@@ -204,23 +173,32 @@ def _launch_workers(
             notify(stop_message(stop_signal, config.out))
         end_by_signal(stop_signal)
         raise KeyboardInterrupt
+    if len(reports) < len(local):
+        if not (config.out / WORKERS_FOLDER).is_dir():
+            remedy = "start it again, and leave the folder"
+            raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy)
+        raise diagnose(config, local, exit_codes)
     shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)
-    return Report.parse(next(iter(reports.values())))
+    return Report.parse(reports[local[0].rank])
 
 
-def _unreadable_error(config: RunConfig, error: Exception) -> PdtoolError:
-    """Return the error of what torch elastic reads: how a worker ended, or what other machines tell it.
+def wait_for_workers(workers: WorkerProcesses, out: Path) -> tuple[dict[int, str], dict[int, int]]:
+    """Wait until all workers have ended, or one has failed and the others had a little time to say how they end.
 
-    Raises:
-        Exception: `error` itself, if it has another cause.
+    Returns:
+        The reports of those that are done, and the exit codes of the others that have ended, by rank.
     """
-    if config.machines.count > 1:
-        what = f"torch elastic cannot read what was written at {config.machines.endpoint}, or how a worker ended"
-        remedy = "let nobody but the machines reach that port (SECURITY.md), and see whether the disk is full"
-        return PdtoolError(f"{what} ({describe_error(error)[:_MAX_REASON]})", remedy)
-    if not isinstance(error, (json.JSONDecodeError, EOFError, pickle.UnpicklingError)):
-        raise error
-    return PdtoolError(f"a worker died, and could not write why into {config.out}", "see whether the disk is full")
+    messages = workers.listen(lambda: any(read_failure(out, rank) for rank in workers.processes))
+    sent, exit_codes = dict(messages), workers.exit_codes
+    reports = {rank: report for rank, report in sent.items() if exit_codes.get(rank) == 0}
+    return reports, {rank: code for rank, code in exit_codes.items() if rank not in reports}
+
+
+def _variables(config: RunConfig, rank: int, local: Sequence[RankAssignment]) -> dict[str, str]:
+    """What torchrun would set for a worker of this machine."""
+    workers, address = len(assign_ranks(config.plan)), config.machines.rendezvous_address
+    variables = rank_variables(rank, rank - local[0].rank, workers, len(local), address)
+    return {"GROUP_RANK": str(config.machines.node_rank), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | variables
 
 
 def check_config(config: RunConfig) -> None:
@@ -287,63 +265,6 @@ def _meeting_folder(config: RunConfig) -> Iterator[str]:
         yield folder
 
 
-class _OneMachine(RendezvousHandler):
-    """The rendezvous of torch elastic for one machine, where a launcher meets nobody but itself: it needs no socket.
-
-    torch's own keep a TCPStore on all interfaces, and unpickle what they find there.
-    """
-
-    BACKEND = "pdtool-one-machine"
-    use_agent_store = False  # workers meet by files
-
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id, self._store = parameters.run_id, dist.HashStore()  # type: ignore[attr-defined]
-
-    def get_backend(self) -> str:
-        return self.BACKEND
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("localhost", 0))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
-
-
-rendezvous_handler_registry.register(_OneMachine.BACKEND, _OneMachine)
-
-
-def _elastic_config(config: RunConfig, local_workers: int) -> LaunchConfig:
-    machines = config.machines
-    is_distributed = machines.count > 1
-    return LaunchConfig(
-        min_nodes=machines.count,
-        max_nodes=machines.count,
-        nproc_per_node=local_workers,
-        run_id="pdtool" if is_distributed else uuid.uuid4().hex,
-        rdzv_backend="static" if is_distributed else _OneMachine.BACKEND,
-        rdzv_endpoint=machines.endpoint if is_distributed else "localhost",
-        rdzv_configs={"rank": machines.node_rank, "timeout": math.ceil(config.timeout_s)} if is_distributed else {},
-        local_addr=None if is_distributed else "localhost",
-        max_restarts=0,
-        monitor_interval=0.05,
-        start_method="forkserver",
-        signals_to_handle="",  # but ours
-        logs_specs=DefaultLogsSpecs(log_dir=str(config.out / WORKERS_FOLDER / f"node-{machines.node_rank}")),
-    )
-
-
 def _forget_threads_of_torchrun() -> None:
     """Remove OMP_NUM_THREADS if torchrun set it: it sets 1 where the user has set nothing.
 
@@ -356,45 +277,11 @@ def _forget_threads_of_torchrun() -> None:
             os.environ.pop("OMP_NUM_THREADS", None)
 
 
-@contextmanager
-def _killing_stragglers(config: RunConfig, local: Sequence[RankAssignment], reaper: Reaper) -> Iterator[None]:
-    """When a worker of this machine has failed, kill those that do not end: a stopped process ignores SIGTERM."""
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(_POLL_S):
-            if any(_has_ended(config.out, assignment.rank) for assignment in local):
-                reaper.send(signal.SIGCONT)  # so that those who are stopped receive torch elastic's SIGTERM
-            if any(read_failure(config.out, assignment.rank) for assignment in local):
-                if not is_over.wait(_GRACE_S):
-                    reaper.kill()
-                return
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
 def _remove_counters(out: Path, local: Sequence[RankAssignment]) -> None:
     """Remove what workers that were killed left in /dev/shm."""
     for assignment in local:
         with suppress(ProcessLookupError):
             remove_counters(read_pid(out, assignment.rank))
-
-
-def _has_ended(out: Path, rank: int) -> bool:
-    """Whether a worker's process is gone; False when it has not started."""
-    with suppress(ProcessLookupError):
-        pid = read_pid(out, rank)
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-    return False
 
 
 @contextmanager
@@ -412,17 +299,3 @@ def _start_errors_explained() -> Iterator[None]:
         is_too_long = "AF_UNIX path too long" in str(error)  # of the fork server's socket
         remedy = "set TMPDIR to a shorter path" if is_too_long else write_remedy(error)
         raise PdtoolError(f"the workers could not be started ({error})", remedy) from error
-
-
-@contextmanager
-def _elastic_silenced() -> Iterator[None]:
-    """Silence torch elastic, which logs what `launch` raises; other loggers of this process go on."""
-    loggers = [logging.getLogger(name) for name in [*logging.root.manager.loggerDict] if name.startswith(_ELASTIC)]
-    talking = [logger for logger in loggers if not logger.disabled]
-    for logger in talking:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger in talking:
-            logger.disabled = False

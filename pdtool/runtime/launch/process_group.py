@@ -15,19 +15,27 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, util
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 from pdtool.artifacts import run_dir
 from pdtool.errors import WorkerDiedError
-from pdtool.host import safe_path
+from pdtool.processes import start_fork_server
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
+_PRELOADED = ("torch", "torch._dynamo", "pdtool.runtime.launch.worker_main")
+
+
+class StopSignal(KeyboardInterrupt):
+    """Raised in the main thread when a signal stops a run, once its workers are killed."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.number = number
 
 
 class Reaper:
@@ -39,7 +47,7 @@ class Reaper:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        _start_fork_server()
+        start_fork_server(_PRELOADED)
         self._pipe, pipe_of_reaper = context.Pipe()
         arguments = (pipe_of_reaper, util.get_temp_dir())
         self._process = context.Process(target=_lead_group, args=arguments, name="reaper", daemon=True)
@@ -66,18 +74,6 @@ class Reaper:
         self.kill()
         self._process.join()
         self._pipe.close()
-
-
-def _start_fork_server() -> None:
-    """Start it with SIGINT ignored: Ctrl-C reaches it while it imports, and the reaper ends what comes from it."""
-    is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
-    try:
-        with safe_path():
-            forkserver.ensure_running()
-    finally:
-        if is_main:
-            signal.signal(signal.SIGINT, handler)
 
 
 def join_group(reaper_pid: int) -> None:
@@ -108,8 +104,7 @@ def _lead_group(launcher: Connection, temporary_folder: str) -> None:
 
 @contextmanager
 def handling_signals() -> Iterator[Callable[[Reaper], None]]:
-    """Handle signals while workers are started and run, in place of torch elastic, which waits half a minute for a
-    stopped worker.
+    """Handle signals while workers are started and run.
 
     Yields:
         A function to be called with the reaper, once it is there.
@@ -117,7 +112,7 @@ def handling_signals() -> Iterator[Callable[[Reaper], None]]:
     A signal that was ignored stays so: `nohup` ignores SIGHUP, shells SIGINT for what a script starts with `&`.
 
     Raises:
-        SignalException: from wherever the main thread is, once a signal has come and the workers are killed.
+        StopSignal: from wherever the main thread is, once a signal has come and the workers are killed.
     """
 
     reapers: list[Reaper] = []
@@ -125,7 +120,7 @@ def handling_signals() -> Iterator[Callable[[Reaper], None]]:
     def stop(number: int, frame: FrameType | None) -> None:
         for reaper in reapers:
             reaper.kill()
-        raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+        raise StopSignal(signal.Signals(number))
 
     def suspend(number: int, frame: FrameType | None) -> None:
         """Ctrl-Z: the terminal sends it to the process group of the launcher, which is not that of the workers."""

@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Mapping
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -33,17 +34,20 @@ from pdtool.runtime.worker_end import (
     record_failure,
 )
 
-# what torch elastic gives each worker; everything else comes from the process that was asked to run
-_ELASTIC_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
-
 
 def worker_main(
-    config: RunConfig, environment: Mapping[str, str], folder: str, reaper_pid: int, meeting_folder: str = ""
-) -> str:
-    """Run a worker that torch elastic started; return the report as text, or exit with an error's code.
+    launcher: Connection,
+    config: RunConfig,
+    environment: Mapping[str, str],
+    folder: str,
+    reaper_pid: int,
+    meeting_folder: str = "",
+) -> None:
+    """Run a worker in a process of its own; send the report as text, or exit with an error's code.
 
     Args:
-        environment, folder: of the process that launched the workers.
+        launcher: the pipe to the process that launched the workers.
+        environment, folder: of that process, with the variables of the rank. Those of the fork server may be older.
         reaper_pid: of the process that ends this one when that one is gone.
         meeting_folder: where the workers of one machine meet; "": at the address that the environment names.
     """
@@ -51,7 +55,8 @@ def worker_main(
     gc.freeze()  # what the fork server imported is no garbage: collecting need not look through it
     os.dup2(2, 1)  # what the user's code prints; stdout is for artifacts
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _take_environment(environment)
+    os.environ.clear()
+    os.environ.update(environment)
     os.chdir(folder)
     config = config.with_absolute_paths()
     rank = int(os.environ["RANK"])
@@ -61,15 +66,7 @@ def worker_main(
         report = run_worker(config, meeting_folder)
     except BaseException as error:  # end at once: destructors of process groups may wait for peers
         end_process(record_failure(config.out, rank, error))
-    return report.dump()
-
-
-def _take_environment(environment: Mapping[str, str]) -> None:
-    """Take over the variables of the process that launched the workers; the fork server may be older than they are."""
-    for name in os.environ.keys() - environment.keys():
-        if not name.startswith(_ELASTIC_PREFIXES):
-            del os.environ[name]
-    os.environ.update({k: v for k, v in environment.items() if not k.startswith(_ELASTIC_PREFIXES)})
+    launcher.send(report.dump())
 
 
 def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:

@@ -1,0 +1,117 @@
+"""Processes of workers: started one by one, listened to together, and ended together.
+
+Those of `run` and `probe` come from a fork server that has torch imported; `emulate` forks its own. What a worker sends
+through its pipe, and how it ended, is all that is known of it here.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Self
+
+from pdtool.host import safe_path
+
+_GRACE_S = 0.5  # after a failure: the one that the others follow from may still be on its way
+_POLL_S = 0.2
+
+
+class WorkerProcesses:
+    """The workers that this process has started. At the end of a `with` block all of them are gone.
+
+    Args:
+        method: how multiprocessing starts them, `forkserver` or `fork`.
+
+    Attributes:
+        processes, pipes: by rank.
+    """
+
+    def __init__(self, method: str) -> None:
+        self._context: Any = multiprocessing.get_context(method)
+        self.processes: dict[int, BaseProcess] = {}
+        self.pipes: dict[int, Connection] = {}
+
+    def start(self, rank: int, target: Callable[..., object], *arguments: object) -> int:
+        """Start a worker, which calls `target` with its end of a pipe and the arguments; return its process id."""
+        self.pipes[rank], theirs = self._context.Pipe()
+        process = self._context.Process(target=target, args=(theirs, *arguments), name=f"worker {rank}")
+        with theirs:
+            process.start()
+        self.processes[rank] = process
+        return int(process.pid)
+
+    @property
+    def exit_codes(self) -> dict[int, int]:
+        """Those of the workers that have ended, by rank; negative for a signal."""
+        codes = {rank: process.exitcode for rank, process in self.processes.items()}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def listen(self, has_failed: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Any]]:
+        """Yield (rank, message) as messages come, until all workers have ended.
+
+        Once one has failed, the others get a little time to say how they end.
+
+        Args:
+            has_failed: whether a worker has failed that has not ended.
+        """
+        sources: dict[Any, int] = {pipe: rank for rank, pipe in self.pipes.items()}
+        sources |= {process.sentinel: rank for rank, process in self.processes.items()}
+        until_s = math.inf
+        while len(self.exit_codes) < len(self.processes) and time.monotonic() < until_s:
+            for source in wait(list(sources), _POLL_S):
+                pipe = self.pipes[sources[source]]
+                with suppress(EOFError, ConnectionError):
+                    while pipe.poll():
+                        yield sources[source], pipe.recv()
+                    if source is pipe:
+                        continue
+                del sources[source]  # the worker has ended, or has closed its pipe
+            if until_s == math.inf and (any(self.exit_codes.values()) or has_failed()):
+                until_s = time.monotonic() + _GRACE_S
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.join()
+        for pipe in self.pipes.values():
+            pipe.close()
+
+
+def start_fork_server(modules: Sequence[str]) -> None:
+    """Start the fork server of this process, unless it runs, and let it import these modules.
+
+    It ignores SIGINT, since Ctrl-C reaches it while it imports.
+    """
+    multiprocessing.set_forkserver_preload(list(modules))
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        with safe_path():
+            forkserver.ensure_running()
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, as `was killed by SIGKILL`."""
+    if code < 0:
+        return f"was killed by {signal_name(-code)}"
+    return f"ended with exit status {code}"
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL` for 9."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
