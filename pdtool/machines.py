@@ -78,7 +78,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def rank_variables(
-    rank: int, local_rank: int, workers: int, local_workers: int, address: tuple[str, int]
+    rank: int | str, local_rank: int | str, workers: int | str, local_workers: int | str, address: tuple[str, int]
 ) -> dict[str, str]:
     """Return torch's environment variables of a worker.
 
@@ -108,15 +108,14 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
         given = {name: environment[name] for name in names if name in environment}
         return {"LOCAL_RANK": environment.get("LOCAL_RANK", "0"), **given}
     if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        host, _, port = endpoint.partition(":")
-        return {
-            "RANK": environment["SLURM_PROCID"],
-            "WORLD_SIZE": environment["SLURM_NTASKS"],
-            "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-            "LOCAL_WORLD_SIZE": environment.get("SLURM_NTASKS_PER_NODE", "1"),
-            "MASTER_ADDR": host or environment.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"),
-            "MASTER_PORT": port or str(_slurm_port(environment)),
-        }
+        own = environment.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"), _slurm_port(environment)
+        return rank_variables(
+            environment["SLURM_PROCID"],
+            environment.get("SLURM_LOCALID", "0"),
+            environment["SLURM_NTASKS"],
+            environment.get("SLURM_NTASKS_PER_NODE", "1"),
+            parse_endpoint(endpoint) if endpoint else own,
+        )
     return {}
 
 

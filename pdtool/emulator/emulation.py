@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
@@ -30,10 +30,6 @@ from pdtool.planner.stage_costs import tied_bytes
 from pdtool.runtime.config import RunConfig
 from pdtool.schedule import PipelineShape, steady_minibatches, steady_run
 from pdtool.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    pass
-
 
 MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down
 _SENT_BYTES_PER_CORE_S = 3e6  # so few that a message takes hardly any time of a core beside that of its link
@@ -299,7 +295,6 @@ def assemble_emulation(
 
 
 def _emulated(name: str, plan: Plan, report: Report, scaling: Scaling) -> EmulatedPlan:
-    predicted = plan.predicted
     time_s = report.measured.bottleneck_s / scaling.slowdown
     trained_s = report.epochs * report.minibatches * report.batch_size / (report.throughput_samples_per_s or 1.0)
     return EmulatedPlan(
@@ -311,7 +306,7 @@ def _emulated(name: str, plan: Plan, report: Report, scaling: Scaling) -> Emulat
         bottleneck_s=time_s,
         is_steady=report.measured.is_steady,
         throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
-        simulated_s=(predicted.simulated_s or predicted.bottleneck_s) if predicted else 0.0,
+        simulated_s=_time_per_minibatch_s(plan),
         sent_bytes=round(sum(stage.sent_bytes * stage.replicas for stage in report.stages) * scaling.scale),
         epochs=report.epochs,
         training_s=trained_s / scaling.slowdown,

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from itertools import count
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pdtool.frontend.operator_builder import operators_sharing_state
-from pdtool.frontend.operators import Branch, ByMode, Operator, State, Traced, Value
+from pdtool.frontend.operators import Branch, ByMode, Operator, State, Traced, Value, unique_name
 
 TRAINING, EVALUATION = 0, 1  # a mode, as an index
 
@@ -180,10 +179,9 @@ class _Merger:
         return ByMode(*outputs)
 
     def _unique(self, name: str) -> str:
-        candidates = (f"{name}_{number}" if number else name for number in count())
-        unique = next(candidate for candidate in candidates if candidate not in self.names)
-        self.names.add(unique)
-        return unique
+        name = unique_name(name, self.names)
+        self.names.add(name)
+        return name
 
 
 def _aligned(

@@ -89,10 +89,14 @@ def is_compiler_error(error: Exception) -> bool:
     return type(error).__module__.startswith(_COMPILERS)
 
 
+def compiler_reason(error: Exception) -> str:
+    """Return why torch.compile failed, on one line and without its advice for developers of torch."""
+    return " ".join(describe_error(error).partition("\n\nSet TORCHDYNAMO")[0].split())
+
+
 def compiler_error(error: Exception) -> PdtoolError:
-    """Return the error of a worker whose stage torch.compile could not compile, without its advice for developers."""
-    reason = " ".join(describe_error(error).partition("\n\nSet TORCHDYNAMO")[0].split())
-    remedy = "leave --compile out"
+    """Return the error of a worker whose stage torch.compile could not compile."""
+    reason, remedy = compiler_reason(error), "leave --compile out"
     if _NO_COMPILER in reason:
         remedy = f"install a C++ compiler, g++ or what $CXX names, or {remedy}"
     return PdtoolError(f"torch.compile failed: {reason}", remedy)

@@ -259,7 +259,7 @@ def _difference(node: Node, op: Operator, traced: Traced, profile: Profile) -> s
         return f"where the profile has operator {node.name}, the model has {op.name}"
     if node.op != op.op:
         return f"operator {op.name} is {node.op} in the profile and {op.op} in the model"
-    sources = tuple(dict.fromkeys(v.operator for v in op.values if not traced.by_name[v.operator].constant))
+    sources = traced.sources(op.values)
     if node.inputs != sources:
         return f"operator {op.name} takes {_listed(node.inputs)} in the profile and {_listed(sources)} in the model"
     if profile.device.kind == "estimated":

@@ -281,12 +281,9 @@ class GraphReader:
         self, node: fx.Node, target: torch._ops.OpOverload, arguments: dict[str, Any]
     ) -> tuple[Value, ...]:
         """Append the operator and return its outputs."""
-        leaves = pytree.tree_leaves(arguments)
-        state = list(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, State)))
-        parameters = tuple(name for name in state if name in self._builder.parameters)
+        parameters, buffers = self._builder.used_state(arguments)
         op = target._schema.name.split("::")[-1]
-        differentiable = any(leaf.differentiable for leaf in leaves if isinstance(leaf, Value))
-        differentiable = (differentiable or self._builder.is_trainable(parameters)) and op not in _DETACHING
+        differentiable = op not in _DETACHING and self._builder.is_differentiable(arguments, parameters)
         module, name = self._builder.module_and_name(node, op)
         result = node.meta["val"]
         several = isinstance(result, (tuple, list))
@@ -298,7 +295,7 @@ class GraphReader:
             kwargs=arguments,
             structure=list(range(len(result))) if several else 0,
             parameters=parameters,
-            buffers=tuple(name for name in state if name in self._builder.buffers),
+            buffers=buffers,
         )
         return self._builder.append(operator, node, result if several else [result], differentiable)
 
@@ -374,11 +371,9 @@ class LeafReader:
         parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [f"{call.path}.{n}" for n, _ in module.named_buffers(remove_duplicate=False)]
         self._builder.changed_buffers |= set(buffers)
-        states = [leaf.name for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, State)]
-        parameters += [name for name in states if name in self._builder.parameters]
-        buffers += [name for name in states if name in self._builder.buffers]
-        inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
-        differentiable = any(v.differentiable for v in inputs) or self._builder.is_trainable(parameters)
+        passed_parameters, passed_buffers = self._builder.used_state((args, kwargs))
+        parameters += passed_parameters
+        differentiable = self._builder.is_differentiable((args, kwargs), parameters)
         operator = Operator(
             name=name,
             op=type(module).__name__,
@@ -387,23 +382,20 @@ class LeafReader:
             kwargs=kwargs,
             structure=call.result,
             parameters=tuple(parameters),
-            buffers=tuple(buffers),
+            buffers=(*buffers, *passed_buffers),
             opaque=call.recorded is not None,
         )
         recorded = call.recorded
         flows = [differentiable and flow for flow in recorded.differentiable] if recorded else differentiable
         outputs = self._builder.append(operator, node, node.meta["val"], flows)
         self._values[node] = list(outputs)
-        if getattr(module, "inplace", False) and inputs and not recorded:
-            self._values.replace(inputs[0], outputs[0])
+        if getattr(module, "inplace", False) and operator.values and not recorded:
+            self._values.replace(operator.values[0], outputs[0])
 
     def _function(self, node: fx.Node, call: LeafCall, args: tuple[Any, ...]) -> None:
         """Read a call of an autograd.Function; its name is not that of the class, which the stage file imports."""
-        leaves = pytree.tree_leaves(args)
-        states = [leaf.name for leaf in leaves if isinstance(leaf, State)]
-        parameters = tuple(name for name in states if name in self._builder.parameters)
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Value)]
-        flows = self._builder.is_trainable(parameters) or any(value.differentiable for value in inputs)
+        parameters, buffers = self._builder.used_state(args)
+        flows = self._builder.is_differentiable(args, parameters)
         kind = call.function.__name__
         module, name = self._builder.module_and_name(node, f"{kind.lower()}_apply")
         operator = Operator(
@@ -413,7 +405,7 @@ class LeafReader:
             args=args,
             structure=call.result,
             parameters=parameters,
-            buffers=tuple(name for name in states if name in self._builder.buffers),
+            buffers=buffers,
             function=call.function,
         )
         self._values[node] = list(self._builder.append(operator, node, node.meta["val"], flows))

@@ -30,19 +30,20 @@ from pdtool.errors import FieldError, ModelError, StaleError, describe_error, su
 from pdtool.files import file_sha256
 from pdtool.frontend.model_io import LEAVES, ModelInputs
 from pdtool.frontend.model_rules import Hints, TrainingOptions, check_optimizer, takes_total
-from pdtool.frontend.random_numbers import seed_all_generators
+from pdtool.frontend.random_numbers import seed_generators
 from pdtool.frontend.user_code import (
     check_local,
-    collate,
+    check_pairs,
     defaults_kept,
     definition_line,
+    difference_of_samples,
     error_at,
     find_source,
+    gives_samples_together,
     import_source,
     is_stream,
     model_name,
-    read_samples,
-    stream_samples,
+    stacked,
 )
 
 Setting = str | int | float | bool
@@ -114,6 +115,12 @@ class UserFile:
         function = self.function(name)
         with defaults_kept(f"{definition_line(function, self.path)}{name}()"):
             return self.call(function, *arguments, **settings)
+
+    def call_seeded(self, seed: int, name: str, *arguments: Any, **settings: Any) -> Any:
+        """Do `call_once` with the generators of torch, for all devices, of Python and of numpy seeded."""
+        torch.manual_seed(seed)
+        seed_generators(seed)
+        return self.call_once(name, *arguments, **settings)
 
     def settings_of(self, name: str) -> dict[str, Setting]:
         """Return the settings that a function of OWN_ARGUMENTS takes; none where the file does not define it."""
@@ -206,8 +213,7 @@ class DataFunctions(UserFile):
         Both are made from the same random numbers, whatever the seed of the run: `random_split` in `dataset()` divides
         the samples alike each time, so that those of one split are never in the other.
         """
-        seed_all_generators(0)
-        data = self.call_once("dataset", split, **self.settings_of("dataset"))
+        data = self.call_seeded(0, "dataset", split, **self.settings_of("dataset"))
         if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             what = f"dataset({split!r}) returned {type(data).__name__}, not a torch Dataset"
             remedy = "return one with __len__ and __getitem__, an IterableDataset, or a list of samples"
@@ -250,14 +256,31 @@ class DataFunctions(UserFile):
 
         They are a list, or what a dataset returns that is asked for all of them at once.
         """
-        return read_samples(self.path, data, indices, name)
+        if not gives_samples_together(data):
+            return [self._sample(data, index, name) for index in indices]
+        try:
+            return data.__getitems__([*indices])
+        except Exception as error:
+            raise self.error_at(error, f"{name}, samples {', '.join(map(str, indices))},") from error
+
+    def _sample(self, data: Any, index: int, name: str) -> Any:
+        try:
+            return data[index]
+        except Exception as error:
+            raise self.error_at(error, f"{name}, sample {index},") from error
 
     def stream(self, data: Any, name: str) -> Iterator[Any]:
         """Iterate over a split that is an IterableDataset, which `name` names in an error; raises ModelError."""
-        return stream_samples(self.path, data, name)
+        index = 0
+        try:
+            for sample in data:
+                yield sample
+                index += 1
+        except Exception as error:
+            raise self.error_at(error, f"{name}, sample {index},") from error
 
     def collate(self, samples: Any, indices: Sequence[int], name: str) -> tuple[Any, Any]:
-        """Return (inputs, target) of some samples of a split of the dataset.
+        """Return (inputs, target) of some samples of a split of the dataset, by the user's `collate` or as torch does.
 
         Args:
             indices: the numbers of the samples, for errors.
@@ -266,8 +289,18 @@ class DataFunctions(UserFile):
         Raises:
             ModelError: a sample does not go with the others, or there is no pair of them.
         """
-        function = partial(self.module.collate, **self.settings_of("collate")) if self.has("collate") else None
-        return collate(self.path, samples, indices, name, function)
+        is_own = self.has("collate")
+        if not is_own:
+            check_pairs(self.path, samples, indices, name)
+        try:
+            minibatch = self.module.collate(samples, **self.settings_of("collate")) if is_own else stacked(samples)
+        except Exception as error:
+            if is_own:
+                raise self.error_at(error, f"collate() of {len(indices)} samples of {name}") from error
+            raise self.error_at(error, f"the samples of {name}, {difference_of_samples(indices, samples)}") from error
+        if not isinstance(minibatch, (tuple, list)) or len(minibatch) != 2:
+            raise self.error(f"collate() returned {type(minibatch).__name__}, not a pair (inputs, target)")
+        return minibatch[0], minibatch[1]
 
 
 class TrainingFunctions(UserFile):
@@ -415,9 +448,8 @@ class ModelFile(DataFunctions, TrainingFunctions):
     def build(self, seed: int = 0) -> nn.Module:
         """Build the model in training mode, its random initial weights fixed by `seed`; raises ModelError.
 
-        Torch, Python and numpy (where something has loaded it) draw from `seed`: all replicas must begin alike.
+        Torch, Python and numpy draw from `seed`: all replicas must begin alike.
         """
-        seed_all_generators(seed)
         function = self.function(self.ref.function)
         try:
             inspect.signature(function).bind(**self.model_settings)
@@ -426,7 +458,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
             near = "".join(suggestion(name, names) for name in self.model_settings if name not in names)
             what = f"{self.ref.function}() does not take these settings ({error})"
             raise self.error(what, f"{near}it takes: {', '.join(names) or 'none'}") from error
-        model = self.call_once(self.ref.function, **self.model_settings)
+        model = self.call_seeded(seed, self.ref.function, **self.model_settings)
         if not isinstance(model, nn.Module):
             what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"
             raise self.error_in(self.ref.function, what)

@@ -28,6 +28,7 @@ from pdtool.frontend.operators import (
     named_state,
     names_over_parameters,
     shared_memory,
+    unique_name,
     values_in,
 )
 
@@ -77,10 +78,7 @@ class OperatorBuilder:
 
     def unique_name(self, name: str) -> str:
         """Return the name, with a number where an operator or a module has it already."""
-        base, count = name, 0
-        while name in self._names:
-            count += 1
-            name = f"{base}_{count}"
+        name = unique_name(name, self._names)
         self._names.add(name)
         return name
 
@@ -89,9 +87,15 @@ class OperatorBuilder:
         path = module_path(node)
         return path, self.unique_name(f"{path}.{op}" if path else op)
 
-    def is_trainable(self, names: Iterable[str]) -> bool:
-        """Whether one of these parameters gets a gradient."""
-        return any(self.parameters[name].requires_grad for name in names)
+    def used_state(self, arguments: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of the parameters and of the buffers among an operator's arguments."""
+        names = dict.fromkeys(leaf.name for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, State))
+        return tuple(filter(self.parameters.__contains__, names)), tuple(filter(self.buffers.__contains__, names))
+
+    def is_differentiable(self, arguments: Any, parameters: Iterable[str]) -> bool:
+        """Whether a gradient flows back to what an operator takes, or to one of these parameters."""
+        inputs = any(leaf.differentiable for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Value))
+        return inputs or any(self.parameters[name].requires_grad for name in parameters)
 
     def detached(self, value: Any) -> Any:
         """Return what stands for `value` where no gradient flows back: the output of a `detach`, or `value` itself."""

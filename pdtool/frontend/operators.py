@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, count
 from typing import Any
 
 import sympy
@@ -180,6 +181,11 @@ class Traced:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}
 
+    def sources(self, values: Iterable[Value]) -> tuple[str, ...]:
+        """Return the names of the operators that make these values, without constants, each once."""
+        names = dict.fromkeys(value.operator for value in values)
+        return tuple(name for name in names if not self.by_name[name].constant)
+
     def output_with(self, tensor: Callable[[Value | State], Tensor], batch: int) -> Any:
         """Return the output in training for `batch` samples, with the tensors that the function gives."""
 
@@ -203,10 +209,21 @@ def _values_by_mode(leaf: Any) -> Sequence[Value]:
     return values_in((leaf.training, leaf.evaluation)) if isinstance(leaf, ByMode) else ()
 
 
+def unique_name(name: str, taken: Container[str], first: int = 1) -> str:
+    """Return `name`, or where that is taken `name_1` and so on, from number `first`."""
+    candidates = chain([name], (f"{name}_{number}" for number in count(first)))
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
 def named_state(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers, each under all of its names, and tensors that are mere attributes."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {**tensor_attributes(model), **parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    return tensor_attributes(model) | registered_state(model)
+
+
+def registered_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers, each under all of its names."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:

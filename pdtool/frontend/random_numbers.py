@@ -77,14 +77,6 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
 
 
-def seed_all_generators(seed: int) -> None:
-    """Seed torch, Python and, where something has loaded it, numpy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
-
-
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
     """Seed the generators of the CPU and of `device`.
 
@@ -97,7 +89,10 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of torch, as `seed_torch` does, of Python and of numpy."""
+    """Seed the generators of torch, as `seed_torch` does, of Python and of numpy.
+
+    Those of other devices go on: code that may draw there needs torch.manual_seed as well.
+    """
     seed_torch(seed, device)
     random.seed(seed)
     np.random.seed(seed % 2**32)

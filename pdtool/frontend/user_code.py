@@ -193,70 +193,21 @@ def is_stream(data: object) -> bool:
     return isinstance(data, IterableDataset)
 
 
-def read_samples(path: Path, data: Any, indices: Sequence[int], name: str) -> Any:
-    """Return some samples of a map-style dataset; see ModelFile.read."""
-    if not _gives_samples_together(data):
-        return [_sample(path, data, index, name) for index in indices]
-    try:
-        return data.__getitems__([*indices])
-    except Exception as error:
-        raise error_at(path, error, f"{name}, samples {', '.join(map(str, indices))},") from error
-
-
-def _gives_samples_together(data: Any) -> bool:
+def gives_samples_together(data: Any) -> bool:
     """Whether a DataLoader asks a dataset for the samples of a minibatch at once; a Subset hands that on."""
     if isinstance(data, Subset) and type(data).__getitems__ is Subset.__getitems__:
-        return _gives_samples_together(data.dataset)
+        return gives_samples_together(data.dataset)
     return callable(getattr(data, "__getitems__", None))
 
 
-def stream_samples(path: Path, data: Any, name: str) -> Iterator[Any]:
-    """Iterate over an IterableDataset; see ModelFile.stream."""
-    index = 0
-    try:
-        for sample in data:
-            yield sample
-            index += 1
-    except Exception as error:
-        raise error_at(path, error, f"{name}, sample {index},") from error
-
-
-def collate(
-    path: Path, samples: Any, indices: Sequence[int], name: str, function: Callable[[Any], Any] | None = None
-) -> tuple[Any, Any]:
-    """Return (inputs, target) of some samples; see ModelFile.collate.
-
-    Args:
-        path: of the user's file.
-        function: the user's `collate`; None stacks the samples, each a pair, as torch's default does.
-    """
-    if function is None:
-        _check_pairs(path, samples, indices, name)
-    try:
-        minibatch = function(samples) if function else _stacked(samples)
-    except Exception as error:
-        if function:
-            raise error_at(path, error, f"collate() of {len(indices)} samples of {name}") from error
-        raise error_at(path, error, f"the samples of {name}, {_difference(indices, samples)}") from error
-    if not isinstance(minibatch, (tuple, list)) or len(minibatch) != 2:
-        raise ModelError(f"{path.name}: collate() returned {type(minibatch).__name__}, not a pair (inputs, target)")
-    return minibatch[0], minibatch[1]
-
-
 @torch.no_grad()
-def _stacked(samples: Sequence[Any]) -> Any:
-    """The samples as torch stacks them; in a DataLoader's worker it cannot stack what requires a gradient."""
+def stacked(samples: Sequence[Any]) -> Any:
+    """Stack samples as torch does; in a DataLoader's worker it cannot stack what requires a gradient."""
     return default_collate(list(samples))
 
 
-def _sample(path: Path, data: Any, index: int, name: str) -> Any:
-    try:
-        return data[index]
-    except Exception as error:
-        raise error_at(path, error, f"{name}, sample {index},") from error
-
-
-def _check_pairs(path: Path, samples: Any, indices: Sequence[int], name: str) -> None:
+def check_pairs(path: Path, samples: Any, indices: Sequence[int], name: str) -> None:
+    """Check that there are as many samples as indices, each a pair (inputs, target); raises ModelError."""
     if not isinstance(samples, (list, tuple)) or len(samples) != len(indices):
         what = f"{path.name}: __getitems__ of {name} does not return a list of the {len(indices)} samples asked for"
         raise ModelError(what, "return one, or define collate(samples), which takes what it returns")
@@ -266,8 +217,8 @@ def _check_pairs(path: Path, samples: Any, indices: Sequence[int], name: str) ->
             raise ModelError(what, "make it one, or define collate(samples), which returns the pair of a minibatch")
 
 
-def _difference(indices: Sequence[int], samples: Sequence[Any]) -> str:
-    """`which must be alike (sample 7: float32[3], int; sample 2: float32[4], int),`."""
+def difference_of_samples(indices: Sequence[int], samples: Sequence[Any]) -> str:
+    """Return `which must be alike (sample 7: float32[3], int; sample 2: float32[4], int),`."""
     described = [_description(sample) for sample in samples]
     other = next((k for k, description in enumerate(described) if description != described[0]), None)
     if other is None:

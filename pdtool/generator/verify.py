@@ -33,7 +33,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
 from pdtool.frontend.model_rules import hook_on_parameter
-from pdtool.frontend.operators import named_state, shared_memory
+from pdtool.frontend.operators import named_state, registered_state, shared_memory
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import line_of
 from pdtool.frontend.user_modules import user_modules_importable
@@ -78,7 +78,7 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
     state = named_state(model)
     with torch.no_grad():
         for stage, spec in zip(stages, bundle.stages, strict=True):
-            stage_state = _registered_state(stage)
+            stage_state = registered_state(stage)
             missing = set(stage_state) ^ {*spec.parameters, *spec.buffers}
             if missing:
                 raise VerificationError(f"{spec.file} and the model name their state differently: {sorted(missing)}")
@@ -182,8 +182,8 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
         with torch.no_grad(), _repeatable():
             for parameter in (parameter for parameter in old.parameters() if parameter.requires_grad):
                 parameter.add_(0.01)
-            state = _registered_state(old)
-            for name, tensor in _registered_state(new).items():
+            state = registered_state(old)
+            for name, tensor in registered_state(new).items():
                 if name in state and state[name].shape == tensor.shape:
                     tensor.copy_(state[name])
             outputs = [_run("the model", partial(_call, model, last), "the last minibatch") for model in (old, new)]
@@ -310,12 +310,6 @@ def _stage_gradients(model: nn.Module, stages: Sequence[nn.Module]) -> dict[int,
                 key = id(original[name])
                 gradients[key] = gradients[key] + parameter.grad if key in gradients else parameter.grad
     return gradients
-
-
-def _registered_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, each under all of its names."""
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    return dict(module.named_parameters(remove_duplicate=False)) | buffers
 
 
 def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) -> None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import TensorSpec, TiedParameter
 from pdtool.errors import ArtifactError, TraceError
-from pdtool.frontend.operators import OWN_NODES, Operator, Size, State, Traced, Value, values_in
+from pdtool.frontend.operators import OWN_NODES, Operator, Size, State, Traced, Value, unique_name, values_in
 
 _RESERVED = {"self", "torch", "nn", "F", "batch", "device", "target", "loss", "seed_operator", *keyword.kwlist}
 _AFFINE = re.compile(r"([0-9]+\*)?batch([+-][0-9]+)?")
@@ -123,13 +123,8 @@ class Wiring:
             for value in (*op.outputs, *inner):
                 base = re.sub(r"\W", "_", value.operator)
                 base = f"m{base}" if base[0].isdigit() else base
-                name = candidate = f"{base}_{value.index}" if value.index else base
-                count = 1
-                while name in taken:
-                    count += 1
-                    name = f"{candidate}_{count}"
-                taken.add(name)
-                names[value] = name
+                names[value] = unique_name(f"{base}_{value.index}" if value.index else base, taken, first=2)
+                taken.add(names[value])
         return names
 
     def parameters(self, stage: int) -> list[str]:

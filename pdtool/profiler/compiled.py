@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from pdtool.errors import describe_error
 from pdtool.frontend import compute_mode
 from pdtool.frontend.operators import Operator, Value
 from pdtool.profiler.execute import Executor, OnProgress, ProfiledModel, Work
@@ -145,8 +144,7 @@ def _failure(work: Work, is_expected: Callable[[], bool] = lambda: True) -> str:
     except Exception as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or not is_expected():
             raise
-        reason = describe_error(error).partition("\n\nSet TORCHDYNAMO")[0]  # advice for developers of torch
-        return " ".join(reason.split())[:_MAX_REASON]
+        return compute_mode.compiler_reason(error)[:_MAX_REASON]
     return ""
 
 

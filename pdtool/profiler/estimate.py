@@ -236,9 +236,8 @@ class _Estimate:
         )
         name = ", ".join(details + ["calibrated"] * bool(self.device.factors))
         device = Device(name=name, kind="estimated", memory_bytes=self.device.memory_bytes)
-        profile = make_profile(self.model, device, costs)
-        told = {"precision": self.precision or "fp32", "reserved_bytes": self.device.reserved_bytes}
-        return profile.model_copy(update=told)
+        precision, reserved_bytes = self.precision or "fp32", self.device.reserved_bytes
+        return make_profile(self.model, device, costs, precision=precision, reserved_bytes=reserved_bytes)
 
     def _seconds(self, kernels: list[Kernel], kind: OperatorKind | None, launch_s: float | None = None) -> float:
         launch_s = self.device.launch_s if launch_s is None else launch_s

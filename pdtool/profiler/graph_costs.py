@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, count
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_rules import unknown_module_remedy
-from pdtool.frontend.operators import Value
+from pdtool.frontend.operators import unique_name
 from pdtool.profiler.execute import ProfiledModel, tensors_in
 from pdtool.profiler.kernels import FLOP_FORMULAS
 
@@ -83,35 +82,35 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
     return stash_bytes, flops
 
 
-def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts) -> Profile:
+def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts, **measured: Any) -> Profile:
     """Make the profile of a model that costs this on `device`.
+
+    Args:
+        measured: other fields of the profile.
 
     Raises:
         ModelError: HINTS names what is no module of the model, or a figure is larger than a profile holds.
     """
     remedy = "choose a smaller --batch-size, a faster --device, or another name for the file"
     with fields_checked(lambda fault: model.model_file.error(f"its profile cannot be written: {fault}", remedy)):
-        return _make_profile(model, device, costs)
-
-
-def _make_profile(model: ProfiledModel, device: Device, costs: GraphCosts) -> Profile:
-    nodes = tuple(_nodes(model, costs))
-    spent_s = sum(n.forward_s + n.backward_s + n.update_s for n in nodes)
-    step_s = costs.step_s + costs.update_s if costs.step_s else 0.0
-    profile = Profile(
-        name=model.model_file.name,
-        model=model.model_file.ref,
-        digests={model.model_file.ref.source: model.model_file.sha256},
-        batch_size=model.batch,
-        device=device,
-        step_s=step_s,
-        coverage=spent_s / step_s if step_s else 0.0,
-        optimizer_state_bytes=costs.optimizer_state_bytes,
-        nodes=nodes,
-        shared=tuple(_shared_parameters(model)),
-        opaque={path: " ".join(why.split())[:_MAX_REASON] for path, why in model.traced.opaque.items()},
-    )
-    return profile.model_copy(update=_constraints(model, profile))
+        nodes = tuple(_nodes(model, costs))
+        spent_s = sum(n.forward_s + n.backward_s + n.update_s for n in nodes)
+        step_s = costs.step_s + costs.update_s if costs.step_s else 0.0
+        profile = Profile(
+            name=model.model_file.name,
+            model=model.model_file.ref,
+            digests={model.model_file.ref.source: model.model_file.sha256},
+            batch_size=model.batch,
+            device=device,
+            step_s=step_s,
+            coverage=spent_s / step_s if step_s else 0.0,
+            optimizer_state_bytes=costs.optimizer_state_bytes,
+            nodes=nodes,
+            shared=tuple(_shared_parameters(model)),
+            opaque={path: " ".join(why.split())[:_MAX_REASON] for path, why in model.traced.opaque.items()},
+            **measured,
+        )
+        return profile.model_copy(update=_constraints(model, profile))
 
 
 def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
@@ -130,7 +129,7 @@ def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
             name=op.name,
             op=op.op,
             module=op.module,
-            inputs=_sources(model, op.values),
+            inputs=model.traced.sources(op.values),
             update_s=costs.update_s * share,
             output_bytes=sum(v.meta(model.batch).nbytes for v in outputs),
             gradient_bytes=sum(v.meta(model.batch).nbytes for v in outputs if v.differentiable),
@@ -140,17 +139,11 @@ def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
         )
     if model.with_loss:
         target_bytes = sum(t.nbytes for t in tensors_in(model.target))
-        target, loss = (_own_name(model, name) for name in ("target", "loss"))
+        taken = {*model.traced.by_name, *dict(model.traced.model.named_modules())}
+        target, loss = (unique_name(name, taken) for name in ("target", "loss"))
         yield Node(name=target, op="input", module="", output_bytes=target_bytes)
-        sources = (*_sources(model, model.outputs), target)
+        sources = (*model.traced.sources(model.outputs), target)
         yield Node(name=loss, op="loss", module="", inputs=sources, **_times_and_memory(costs, "loss"))
-
-
-def _own_name(model: ProfiledModel, name: str) -> str:
-    """`loss`, or `loss_1` and so on where the model has a part of that name."""
-    taken = {*model.traced.by_name, *dict(model.traced.model.named_modules())}
-    candidates = chain([name], (f"{name}_{number}" for number in count(1)))
-    return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def _times_and_memory(costs: GraphCosts, node: str) -> dict[str, Any]:
@@ -160,12 +153,6 @@ def _times_and_memory(costs: GraphCosts, node: str) -> dict[str, Any]:
         "stash_bytes": costs.stash_bytes.get(node, 0),
         "scratch_bytes": costs.scratch_bytes.get(node, 0),
     }
-
-
-def _sources(model: ProfiledModel, values: Iterable[Value]) -> tuple[str, ...]:
-    """Return the nodes that make these values, without constants, each once."""
-    names = dict.fromkeys(v.operator for v in values)
-    return tuple(name for name in names if not model.traced.by_name[name].constant)
 
 
 def _shared_parameters(model: ProfiledModel) -> Iterator[SharedParameter]:

@@ -128,14 +128,16 @@ class _Measurement:
             step_s=times.step_s,
         )
         device = Device(name=_device_name(self.device), kind="measured", memory_bytes=_memory_bytes(self.device))
-        told = {
-            "precision": self.model.run.precision,
-            "compiled": compiled,
-            "segments": segments,
-            "reserved_bytes": RESERVED_BYTES if self.device.type == "cuda" else 0,
-            "launch_s": times.launch_s,
-        }
-        return make_profile(self.model, device, costs).model_copy(update=told)
+        return make_profile(
+            self.model,
+            device,
+            costs,
+            precision=self.model.run.precision,
+            compiled=compiled,
+            segments=segments,
+            reserved_bytes=RESERVED_BYTES if self.device.type == "cuda" else 0,
+            launch_s=times.launch_s,
+        )
 
     def _compiled_times(self, one_by_one: _StepTimes, note: OnNote) -> tuple[_StepTimes, tuple[tuple[str, ...], ...]]:
         """Time the model compiled, and share out what its segments take; return the nodes of each segment, too."""
@@ -195,7 +197,7 @@ class _Measurement:
     @cached_property
     def _timer(self) -> Timer:
         """The same for nodes and whole steps, which are compared."""
-        return timer_of(self.device)
+        return CudaTimer() if self.device.type == "cuda" else time_on_host
 
     def _seconds(self, name: str, work: Work) -> float:
         _, seconds = self._timer(name, work)
@@ -232,11 +234,6 @@ def _memory_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host.machine_bytes()
-
-
-def timer_of(device: torch.device) -> Timer:
-    """Return what times work on a device."""
-    return CudaTimer() if device.type == "cuda" else time_on_host
 
 
 def time_on_host(name: str, work: Work) -> tuple[Any, Reading]:

@@ -16,8 +16,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,17 +30,15 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from pdtool.artifacts.cluster import ClusterFile, Level, LevelMeasured, NetworkMeasured
-from pdtool.artifacts.text_formats import FormatError, read_message, write_message
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
-from pdtool.machines import LOOPBACK, Machines, use_loopback, worker_environment
+from pdtool.machines import LOOPBACK, Machines, rank_variables, use_loopback, worker_environment
 from pdtool.processes import WorkerProcesses, describe_exit, start_fork_server
+from pdtool.profiler.probe_rendezvous import Rendezvous
 from pdtool.rendezvous import Notify, gather_machines
 
 _ROUNDS = 5  # of which the median counts
 _FIRST_ROUND_BYTES, _MESSAGE_BYTES = 2**20, 2**24
 _PINGS = 100
-_GRACE_S = 1.0  # for others to notice that a wait has failed
-_REMEDY = "see that it runs and can be reached, or give a longer --timeout"
 OnStep = Callable[[str], None]
 Transfer = Callable[[Tensor, Tensor], None]  # (to send, to receive into), of one shape
 
@@ -105,22 +102,8 @@ class LevelPosition:
         return self.peers[(self.rank // self.workers_per_member + step) % self.size]
 
 
-@dataclass(frozen=True)
-class ProbeWorker:
-    """A worker of the probe.
-
-    Attributes:
-        local_rank: its number on its machine.
-        is_one_machine: whether all workers are on this machine.
-    """
-
-    rank: int
-    local_rank: int
-    is_one_machine: bool
-
-
-def run_probe_worker(request: ProbeRequest, store: Any, worker: ProbeWorker, on_step: OnStep) -> ClusterFile:
-    """Be one of the workers, in this process.
+def run_probe_worker(request: ProbeRequest, store: Any, on_step: OnStep) -> ClusterFile:
+    """Be the worker that RANK names, in this process.
 
     Args:
         store: where all workers meet.
@@ -130,17 +113,18 @@ def run_probe_worker(request: ProbeRequest, store: Any, worker: ProbeWorker, on_
         WorkerDiedError: a wait was not answered; it says which, and by whom.
         UsageError: a worker lacks the device.
     """
-    if worker.is_one_machine:
+    rank = int(os.environ["RANK"])
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(request.workers):
         use_loopback(os.environ)
-    rendezvous = Rendezvous(store, worker.rank, request.workers, request.timeout_s)
-    gpu = _gpu(worker.local_rank)
+    rendezvous = Rendezvous(store, rank, request.workers, request.timeout_s)
+    gpu = _gpu(int(os.environ["LOCAL_RANK"]))
     gpus = rendezvous.exchange(gpu and _uuid_and_memory(gpu), tuple[str, int] | None)
     memory_bytes = agreed_memory_bytes(request.device, gpus)
     device = gpu if gpu and memory_bytes else torch.device("cpu")
     if memory_bytes:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends when its time is over, with an error
         torch.cuda.set_device(device)
-    levels = _LevelProber(request, rendezvous, device, on_step if worker.rank == 0 else lambda step: None).levels()
+    levels = _LevelProber(request, rendezvous, device, on_step if rank == 0 else lambda step: None).levels()
     rendezvous.leave()
     dist.destroy_process_group()
     return ClusterFile(
@@ -308,105 +292,6 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-class Rendezvous:
-    """One worker's view of the store where all workers meet.
-
-    The store knows who has answered, so that whoever does not can be named. The workers take turns together: a turn
-    ends when all have given a value.
-
-    Args:
-        store: a store of torch.distributed, on the machine of worker 0.
-        workers: number of workers in all.
-        timeout_s: how long two workers wait for each other; at the store each waits twice as long for all, so that
-            one of those two speaks first.
-
-    Attributes:
-        step: what is being measured, for errors.
-    """
-
-    def __init__(self, store: Any, rank: int, workers: int, timeout_s: float) -> None:
-        self.store, self.rank, self._workers, self._timeout_s = store, rank, workers, timeout_s
-        self.step = "coming together"
-        self._turn = 0
-
-    def exchange(self, value: object = None, kind: Any = None) -> list[Any]:
-        """Return the values of all workers, by rank.
-
-        Args:
-            kind: their type, as `write_message` takes it.
-
-        Raises:
-            WorkerDiedError: some gave none, or one of another type; it names them.
-        """
-        self._turn += 1
-        values = []
-        for rank, answer in enumerate(self._answers(str(self._turn), write_message(value, kind))):
-            try:
-                values.append(read_message(answer, kind))
-            except FormatError as error:
-                what = f"{self.step}: what worker {rank} answered cannot be read ({error})"
-                raise WorkerDiedError(what, "let nobody else reach the workers' ports (SECURITY.md)") from error
-        return values
-
-    def leave(self) -> None:
-        """End the rendezvous. Worker 0 goes last: the store, which others may still be reading, can end with it."""
-        with self.waiting_for([0]):
-            if self.rank:
-                self.store.set(self._key("left", self.rank), "")
-            else:
-                self._answers("left", b"")
-
-    @contextmanager
-    def waiting_for(self, peers: Iterable[int], remedy: str = _REMEDY) -> Iterator[None]:
-        """Turn what torch.distributed raises into a WorkerDiedError: what was waited for, and which of `peers`."""
-        try:
-            yield
-        except RuntimeError as error:
-            silent: set[int] = set()
-            with suppress(RuntimeError):  # the store may be what is lost
-                silent = self._silent_ranks()
-            others = sorted({*peers} - {self.rank})
-            raise self._timeout_error([peer for peer in others if peer in silent] or others or [0], remedy) from error
-
-    def _answers(self, subject: str, content: bytes) -> list[bytes]:
-        """What each worker has put into the store on a subject, this one included."""
-        keys = [self._key(subject, rank) for rank in range(self._workers)]
-        deadline_s, pause_s = time.monotonic() + 2 * self._timeout_s, 1e-3
-        with self.waiting_for([0]):
-            self.store.set(keys[self.rank], content)
-            while not self.store.check(keys):
-                if time.monotonic() > deadline_s:
-                    raise self._timeout_error([rank for rank, key in enumerate(keys) if not self.store.check([key])])
-                time.sleep(pause_s)
-                pause_s = min(0.02, 1.5 * pause_s)
-            return list(self.store.multi_get(keys))
-
-    def _silent_ranks(self) -> set[int]:
-        """The workers who have neither given up the work of this turn nor finished it."""
-        given_up = f"{self._turn} given up"
-        self.store.set(self._key(given_up, self.rank), "")
-        deadline_s = time.monotonic() + _GRACE_S
-        while True:
-            silent = {
-                rank
-                for rank in range(self._workers)
-                if not any(self.store.check([self._key(subject, rank)]) for subject in (str(self._turn + 1), given_up))
-            }
-            if not silent or time.monotonic() > deadline_s:
-                return silent
-            time.sleep(0.02)
-
-    def _timeout_error(self, peers: Sequence[int], remedy: str = _REMEDY) -> WorkerDiedError:
-        ranks = f"worker{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
-        return WorkerDiedError(
-            f"{self.step}: worker {self.rank} waited for {ranks} in vain (timeout {self._timeout_s:g} s)", remedy
-        )
-
-    @staticmethod
-    def _key(subject: str, rank: int) -> str:
-        return f"{subject}/{rank}"
-
-
 def probe(
     request: ProbeRequest, machines: Machines, on_step: OnStep, notify: Notify = lambda line: None
 ) -> ClusterFile | None:
@@ -433,17 +318,17 @@ def probe(
 
 def _launch(request: ProbeRequest, machines: Machines, node_workers: range, on_step: OnStep) -> ClusterFile | None:
     """Start the workers of this machine, and wait for them."""
-    host, port = machines.rendezvous_address
+    address = machines.rendezvous_address
     if machines.node_rank == 0:
-        store = _connect_store(request, host, port, is_master=True)
-        port = store.port
+        store = _connect_store(request, address, is_master=True)
+        address = (address[0], store.port)
     start_fork_server(("torch", __name__))
     cluster: ClusterFile | None = None
     failures: dict[int, PdtoolError] = {}
     with WorkerProcesses("forkserver") as workers:
         for rank in node_workers:
-            worker = ProbeWorker(rank, rank - node_workers[0], is_one_machine=machines.count == 1)
-            workers.start(rank, _worker_main, request, host, port, worker)
+            variables = rank_variables(rank, rank - node_workers[0], request.workers, len(node_workers), address)
+            workers.start(rank, _worker_main, request, address, variables)
         for rank, message in workers.listen():
             if isinstance(message, str):  # the step that begins
                 on_step(message)
@@ -460,21 +345,25 @@ def _launch(request: ProbeRequest, machines: Machines, node_workers: range, on_s
     return cluster
 
 
-def _worker_main(pipe: Connection, request: ProbeRequest, host: str, port: int, worker: ProbeWorker) -> None:
+def _worker_main(
+    pipe: Connection, request: ProbeRequest, address: tuple[str, int], variables: Mapping[str, str]
+) -> None:
     """The process of one worker: sends each step that begins, and at the end what it has measured, or a PdtoolError."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    os.environ.update(variables)
     try:
-        store = _connect_store(request, host, port, is_master=False)
-        cluster = run_probe_worker(request, store, worker, on_step=pipe.send)
+        store = _connect_store(request, address, is_master=False)
+        cluster = run_probe_worker(request, store, on_step=pipe.send)
     except PdtoolError as error:
         pipe.send(error)
         sys.exit(error.exit_code)
-    if worker.rank == 0:
+    if variables["RANK"] == "0":
         pipe.send(cluster)
 
 
-def _connect_store(request: ProbeRequest, host: str, port: int, *, is_master: bool) -> Any:
+def _connect_store(request: ProbeRequest, address: tuple[str, int], *, is_master: bool) -> Any:
     """The store through which all workers meet; it lives in the process that started the workers of machine 0."""
+    host, port = address
     options: dict[str, Any] = {"timeout": timedelta(seconds=2 * request.timeout_s)}
     try:
         if is_master and host == LOOPBACK:  # by itself the store would listen on all interfaces
@@ -502,7 +391,5 @@ def _probe_as_worker(request: ProbeRequest, environment: Mapping[str, str], on_s
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     except RuntimeError as error:
         raise WorkerDiedError("the workers did not come together", "see that all of them are started") from error
-    is_one_machine = environment.get("LOCAL_WORLD_SIZE") == str(world_size)
-    worker = ProbeWorker(rank, int(environment["LOCAL_RANK"]), is_one_machine)
-    cluster = run_probe_worker(request, PrefixStore("probe", store), worker, on_step=on_step)
+    cluster = run_probe_worker(request, PrefixStore("probe", store), on_step)
     return cluster if rank == 0 else None

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 from pdtool.artifacts.text_formats import FormatError, read_message, write_message
 from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.model_io import Structure
-from pdtool.profiler.probe import Rendezvous
+from pdtool.profiler.probe_rendezvous import Rendezvous
 from pdtool.runtime.groups import PeerError, all_gather, broadcast
 from pdtool.runtime.stage.losses import _as_data, _of_data, _TensorData
 

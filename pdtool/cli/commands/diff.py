@@ -67,7 +67,9 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
 
     The exit code is 0 whether they differ or not, but for --exit-code; 3 where one of them cannot be used.
     """
-    a, b = _loaded(first), _loaded_beside(second, first)
+    if first == second == "-":
+        raise UsageError("A and B would both come from stdin", "name a file for one of them")
+    a, b = _loaded(first), _loaded(second)
     if a.KIND != b.KIND:
         raise UsageError(
             f"{first} is {with_article(a.KIND)} and {second} {with_article(b.KIND)}", "name two artifacts of one kind"
@@ -93,12 +95,6 @@ def _loaded(file: str) -> Artifact:
     if fault:
         raise fault
     return artifact
-
-
-def _loaded_beside(file: str, other: str) -> Artifact:
-    if file == other == "-":
-        raise UsageError("A and B would both come from stdin", "name a file for one of them")
-    return _loaded(file)
 
 
 def _config(artifact: Artifact) -> str:

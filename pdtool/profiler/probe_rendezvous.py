@@ -1,0 +1,113 @@
+"""Where the workers of the probe meet: whoever does not answer there is named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from pdtool.artifacts.text_formats import FormatError, read_message, write_message
+from pdtool.errors import WorkerDiedError
+
+_GRACE_S = 1.0  # for others to notice that a wait has failed
+_REMEDY = "see that it runs and can be reached, or give a longer --timeout"
+
+
+class Rendezvous:
+    """One worker's view of the store where all workers meet.
+
+    The store knows who has answered, so that whoever does not can be named. The workers take turns together: a turn
+    ends when all have given a value.
+
+    Args:
+        store: a store of torch.distributed, on the machine of worker 0.
+        workers: number of workers in all.
+        timeout_s: how long two workers wait for each other; at the store each waits twice as long for all, so that
+            one of those two speaks first.
+
+    Attributes:
+        step: what is being measured, for errors.
+    """
+
+    def __init__(self, store: Any, rank: int, workers: int, timeout_s: float) -> None:
+        self.store, self.rank, self._workers, self._timeout_s = store, rank, workers, timeout_s
+        self.step = "coming together"
+        self._turn = 0
+
+    def exchange(self, value: object = None, kind: Any = None) -> list[Any]:
+        """Return the values of all workers, by rank.
+
+        Args:
+            kind: their type, as `write_message` takes it.
+
+        Raises:
+            WorkerDiedError: some gave none, or one of another type; it names them.
+        """
+        self._turn += 1
+        values = []
+        for rank, answer in enumerate(self._answers(str(self._turn), write_message(value, kind))):
+            try:
+                values.append(read_message(answer, kind))
+            except FormatError as error:
+                what = f"{self.step}: what worker {rank} answered cannot be read ({error})"
+                raise WorkerDiedError(what, "let nobody else reach the workers' ports (SECURITY.md)") from error
+        return values
+
+    def leave(self) -> None:
+        """End the rendezvous. Worker 0 goes last: the store, which others may still be reading, can end with it."""
+        with self.waiting_for([0]):
+            if self.rank:
+                self.store.set(self._key("left", self.rank), "")
+            else:
+                self._answers("left", b"")
+
+    @contextmanager
+    def waiting_for(self, peers: Iterable[int], remedy: str = _REMEDY) -> Iterator[None]:
+        """Turn what torch.distributed raises into a WorkerDiedError: what was waited for, and which of `peers`."""
+        try:
+            yield
+        except RuntimeError as error:
+            silent: set[int] = set()
+            with suppress(RuntimeError):  # the store may be what is lost
+                silent = self._silent_ranks()
+            others = sorted({*peers} - {self.rank})
+            raise self._timeout_error([peer for peer in others if peer in silent] or others or [0], remedy) from error
+
+    def _answers(self, subject: str, content: bytes) -> list[bytes]:
+        """What each worker has put into the store on a subject, this one included."""
+        keys = [self._key(subject, rank) for rank in range(self._workers)]
+        deadline_s, pause_s = time.monotonic() + 2 * self._timeout_s, 1e-3
+        with self.waiting_for([0]):
+            self.store.set(keys[self.rank], content)
+            while not self.store.check(keys):
+                if time.monotonic() > deadline_s:
+                    raise self._timeout_error([rank for rank, key in enumerate(keys) if not self.store.check([key])])
+                time.sleep(pause_s)
+                pause_s = min(0.02, 1.5 * pause_s)
+            return list(self.store.multi_get(keys))
+
+    def _silent_ranks(self) -> set[int]:
+        """The workers who have neither given up the work of this turn nor finished it."""
+        given_up = f"{self._turn} given up"
+        self.store.set(self._key(given_up, self.rank), "")
+        deadline_s = time.monotonic() + _GRACE_S
+        while True:
+            silent = {
+                rank
+                for rank in range(self._workers)
+                if not any(self.store.check([self._key(subject, rank)]) for subject in (str(self._turn + 1), given_up))
+            }
+            if not silent or time.monotonic() > deadline_s:
+                return silent
+            time.sleep(0.02)
+
+    def _timeout_error(self, peers: Sequence[int], remedy: str = _REMEDY) -> WorkerDiedError:
+        ranks = f"worker{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+        return WorkerDiedError(
+            f"{self.step}: worker {self.rank} waited for {ranks} in vain (timeout {self._timeout_s:g} s)", remedy
+        )
+
+    @staticmethod
+    def _key(subject: str, rank: int) -> str:
+        return f"{subject}/{rank}"
