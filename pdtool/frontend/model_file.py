@@ -98,7 +98,7 @@ class UserFile:
             raise ModelError(f"{self.path.name} has no function {name}()", f"it defines: {defined or 'no functions'}")
         return getattr(self.module, name)  # type: ignore[no-any-return]
 
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return what a function of the user's returns; raises ModelError with the line where it fails."""
         try:
             return function(*args, **kwargs)
@@ -110,13 +110,13 @@ class UserFile:
         """Call a function of the file with its arguments, and with those settings that it has parameters for."""
         return self.call(self.function(name), *arguments, **self.settings_of(name))
 
-    def call_once(self, name: str, *arguments: Any, **settings: Any) -> Any:
+    def call_once(self, name: str, /, *arguments: Any, **settings: Any) -> Any:
         """Call a function of the file that is not called for each minibatch: it must leave torch's defaults alone."""
         function = self.function(name)
         with defaults_kept(f"{definition_line(function, self.path)}{name}()"):
             return self.call(function, *arguments, **settings)
 
-    def call_seeded(self, seed: int, name: str, *arguments: Any, **settings: Any) -> Any:
+    def call_seeded(self, seed: int, name: str, /, *arguments: Any, **settings: Any) -> Any:
         """Do `call_once` with the generators of torch, for all devices, of Python and of numpy seeded."""
         torch.manual_seed(seed)
         seed_generators(seed)
