@@ -63,6 +63,8 @@ def test_inside_torchrun_or_srun_the_process_is_a_worker() -> None:
         worker_environment(SLURM, "head:29400").items()
         >= {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29400"}.items()
     )
+    ipv6 = worker_environment(SLURM, "[fd00::1]:29400")
+    assert (ipv6["MASTER_ADDR"], ipv6["MASTER_PORT"]) == ("fd00::1", "29400")
     assert worker_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}  # a batch script, not a task
     assert worker_environment({}) == {}
     assert [is_worker(e) for e in (TORCHRUN, SLURM, {})] == [True, True, False]

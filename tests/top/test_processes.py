@@ -1,0 +1,81 @@
+"""Workers in processes of their own: what they send, how they end, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from pdtool.processes import WorkerProcesses, describe_exit
+
+
+def answer(pipe: Connection, size: int) -> None:
+    """Send more than a pipe holds, and end."""
+    pipe.send("x" * size)
+
+
+def fail(pipe: Connection, code: int) -> None:
+    pipe.send("failing")
+    sys.exit(code)
+
+
+def hang(pipe: Connection) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave_a_child(pipe: Connection, seconds: float) -> None:
+    """Its child holds the pipe open."""
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os._exit(0)
+    pipe.send("done")
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_each_message_is_heard_however_long_and_all_end(method: str) -> None:
+    with WorkerProcesses(method) as workers:
+        pids = [workers.start(rank, answer, 10**6 * rank) for rank in range(3)]
+        assert sorted((rank, len(text)) for rank, text in workers.listen()) == [(0, 0), (1, 10**6), (2, 2 * 10**6)]
+        assert workers.exit_codes == {0: 0, 1: 0, 2: 0}
+    assert all(map(is_gone, pids))
+
+
+def test_after_a_failure_the_others_have_a_moment_and_are_killed_even_if_they_are_stopped() -> None:
+    begin = time.monotonic()
+    with WorkerProcesses("fork") as workers:
+        pids = [workers.start(0, hang), workers.start(3, fail, 4)]
+        assert list(workers.listen()) == [(3, "failing")]
+        assert workers.exit_codes == {3: 4}
+    assert all(map(is_gone, pids))
+    assert time.monotonic() - begin < 10
+
+
+def test_a_failure_that_only_the_caller_sees_ends_the_wait() -> None:
+    with WorkerProcesses("fork") as workers:
+        pid = workers.start(0, hang)
+        assert list(workers.listen(lambda: True)) == []
+        assert workers.exit_codes == {}
+    assert is_gone(pid)
+
+
+def test_a_worker_has_ended_even_if_a_child_of_its_own_goes_on() -> None:
+    begin = time.monotonic()
+    with WorkerProcesses("fork") as workers:
+        workers.start(0, leave_a_child, 20.0)
+        assert list(workers.listen()) == [(0, "done")]
+    assert time.monotonic() - begin < 10
+
+
+def test_an_end_is_described() -> None:
+    assert describe_exit(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert describe_exit(-50) == "was killed by signal 50"
+    assert describe_exit(3) == "ended with exit status 3"
