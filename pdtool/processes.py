@@ -64,9 +64,10 @@ class WorkerProcesses:
         """
         sources: dict[Any, int] = {pipe: rank for rank, pipe in self.pipes.items()}
         sources |= {process.sentinel: rank for rank, process in self.processes.items()}
-        until_s = math.inf
-        while len(self.exit_codes) < len(self.processes) and time.monotonic() < until_s:
-            for source in wait(list(sources), _POLL_S):
+        until_s, is_over = math.inf, False
+        while not is_over:
+            is_over = len(self.exit_codes) == len(self.processes) or time.monotonic() > until_s
+            for source in wait(list(sources), 0 if is_over else _POLL_S):  # the last time for what is there already
                 pipe = self.pipes[sources[source]]
                 with suppress(EOFError, ConnectionError):
                     while pipe.poll():
