@@ -34,11 +34,11 @@ from pdtool.emulator.pretend_cluster import check_tools
 from pdtool.emulator.sleeping_model import Scaling
 from pdtool.errors import UsageError
 from pdtool.host import check_may_start_processes, usable_cores
-from pdtool.options import EmulateOptions, read_options
+from pdtool.options.declaration import read_options
+from pdtool.options.simulate_options import EmulateOptions
 from pdtool.planner.choice.comparison import rival_plans
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.loading.minibatches import NO_LENGTH
-from pdtool.units import parse_seconds
 
 _BUSY_PART_OF_CORES = 0.5
 
@@ -81,10 +81,11 @@ def emulate(
     """
     names = against if isinstance(against, str) else ",".join(against)
     given = {"against": names, "compute": compute, "minibatches": minibatches, "epochs": epochs, "target": target}
-    asked = read_options("emulate", EmulateOptions, given | {"seed": seed} | options)
+    given |= {"seed": seed, "model": optional_text(model)}
+    asked = read_options("emulate", EmulateOptions, given | options)
     check_emulation(asked)
     found = read_plan(plan)
-    inputs = Inputs.of(*found, optional_text(model)) if asked.compute == "real" else None
+    inputs = Inputs.of(*found, asked.model) if asked.compute == "real" else None
     chosen, profile = (inputs.plan, inputs.profile) if inputs else (checked(*found[:2]), found[1])
     return emulated(chosen, profile, inputs, optional_text(output), asked)[0]
 
@@ -177,7 +178,7 @@ def _settings(plans: Mapping[str, Plan], profile: Profile, asked: EmulateOptions
         epochs=asked.epochs or {"sleep": 1, "real": 2}[asked.compute],
         target=asked.target,
         seed=asked.seed,
-        timeout_s=parse_seconds(asked.timeout),
+        timeout_s=asked.timeout_s,
     )
 
 

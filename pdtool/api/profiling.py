@@ -12,7 +12,8 @@ from pdtool.artifacts.device import DeviceSpec, Precision, find_device
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.files import file_sha256
-from pdtool.options import ProfileOptions, read_options
+from pdtool.options.declaration import read_options
+from pdtool.options.profile_options import ProfileOptions
 
 if TYPE_CHECKING:
     from pdtool.frontend.model_file import ModelFile
@@ -55,7 +56,7 @@ def profile(
         ModelError: the model cannot be imported, traced or executed.
     """
     given = {"batch_size": batch_size, "device": device, "threads": threads, "precision": precision}
-    given |= {"compiled": compile, "calibrate": calibrate, "model_settings": assignments(settings)}
+    given |= {"compile": compile, "calibrate": calibrate, "settings": assignments(settings)}
     asked = read_options("profile", ProfileOptions, given)
     result, path = profiled(str(model), optional_text(output), asked)
     result.save(path)

@@ -26,6 +26,9 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.user_code import find_source, model_name, parse_ref, undoing_user_changes
+from pdtool.options.declaration import declared
+from pdtool.options.partition_options import PartitionOptions
+from pdtool.options.profile_options import ProfileOptions
 from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
 Given = Mapping[str, Any]  # the options that were asked for, by parameter
@@ -74,7 +77,7 @@ def why_profile_is_stale(profile: Profile, path: str, ref: ModelRef, given: Give
         given = {**given, "device": compute_mode.default_device()}
     for option, recorded in _recorded_in_profile(profile).items():
         if option in given and given[option] != recorded:
-            return f"it has {_spelled(option)} {recorded}, not {given[option]}"
+            return f"it has {declared(ProfileOptions)[option].flag} {recorded}, not {given[option]}"
     return _why_model_differs(profile, path)
 
 
@@ -107,15 +110,10 @@ def why_plan_is_stale(plan: Plan, profile: Profile, path: str, given: Given) -> 
     for option, value in given.items():
         is_as_asked = _PLAN_OPTIONS.get(option)
         if is_as_asked is None and not plan.edited:
-            return f"it does not record {_spelled(option)}"
+            return f"it does not record {declared(PartitionOptions)[option].flag}"
         if is_as_asked and not is_as_asked(plan, profile, value):
-            return f"it was made with another {_spelled(option)} than {_text(value)}"
+            return f"it was made with another {declared(PartitionOptions)[option].flag} than {_text(value)}"
     return ""
-
-
-def _spelled(option: str) -> str:
-    """Write a parameter as the command line does: `--batch-size`."""
-    return "--" + {"compiled": "compile", "cost_model": "cost"}.get(option, option).replace("_", "-")
 
 
 def _text(value: Any) -> str:

@@ -23,9 +23,9 @@ from pdtool.artifacts.run_dir import complete_checkpoints, latest, read_manifest
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.files import file_sha256
 from pdtool.host import usable_cores
-from pdtool.machines import Machines, is_first_worker, is_worker
-from pdtool.options import SAME_FOLDER, RunOptions, read_options
-from pdtool.units import parse_seconds
+from pdtool.machines import is_first_worker, is_worker
+from pdtool.options.declaration import common_fields, read_options
+from pdtool.options.run_options import SAME_FOLDER, RunOptions, WorkerOptions
 
 if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
@@ -93,13 +93,11 @@ def run(
         WorkerDiedError: a worker ended, or did not answer.
         KeyboardInterrupt: Ctrl-C; all workers are gone.
     """
-    if of_commands := sorted({"dry_run", "as_json", "model_settings"} & options.keys()):
-        raise TypeError(f"run() has no option {of_commands[0]!r}; settings are given as settings={{'lr': 0.01}}")
-    given = {"epochs": epochs, "steps": steps, "target": target, "seed": seed, "device": device}
-    given |= {"precision": precision, "compiled": compile, "resume": optional_text(resume)}
-    given |= {"output": optional_text(output)}
+    given: dict[str, Any] = {"epochs": epochs, "steps": steps, "target": target, "seed": seed, "device": device}
+    given |= {"precision": precision, "compile": compile, "resume": optional_text(resume)}
+    given |= {"output": optional_text(output), "model": optional_text(model), "settings": assignments(settings)}
     asked = read_options("run", RunOptions, given | options)
-    inputs = with_settings(Inputs.of(*read_plan(plan), optional_text(model)), assignments(settings))
+    inputs = with_settings(Inputs.of(*read_plan(plan), asked.model), asked.model_settings)
     return trained(inputs, rescheduled_as(inputs, asked), asked)[1]
 
 
@@ -205,30 +203,25 @@ def _refuse_edited_files(folder: Path) -> None:
 def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
     from pdtool.generator.generate import check_stage_files
     from pdtool.runtime.config import RunConfig
-    from pdtool.runtime.corrections import DelayCompensation
 
     stages = inputs.plan.stage_nodes(inputs.profile)
     check = partial(check_stage_files, inputs.plan, stages, bundle, inputs.folder)
     if asked.output == "-":
         raise UsageError("-o -: a run writes a folder, which is not for stdout", "name a folder")
     out, resume = _folders(inputs, asked.output, asked.resume, asked.nnodes)
-    names = ("epochs", "steps", "seed", "device", "precision", "compiled", "transport", "wire_dtype", "target")
-    return RunConfig(
+    config = RunConfig(
         plan=inputs.plan,
         bundle=bundle,
         bundle_dir=inputs.folder,
         model=inputs.model,
         trusted=inputs.trusted,
         out=out,
-        resume=resume,
-        timeout_s=parse_seconds(asked.timeout),
-        delay_compensation=DelayCompensation.parse(asked.correction) if asked.correction else None,
-        threads=asked.threads or inputs.profile.threads,
         threads_given=asked.threads is not None,
-        machines=Machines(asked.nnodes, asked.node_rank, asked.rdzv_endpoint),
+        machines=asked.machines,
         check_stage_files=None if asked.trust else check,
-        **{name: getattr(asked, name) for name in names},
+        **common_fields(asked, WorkerOptions),
     )
+    return replace(config, resume=resume, threads=asked.threads or inputs.profile.threads)
 
 
 def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int | None) -> RunConfig:
@@ -242,20 +235,20 @@ def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int 
     return replace(config, loader_workers=workers)
 
 
-def _folders(inputs: Inputs, output: str | None, resume: str | None, nnodes: int) -> tuple[Path, Path | None]:
+def _folders(inputs: Inputs, output: str | None, resume: Path | None, nnodes: int) -> tuple[Path, Path | None]:
     """Return the run's folder and the one to resume from; with one of them given, the other is the same."""
     if resume == SAME_FOLDER:
         if output is None:
             raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
-        resume = output
-    if output is None and (resume is None or not (Path(resume) / "checkpoints").is_dir()):
+        resume = Path(output)
+    if output is None and (resume is None or not (resume / "checkpoints").is_dir()):
         if nnodes > 1 or is_worker(os.environ):
             raise UsageError("workers started one by one need one folder for the run", "name it with -o")
         output = str(new_folder(Path("runs") / inputs.folder.name))
     out = Path(output or str(resume))
-    if complete_checkpoints(out) and (resume is None or Path(resume).resolve() != out.resolve()):
+    if complete_checkpoints(out) and (resume is None or resume.resolve() != out.resolve()):
         raise UsageError(f"{out} holds a run already", "go on with it by --resume, or name another folder with -o")
-    return out, Path(resume) if resume else None
+    return out, resume
 
 
 def new_folder(path: Path) -> Path:

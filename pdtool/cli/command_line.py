@@ -14,30 +14,12 @@ from typing import Any
 import click
 
 from pdtool.api.console import Listener, OnEvent, OnProgress, OnStep, install
+from pdtool.cli.click_options import CommandOption
 from pdtool.cli.terminal import Verbosity, note, progress, status
+from pdtool.options.declaration import SECTIONS
 
 _FEW = 9  # so many options are taken in at a glance without groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
-_OTHER = "Options"
-_SECTIONS = {
-    "Model": ("model_settings", "batch_size", "model", "calibrate"),
-    "Cluster": ("topology", "cluster", "bandwidth", "latency", "memory", "workers"),
-    "Plan": (
-        *("replicas", "strategy", "straight", "schedule", "microbatches", "global_batch_size", "weights"),
-        *("update_every", "chunks", "recompute", "cost_model", "simplest", "max_cuts"),
-    ),
-    "Training": ("epochs", "steps", "target", "seed", "resume", "correction", "log_every"),
-    "Computing": (
-        *("device", "threads", "precision", "compiled", "loader_workers", "transport", "wire_dtype"),
-        *("compute", "scale", "minibatches", "timeout", "trust"),
-    ),
-    "Machines": ("nnodes", "node_rank", "rdzv_endpoint"),
-    "Output": (
-        *("output", "if_stale", "as_json", "dry_run", "against"),
-        *("quiet", "verbose", "_click_default_help", "help"),
-    ),
-}
-_SECTION_OF = {option: section for section, options in _SECTIONS.items() for option in options}
 _LATER_S = 0.05  # when the object is gone
 _FLAGS = {
     "quiet": ("-q", "--quiet", "Print results, warnings and errors only."),
@@ -53,10 +35,10 @@ class SectionedCommand(click.Command):
         if len(params) <= _FEW:
             super().format_options(ctx, formatter)
             return
-        rows: dict[str, list[tuple[str, str]]] = {section: [] for section in (_OTHER, *_SECTIONS)}
+        rows: dict[str, list[tuple[str, str]]] = {section: [] for section in ("Options", *SECTIONS)}
         for param in params:
             if record := _as_given(param, ctx).get_help_record(ctx):
-                rows[_SECTION_OF.get(param.name or "", _OTHER)].append(record)
+                rows[getattr(param, "section", "Output")].append(record)  # --help is click's own, and has none
         for section, records in rows.items():
             if records:
                 with formatter.section(section):
@@ -107,7 +89,9 @@ def _signal_of(error: BaseException | None) -> int | None:
 def verbosity_options() -> Sequence[click.Option]:
     """Make the options `-q` and `-v`, which stand before or after the name of a command."""
     return [
-        click.Option((short, long, name), is_flag=True, expose_value=False, callback=_take, help=text)
+        CommandOption(
+            (short, long, name), section="Output", is_flag=True, expose_value=False, callback=_take, help=text
+        )
         for name, (short, long, text) in _FLAGS.items()
     ]
 

@@ -14,7 +14,6 @@ A table for each command, with the long names of its options: what the command l
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +24,7 @@ import click
 from pdtool.errors import ArtifactError, printable
 
 _OWN_FILE, _SHARED_FILE = "pdtool.toml", "pyproject.toml"
-_IN_FILE = {"model_settings": "set", "compiled": "compile", "cost_model": "cost", "as_json": "json"}
 _OF_ONE_COMMAND_LINE = ("help", "quiet", "verbose")
-# What is trusted, replaced and written where, and whom to connect to: the file may be a stranger's.
-_ONLY_TYPED = ("trust", "force", "model", "output", "trace", "svg", "rdzv_endpoint", "resume")
 
 
 @dataclass(frozen=True)
@@ -62,13 +58,12 @@ class ProjectDefaults:
         tables = {name: _table(path, name, values, commands) for name, values in content.items()}
         return cls(path, tables)
 
-    def sentence(self, command: str | None) -> str:
+    def sentence(self, command: click.Command) -> str:
         """Say which options of a command the file gives; "" for none."""
-        options = ", ".join(
-            f"{_IN_FILE.get(name, name).replace('_', '-')} = {value!r}"
-            for name, value in self.tables.get(command or "", {}).items()
-        )
-        return f"{self.path} gives {command} these options: {options}" if options else ""
+        long_names = {param.name: param.opts[-1].removeprefix("--") for param in command.params}
+        table = self.tables.get(command.name or "", {})
+        options = ", ".join(f"{long_names[name]} = {value!r}" for name, value in table.items())
+        return f"{self.path} gives {command.name} these options: {options}" if options else ""
 
 
 def _found() -> Path | None:
@@ -89,6 +84,8 @@ def _own_table(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _toml(path: Path) -> dict[str, Any]:
+    import tomllib  # here, for most folders have no such file
+
     from pdtool.files import read_text
 
     text = read_text(path, "name a TOML file with --config", may_be_pipe=True)
@@ -117,7 +114,7 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
         if key.replace("_", "-") not in options:
             raise _unknown(path, f"{name}.{key}", "option", options)
         param, is_on = options[key.replace("_", "-")]
-        if param.name in _ONLY_TYPED:
+        if not getattr(param, "in_file", True):
             raise ArtifactError(path, "is for the command line only", "leave it out here", field=f"{name}.{key}")
         if param.name in table:
             raise ArtifactError(path, "says the same option twice", "remove one of both", field=f"{name}.{key}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -208,6 +208,13 @@ def write_text(text: str, path: Path, hint: str = "") -> None:
     check_replaceable(path, "an earlier one", lambda head: head.startswith(begin))
     write_atomically(path, text)
     note(f"wrote {path}{hint}")
+
+
+def print_data(data: Any, indent: int = 1) -> None:
+    """Print what is no artifact as JSON on stdout."""
+    import json
+
+    write_stdout(json.dumps(data, indent=indent) + "\n")
 
 
 def print_json(artifact: Artifact) -> None:

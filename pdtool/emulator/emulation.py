@@ -24,7 +24,7 @@ from pdtool.emulator.sleeping_model import Scaling, sleeping_tensors, write_slee
 from pdtool.emulator.workers import Emulator
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.host import memory_limits
-from pdtool.options import Target
+from pdtool.options.target import Target
 from pdtool.planner.choice.make_plan import refresh
 from pdtool.planner.stage_costs import tied_bytes
 from pdtool.runtime.config import RunConfig

@@ -5,42 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.machines import Machines
-from pdtool.options import Target
+from pdtool.options.run_options import WorkerOptions
 from pdtool.runtime.corrections import DelayCompensation
 from pdtool.schedule import PipelineShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """What a run is asked to do.
+class RunConfig(WorkerOptions):
+    """What a run is asked to do: the options of which each worker is told, for one plan in one folder.
 
     Attributes:
         bundle_dir: the folder of bundle.yaml and the stage files.
         trusted: whether the model was named on the command line, so that it may lie outside the current folder.
         out: the folder of the run, for checkpoints, metrics.jsonl, trace.json and report.json.
-        epochs: epochs in all; a resumed run trains those that are left.
-        steps: minibatches in an epoch at most; None for the whole training set.
-        seed: fixes initial weights, the order of samples and all random numbers that are drawn while training.
-        device: `auto` is cuda where a CUDA device is found.
-        delay_compensation: how to correct gradients that come late; None applies them as they are.
-        precision: what the stages compute in: `bf16` is autocast, with weights and messages in fp32.
-        compiled: whether each stage goes through torch.compile.
-        transport: how tensors travel between workers: `auto` shares memory within a machine, of GPUs where they
-            compute, and uses NCCL between other GPUs, else gloo; `gloo` always uses gloo; `shared` refuses to run where
-            memory cannot be shared.
-        wire_dtype: what fp32 activations and gradients are sent as between workers.
-        timeout_s: how many seconds a worker waits for another before it gives up.
         threads: CPU threads of each worker; None divides the cores of a machine among its workers.
         threads_given: whether the user asked for so many; else OMP_NUM_THREADS has precedence, and the cores are the
             limit.
         loader_workers: processes that load for each replica of the first stage; with 0 it loads itself.
-        resume: folder of a run, or one of its checkpoints, to go on from; any plan of the same model may have made it.
         machines: the machines of the launch.
         check_stage_files: called on each machine with the traced model before a stage file is imported; raises
             StaleError when they are not what codegen writes. The caller gives it, since the runtime does not import the
@@ -54,24 +41,16 @@ class RunConfig:
     model: ModelRef
     out: Path
     trusted: bool = False
-    epochs: int = 1
-    steps: int | None = None
-    target: Target | None = None
-    seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    delay_compensation: DelayCompensation | None = None
-    precision: Literal["fp32", "bf16"] = "fp32"
-    compiled: bool = False
-    transport: Literal["auto", "gloo", "shared"] = "auto"
-    wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    timeout_s: float = 300.0
-    threads: int | None = None
     threads_given: bool = False
     loader_workers: int = 0
-    resume: Path | None = None
     machines: Machines = field(default_factory=Machines)
     check_stage_files: Callable[[Any], None] | None = None
     bucket_bytes: int = 25_000_000
+
+    @property
+    def delay_compensation(self) -> DelayCompensation | None:
+        """How to correct gradients that come late; None applies them as they are. Raises UsageError."""
+        return DelayCompensation.parse(self.correction) if self.correction else None
 
     @property
     def shape(self) -> PipelineShape:

@@ -29,21 +29,12 @@ from pdtool.artifacts.text_formats import FormatError, read_message, write_messa
 from pdtool.errors import UsageError, WorkerDiedError, printable
 from pdtool.files import file_sha256, open_in_place
 from pdtool.frontend.user_code import find_source
+from pdtool.options.declaration import declared
+from pdtool.options.run_options import RunOptions
 from pdtool.runtime.config import RunConfig, assign_ranks, ranks_of_stage
 from pdtool.runtime.memory import is_out_of_memory
 from pdtool.runtime.status import ANY_PEER, wait_begins, wait_ends
 
-_OPTIONS = {  # those that must be the same on all machines, and their fields of RunConfig
-    "--epochs": "epochs",
-    "--steps": "steps",
-    "--target": "target",
-    "--seed": "seed",
-    "--precision": "precision",
-    "--transport": "transport",
-    "--wire-dtype": "wire_dtype",
-    "--compile": "compiled",
-    "--correction": "delay_compensation",
-}
 _DIGITS = 12  # of a digest that are shown
 _VISIBLE_WITHIN_S = 10.0  # until a file that one machine wrote is seen by another; NFS caches folders for seconds
 _POLL_S = 0.1
@@ -256,14 +247,14 @@ def _nccl_group(ranks: list[int], timeout: timedelta, device: torch.device) -> A
 
 def run_settings(config: RunConfig) -> dict[str, str]:
     """Return what must be the same on all machines, by the name under which a user knows it."""
-    plan = config.plan
-    settings = {option: str(getattr(config, name)) for option, name in _OPTIONS.items()}
-    settings |= {"--schedule": plan.schedule, "--weights": plan.weights}
-    settings |= {"--microbatches": str(plan.microbatches), "--update-every": str(plan.update_every)}
+    settings = {
+        option.flag: str(getattr(config.plan if option.of_plan else config, name))
+        for name, option in declared(RunOptions).items()
+        if option.same
+    }
     settings["--set"] = printable(" ".join(f"{key}={value}" for key, value in sorted(config.model.settings.items())))
-    settings["--trust"] = str(config.check_stage_files is None)
     digests = {
-        "the plan": plan.plan_sha256,
+        "the plan": config.plan.plan_sha256,
         "bundle.yaml": config.bundle.content_sha256,
         "the model's file": file_sha256(find_source(config.model.source)),
     }

@@ -30,7 +30,7 @@ from pdtool.errors import (
     UsageError,
     WorkerDiedError,
 )
-from pdtool.options import Target
+from pdtool.options.target import Target
 from pdtool.units import format_bytes, format_seconds
 
 COMMANDS = (

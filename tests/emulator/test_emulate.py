@@ -30,7 +30,7 @@ from pdtool.emulator.pretend_cluster import enter_own_network
 from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
 from pdtool.host import usable_cores
-from pdtool.options import EmulateOptions
+from pdtool.options.simulate_options import EmulateOptions
 from pdtool.planner.choice.make_plan import refresh
 from pdtool.runtime.status import process_state
 

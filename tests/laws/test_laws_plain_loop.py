@@ -21,7 +21,7 @@ from test_laws_training import BW2, pipeline
 
 from pdtool.artifacts.metrics import read_metrics
 from pdtool.frontend.model_file import ModelFile
-from pdtool.options import Target
+from pdtool.options.target import Target
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 

@@ -14,7 +14,6 @@ from reference import replay
 
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.config import RunConfig
-from pdtool.runtime.corrections import DelayCompensation
 
 # 26 samples: 7 minibatches of 4, or 13 of 2, which no update divides; the last one short
 SMALL: dict[str, Any] = {"batch_size": 2}
@@ -176,7 +175,7 @@ USED_TWICE = autoencoder("", "h @ self.b.weight", "", "self.b.weight.detach()[1,
         pytest.param((1, 1, 1), NONE, id="none"),
         pytest.param((1, 1, 1), BW2, id="2bw"),
         pytest.param((1, 1, 1), {"schedule": "1f1b-flush", "microbatches": 4}, id="flush"),
-        pytest.param((1, 1, 1), {"delay_compensation": DelayCompensation("weight-prediction")}, id="prediction"),
+        pytest.param((1, 1, 1), {"correction": "weight-prediction"}, id="prediction"),
     ],
 )
 def test_parameters_and_buffers_over_one_memory_are_one_in_each_version(

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import derive_seed
-from pdtool.options import Target
+from pdtool.options.target import Target
 from pdtool.runtime.loading.minibatches import sample_order
 from reproduction.learning_tasks import Method, Task
 

@@ -32,7 +32,7 @@ def test_a_corrected_run_equals_its_replay_and_goes_on_from_a_checkpoint(
 ) -> None:
     """Three stages, two epochs of 7 minibatches; then the second epoch again, resumed from the first."""
     asked = DelayCompensation.parse(text)
-    spec = harness.job(tmp_path, toy, optimizer=optimizer, epochs=2, delay_compensation=asked)
+    spec = harness.job(tmp_path, toy, optimizer=optimizer, epochs=2, correction=text)
     found = weights(harness.run(spec))
     file = ModelFile.load(spec.model, trusted=True)
     model = file.build(spec.seed)
@@ -42,18 +42,16 @@ def test_a_corrected_run_equals_its_replay_and_goes_on_from_a_checkpoint(
     plain = harness.job(tmp_path / "plain", toy, optimizer=optimizer, epochs=2)
     uncorrected = weights(harness.run(plain))
     assert any(not torch.allclose(found[n], uncorrected[n], rtol=1e-4, atol=1e-5) for n in expected), "it did nothing"
-    first = harness.job(tmp_path / "one", toy, optimizer=optimizer, epochs=1, delay_compensation=asked)
+    first = harness.job(tmp_path / "one", toy, optimizer=optimizer, epochs=1, correction=text)
     harness.run(first)
-    resumed = harness.job(
-        tmp_path / "two", toy, optimizer=optimizer, epochs=2, delay_compensation=asked, resume=first.out
-    )
+    resumed = harness.job(tmp_path / "two", toy, optimizer=optimizer, epochs=2, correction=text, resume=first.out)
     for name, value in weights(harness.run(resumed)).items():
         assert torch.equal(value, found[name]), name
 
 
 @pytest.mark.parametrize("text", ["nesterov", "weight-prediction"])
 def test_copies_of_a_tied_parameter_stay_equal_under_a_correction(tmp_path: Path, text: str) -> None:
-    spec = harness.job(tmp_path, TIED3, optimizer="adam", epochs=1, delay_compensation=DelayCompensation.parse(text))
+    spec = harness.job(tmp_path, TIED3, optimizer="adam", epochs=1, correction=text)
     found = weights(harness.run(spec))
     assert torch.equal(found["embed.weight"], found["out.weight"])
 

@@ -22,9 +22,8 @@ from pdtool.artifacts.metrics import read_metrics
 from pdtool.artifacts.run_dir import WORKERS_FOLDER
 from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
-from pdtool.options import Target
+from pdtool.options.target import Target
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
-from pdtool.runtime.corrections import DelayCompensation
 from pdtool.runtime.launch import worker_main
 from pdtool.runtime.launch.diagnosis import diagnose
 from pdtool.runtime.launch.launcher import launch, local_assignments
@@ -220,9 +219,7 @@ def test_a_target_that_no_metric_has_is_refused_before_the_first_epoch(tmp_path:
 
 
 def test_a_correction_of_what_is_not_late_is_refused(tmp_path: Path) -> None:
-    spec = harness.job(
-        tmp_path, CONV2, schedule="gpipe", microbatches=2, delay_compensation=DelayCompensation.parse("nesterov")
-    )
+    spec = harness.job(tmp_path, CONV2, schedule="gpipe", microbatches=2, correction="nesterov")
     with pytest.raises(UsageError, match="correction nesterov with schedule gpipe; leave it out"):
         launch(spec)
 

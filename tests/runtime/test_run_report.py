@@ -21,7 +21,7 @@ from pdtool.artifacts.report import Report
 from pdtool.cli.run_view import report_view
 from pdtool.frontend.random_numbers import derive_seed
 from pdtool.host import usable_cores
-from pdtool.options import Target
+from pdtool.options.target import Target
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.planner.stage_costs import StageEdge

@@ -19,7 +19,7 @@ from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
 from pdtool.host import usable_cores
-from pdtool.options import RunOptions
+from pdtool.options.run_options import RunOptions
 from pdtool.runtime.launch import launcher
 from pdtool.runtime.launch.worker_main import choose_threads
 

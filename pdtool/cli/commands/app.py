@@ -110,7 +110,8 @@ class CommandGroup(click.Group):
     def _say_what_else_was_given(self, ctx: click.Context, error: PdtoolError) -> None:
         """Name the options that a project's defaults gave to a command line that was refused."""
         defaults = ctx.find_object(ProjectDefaults)
-        if isinstance(error, UsageError) and defaults and (sentence := defaults.sentence(ctx.invoked_subcommand)):
+        command = self.commands.get(ctx.invoked_subcommand or "")
+        if isinstance(error, UsageError) and defaults and command and (sentence := defaults.sentence(command)):
             note(sentence)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -140,7 +141,7 @@ def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
     except click.UsageError as error:
         note(f"error: {_usage_error(error)}")
         defaults = ctx.find_object(ProjectDefaults)
-        if defaults and error.ctx and (sentence := defaults.sentence(error.ctx.info_name)):
+        if defaults and error.ctx and (sentence := defaults.sentence(error.ctx.command)):
             note(sentence)
         ctx.exit(error.exit_code)
     except click.ClickException as error:

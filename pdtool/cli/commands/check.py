@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from pdtool.cli.command_line import command
-from pdtool.cli.terminal import note, show, write_stdout
+from pdtool.cli.terminal import note, print_data, show
 from pdtool.errors import ArtifactError, StaleError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def _print(plan: Plan, findings: Sequence[FindingT], as_json: bool) -> list[Find
     """Print the findings, and return those that do not hold."""
     if as_json:
         data = {"plan": plan.name, "findings": [asdict(finding) for finding in findings]}
-        write_stdout(json.dumps(data, indent=1) + "\n")
+        print_data(data)
     else:
         show(*map(_line, findings), err=False)
     return [finding for finding in findings if finding.holds is False]

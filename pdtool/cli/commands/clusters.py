@@ -9,6 +9,10 @@ import click
 from pdtool.cli import click_options as options
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, show, status, write_artifact
+from pdtool.options.partition_options import PartitionOptions
+from pdtool.options.profile_options import ProfileOptions
+from pdtool.options.run_options import LaunchOptions, RunOptions
+from pdtool.options.values import Count, Text, timeout
 
 
 @command(epilog="\b\nExamples:\n  pdtool devices\n  pdtool devices h100 --json")
@@ -44,10 +48,11 @@ def _key(name: str) -> str:
 )
 @click.argument("graph")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
-@options.count(
-    "--batch-size",
+@options.option_of(
+    ProfileOptions,
+    "batch_size",
+    value=Count(unset="what the sizes in GRAPH tell, or else 128"),
     help="Samples in the minibatch it was measured at.",
-    unset="what the sizes in GRAPH tell, or else 128",
 )
 @click.option("--name", metavar="NAME", show_default="that of the file or its folder", help="Name of the profile.")
 @options.as_json
@@ -83,22 +88,22 @@ def _name(path: str) -> str:
     epilog="\b\nExamples:\n  pdtool probe --topology 4 -o cluster.yaml\n"
     "  pdtool probe --topology 2x4 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29511 -o cluster.yaml"
 )
-@options.topology(required=True)
+@options.option_of(PartitionOptions, "topology", required=True)
 @options.output("File to write; - is stdout, the default.")
-@click.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
-@options.device("Where the tensors are; auto is cuda where every worker has a CUDA device.")
-@options.timeout("60s")
-@options.machines
+@options.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
+@options.option_of(
+    RunOptions, "device", help="Where the tensors are; auto is cuda where every worker has a CUDA device."
+)
+@options.option_of(RunOptions, "timeout_s", value=Text(timeout, default="60s"))
+@options.options_of(LaunchOptions)
 @options.as_json
 def probe(
     topology: str,
     output: str | None,
     name: str | None,
     device: str,
-    timeout: str,
-    nnodes: int,
-    node_rank: int,
-    rdzv_endpoint: str,
+    timeout_s: float,
+    asked: LaunchOptions,
     as_json: bool,
 ) -> None:
     """Measure the network between the workers of a launch.
@@ -109,15 +114,13 @@ def probe(
     from pdtool.artifacts.artifact import title
     from pdtool.artifacts.cluster import parse_topology
     from pdtool.cli.artifact_views import cluster_view
-    from pdtool.machines import Machines
-    from pdtool.units import parse_seconds
 
-    sizes, timeout_s = parse_topology(topology), parse_seconds(timeout)  # before torch is imported
+    sizes = parse_topology(topology)  # before torch is imported
     from pdtool.profiler.probe import ProbeRequest, probe
 
     request = ProbeRequest(name=title(name or topology), sizes=sizes, device=device, timeout_s=timeout_s)
     with status("starting the workers") as step:
-        cluster = probe(request, Machines(nnodes, node_rank, rdzv_endpoint), step, note)
+        cluster = probe(request, asked.machines, step, note)
     if cluster is None:
         note("measured; the first machine has the figures")
         return

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdtool.cli.command_line import command
-from pdtool.cli.terminal import show, write_stdout
+from pdtool.cli.terminal import print_data, show
 from pdtool.errors import ArtifactError, UsageError, with_article
 from pdtool.units import format_bytes, format_rate, format_seconds
 
@@ -43,9 +42,9 @@ _IN_WORDS = {
     "measured.bottleneck_s": "time, measured",
     "measured.throughput_samples_per_s": "samples/s, steady",
 }
-_OF_STAGE = re.compile(r"(?P<what>stage)s\[(?P<number>\d+)\]\.(?P<name>\w+)")
-_OF_LEVEL = re.compile(r"cluster\.(?P<what>level)s\[(?P<number>\d+)\]\.(?P<name>\w+)")
-_LISTED = re.compile(r"predicted\.(?P<name>\w+)\[(?P<number>\d+)\]")
+_OF_STAGE = r"(?P<what>stage)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
+_OF_LEVEL = r"cluster\.(?P<what>level)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
+_LISTED = r"predicted\.(?P<name>\w+)\[(?P<number>\d+)\]"
 _ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 
 
@@ -79,7 +78,7 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
     if as_json:
         data = {"kind": a.KIND, "a": first, "b": second, "is_same": is_same}
         data |= {"differences": [{**asdict(one), "change": one.change} for one in found]}
-        write_stdout(json.dumps(data | {"moved": [asdict(one) for one in moved]}, indent=1) + "\n")
+        print_data(data | {"moved": [asdict(one) for one in moved]})
     else:
         show(f"A: {first}{_config(a)}", f"B: {second}{_config(b)}", *_view(found, moved), err=False)
     if exit_code and not is_same:
@@ -180,9 +179,9 @@ class FieldDifference:
         """The field in words: `stage 0 in flight`, `stage 0 memory`."""
         if self.field in _IN_WORDS:
             return _IN_WORDS[self.field]
-        if found := _OF_STAGE.fullmatch(self.field) or _OF_LEVEL.fullmatch(self.field):
+        if found := re.fullmatch(_OF_STAGE, self.field) or re.fullmatch(_OF_LEVEL, self.field):
             return f"{found['what']} {found['number']} {_without_unit(found['name'])}"
-        if found := _LISTED.fullmatch(self.field):
+        if found := re.fullmatch(_LISTED, self.field):
             return f"stage {found['number']} {_without_unit(found['name'])}"
         return _without_unit(self.field.replace(".", " "))
 
@@ -190,7 +189,7 @@ class FieldDifference:
     def is_of_one_alone(self) -> bool:
         """Whether it only says that a part, which the other artifact lacks, has nothing there: no replicas to average
         gradients with, no latency."""
-        is_of_part = any(pattern.fullmatch(self.field) for pattern in (_OF_STAGE, _OF_LEVEL, _LISTED))
+        is_of_part = any(re.fullmatch(pattern, self.field) for pattern in (_OF_STAGE, _OF_LEVEL, _LISTED))
         return is_of_part and None in (self.first, self.second) and not (self.first or self.second)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 from click.core import ParameterSource
@@ -12,13 +12,10 @@ from pdtool.cli import click_options as options
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, show
 from pdtool.errors import TargetMissedError, UsageError
-from pdtool.options import EmulateOptions, Factor
+from pdtool.options.simulate_options import EmulateOptions
 
 if TYPE_CHECKING:
     from pdtool.artifacts.report import Emulation
-
-
-_FACTOR = click.FloatRange(Factor.least, Factor.most)
 
 
 @command(
@@ -27,42 +24,9 @@ _FACTOR = click.FloatRange(Factor.least, Factor.most)
 )
 @click.argument("plan", required=False)
 @options.output("Folder of the emulation.  [default: a new one, runs/PLAN-emulated, runs/PLAN-emulated.2, ...]")
-@options.against(EmulateOptions)
-@options.text(
-    "--scale",
-    of=EmulateOptions,
-    type=_FACTOR,
-    show_default="what the cores here can carry",
-    metavar="S",
-    help="Divide bytes and bandwidths by S; times stay.",
-)
-@options.text(
-    "--slowdown",
-    of=EmulateOptions,
-    type=_FACTOR,
-    show_default="so that a minibatch takes 150 ms or more",
-    metavar="T",
-    help="Let everything take T times as long.",
-)
-@options.choice("--compute", of=EmulateOptions, help="Sleep the times of the profile, or train the model on this CPU.")
-@options.model
-@options.count(
-    "--minibatches",
-    of=EmulateOptions,
-    help="In an epoch; timed are those in steady state.",
-    unset="enough for steady state",
-)
-@options.count(
-    "--epochs",
-    of=EmulateOptions,
-    help="Epochs at most; the first of several is to warm up.",
-    unset="1, or 2 with --compute real",
-)
-@options.target
-@options.seed
-@options.timeout()
+@options.options_of(EmulateOptions)
 @options.as_json
-def emulate(plan: str | None, output: str | None, model: str | None, as_json: bool, **settings: Any) -> None:
+def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json: bool) -> None:
     """Run PLAN's workers on a pretend cluster of this machine.
 
     Each worker is a process in a network namespace, behind links of the plan's bandwidths. It sleeps in place of
@@ -71,11 +35,10 @@ def emulate(plan: str | None, output: str | None, model: str | None, as_json: bo
     from pdtool.api.emulating import check_emulation, emulated
     from pdtool.api.inputs import Inputs, candidate, planned
 
-    _refuse_options_of_training(settings["compute"])
-    asked = EmulateOptions(**settings)
+    _refuse_options_of_training(asked.compute)
     check_emulation(asked)
     path = candidate("plan", plan)
-    inputs = Inputs.load(path, model) if asked.compute == "real" else None
+    inputs = Inputs.load(path, asked.model) if asked.compute == "real" else None
     chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(path)
     _print_emulation(*emulated(chosen, profile, inputs, output, asked), as_json)
 

@@ -5,15 +5,15 @@ artifact holds, `completion` makes a shell complete commands, `help` explains on
 from __future__ import annotations
 
 import difflib
-import json
 import shlex
 from pathlib import Path
 
 import click
 from click.shell_completion import get_completion_class
 
+from pdtool.cli.click_options import option
 from pdtool.cli.command_line import command
-from pdtool.cli.terminal import note, write_stdout
+from pdtool.cli.terminal import note, print_data, write_stdout
 from pdtool.errors import UsageError
 
 STARTER = Path(__file__).parent.parent / "starter"
@@ -61,7 +61,7 @@ def help_(ctx: click.Context, name: str | None) -> None:
 
 @command(epilog="\b\nExamples:\n  pdtool init\n  pdtool init myproject")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".", required=False)
-@click.option("--force", is_flag=True, help="Replace files that are there.")
+@option("--force", in_file=False, is_flag=True, help="Replace files that are there.")
 def init(folder: Path, force: bool) -> None:
     """Write a model.py that trains as it is, and files around it.
 
@@ -102,4 +102,4 @@ def schema(kind: str) -> None:
     from pdtool.artifacts import artifact_class
 
     content = {"$schema": "https://json-schema.org/draft/2020-12/schema", **artifact_class(kind).model_json_schema()}
-    write_stdout(json.dumps(content, indent=2) + "\n")
+    print_data(content, indent=2)

@@ -27,9 +27,10 @@ _GRAPH_WIDTH = 1200  # pixels
 
 @command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option(
+@options.option(
     "-o",
     "--output",
+    in_file=False,
     type=click.Path(path_type=Path),
     default=Path("model.pt"),
     metavar="FILE",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import click
 
 from pdtool.cli import click_options as options
 from pdtool.cli.command_line import command
-from pdtool.cli.terminal import show, status, write_stdout
+from pdtool.cli.terminal import print_data, show, status
 from pdtool.errors import UsageError, suggestion
-from pdtool.options import SimulateOptions
-from pdtool.schedule import schedule_names
+from pdtool.options.simulate_options import SimulateOptions
 
 _SWEEP_POINTS = 13
 _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
@@ -24,53 +22,37 @@ _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
     "  pdtool simulate plans/vgg16-4x4.yaml --sweep bandwidth=0.1..25Gbit/s --svg gain.svg"
 )
 @click.argument("plan", required=False)
-@options.count(
-    "--minibatches",
-    of=SimulateOptions,
-    help="Length of the simulation.",
-    unset="enough to fill, run steadily and drain",
-)
-@options.choice(
-    "--schedule",
-    of=SimulateOptions,
-    help=f"Another order of work; {schedule_names(lambda kind: kind.equal_replicas, 'and')} are for plans with as many "
-    "replicas of each stage.",
-    unset=options.PLANNED,
-)
-@click.option(
+@options.options_of(SimulateOptions)
+@options.option(
     "--trace",
+    in_file=False,
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Write what happened when, for Perfetto or chrome://tracing; - is stdout.",
 )
-@click.option(
+@options.option(
     "--svg",
+    in_file=False,
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Draw the timeline (filling, then two rounds), or with --sweep the gain against bandwidth; - is stdout.",
 )
-@click.option(
+@options.option(
     "--sweep",
     metavar="bandwidth=LOW..HIGH",
     help="Give the outermost level other bandwidths, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
 )
-@options.against(SimulateOptions)
-@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON on stdout.")
+@options.flag("--json", "as_json", help="Print all figures as JSON on stdout.")
 def simulate(
-    plan: str | None,
-    minibatches: int | None,
-    schedule: str | None,
-    trace: Path | None,
-    svg: Path | None,
-    sweep: str | None,
-    against: tuple[str, ...],
-    as_json: bool,
+    plan: str | None, asked: SimulateOptions, trace: Path | None, svg: Path | None, sweep: str | None, as_json: bool
 ) -> None:
     """Execute PLAN on a clock, beside data parallelism and others.
 
     An update of data parallelism takes a minibatch of every worker; one of GPipe as many samples, or what the plan
     takes if that flushes, too.
     """
+    import json
+
     from pdtool.api.inputs import candidate, planned
     from pdtool.artifacts.chrome_trace import chrome_trace
     from pdtool.cli.artifact_views import comparison_view, simulation_data, simulation_view, sweep_view
@@ -85,7 +67,7 @@ def simulate(
     piped = _is_piped(trace, svg, as_json)
     chosen, profile = planned(candidate("plan", plan))
     with status("simulating"):
-        simulation = simulated(chosen, profile, schedule, minibatches, against, rates)
+        simulation = simulated(chosen, profile, asked.schedule, asked.minibatches, asked.against, rates)
     name, result, points = simulation.schedule, simulation.result, simulation.sweep
     if trace:
         write_text(json.dumps(chrome_trace(result.named_events)), trace, "; open it in https://ui.perfetto.dev")
@@ -100,7 +82,7 @@ def simulate(
         write_text(picture.standalone(), svg)
     if as_json:
         data = simulation_data(chosen, name, result, simulation.comparison, points)
-        write_stdout(json.dumps(data, indent=1) + "\n")
+        print_data(data)
     else:
         compared = comparison_view(simulation.comparison)
         show(*simulation_view(chosen, name, result), "", *compared, err=piped)

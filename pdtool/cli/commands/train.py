@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pdtool.cli.click_options import ASKED_FOR, asked_for
+from pdtool.cli.click_options import CommandOption, asked_for, is_asked_for
 from pdtool.cli.command_line import command
 from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
@@ -19,25 +19,30 @@ from pdtool.errors import StaleError, UsageError
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import ModelRef
 
-# The options that `train` hands on, and to which command; each is defined by the first of them that has it.
-_HANDED_ON: dict[click.Command, tuple[str, ...]] = {
-    run: (
-        *("output", "epochs", "steps", "target", "seed", "resume", "device", "threads", "precision", "compiled"),
-        *("correction", "loader_workers", "timeout", "log_every", "as_json"),
-    ),
-    partition: (
-        *("topology", "cluster", "bandwidth", "latency", "memory", "replicas", "strategy", "straight", "schedule"),
-        *("microbatches", "global_batch_size"),
-    ),
-    profile: ("model_settings", "batch_size", "device", "threads", "precision", "compiled"),
-}
+
+def _makes_artifact(param: click.Parameter) -> bool:
+    return isinstance(param, CommandOption) and param.declared is not None and param.declared.artifact != ""
+
+
+# What the plan says is asked of `profile` and `partition`, and the model is named as an argument.
+_OF_PLAN = {"model"} | {param.name for step in (profile, partition) for param in step.params if _makes_artifact(param)}
+
+
+def _is_handed_on(step: click.Command, param: click.Parameter) -> bool:
+    """Whether `train` hands an option on to a command: what changes its artifact, and to `run` all others."""
+    if step is not run or not isinstance(param, CommandOption):
+        return _makes_artifact(param)
+    return not (param.declared and param.declared.of_plan and param.name in _OF_PLAN)
 
 
 def _shared_options() -> Iterable[click.Parameter]:
-    """Return the very options of the commands, so that values are read and refused in the same way."""
-    named = {param.name: param for step, names in _HANDED_ON.items() for param in step.params if param.name in names}
-    own = {param.name: param for param in run.params if param.name in _HANDED_ON[run]}
-    return {**named, **own}.values()
+    """Return the very options of the commands, each of the first that has it: values are read and refused alike."""
+    named: dict[str | None, click.Parameter] = {}
+    for step in (partition, run, profile):
+        for param in step.params:
+            if _is_handed_on(step, param):
+                named.setdefault(param.name, param)
+    return named.values()
 
 
 @command(
@@ -52,7 +57,7 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     Writes the files of these commands, profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, plans/NAME-TOPOLOGY/ and a new
     folder in runs/. What is there, and belongs to the model as it is and to the options that are given, is used again.
 
-    An option of these commands that is missing here can stand in pdtool.toml.
+    Each command also takes the options that pdtool.toml has for it.
     """
     from pdtool.api.inputs import file_name
     from pdtool.frontend.user_code import find_source, is_local, model_name, parse_ref
@@ -81,8 +86,8 @@ train.params[1:1] = _shared_options()
 def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Context:
     """Make the context of a command, with what the project's defaults say of it and what `train` was asked for."""
     context = step.make_context(step.name, [argument], parent=ctx.parent)
-    for name in _HANDED_ON[step]:
-        if name in context.params and ctx.get_parameter_source(name) in ASKED_FOR:
+    for name in (param.name or "" for param in step.params if _is_handed_on(step, param)):
+        if name in context.params and is_asked_for(ctx, name):
             context.params[name] = ctx.params[name]
             context.set_parameter_source(name, ParameterSource.COMMANDLINE)
     return context

@@ -1,0 +1,114 @@
+"""An option is declared once, as a field of a dataclass: its flag, what it takes, its words, and what follows from it.
+
+The command line makes its flags and its help of the fields (cli/click_options.py), and the functions of the API take
+them as keyword arguments: both read and refuse a value in the same way. From the fields follow, too, what may stand in
+pdtool.toml, what all machines of a run must agree on, what `pdtool train` has, and what makes an artifact stale.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar, get_args
+
+from pdtool.options.values import OptionValue
+
+Section = Literal["Model", "Cluster", "Plan", "Training", "Computing", "Machines", "Output"]
+SECTIONS: tuple[Section, ...] = get_args(Section)  # in the order of `--help`
+
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What is declared of an option; its name is that of the field.
+
+    Attributes:
+        usage: its flags, and what stands for a value in `--help`: `--device NAME`; `-o, --output PATH`.
+        value: what it takes, and its default.
+        help: a sentence in the imperative.
+        section: of `--help`.
+        keyword: of the API, if that is not the field's name.
+        in_file: whether it may stand in pdtool.toml. What is trusted, replaced and written where, and whom to connect
+            to, may not: the file may be a stranger's.
+        same: whether all machines of a run must agree on it.
+        artifact: the kind of artifact that it changes; one that was made with another value is stale.
+        of_plan: whether it stands in place of what the plan says.
+    """
+
+    usage: str
+    value: OptionValue
+    help: str
+    section: Section
+    keyword: str = ""
+    in_file: bool = True
+    same: bool = False
+    artifact: Literal["", "profile", "plan"] = ""
+    of_plan: bool = False
+
+    @property
+    def flags(self) -> list[str]:
+        """The names on the command line: `-o` and `--output`."""
+        return [word.rstrip(",") for word in self.usage.split() if word.startswith("-")]
+
+    @property
+    def flag(self) -> str:
+        """The long name, as users know it: `--batch-size`."""
+        return self.flags[-1].partition("/")[0]
+
+    @property
+    def metavar(self) -> str | None:
+        """What stands for the value."""
+        return " ".join(word for word in self.usage.split() if not word.startswith("-")) or None
+
+    def field(self) -> Any:
+        """Make a field of an options class, whose default is read as any value is."""
+        default = self.value.default
+        return field(
+            default=None if default is None else self.value.read(self.flag, default), metadata={"option": self}
+        )
+
+
+def option(usage: str, value: OptionValue, help: str, **others: Any) -> Any:
+    """Declare an option, as a field of an options class; see `Option`."""
+    return Option(usage=usage, value=value, help=help, **others).field()
+
+
+def again(options: type[Any], name: str, **changes: Any) -> Any:
+    """Declare the option of another options class, as a field of this one; some of it may be different."""
+    return replace(declared(options)[name], **changes).field()
+
+
+def declared(options: type[Any]) -> dict[str, Option]:
+    """Return the options of an options class, by name."""
+    return {each.name: each.metadata["option"] for each in fields(options)}
+
+
+def common_fields(options: Any, of: type[Any]) -> dict[str, Any]:
+    """Return the values that `options` has for the fields of its base class `of`."""
+    return {each.name: getattr(options, each.name) for each in fields(of)}
+
+
+def read_options(command: str, options: type[Options], given: Mapping[str, Any]) -> Options:
+    """Return the options of a command: those given, each read by its field, and the defaults of the others.
+
+    Args:
+        command: its name, for errors.
+        given: by keyword, as `batch_size`; None stands for the default.
+
+    Raises:
+        TypeError: the command has no such option.
+        UsageError: a value is not one that the option takes.
+    """
+    names = {option.keyword or name: (name, option) for name, option in declared(options).items()}
+    read = {}
+    for keyword, value in given.items():
+        if keyword not in names:
+            close = difflib.get_close_matches(keyword, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"choose of {', '.join(names)}"
+            raise TypeError(f"{command}() has no option {keyword!r}; {hint}")
+        if value is not None:
+            name, option = names[keyword]
+            read[name] = option.value.read(keyword, value)
+    return options(**read)

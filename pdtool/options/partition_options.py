@@ -1,0 +1,91 @@
+"""The options of `pdtool partition`; all of them change the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from pdtool.options import values
+from pdtool.options.declaration import option
+from pdtool.options.values import Choice, Count, Flag, Text
+from pdtool.schedule import SCHEDULES, STRATEGIES, schedule_names
+
+OUTER_BANDWIDTH, INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
+_RUNNING, _CHUNKED = schedule_names(lambda kind: not kind.flushes, "and"), schedule_names(lambda kind: kind.chunked)
+ORDER_OF_WORK = f"Order of work: {_RUNNING} never stop (old weights are kept); the others empty the pipeline to update"
+MICROBATCHES = "Minibatches in one update of a flushing schedule."
+MAX_MINIBATCHES = 10_000  # in an update; more is a slip
+
+_cluster = partial(option, section="Cluster", artifact="plan")
+_plan = partial(option, section="Plan", artifact="plan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionOptions:
+    """For which cluster, and how, a profile is partitioned."""
+
+    topology: str | None = _cluster(
+        "--topology NxM",
+        Text(),
+        "Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
+    )
+    cluster: str | None = _cluster(
+        "--cluster FILE", Text(), "The same and all bandwidths, as `pdtool probe` writes them."
+    )
+    bandwidth: str | None = _cluster(
+        "--bandwidth RATE,...",
+        Text(unset=f"{OUTER_BANDWIDTH} outside, {INNER_BANDWIDTH} at inner levels"),
+        "Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
+    )
+    latency: str | None = _cluster("--latency TIME,...", Text(unset="0s"), "Of one message per level, as 50us,5us.")
+    memory: str | None = _cluster(
+        "--memory SIZE", Text(unset="that of the device profiled"), "Of each device, as 16GB or 16GiB; none: no limit."
+    )
+    workers: int | None = _cluster("--workers N", Count(unset="all of the topology"), "Number of workers to use.")
+    replicas: tuple[int, ...] | None = _plan(
+        "--replicas R-R-R",
+        Text(values.replicas, unset="whatever is fastest"),
+        "Workers of each stage, as 15-1: find where to cut the model into exactly these stages.",
+    )
+    strategy: str = _plan(
+        "--strategy",
+        Choice(tuple(STRATEGIES), default="auto"),
+        "The fastest plan of any kind (auto), or the best of one kind, to compare it with.",
+    )
+    straight: bool = _plan("--straight", Flag(default=False), "The same as --strategy straight.")
+    schedule: str | None = _plan(
+        "--schedule",
+        Choice((*SCHEDULES, "auto"), unset="1f1b, or what --strategy has"),
+        f"{ORDER_OF_WORK}; auto takes the fastest, flushing ones only with --microbatches.",
+    )
+    microbatches: int | None = _plan(
+        "--microbatches N",
+        Count(1, MAX_MINIBATCHES, unset="4 with a flushing --schedule, as many as workers with --strategy gpipe"),
+        MICROBATCHES,
+    )
+    global_batch_size: int | None = _plan(
+        "--global-batch-size N",
+        Count(unset="what --microbatches makes"),
+        "Samples in one update: the same as --microbatches, times the profiled minibatch; with 1f1b-flush unless "
+        "another flushing --schedule is given.",
+    )
+    chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
+    recompute: bool = _plan(
+        "--recompute/--no-recompute", Flag(default=True), "Let stages that lack memory run their forward twice."
+    )
+    cost_model: str = _plan(
+        "--cost",
+        Choice(("ours", "pipedream", "pipedream-free"), default="ours"),
+        "Whose formulas; those of PipeDream's optimizer, with or without the traffic of activations, to compare.",
+    )
+    simplest: float = _plan(
+        "--simplest SHARE",
+        Text(values.share, default="3%"),
+        "Prefer fewer stages, and borders between modules, as long as the plan is at most this much slower than the "
+        "fastest.",
+    )
+    max_cuts: int = _plan(
+        "--cuts N",
+        Count(100, 100_000, default=1200),
+        "Places to cut a branchy graph that are searched at most; more take longer (the square) and miss less.",
+    )

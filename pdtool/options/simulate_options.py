@@ -1,0 +1,81 @@
+"""The options of `pdtool simulate` and `pdtool emulate`, which execute a plan without its cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from pdtool.options import values
+from pdtool.options.declaration import again, option
+from pdtool.options.run_options import RunOptions
+from pdtool.options.target import Target
+from pdtool.options.values import Choice, Count, Factor, Text
+from pdtool.schedule import RIVALS, schedule_names
+
+_EVENLY = schedule_names(lambda kind: kind.equal_replicas, "and")
+_MAX_FACTOR = 1e6  # more is a slip
+
+_computing = partial(option, section="Computing")
+
+
+def _against(*names: str) -> tuple[str, ...]:
+    """Declare `--against`, the rivals of a plan."""
+    others = ", ".join(name for name in RIVALS if name not in names)
+    rivals: tuple[str, ...] = option(
+        "--against STRATEGY,...",
+        Text(values.rivals, default=",".join(names)),
+        f"Compare with the best plans of these strategies of `pdtool partition`; also {others}; '' is none.",
+        section="Output",
+    )
+    return rivals
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """How long, and beside what, a plan is simulated."""
+
+    minibatches: int | None = _computing(
+        "--minibatches N", Count(unset="enough to fill, run steadily and drain"), "Length of the simulation."
+    )
+    schedule: str | None = again(
+        RunOptions,
+        "schedule",
+        help=f"Another order of work; {_EVENLY} are for plans with as many replicas of each stage.",
+    )
+    against: tuple[str, ...] = _against("data-parallel", "straight", "gpipe", "model-parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulateOptions:
+    """How a plan is emulated."""
+
+    against: tuple[str, ...] = _against("data-parallel")
+    scale: float | None = _computing(
+        "--scale S",
+        Factor(1, _MAX_FACTOR, unset="what the cores here can carry"),
+        "Divide bytes and bandwidths by S; times stay.",
+    )
+    slowdown: float | None = _computing(
+        "--slowdown T",
+        Factor(1, _MAX_FACTOR, unset="so that a minibatch takes 150 ms or more"),
+        "Let everything take T times as long.",
+    )
+    compute: Literal["sleep", "real"] = _computing(
+        "--compute",
+        Choice(("sleep", "real"), default="sleep"),
+        "Sleep the times of the profile, or train the model on this CPU.",
+    )
+    model: str | None = again(RunOptions, "model")
+    minibatches: int | None = _computing(
+        "--minibatches N", Count(unset="enough for steady state"), "In an epoch; timed are those in steady state."
+    )
+    epochs: int | None = again(
+        RunOptions,
+        "epochs",
+        value=Count(unset="1, or 2 with --compute real"),
+        help="Epochs at most; the first of several is to warm up.",
+    )
+    target: Target | None = again(RunOptions, "target")  # noqa: RUF009
+    seed: int = again(RunOptions, "seed")
+    timeout_s: float = again(RunOptions, "timeout_s")

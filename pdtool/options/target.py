@@ -1,0 +1,83 @@
+"""`--target`: the metric of the validation at which a run stops."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from pdtool.errors import UsageError, suggestion
+
+_LOWER_IS_BETTER = ("loss", "perplexity")
+_HIGHER_IS_BETTER = ("accuracy",)
+_RELATIONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+_TARGET = r"\s*(?P<metric>[^<>=]*?)\s*(?P<relation><=|>=|<|>|=)(?P<value>.*)"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A metric of the validation at which a run stops: `accuracy=0.98`, `nll<=4`.
+
+    Attributes:
+        relation: `<=`, `>=`, `<`, `>` or `=`; `=` is read as `<=` for loss and perplexity, else as `>=`.
+    """
+
+    metric: str
+    relation: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read what `str` writes; raises UsageError."""
+        match = re.fullmatch(_TARGET, text, re.DOTALL)
+        try:
+            value = float(match["value"]) if match else float("nan")
+        except ValueError:
+            value = float("nan")
+        if match is None or not match["metric"].isprintable() or not match["metric"] or not math.isfinite(value):
+            raise UsageError(
+                f"target {text!r} is not METRIC=NUMBER; <, <=, > and >= may stand for =",
+                "write accuracy=0.98, loss=0.5 or nll<=4",
+            )
+        return cls(match["metric"], match["relation"], value)
+
+    def __str__(self) -> str:
+        return f"{self.metric}{self.relation}{self.value:g}"
+
+    @property
+    def effective_relation(self) -> str:
+        """The relation that is tested: `=` stands for `<=` or `>=`."""
+        if self.relation != "=":
+            return self.relation
+        return "<=" if self.metric in _LOWER_IS_BETTER else ">="
+
+    @property
+    def interpretation(self) -> str | None:
+        """How `=` was read, for the user to check; None where it says itself what is meant."""
+        if self.relation != "=":
+            return None
+        effective = self.effective_relation
+        text = f"target {self} is read as {self.metric} {effective} {self.value:g}"
+        if self.metric in (*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER):
+            return text
+        return f"{text}; write {self.metric}<={self.value:g} if less is better"
+
+    def is_reached(self, metrics: Mapping[str, float], undefined: Collection[str] = ()) -> bool:
+        """Whether the metrics of a validation reach the target.
+
+        Args:
+            undefined: metrics that have no figure in it, and so reach nothing.
+
+        Raises:
+            UsageError: the model does not report this metric.
+        """
+        if self.metric in undefined:
+            return False
+        if self.metric not in metrics:
+            raise UsageError(
+                f"target {self}: the model reports no metric {self.metric!r}",
+                f"{suggestion(self.metric, metrics)}it reports: {', '.join(metrics)}",
+            )
+        return bool(_RELATIONS[self.effective_relation](metrics[self.metric], self.value))

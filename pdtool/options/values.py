@@ -1,0 +1,181 @@
+"""What an option takes: a number, a name, a text; how it is read, its default, and words for a default that is none.
+
+A value is a text of the command line, or any object that is given to a function of the API. What reads one takes the
+option's name for its errors, and raises UsageError.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral, Number
+from os import PathLike
+from typing import Any
+
+from pdtool.errors import UsageError, suggestion
+from pdtool.machines import parse_endpoint
+from pdtool.schedule import RIVALS
+from pdtool.units import parse_seconds
+
+_MIN_TIMEOUT_S = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionValue:
+    """What an option takes.
+
+    Attributes:
+        default: as a user writes it; None if there is none.
+        unset: words for what the command takes without a default.
+    """
+
+    default: Any = None
+    unset: str = ""
+
+    def read(self, name: str, value: Any) -> Any:
+        """Read a value of the option `name`; raises UsageError."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Range(OptionValue):
+    """A number of a range."""
+
+    least: float = 1
+    most: float = 10**9
+
+    def check(self, name: str, number: float, value: Any) -> None:
+        """Raise UsageError for a number, read from `value`, that is not in the range; nan is not."""
+        if not self.least <= number <= self.most:
+            what = f"{name}={value!r:.80}: {value!s:.80} is not in the range {self.least}<=x<={self.most}"
+            raise UsageError(what)
+
+
+class Factor(Range):
+    """A number of a range, whole or not."""
+
+    def read(self, name: str, value: Any) -> float:
+        """Read 2.5 or "2.5"."""
+        try:
+            factor = float(value)
+        except (TypeError, ValueError, OverflowError):
+            factor = math.nan
+        self.check(name, factor, value)
+        return factor
+
+
+class Count(Range):
+    """A whole number of a range."""
+
+    def read(self, name: str, value: Any) -> int:
+        """Read 8 or "8"; 2.7 and True are refused."""
+        try:
+            number = int(value) if isinstance(value, (Integral, str)) and not isinstance(value, bool) else None
+        except ValueError:
+            number = None
+        if number is None:
+            raise UsageError(f"{name}={value!r:.80} is not a whole number", "give one, as 8")
+        self.check(name, number, value)
+        return number
+
+
+@dataclass(frozen=True)
+class Choice(OptionValue):
+    """One of several names."""
+
+    names: tuple[str, ...]
+
+    def read(self, name: str, value: Any) -> str:
+        """Return one of the names as it is."""
+        if not isinstance(value, str) or value not in self.names:
+            raise UsageError(f"{name}={value!r:.80}: {value!r:.80} is not one of {', '.join(map(repr, self.names))}")
+        return value
+
+
+class Flag(OptionValue):
+    """Yes or no."""
+
+    def read(self, name: str, value: Any) -> bool:
+        """Return True or False as it is."""
+        if not isinstance(value, bool):
+            raise UsageError(f"{name}={value!r:.80} is not True or False")
+        return value
+
+
+class Texts(OptionValue):
+    """Texts of an option that may be repeated."""
+
+    def read(self, name: str, value: Any) -> tuple[str, ...]:
+        """Return them as they are."""
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class Text(OptionValue):
+    """A text, which `parse` checks or turns into something else; it takes the option's name, too.
+
+    Attributes:
+        without: what the flag stands for when no text follows; "": one must follow.
+    """
+
+    parse: Callable[[str, str], Any] = lambda name, text: text
+    without: str = ""
+
+    def read(self, name: str, value: Any) -> Any:
+        """Read a text; a number and a path are texts, too."""
+        if isinstance(value, bool) or not isinstance(value, (str, Number, PathLike)):
+            raise UsageError(f"{name}={value!r:.80} is not a text", "write it in quotes")
+        return self.parse(name, str(value))
+
+
+def path(name: str, text: str) -> str:
+    """Refuse an empty path, such as that of a variable that is not set."""
+    if text == "":
+        raise UsageError(f"{name} is empty", "name a file or folder, or leave the option out")
+    return text
+
+
+def timeout(name: str, text: str) -> float:
+    """Read `60s` as seconds, which leave the time to answer."""
+    seconds = parse_seconds(text)
+    if seconds < _MIN_TIMEOUT_S:
+        raise UsageError(f"{name} {text} leaves no time to answer", f"give {_MIN_TIMEOUT_S:g}s or more, as 60s")
+    return seconds
+
+
+def endpoint(name: str, text: str) -> str:
+    """Check `host:port`, and return it as it is."""
+    if text:
+        parse_endpoint(text)
+    return text
+
+
+def rivals(name: str, text: str) -> tuple[str, ...]:
+    """Split the names of strategies, of which each is one that plans are compared with."""
+    names = tuple(dict.fromkeys(filter(None, text.split(","))))
+    if unknown := [each for each in names if each not in RIVALS]:
+        remedy = f"{suggestion(unknown[0], RIVALS)}choose of {', '.join(RIVALS)}"
+        raise UsageError(f"{name} {unknown[0]!r} is no strategy to compare with", remedy)
+    return names
+
+
+def replicas(name: str, text: str) -> tuple[int, ...]:
+    """Read `15-1`."""
+    if not re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})*", text):  # the cluster is the limit, or the digits are
+        raise UsageError(
+            f"{name} {text!r:.80} is no number of workers for each stage", "write 15-1 for 15 workers and then one"
+        )
+    return tuple(map(int, text.split("-")))
+
+
+def share(name: str, text: str) -> float:
+    """Read `3%` or `0.03`."""
+    try:
+        part = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part < 1:
+        raise UsageError(f"{name} {text!r} is not a share below 100%", "write 3% or 0.03")
+    return part
