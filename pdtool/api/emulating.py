@@ -21,7 +21,6 @@ from pdtool.artifacts.report import Emulation
 from pdtool.artifacts.run_dir import EMULATION_FILE, locked
 from pdtool.emulator import emulation as emulations
 from pdtool.emulator.emulation import (
-    EmulationSettings,
     assemble_emulation,
     check_minibatches,
     choose_scaling,
@@ -118,15 +117,17 @@ def emulated(
     cluster, folder = chosen.cluster, _folder(output, Path("runs") / f"{chosen.name}-emulated")
     others = _others(chosen, rival_plans(profile, cluster, chosen, asked.against))
     plans = {name: without_latency(plan, profile) for name, plan in {"this plan": chosen, **others}.items()}
-    settings, scalings = _settings(plans, profile, asked), _scalings(plans, profile, asked)
+    for plan in plans.values():
+        check_minibatches(plan, profile, asked.minibatches)
+    scalings = _scalings(plans, profile, asked)
     _warn_of_busy_cores()
     _warn_of_another_device(profile, asked.compute)
     with locked(folder):
-        configs = _configs(plans, inputs or profile, folder, scalings, settings)
+        configs = _configs(plans, inputs or profile, folder, scalings, asked)
         reports = emulations.emulate(
             configs, cluster, scalings, lambda name: note(f"emulating {name} ({plans[name].config})")
         )
-    emulation = assemble_emulation(plans, reports, scalings, settings, asked.compute)
+    emulation = assemble_emulation(plans, reports, scalings, asked)
     emulation.save(folder / EMULATION_FILE)
     return emulation, folder
 
@@ -169,19 +170,6 @@ def _run_by(plan: Plan) -> tuple[object, ...]:
     return plan.stages, plan.schedule, plan.weights, plan.microbatches, plan.update_every, plan.chunks, plan.copies
 
 
-def _settings(plans: Mapping[str, Plan], profile: Profile, asked: EmulateOptions) -> EmulationSettings:
-    """Return how the plans are emulated; raises UsageError where that would show nothing of one of them."""
-    for plan in plans.values():
-        check_minibatches(plan, profile, asked.minibatches)
-    return EmulationSettings(
-        minibatches=asked.minibatches,
-        epochs=asked.epochs or {"sleep": 1, "real": 2}[asked.compute],
-        target=asked.target,
-        seed=asked.seed,
-        timeout_s=asked.timeout_s,
-    )
-
-
 def _scalings(plans: Mapping[str, Plan], profile: Profile, asked: EmulateOptions) -> dict[str, Scaling]:
     """Return the scaling of each plan: what it needs, for others may need more; warn where the user's is too small."""
     if asked.compute == "real":
@@ -199,7 +187,7 @@ def _configs(
     source: Inputs | Profile,
     folder: Path,
     scalings: Mapping[str, Scaling],
-    settings: EmulationSettings,
+    asked: EmulateOptions,
 ) -> dict[str, RunConfig]:
     """Write what each plan's workers execute into `folder`, and return the configuration of their run.
 
@@ -209,15 +197,15 @@ def _configs(
     folders = {name: folder / name.replace(" ", "-") for name in plans}
     if isinstance(source, Profile):
         return {
-            name: sleeping_config(plan, source, folders[name], scalings[name], settings) for name, plan in plans.items()
+            name: sleeping_config(plan, source, folders[name], scalings[name], asked) for name, plan in plans.items()
         }
-    _check_length(source, settings)
-    return {name: _training_config(replace(source, plan=plan), folders[name], settings) for name, plan in plans.items()}
+    _check_length(source, asked)
+    return {name: _training_config(replace(source, plan=plan), folders[name], asked) for name, plan in plans.items()}
 
 
-def _check_length(inputs: Inputs, settings: EmulationSettings) -> None:
+def _check_length(inputs: Inputs, asked: EmulateOptions) -> None:
     """Check that an epoch has a number of minibatches; raises UsageError for a stream without a length."""
-    if settings.minibatches or not settings.target:
+    if asked.minibatches or not asked.target:
         return
     from pdtool.frontend.user_code import undoing_user_changes
 
@@ -228,9 +216,9 @@ def _check_length(inputs: Inputs, settings: EmulationSettings) -> None:
         raise UsageError(NO_LENGTH, "give it with --minibatches")
 
 
-def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> RunConfig:
+def _training_config(inputs: Inputs, out: Path, asked: EmulateOptions) -> RunConfig:
     """Generate the stages of a plan, and return the configuration of a run that trains them."""
-    in_steady_state = None if settings.target else minibatches_to_steady_state(inputs.plan, inputs.profile)
+    in_steady_state = None if asked.target else minibatches_to_steady_state(inputs.plan, inputs.profile)
     return RunConfig(
         plan=inputs.plan,
         bundle=generated(inputs, out / "stages"),
@@ -238,12 +226,12 @@ def _training_config(inputs: Inputs, out: Path, settings: EmulationSettings) -> 
         model=inputs.model,
         trusted=inputs.trusted,
         out=out,
-        epochs=settings.epochs,
-        steps=settings.minibatches or in_steady_state,
-        target=settings.target,
-        seed=settings.seed,
+        epochs=asked.epochs_in_all,
+        steps=asked.minibatches or in_steady_state,
+        target=asked.target,
+        seed=asked.seed,
         device="cpu",
         transport="gloo",
         threads=inputs.profile.threads,
-        timeout_s=settings.timeout_s,
+        timeout_s=asked.timeout_s,
     )

@@ -107,12 +107,18 @@ def why_plan_is_stale(plan: Plan, profile: Profile, path: str, given: Given) -> 
     """Say why the plan is not one that is asked for, of this profile, which stands in `path`; "" when it is."""
     if plan.profile != path or not was_made_from(plan, profile):
         return f"it was made from another profile than {path} as it is"
-    for option, value in given.items():
-        is_as_asked = _PLAN_OPTIONS.get(option)
-        if is_as_asked is None and not plan.edited:
-            return f"it does not record {declared(PartitionOptions)[option].flag}"
-        if is_as_asked and not is_as_asked(plan, profile, value):
-            return f"it was made with another {declared(PartitionOptions)[option].flag} than {_text(value)}"
+    for name, value in given.items():
+        flag = declared(PartitionOptions)[name].flag
+        if name in _SAID_BY_PLAN:
+            is_as_asked = _SAID_BY_PLAN[name](plan, profile, value)
+        elif plan.edited:  # what it was asked for says nothing of it any more
+            continue
+        elif not hasattr(plan.asked, name):
+            return f"it does not record {flag}"
+        else:
+            is_as_asked = getattr(plan.asked, name) == value
+        if not is_as_asked:
+            return f"it was made with another {flag} than {_text(value)}"
     return ""
 
 
@@ -132,8 +138,8 @@ def _has_memory(plan: Plan, profile: Profile, text: str) -> bool:
     return plan.cluster.memory_bytes == asked
 
 
-# Of each option that a plan records, whether the plan has the value that is asked for.
-_PLAN_OPTIONS: dict[str, Callable[[Plan, Profile, Any], bool]] = {
+# Of options of which a plan speaks itself, whether it has the value that is asked for; others stand in `Plan.asked`.
+_SAID_BY_PLAN: dict[str, Callable[[Plan, Profile, Any], bool]] = {
     "topology": lambda plan, _, text: "x".join(str(level.size) for level in plan.cluster.levels) == text,
     "bandwidth": lambda plan, _, text: (
         [level.bandwidth_bytes_per_s for level in plan.cluster.levels] == list(map(parse_bandwidth, text.split(",")))

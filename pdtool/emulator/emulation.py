@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
@@ -24,14 +23,13 @@ from pdtool.emulator.sleeping_model import Scaling, sleeping_tensors, write_slee
 from pdtool.emulator.workers import Emulator
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.host import memory_limits
-from pdtool.options.target import Target
+from pdtool.options.simulate_options import MAX_FACTOR, EmulateOptions
 from pdtool.planner.choice.make_plan import refresh
 from pdtool.planner.stage_costs import tied_bytes
 from pdtool.runtime.config import RunConfig
 from pdtool.schedule import PipelineShape, steady_minibatches, steady_run
 from pdtool.units import format_bytes, format_seconds
 
-MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down
 _SENT_BYTES_PER_CORE_S = 3e6  # so few that a message takes hardly any time of a core beside that of its link
 _UPDATED_BYTES_PER_CORE_S = 300e6  # of weights: so does that
 _SHORTEST_MINIBATCH_S = 0.15  # a worker's own time, 2 to 4 ms a minibatch, is little beside this
@@ -170,26 +168,6 @@ def minibatches_to_steady_state(plan: Plan, profile: Profile, slowdown: float = 
     return steady_run(shape, max(in_rounds, in_periods, min(in_time, _MOST_STEADY)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmulationSettings:
-    """How plans are emulated.
-
-    Attributes:
-        minibatches: in an epoch, of which those in steady state are timed; None: as many as that takes, or with a
-            target the whole training set.
-        epochs: at most; the first of several is to warm up.
-        target: at which a model that computes is trained enough.
-        seed: fixes initial weights and the order of samples of a model that computes.
-        timeout_s: how long a worker waits for another.
-    """
-
-    minibatches: int | None = None
-    epochs: int = 1
-    target: Target | None = None
-    seed: int = 0
-    timeout_s: float = 300.0
-
-
 def emulate(
     configs: Mapping[str, RunConfig], cluster: Cluster, scalings: Mapping[str, Scaling], notify: Callable[[str], None]
 ) -> dict[str, Report]:
@@ -218,9 +196,7 @@ def emulate(
     return reports
 
 
-def sleeping_config(
-    plan: Plan, profile: Profile, folder: Path, scaling: Scaling, settings: EmulationSettings
-) -> RunConfig:
+def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling, asked: EmulateOptions) -> RunConfig:
     """Write a model that sleeps in place of computing, and return the configuration of its run in `folder`.
 
     Raises:
@@ -237,7 +213,7 @@ def sleeping_config(
             f"give --scale {max(1, unscaled // _SMALLEST_MESSAGE_BYTES)} or less, or leave --scale and --slowdown out"
         )
         raise UsageError(what, remedy)
-    minibatches = settings.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
+    minibatches = asked.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
     written = write_sleeping_model(folder / "stages", plan, profile, scaling, minibatches)
     return RunConfig(
         plan=written.plan,
@@ -246,11 +222,11 @@ def sleeping_config(
         model=written.model,
         trusted=True,
         out=folder,
-        epochs=settings.epochs,
+        epochs=asked.epochs_in_all,
         device="cpu",
         transport="gloo",
         threads=1,
-        timeout_s=settings.timeout_s,
+        timeout_s=asked.timeout_s,
         bucket_bytes=max(1, round(RunConfig.bucket_bytes / scaling.scale)),
     )
 
@@ -267,11 +243,7 @@ def _check_memory(plan: Plan) -> None:
 
 
 def assemble_emulation(
-    plans: Mapping[str, Plan],
-    reports: Mapping[str, Report],
-    scalings: Mapping[str, Scaling],
-    settings: EmulationSettings,
-    compute: Literal["sleep", "real"],
+    plans: Mapping[str, Plan], reports: Mapping[str, Report], scalings: Mapping[str, Scaling], asked: EmulateOptions
 ) -> Emulation:
     """Return the artifact, with times and bytes as they would be on the cluster itself.
 
@@ -284,11 +256,11 @@ def assemble_emulation(
         plan=chosen.name,
         batch_size=chosen.batch_size,
         cluster=chosen.cluster,
-        compute=compute,
+        compute=asked.compute,
         scale=scalings[name].scale,
         slowdown=scalings[name].slowdown,
         cores=os.cpu_count() or 1,
-        target=str(settings.target) if settings.target else None,
+        target=str(asked.target) if asked.target else None,
         plans=tuple(_emulated(name, plan, reports[name], scalings[name]) for name, plan in plans.items()),
         digests=dict(chosen.digests),
     )

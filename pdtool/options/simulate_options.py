@@ -14,7 +14,7 @@ from pdtool.options.values import Choice, Count, Factor, Text
 from pdtool.schedule import RIVALS, schedule_names
 
 _EVENLY = schedule_names(lambda kind: kind.equal_replicas, "and")
-_MAX_FACTOR = 1e6  # more is a slip
+MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down; more is a slip
 
 _computing = partial(option, section="Computing")
 
@@ -53,12 +53,12 @@ class EmulateOptions:
     against: tuple[str, ...] = _against("data-parallel")
     scale: float | None = _computing(
         "--scale S",
-        Factor(1, _MAX_FACTOR, unset="what the cores here can carry"),
+        Factor(1, MAX_FACTOR, unset="what the cores here can carry"),
         "Divide bytes and bandwidths by S; times stay.",
     )
     slowdown: float | None = _computing(
         "--slowdown T",
-        Factor(1, _MAX_FACTOR, unset="so that a minibatch takes 150 ms or more"),
+        Factor(1, MAX_FACTOR, unset="so that a minibatch takes 150 ms or more"),
         "Let everything take T times as long.",
     )
     compute: Literal["sleep", "real"] = _computing(
@@ -79,3 +79,8 @@ class EmulateOptions:
     target: Target | None = again(RunOptions, "target")  # noqa: RUF009
     seed: int = again(RunOptions, "seed")
     timeout_s: float = again(RunOptions, "timeout_s")
+
+    @property
+    def epochs_in_all(self) -> int:
+        """Epochs of each plan, as `--epochs` says where none are given."""
+        return self.epochs or {"sleep": 1, "real": 2}[self.compute]

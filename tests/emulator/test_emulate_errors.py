@@ -22,16 +22,11 @@ from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.cli.run_view import emulation_view
 from pdtool.emulator import pretend_cluster as linux
-from pdtool.emulator.emulation import (
-    EmulationSettings,
-    check_minibatches,
-    choose_scaling,
-    minibatches_to_steady_state,
-    sleeping_config,
-)
+from pdtool.emulator.emulation import check_minibatches, choose_scaling, minibatches_to_steady_state, sleeping_config
 from pdtool.emulator.pretend_cluster import PretendCluster
 from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.options.simulate_options import EmulateOptions
 from pdtool.planner.choice.make_plan import refresh
 from pdtool.schedule.shape import steady_minibatches
 
@@ -74,7 +69,7 @@ def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_sta
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], workers, make_cluster((7,), (1e6,))), net)
     with pytest.raises(UsageError, match="--minibatches 30: 3-4 is not in steady state with so few; give 36 or more"):
         check_minibatches(plan, net, 30)
-    config = sleeping_config(plan, net, tmp_path, Scaling(), EmulationSettings())
+    config = sleeping_config(plan, net, tmp_path, Scaling(), EmulateOptions())
     assert config.shape.update_every == (12, 12)
     assert steady_minibatches(minibatches_to_steady_state(plan, net), config.shape)
 

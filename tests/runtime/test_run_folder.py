@@ -103,10 +103,7 @@ CHANGES: dict[str, tuple[Callable[[RunConfig, Path], RunConfig], str]] = {
         lambda spec, _: replace(spec, plan=spec.plan.model_copy(update={"weights": "none"})),
         "--weights is stash on machine 0 .*, none on machine 1 .*; the plan is ",
     ),
-    "trust": (
-        lambda spec, _: replace(spec, check_stage_files=print),
-        "--trust is True on machine 0 .*, False on machine 1 ",
-    ),
+    "trust": (lambda spec, _: replace(spec, trust=True), "--trust is False on machine 0 .*, True on machine 1 "),
     "model": (changed_model, "the model's file is [0-9a-f]* on machine 0 "),
 }
 
