@@ -20,8 +20,9 @@ from reference.replay import Batch
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
 from pdtool.artifacts.cluster import Cluster, Level
-from pdtool.artifacts.metrics import METRICS_FILE, read_metrics
+from pdtool.artifacts.metrics import MetricsLine, UpdateLine
 from pdtool.artifacts.plan import Plan, Stage
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.files import file_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.config import RunConfig, assign_ranks
@@ -519,10 +520,10 @@ def weights(outcomes: list[Outcome], replica: int = 0) -> dict[str, torch.Tensor
     return {name: value for o in outcomes if o.replica == replica for name, value in o.state.items()}
 
 
-def logged(out: Path) -> list[dict[str, Any]]:
+def logged(out: Path) -> list[MetricsLine]:
     """The lines of metrics.jsonl, without what no two runs have in common: when, and how fast."""
-    timed = ("time", "samples_per_s")
-    return [{k: v for k, v in line.items() if k not in timed} for line in read_metrics(out / METRICS_FILE)]
+    update, other = {"time": 0.0, "samples_per_s": None}, {"time": 0.0}
+    return [line.model_copy(update=update if isinstance(line, UpdateLine) else other) for line in RunDir(out).lines()]
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:

@@ -10,13 +10,16 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pdtool.errors import printable
 
+if TYPE_CHECKING:
+    from pdtool.artifacts.metrics import MetricsLine
+
 OnProgress = Callable[[int, int], None]  # called with (done, total)
 OnStep = Callable[[str], None]  # called with what is done now
-OnEvent = Callable[[dict[str, Any]], None]  # called with each line of metrics.jsonl
+OnEvent = Callable[["MetricsLine"], None]  # called with each line of metrics.jsonl, soon after it is written
 
 
 class Listener:

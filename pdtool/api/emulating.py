@@ -18,7 +18,7 @@ from pdtool.api.training import generated, new_folder
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation
-from pdtool.artifacts.run_dir import EMULATION_FILE, locked
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.emulator import emulation as emulations
 from pdtool.emulator.emulation import (
     assemble_emulation,
@@ -122,13 +122,13 @@ def emulated(
     scalings = _scalings(plans, profile, asked)
     _warn_of_busy_cores()
     _warn_of_another_device(profile, asked.compute)
-    with locked(folder):
+    with RunDir(folder).held():
         configs = _configs(plans, inputs or profile, folder, scalings, asked)
         reports = emulations.emulate(
             configs, cluster, scalings, lambda name: note(f"emulating {name} ({plans[name].config})")
         )
     emulation = assemble_emulation(plans, reports, scalings, asked)
-    emulation.save(folder / EMULATION_FILE)
+    emulation.save(RunDir(folder).emulation_file)
     return emulation, folder
 
 
@@ -137,7 +137,7 @@ def _folder(output: str | None, default: Path) -> Path:
     if output == "-":
         raise UsageError("-o -: an emulation writes a folder, which is not for stdout", "name a folder")
     folder = Path(output) if output else new_folder(default)
-    if (folder / EMULATION_FILE).exists():
+    if RunDir(folder).emulation_file.exists():
         raise UsageError(f"{folder} holds an emulation already", "name another folder with -o")
     return folder
 
@@ -194,7 +194,7 @@ def _configs(
     Args:
         source: of what they do: the model that they train, or the profile whose times they sleep.
     """
-    folders = {name: folder / name.replace(" ", "-") for name in plans}
+    folders = {name: RunDir(folder).emulated(name).path for name in plans}
     if isinstance(source, Profile):
         return {
             name: sleeping_config(plan, source, folders[name], scalings[name], asked) for name, plan in plans.items()
@@ -221,8 +221,8 @@ def _training_config(inputs: Inputs, out: Path, asked: EmulateOptions) -> RunCon
     in_steady_state = None if asked.target else minibatches_to_steady_state(inputs.plan, inputs.profile)
     return RunConfig(
         plan=inputs.plan,
-        bundle=generated(inputs, out / "stages"),
-        bundle_dir=out / "stages",
+        bundle=generated(inputs, RunDir(out).stages),
+        bundle_dir=RunDir(out).stages,
         model=inputs.model,
         trusted=inputs.trusted,
         out=out,

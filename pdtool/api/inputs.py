@@ -137,7 +137,7 @@ def bundle_folder(path: str, plan: Plan) -> Path:
 def bundle_of(plan: Plan, folder: Path) -> Bundle | None:
     """Return the bundle in `folder` if codegen made it from the plan and its files are whole; None otherwise."""
     try:
-        bundle = Bundle.load(folder / "bundle.yaml")
+        bundle = Bundle.load(folder / Bundle.FILE)
         bundle.check_files(folder)
     except ArtifactError:
         return None

@@ -12,10 +12,9 @@ from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, status
 from pdtool.api.inputs import path_text, planned
 from pdtool.artifacts.artifact import declared_kind
-from pdtool.artifacts.metrics import METRICS_FILE
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.report import Emulation
-from pdtool.artifacts.run_dir import EMULATION_FILE, PLAN_FILE, REPORT_FILE, RUN_FILE, RunRecord, read_run
+from pdtool.artifacts.run_dir import RunDir, RunRecord
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.files import check_replaceable, read_text, write_atomically
 from pdtool.reports.page import GENERATOR, Subject, page
@@ -102,9 +101,10 @@ def read_subject(name: str) -> Subject:
     """
     path = Path(name)
     if os.path.isdir(name):
-        return _read_folder(path)
-    if path.name in (REPORT_FILE, METRICS_FILE, RUN_FILE):
-        return _read_folder(path.parent)
+        return _read_folder(RunDir(path))
+    beside = RunDir(path.parent)
+    if path in (beside.report_file, beside.metrics_file, beside.state_file):
+        return _read_folder(beside)
     kind = declared_kind(read_text(name, may_be_pipe=True)) if name != "-" else Plan.KIND
     if kind == Emulation.KIND:
         return Subject(name, emulation=Emulation.load(path))
@@ -115,27 +115,26 @@ def read_subject(name: str) -> Subject:
     return Subject(name, plan=plan, profile=profile)
 
 
-def _read_folder(folder: Path) -> Subject:
-    if (folder / EMULATION_FILE).is_file() and not (folder / REPORT_FILE).is_file():
-        return Subject(str(folder), emulation=Emulation.load(folder / EMULATION_FILE))
-    if not any((folder / name).is_file() for name in (REPORT_FILE, METRICS_FILE, PLAN_FILE)):
-        what = f"{folder} holds neither {REPORT_FILE} nor {METRICS_FILE}"
+def _read_folder(folder: RunDir) -> Subject:
+    name = str(folder.path)
+    if folder.emulation_file.is_file() and not folder.report_file.is_file():
+        return Subject(name, emulation=Emulation.load(folder.emulation_file))
+    if not any(path.is_file() for path in (folder.report_file, folder.metrics_file, folder.plan_file)):
+        what = f"{name} holds neither {folder.report_file.name} nor {folder.metrics_file.name}"
         raise UsageError(what, "name a plan, or the folder of a run or an emulation")
-    run = read_run(folder)
-    path = _plan_path(run)
+    run = folder.read()
+    path = folder.plan_file if folder.plan_file.is_file() else _plan_here(run)
     if path is None:
-        return Subject(str(folder), run=run, missing="the plan of this run was not found: nothing is predicted here")
+        return Subject(name, run=run, missing="the plan of this run was not found: nothing is predicted here")
     try:
         plan, profile = planned(str(path))
     except PdtoolError as error:
-        return Subject(str(folder), run=run, missing=f"nothing is predicted here: {error}")
-    return Subject(str(folder), plan=plan, profile=profile, run=run)
+        return Subject(name, run=run, missing=f"nothing is predicted here: {error}")
+    return Subject(name, plan=plan, profile=profile, run=run)
 
 
-def _plan_path(run: RunRecord) -> Path | None:
-    """Return the file of the plan that a run keeps, or of that of its report where it still is in plans/."""
-    if (run.folder / PLAN_FILE).is_file():
-        return run.folder / PLAN_FILE
+def _plan_here(run: RunRecord) -> Path | None:
+    """Return the file in plans/ of the plan that a run's report is of; None where there is none."""
     wanted = run.report.digests.get("plan") if run.report else None
     return next((path for path, plan in _plans_here() if wanted and plan.plan_sha256 == wanted), None)
 

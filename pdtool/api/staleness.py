@@ -236,11 +236,11 @@ class FreshnessCheck:
         """Compare the bundle with the plan and the model, and the stage files with the bundle."""
         folder = bundle_folder(self.path, self.plan)
         remedy = "run `pdtool codegen` again"
-        if not (folder / "bundle.yaml").exists():
+        if not (folder / Bundle.FILE).exists():
             yield FreshnessFinding("bundle", None, f"there is none in {folder}/; `pdtool run` makes it")
             return
         try:
-            bundle = Bundle.load(folder / "bundle.yaml")
+            bundle = Bundle.load(folder / Bundle.FILE)
         except ArtifactError as error:
             yield FreshnessFinding("bundle", False, error.what, remedy)
             return

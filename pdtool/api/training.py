@@ -19,7 +19,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.run_dir import complete_checkpoints, latest, read_manifest
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.files import file_sha256
 from pdtool.host import usable_cores
@@ -113,12 +113,9 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
         "values": "proved: outputs, gradients and buffers equal the model's, in training and evaluation",
         "shapes": "the model is too large to run here: shapes and wiring are checked, values are not",
     }
-    files = ", ".join(stage.file for stage in bundle.stages)
-    note(
-        "\n".join(
-            [f"wrote {folder}/ ({files}, bundle.yaml)", *(tied.sentence() for tied in bundle.tied), proof[bundle.proof]]
-        )
-    )
+    files = ", ".join([*(stage.file for stage in bundle.stages), Bundle.FILE])
+    tied = (parameter.sentence() for parameter in bundle.tied)
+    note("\n".join([f"wrote {folder}/ ({files})", *tied, proof[bundle.proof]]))
     return bundle
 
 
@@ -158,7 +155,7 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
 
     folder = inputs.folder
     if trust:
-        return Bundle.load(folder / "bundle.yaml").trusting(folder)
+        return Bundle.load(folder / Bundle.FILE).trusting(folder)
     bundle = inputs.bundle(folder)
     if bundle:
         _prove_update_again(inputs, bundle)
@@ -191,7 +188,7 @@ def _refuse_edited_files(folder: Path) -> None:
     """Raise StaleError when a stage file was edited: what someone wrote is not overwritten unasked."""
 
     try:
-        bundle = Bundle.load(folder / "bundle.yaml")
+        bundle = Bundle.load(folder / Bundle.FILE)
     except ArtifactError:
         return
     edited = [path for stage in bundle.stages if (path := folder / stage.file).is_file() and not stage.is_in(path)]
@@ -241,12 +238,12 @@ def _folders(inputs: Inputs, output: str | None, resume: Path | None, nnodes: in
         if output is None:
             raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
         resume = Path(output)
-    if output is None and (resume is None or not (resume / "checkpoints").is_dir()):
+    if output is None and (resume is None or not RunDir(resume).has_checkpoints()):
         if nnodes > 1 or is_worker(os.environ):
             raise UsageError("workers started one by one need one folder for the run", "name it with -o")
         output = str(new_folder(Path("runs") / inputs.folder.name))
     out = Path(output or str(resume))
-    if complete_checkpoints(out) and (resume is None or resume.resolve() != out.resolve()):
+    if RunDir(out).checkpoints() and (resume is None or resume.resolve() != out.resolve()):
         raise UsageError(f"{out} holds a run already", "go on with it by --resume, or name another folder with -o")
     return out, resume
 
@@ -286,7 +283,7 @@ def _note_start(config: RunConfig, profile: Profile) -> None:
 def _note_resumption(config: RunConfig) -> None:
     """Say after which epoch a resumed run goes on, and how many are left."""
     if config.resume:
-        done = read_manifest(latest(config.resume)).epoch
+        done = RunDir(config.resume).latest_checkpoint().manifest().epoch
         note(f"going on after epoch {done} of {config.resume}, with {config.epochs - done} epoch(s) to train")
 
 
@@ -314,7 +311,7 @@ def _note_crowding(config: RunConfig) -> None:
 def _note_another_seed(config: RunConfig) -> None:
     """Say it when a resumed run draws other random numbers than the one that it goes on from."""
     if config.resume:
-        seed = read_manifest(latest(config.resume)).seed
+        seed = RunDir(config.resume).latest_checkpoint().manifest().seed
         if seed != config.seed:
             note(
                 f"{config.resume} was trained with --seed {seed}, and goes on with --seed {config.seed}: the order of "

@@ -15,8 +15,6 @@ from pdtool.errors import ArtifactError
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import Artifact
 
-_IN_FOLDERS = ("report.json", "run.json", "emulation.json", "bundle.yaml", "checkpoint.json")
-
 
 def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
     """Return the class of a kind; raises ArtifactError, which names `path`, for an unknown one."""
@@ -43,15 +41,18 @@ def load_any(file: str) -> Artifact:
         ArtifactError: there is none, or it is damaged.
     """
     from pdtool.artifacts.artifact import declared_kind
+    from pdtool.artifacts.bundle import Bundle
+    from pdtool.artifacts.run_dir import Checkpoint, RunDir
     from pdtool.files import read_text
 
     path = Path(file)
     is_folder = os.path.isdir(path)  # unlike Path.is_dir(), it takes any text
     if is_folder:
-        candidates = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
-        if not candidates:
-            raise ArtifactError(path, f"holds none of {', '.join(_IN_FOLDERS)}", "name a file, or a finished run")
-        path = candidates[0]
+        names = (*RunDir.ARTIFACTS, Bundle.FILE, Checkpoint.MANIFEST)
+        held = [path / name for name in names if (path / name).is_file()]
+        if not held:
+            raise ArtifactError(path, f"holds none of {', '.join(names)}", "name a file, or a finished run")
+        path = held[0]
     text = read_text(path, may_be_pipe=not is_folder)
     kind = declared_kind(text)
     if not kind:

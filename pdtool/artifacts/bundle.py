@@ -88,6 +88,7 @@ class Bundle(YamlArtifact):
     """`plans/NAME/bundle.yaml`.
 
     Attributes:
+        FILE: its name in the folder.
         inputs: the model's inputs in order of its arguments, each a tensor with producer -1.
         arguments: what the model is called with, tensors as `input_ids` and constants as `use_cache=False`; () where
             all arguments are tensors by position.
@@ -100,6 +101,7 @@ class Bundle(YamlArtifact):
 
     KIND: ClassVar[str] = "bundle"
     MAKER: ClassVar[str] = "pdtool codegen"
+    FILE: ClassVar[str] = "bundle.yaml"
 
     name: Title
     batch_size: Count

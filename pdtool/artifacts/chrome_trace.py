@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from pdtool.errors import PdtoolError
 from pdtool.files import read_text
+from pdtool.schedule import Action
 
 MESSAGE_TRACKS = ("all-reduce", "send", "receive")
 TRACKS = ("compute", *MESSAGE_TRACKS)
-_MAX_NAME = 200  # characters of a worker's name
 
 
 class TraceEvent(NamedTuple):
@@ -34,6 +34,13 @@ class TraceEvent(NamedTuple):
     start_s: float
     length_s: float
     size_bytes: int = 0
+
+
+class WorkerTrace(NamedTuple):
+    """The events of a worker; `stage` is the first of its stages."""
+
+    stage: int
+    events: list[TraceEvent]
 
 
 def chrome_trace(workers: Mapping[str, Iterable[TraceEvent]], host_tracks: Collection[str] = ()) -> dict[str, Any]:
@@ -78,26 +85,29 @@ def _rows(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
     return rows
 
 
-def read_trace(path: Path) -> dict[str, list[TraceEvent]]:
-    """Read a Chrome trace that a run wrote; {} where it is missing or damaged: the page does without."""
+def read_trace(path: Path) -> list[WorkerTrace]:
+    """Read a Chrome trace that a run wrote, its workers by rank; [] where it is missing or damaged."""
     try:
-        return _events(json.loads(read_text(path))["traceEvents"])
+        return _workers(json.loads(read_text(path))["traceEvents"])
     except (PdtoolError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        return {}
+        return []
 
 
-def _events(entries: list[dict[str, Any]]) -> dict[str, list[TraceEvent]]:
-    names: dict[int, str] = {}
+def _workers(entries: list[dict[str, Any]]) -> list[WorkerTrace]:
     tracks: dict[tuple[int, int], str] = {}
-    events: dict[str, list[TraceEvent]] = {}
+    events: dict[int, list[TraceEvent]] = {}
     for entry in entries:
         pid = entry["pid"]
         if entry["name"] == "process_name":
-            names[pid] = str(entry["args"]["name"])[:_MAX_NAME]
+            events[pid] = []
         elif entry["name"] == "thread_name":
             tracks[pid, entry["tid"]] = str(entry["args"]["name"]).split(" ")[0]
         else:
             start_s, length_s = float(entry["ts"]) / 1e6, float(entry["dur"]) / 1e6
             event = TraceEvent(tracks[pid, entry["tid"]], str(entry["name"]), str(entry["cat"]), start_s, length_s)
-            events.setdefault(names[pid], []).append(event)
-    return events
+            events[pid].append(event)
+    return [WorkerTrace(_stage(own), own) for own in events.values()]
+
+
+def _stage(events: Iterable[TraceEvent]) -> int:
+    return min((Action.parse(event.name).stage for event in events if event.kind == "forward"), default=0)

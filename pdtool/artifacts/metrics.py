@@ -1,9 +1,7 @@
 """`metrics.jsonl`: a line for each update and each validation, written by one worker of the last stage.
 
-A line of an update has `epoch`, `step`, `samples`, `loss` (the training loss, the mean over these samples), `time`
-(Unix time, in seconds), `lr` (of the first parameter group; null where it is not known) and `samples_per_s` (since the
-line before, or the beginning of the epoch).
-A line of a validation has `epoch`, `step`, `time`, `loss` (the validation loss) and the metrics.
+A line is flat JSON: its fields, and of a validation the user's metrics beside them, so that no metric has the name of a
+field. A column is a field of a line here, and what the worker writes into it (runtime/worker/worker.py).
 """
 
 from __future__ import annotations
@@ -13,75 +11,113 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from pdtool.artifacts.artifact import FrozenModel
+from pdtool.artifacts.fields import Number, first_fault
 from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.files import replacing
 
-METRICS_FILE = "metrics.jsonl"
 _POLL_S = 0.1
 _FLUSH_S = 0.1  # between writes, while updates take less
 _MIN_INTERVAL_S = 1e-9  # so that a rate is finite
 _DIGITS = 3  # of times and rates, after the point
+_TAIL_BYTES = 65_536  # of the file, which hold its last lines
+
+
+class UpdateLine(FrozenModel):
+    """An update; older lines lack the fields that have a default.
+
+    Attributes:
+        step: updates so far, of all epochs.
+        samples: of this update.
+        loss: the training loss, the mean over these samples.
+        time: Unix time, in seconds.
+        lr: learning rate of the first parameter group; None where it is not known.
+        samples_per_s: since the line before, or the beginning of the epoch.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    split: Literal["train"] = "train"
+    epoch: Number
+    step: Number
+    samples: Number = 0
+    loss: float
+    time: float = 0.0
+    lr: float | None = None
+    samples_per_s: float | None = None
+
+
+class ValidationLine(FrozenModel):
+    """A validation; `loss` is the validation loss, the rest as of an update.
+
+    Attributes:
+        metrics: those of the user, which stand beside the fields in the file.
+    """
+
+    split: Literal["valid"] = "valid"
+    epoch: Number
+    step: Number
+    time: float = 0.0
+    loss: float
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The loss, and the user's metrics."""
+        return {"loss": self.loss, **self.metrics}
+
+
+MetricsLine = UpdateLine | ValidationLine
+RESERVED_METRICS = UpdateLine.model_fields.keys() | ValidationLine.model_fields.keys()
+_LINE: TypeAdapter[MetricsLine] = TypeAdapter(Annotated[MetricsLine, Field(discriminator="split")])
 
 
 class MetricsLog:
     """Appends lines to metrics.jsonl; of a resumed run, lines of epochs that it trains again are dropped first.
 
-    Lines that come quickly are written together, so that an update costs a microsecond, and no write.
+    Lines that come quickly are written together, so that an update costs microseconds, and no write.
 
     Raises:
         ArtifactError: the file of the run that is resumed holds something else than metrics.
     """
 
-    def __init__(self, out: Path, *, epochs_done: int) -> None:
-        self._path = out / METRICS_FILE
-        kept = [line for line in read_metrics(self._path) if line["epoch"] <= epochs_done] if epochs_done else []
-        with replacing(self._path) as file:  # another file, so that a reader sees where the new lines begin
-            file.write("".join(map(_as_line, kept)).encode())
-        self._file = self._path.open("a", encoding="utf-8")
-        self._unwritten: list[dict[str, Any]] = []
+    def __init__(self, path: Path, *, epochs_done: int) -> None:
+        self._path = path
+        kept = [text for text, line in _lines(path) if line.epoch <= epochs_done] if epochs_done else []
+        with replacing(path) as file:  # another file, so that a reader sees where the new lines begin
+            file.writelines(text + b"\n" for text in kept)
+        self._file = path.open("a", encoding="utf-8")
+        self._unwritten: list[MetricsLine] = []
         self._flushed_s = self._update_s = -math.inf  # of time.perf_counter
 
     def epoch_begins(self) -> None:
-        """Take the time from now on for `samples_per_s`."""
+        """Take the time from now on for `rate`."""
         self._update_s = time.perf_counter()
 
-    def add_update(self, *, epoch: int, step: int, loss: float, lr: float | None, samples: float) -> None:
-        """Add a line for an update, and write what is due; raises PdtoolError when the file cannot be written.
+    def rate(self, samples: int) -> float:
+        """Return the samples per second of an update that ends now, since the one before or the epoch's beginning."""
+        since_s, self._update_s = self._update_s, time.perf_counter()
+        return round(samples / max(self._update_s - since_s, _MIN_INTERVAL_S), _DIGITS)
 
-        Args:
-            loss: mean over the samples of the update.
+    def add(self, line: MetricsLine) -> None:
+        """Add a line, and write what is due: a validation always is.
+
+        Raises:
+            PdtoolError: the file cannot be written.
         """
-        now_s = time.perf_counter()
-        rate = samples / max(now_s - self._update_s, _MIN_INTERVAL_S)
-        self._update_s = now_s
-        self._unwritten.append(
-            {
-                "split": "train",
-                "epoch": epoch,
-                "step": step,
-                "samples": round(samples),
-                "loss": loss,
-                "time": round(time.time(), _DIGITS),
-                "lr": lr,
-                "samples_per_s": round(rate, _DIGITS),
-            }
-        )
-        if now_s - self._flushed_s >= _FLUSH_S:
+        self._unwritten.append(line)
+        if isinstance(line, ValidationLine) or time.perf_counter() - self._flushed_s >= _FLUSH_S:
             self._flush()
 
-    def add_validation(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a line for a validation, after all before it; errors as of `add_update`."""
-        line = {"split": "valid", "epoch": epoch, "step": step, "time": round(time.time(), _DIGITS)}
-        self._unwritten.append({**line, **metrics})
-        self._flush()
-
     def close(self) -> None:
-        """Write what is left, and close the file; errors as of `add_update`."""
+        """Write what is left, and close the file; errors as of `add`."""
         try:
             if self._unwritten:
                 self._flush()
@@ -94,22 +130,40 @@ class MetricsLog:
             raise PdtoolError(f"{self._path} was removed while the run wrote to it", "leave the run's folder alone")
         lines, self._unwritten = self._unwritten, []
         try:
-            self._file.write("".join(map(_as_line, lines)))
+            self._file.write("".join(map(_as_text, lines)))
             self._file.flush()
         except OSError as error:
             raise PdtoolError(f"{self._path} cannot be written ({error.strerror})", "free some space") from error
         self._flushed_s = time.perf_counter()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def unix_time() -> float:
+    """Return the time of a line."""
+    return round(time.time(), _DIGITS)
+
+
+def read_metrics(path: Path) -> list[MetricsLine]:
     """Return all complete lines; [] when there is no file.
 
     Raises:
         ArtifactError: a line is not what a run writes.
     """
-    if not path.is_file():
-        return []
-    return [_parse(line, path, number) for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1)]
+    return [line for _, line in _lines(path)]
+
+
+def last_update(path: Path) -> UpdateLine | None:
+    """Return the last line of a file that is about an update; None when there is none."""
+    if not path.is_file():  # a FIFO would be waited for, a device has no end
+        return None
+    with suppress(OSError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        for text in reversed(file.read().split(b"\n")):
+            with suppress(ArtifactError):
+                line = _parse(text, path)
+                if isinstance(line, UpdateLine):
+                    return line
+    return None
 
 
 class GrowingFile:
@@ -145,7 +199,7 @@ class GrowingFile:
 
 @contextmanager
 def following_metrics(
-    out: Path, on_line: Callable[[dict[str, Any]], None] | None, *, after: int, poll_s: float | None = None
+    path: Path, on_line: Callable[[MetricsLine], None] | None, *, after: int, poll_s: float | None = None
 ) -> Iterator[None]:
     """Call `on_line` in a thread with each line of epochs later than `after`, soon after it is written.
 
@@ -155,18 +209,17 @@ def following_metrics(
     if on_line is None:
         yield
         return
-    path, is_over = out / METRICS_FILE, threading.Event()
-    file = GrowingFile(path)
+    file, is_over = GrowingFile(path), threading.Event()
 
     def follow() -> None:
         is_last = False
         while not is_last:
             is_last = is_over.wait(poll_s or _POLL_S)
-            for line in file.new_lines():
+            for text in file.new_lines():
                 with suppress(ArtifactError):  # not written by this run
-                    metrics = _parse(line, path)
-                    if metrics["epoch"] > after:
-                        on_line(metrics)
+                    line = _parse(text, path)
+                    if line.epoch > after:
+                        on_line(line)
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
@@ -177,16 +230,27 @@ def following_metrics(
         thread.join()
 
 
-def _as_line(content: dict[str, Any]) -> str:
-    return json.dumps(content) + "\n"
+def _as_text(line: MetricsLine) -> str:
+    content = dict(vars(line))
+    return json.dumps(content | content.pop("metrics", {})) + "\n"
 
 
-def _parse(line: bytes, path: Path, number: int = 0) -> dict[str, Any]:
+def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
+    """Yield the complete lines of a file, as they are and as they are read; none when there is no file."""
+    if path.is_file():
+        for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+            yield text, _parse(text, path, number)
+
+
+def _parse(text: bytes, path: Path, number: int = 0) -> MetricsLine:
     try:
-        content = json.loads(line)
-        if isinstance(content, dict) and isinstance(content.get("epoch"), int):
-            return content
-        reason = "no object with an epoch"
+        content = json.loads(text)
+        if isinstance(content, dict) and content.get("split") == "valid":
+            own = ValidationLine.model_fields
+            content["metrics"] = {name: content.pop(name) for name in [*content] if name not in own}
+        return _LINE.validate_python(content)
+    except ValidationError as error:
+        reason = ": ".join(filter(None, first_fault(error)))
     except (ValueError, RecursionError) as error:
         reason = str(error)[:200]
     remedy = "remove this line, or the file: a run needs none to go on"

@@ -10,13 +10,14 @@ runs/NAME/run.json         what was asked for, and how it ended (RunState)
          /.lock            held by the process that trains
          /.workers/        what each worker is doing, while it trains
          /.token           by which machines see that they share the folder
+         /stages/          of an emulation, the stage files of one of its plans
+         /emulation.json   of an emulation, what was measured of all its plans, whose runs are folders beside it
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import socket
@@ -31,24 +32,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from pdtool.artifacts.artifact import Artifact, FrozenModel
-from pdtool.artifacts.chrome_trace import TraceEvent, read_trace
+from pdtool.artifacts.chrome_trace import WorkerTrace, read_trace
 from pdtool.artifacts.fields import Bytes, Count, Digest, Label, Number
-from pdtool.artifacts.metrics import METRICS_FILE, read_metrics
+from pdtool.artifacts.metrics import MetricsLine, read_metrics
 from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.files import check_no_link, open_in_place
 
-RUN_FILE, PLAN_FILE, REPORT_FILE, TRACE_FILE = "run.json", "plan.yaml", "report.json", "trace.json"
-EMULATION_FILE = "emulation.json"
-FAILURE_FILE, TOKEN_FILE = "failure.txt", ".token"
-CHECKPOINTS_FOLDER, MANIFEST_FILE = "checkpoints", "checkpoint.json"
-WORKERS_FOLDER = ".workers"
 UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: the record is no reason to end a run
-_LOCK_FILE, _OLD_MANIFEST_FILE = ".lock", "epoch.json"
 _FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks is used without one
-_TAIL_BYTES = 65_536  # of metrics.jsonl, which hold its last lines
-_MAX_FIGURE = 1e18
 _MAX_RUNS = 5  # that an error lists
 StageFile = Annotated[str, StringConstraints(pattern=r"^stage-[0-9]{1,6}\.safetensors$")]
 
@@ -132,167 +125,233 @@ class RunPhase(StrEnum):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has left in its folder so far; `events` are those of its trace, by the name of the worker."""
+    """What a run has left in its folder so far; `workers` are those of its trace, by rank."""
 
-    folder: Path
-    state: RunPhase
+    phase: RunPhase
     report: Report | None
-    metrics: list[dict[str, Any]]
-    events: dict[str, list[TraceEvent]]
+    metrics: list[MetricsLine]
+    workers: list[WorkerTrace]
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read what a run has written so far; a report of fewer epochs than there are metrics of is an earlier one."""
-    metrics = read_metrics(folder / METRICS_FILE)
-    report = Report.load(folder / REPORT_FILE) if (folder / REPORT_FILE).is_file() else None
-    if is_running(folder):
-        return RunRecord(folder, RunPhase.RUNNING, None, metrics, {})
-    if not report or max((line["epoch"] for line in metrics), default=0) > report.epochs:
-        return RunRecord(folder, RunPhase.STOPPED, None, metrics, {})
-    return RunRecord(folder, RunPhase.FINISHED, report, metrics, read_trace(folder / TRACE_FILE))
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of a run: the folder at `path`, which is complete when its manifest is there."""
+
+    MANIFEST: ClassVar[str] = "checkpoint.json"
+
+    path: Path
+
+    @property
+    def manifest_file(self) -> Path:
+        """Epoch, seed, metrics, and the digest of each file."""
+        return self.path / self.MANIFEST
+
+    @property
+    def partial(self) -> Checkpoint:
+        """Where workers write it together, until all of it is there."""
+        return Checkpoint(self.path.with_name(f".{self.path.name}.partial"))
+
+    def stage_file(self, stage: int) -> Path:
+        """Return the file with the state of a stage."""
+        return self.path / f"stage-{stage}.safetensors"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it was written."""
+        return self.manifest_file.is_file()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether an older pdtool wrote it, in files that could hold code."""
+        return (self.path / "epoch.json").is_file()
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that the folder's name tells; None for another name."""
+        match = re.fullmatch(r"epoch-([0-9]+)", self.path.name)
+        return int(match[1]) if match else None
+
+    def manifest(self) -> CheckpointManifest:
+        """Read the manifest.
+
+        Raises:
+            ArtifactError: it is missing, damaged, or of another epoch than its folder; the checkpoint before it is
+                named.
+        """
+        path = self.manifest_file
+        try:
+            manifest = CheckpointManifest.load(path)
+        except ArtifactError as error:
+            reason = error.what.removeprefix(f"{path}: ")
+            raise ArtifactError(path, f"is damaged ({reason})", self.remedy()) from error
+        if self.epoch not in (None, manifest.epoch):
+            what = f"is of epoch {manifest.epoch}, and stands in a folder of another epoch"
+            raise ArtifactError(path, what, f"name the folder epoch-{manifest.epoch}, or remove it")
+        return manifest
+
+    def remedy(self) -> str:
+        """Say what to do when it is damaged."""
+        complete = RunDir(self.path.parent.parent).checkpoints()
+        earlier = [epoch for epoch in complete if self.epoch and epoch < self.epoch]
+        if earlier:
+            before = complete[max(earlier)].path
+            return f"go on from the one before it, in another folder: with --resume {before} and without -o"
+        return "there is none before it in this run: train again, in another folder"
 
 
-def last_update(folder: Path) -> dict[str, Any] | None:
-    """Return the last line of metrics.jsonl about an update; None when there is none."""
-    path = folder / METRICS_FILE
-    if not path.is_file():  # a FIFO would be waited for, a device has no end
+class RunDir:
+    """The folder of a run, or of an emulation, which holds the runs of its plans.
+
+    Attributes:
+        path: of the folder.
+        state_file, plan_file, metrics_file, report_file, trace_file, emulation_file, failure_file, token_file: see
+            above.
+        workers: folder of what each worker is doing.
+        stages: folder of the stage files that an emulation writes.
+    """
+
+    ARTIFACTS = ("report.json", "run.json", "emulation.json")  # the first that is there stands for the folder
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.report_file, self.state_file, self.emulation_file = (path / name for name in self.ARTIFACTS)
+        self.plan_file, self.metrics_file, self.trace_file = (
+            path / "plan.yaml",
+            path / "metrics.jsonl",
+            path / "trace.json",
+        )
+        self.failure_file, self.token_file, self._lock_file = path / "failure.txt", path / ".token", path / ".lock"
+        self.workers, self.stages, self._checkpoints = path / ".workers", path / "stages", path / "checkpoints"
+
+    def worker_file(self, rank: int, kind: str) -> Path:
+        """Return the file in which a worker keeps its `status`, its `failure` or its `traceback`."""
+        return self.workers / f"{rank}.{kind}"
+
+    def emulated(self, plan: str) -> RunDir:
+        """Return the run of a plan of an emulation, by its name there."""
+        return RunDir(self.path / plan.replace(" ", "-"))
+
+    def check_written(self) -> None:
+        """Check that what a run writes stays in its folder, which may be a stranger's.
+
+        Raises:
+            ArtifactError: a file or folder that the run writes is a link, or no regular file or folder.
+        """
+        files = (self._lock_file, self.token_file, self.state_file, self.plan_file, self.metrics_file)
+        for path in (*files, self.report_file, self.trace_file, self.emulation_file, self.failure_file):
+            check_no_link(path)
+        for path in (self._checkpoints, self.workers):
+            check_no_link(path, is_folder=True)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the folder and hold it for one run; the system takes the lock back when this process ends.
+
+        Raises:
+            UsageError: another run holds it.
+            ArtifactError: a link in it leads elsewhere.
+            PdtoolError: the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.check_written()
+            file = open_in_place(self._lock_file)
+        except OSError as error:
+            what = f"{self.path} cannot be written ({error.strerror})"
+            raise PdtoolError(what, "name another folder with -o") from error
+        with file:
+            _lock(file.fileno(), self.path)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            yield
+
+    def is_running(self) -> bool:
+        """Return whether a process holds the folder; it is asked for the lock, which is not taken."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            if not self._lock_file.is_file():  # a FIFO would be waited for
+                return False
+            with self._lock_file.open("rb") as file:
+                answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+        except OSError:  # no such file, or a file system without locks
+            return False
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+    def state(self) -> RunState | None:
+        """Return what the run was asked for and how it ended; None where nobody has recorded that, or it is damaged."""
+        with suppress(PdtoolError):
+            return RunState.load(self.state_file)
         return None
-    with suppress(OSError), path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        for line in reversed(file.read().split(b"\n")):
-            with suppress(ValueError, RecursionError):
-                event = json.loads(line)
-                if isinstance(event, dict) and event.get("split") == "train" and _is_whole(event):
-                    return event
-    return None
 
+    def update_state(self, **changes: Any) -> None:
+        """Change fields of the state, as far as it is there and can be written."""
+        with suppress(*UNWRITABLE):
+            if state := self.state():
+                state.model_copy(update=changes).save(self.state_file)
 
-def _is_whole(event: dict[str, Any]) -> bool:
-    """Whether a line is one that a run has written, not a stranger."""
-    figures = [event.get(name) for name in ("loss", "epoch", "step")] + [event.get("samples_per_s", 0)]
-    return all(
-        isinstance(figure, (int, float)) and not isinstance(figure, bool) and abs(figure) < _MAX_FIGURE
-        for figure in figures
-    )
+    def report(self) -> Report | None:
+        """Return the report; None where the run has none yet; raises ArtifactError when it is damaged."""
+        return Report.load(self.report_file) if self.report_file.is_file() else None
 
+    def put_report_aside(self, epochs_done: int) -> None:
+        """Keep the report of the run that is resumed here under another name: it is not that of this run."""
+        with suppress(OSError):
+            os.replace(self.report_file, self.path / f"report.epoch-{epochs_done}.json")
 
-def complete_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the complete checkpoints of a run's folder, by their epoch."""
-    return {
-        epoch: path
-        for path in folder.glob(f"{CHECKPOINTS_FOLDER}/epoch-*")
-        if (epoch := _epoch(path)) is not None and (path / MANIFEST_FILE).is_file()
-    }
+    def lines(self, after: int = 0) -> Iterator[MetricsLine]:
+        """Yield the lines of metrics of epochs later than `after`; raises ArtifactError when one is damaged."""
+        return (line for line in read_metrics(self.metrics_file) if line.epoch > after)
 
+    def read(self) -> RunRecord:
+        """Read what the run has left so far; a report of fewer epochs than there are metrics of is an earlier one.
 
-def latest(folder: Path) -> Path:
-    """Return the last complete checkpoint of a run's folder, or the folder itself if it is one; raises UsageError."""
-    if (folder / MANIFEST_FILE).is_file():
-        return folder
-    checkpoints = complete_checkpoints(folder)
-    if not checkpoints:
-        if (folder / _OLD_MANIFEST_FILE).is_file() or any(
-            folder.glob(f"{CHECKPOINTS_FOLDER}/epoch-*/{_OLD_MANIFEST_FILE}")
-        ):
+        Raises:
+            ArtifactError: a file is damaged.
+        """
+        metrics, report = list(self.lines()), self.report()
+        if self.is_running():
+            return RunRecord(RunPhase.RUNNING, None, metrics, [])
+        if not report or max((line.epoch for line in metrics), default=0) > report.epochs:
+            return RunRecord(RunPhase.STOPPED, None, metrics, [])
+        return RunRecord(RunPhase.FINISHED, report, metrics, read_trace(self.trace_file))
+
+    def checkpoint(self, epoch: int) -> Checkpoint:
+        """Return the checkpoint after an epoch, which may not be there."""
+        return Checkpoint(self._checkpoints / f"epoch-{epoch}")
+
+    def has_checkpoints(self) -> bool:
+        """Return whether there is a folder of checkpoints, complete or not."""
+        return self._checkpoints.is_dir()
+
+    def checkpoints(self) -> dict[int, Checkpoint]:
+        """Return the complete checkpoints, by their epoch."""
+        found = map(Checkpoint, self._checkpoints.glob("epoch-*"))
+        return {each.epoch: each for each in found if each.epoch is not None and each.is_complete}
+
+    def latest_checkpoint(self) -> Checkpoint:
+        """Return the last complete checkpoint, or the folder itself if it is one; raises UsageError."""
+        own, folder = Checkpoint(self.path), self.path
+        if own.is_complete:
+            return own
+        checkpoints = self.checkpoints()
+        if checkpoints:
+            return checkpoints[max(checkpoints)]
+        if any(each.is_old for each in (own, *map(Checkpoint, self._checkpoints.glob("epoch-*")))):
             raise UsageError(
                 f"the checkpoints in {folder} are of an older pdtool, whose files could hold code",
                 "export them with the pdtool that wrote them",
             )
         if not folder.is_dir():
             fault = "is no folder" if folder.exists() else "is not there"
-            raise UsageError(f"{folder} {fault}", f"name the folder of a run{_runs_beside(folder)}")
+            raise UsageError(f"{folder} {fault}", f"name the folder of a run{self._runs_beside()}")
         what = f"{folder} holds no complete checkpoint"
         raise UsageError(what, "name the folder of a run that has one: the first is written after the first epoch")
-    return checkpoints[max(checkpoints)]
 
-
-def _runs_beside(folder: Path) -> str:
-    """Return `: runs/a, runs/b`, the newest runs beside a folder that is not there; "" when there are none."""
-    runs = {path.parent for path in folder.parent.glob(f"*/{CHECKPOINTS_FOLDER}") if complete_checkpoints(path.parent)}
-    newest = sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True)[:_MAX_RUNS]
-    return f": {', '.join(map(str, newest))}" if newest else ""
-
-
-def read_manifest(checkpoint: Path) -> CheckpointManifest:
-    """Return what checkpoint.json says.
-
-    Raises:
-        ArtifactError: it is missing, damaged, or of another epoch than its folder; the checkpoint before it is named.
-    """
-    path = checkpoint / MANIFEST_FILE
-    try:
-        manifest = CheckpointManifest.load(path)
-    except ArtifactError as error:
-        reason = error.what.removeprefix(f"{path}: ")
-        raise ArtifactError(path, f"is damaged ({reason})", checkpoint_remedy(checkpoint)) from error
-    if _epoch(checkpoint) not in (None, manifest.epoch):
-        what = f"is of epoch {manifest.epoch}, and stands in a folder of another epoch"
-        raise ArtifactError(path, what, f"name the folder epoch-{manifest.epoch}, or remove it")
-    return manifest
-
-
-def checkpoint_remedy(checkpoint: Path) -> str:
-    """What to do when a checkpoint is damaged."""
-    last, complete = _epoch(checkpoint), complete_checkpoints(checkpoint.parent.parent)
-    earlier = [epoch for epoch in complete if last and epoch < last]
-    if earlier:
-        return f"go on from the one before it, in another folder: with --resume {complete[max(earlier)]} and without -o"
-    return "there is none before it in this run: train again, in another folder"
-
-
-def _epoch(checkpoint: Path) -> int | None:
-    """The epoch that the folder's name tells; None for another name."""
-    match = re.fullmatch(r"epoch-([0-9]+)", checkpoint.name)
-    return int(match[1]) if match else None
-
-
-def update_record(out: Path, **changes: Any) -> None:
-    """Change fields of the record in a run's folder, as far as it is there and can be written."""
-    path = out / RUN_FILE
-    with suppress(*UNWRITABLE):
-        RunState.load(path).model_copy(update=changes).save(path)
-
-
-def put_report_aside(out: Path, epochs_done: int) -> None:
-    """Keep the report of the run that is resumed in this folder under another name: it is not that of this run."""
-    with suppress(OSError):
-        os.replace(out / REPORT_FILE, out / f"report.epoch-{epochs_done}.json")
-
-
-def check_written(out: Path) -> None:
-    """Check that what a run writes stays in its folder, which may be a stranger's.
-
-    Raises:
-        ArtifactError: a file or folder that the run writes is a link, or no regular file or folder.
-    """
-    files = (_LOCK_FILE, TOKEN_FILE, RUN_FILE, PLAN_FILE, METRICS_FILE, REPORT_FILE, TRACE_FILE)
-    for name in (*files, EMULATION_FILE, FAILURE_FILE):
-        check_no_link(out / name)
-    for name in (CHECKPOINTS_FOLDER, WORKERS_FOLDER):
-        check_no_link(out / name, is_folder=True)
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Make the folder `out` and hold it for one run; the system takes the lock back when this process ends.
-
-    Raises:
-        UsageError: another run holds it.
-        ArtifactError: a link in it leads elsewhere.
-        PdtoolError: the folder cannot be written.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        check_written(out)
-        file = open_in_place(out / _LOCK_FILE)
-    except OSError as error:
-        raise PdtoolError(f"{out} cannot be written ({error.strerror})", "name another folder with -o") from error
-    with file:
-        _lock(file.fileno(), out)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        yield
+    def _runs_beside(self) -> str:
+        """Return `: runs/a, runs/b`, the newest runs beside a folder that is not there; "" when there are none."""
+        runs = [path for path in self.path.parent.glob("*") if RunDir(path).checkpoints()]
+        newest = sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True)[:_MAX_RUNS]
+        return f": {', '.join(map(str, newest))}" if newest else ""
 
 
 def _lock(descriptor: int, out: Path) -> None:
@@ -305,16 +364,3 @@ def _lock(descriptor: int, out: Path) -> None:
             raise UsageError(f"{out} is in use by a run ({holder})", remedy) from None
         if error.errno not in _NO_LOCKS:
             raise PdtoolError(f"{out} cannot be locked ({error.strerror})", "name another folder with -o") from error
-
-
-def is_running(folder: Path) -> bool:
-    """Return whether a process holds the lock of a run's folder; it is asked for the lock, which is not taken."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        if not (folder / _LOCK_FILE).is_file():  # a FIFO would be waited for
-            return False
-        with (folder / _LOCK_FILE).open("rb") as file:
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
-    except OSError:  # no such file, or a file system without locks
-        return False
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

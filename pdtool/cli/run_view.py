@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,18 @@ from typing import Any
 from rich.table import Table
 
 from pdtool.api.console import OnEvent
+from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine, last_update
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
-from pdtool.artifacts.run_dir import (
-    RUN_FILE,
-    CheckpointManifest,
-    RunState,
-    complete_checkpoints,
-    is_running,
-    last_update,
-)
+from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir, RunState
 from pdtool.cli.table import Lines, table
 from pdtool.cli.terminal import above, console, is_progress_shown, note
-from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.errors import ArtifactError
 from pdtool.reports.figures import slowest_stage_sentence
 from pdtool.reports.sentences import scaling_phrase
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _NOTE_S = 10.0  # between two lines, where no number of updates is asked for
 _BAR_S = 0.1  # between two changes of the bar
-_NO_METRICS = ("split", "epoch", "step", "time")  # of the line of a validation
 _RATE_S = 10.0  # over which a rate is taken
 _DIGITS = 12  # of a digest that are shown
 _MUCH_LOADING = 0.1  # of the first stage's time
@@ -70,10 +63,10 @@ def training_progress(out: Path, epochs: int, log_every: int | None = None) -> I
 
 @dataclass
 class _Training:
-    """How far a training is, from the lines of metrics.jsonl.
+    """How far a training is, from its lines of metrics.
 
     Attributes:
-        updates: of an epoch; None until run.json says.
+        updates: of an epoch; None until the run's state says.
         samples: of an update, on average.
     """
 
@@ -85,11 +78,11 @@ class _Training:
     _first: tuple[float, int] | None = None
     _losses: list[tuple[float, int]] = field(default_factory=list)  # of this epoch's updates, with their samples
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, update: UpdateLine) -> None:
         """Take note of an update."""
-        at = (event["time"], event["step"])
+        at = (update.time, update.step)
         self._first = self._first or at
-        self._losses.append((event["loss"], event["samples"]))
+        self._losses.append((update.loss, update.samples))
         self._recent.append(at)
         while at[0] - self._recent[0][0] > _RATE_S:
             self._recent.popleft()
@@ -104,42 +97,40 @@ class _Training:
     def total(self) -> int | None:
         """Updates in all epochs."""
         if self.updates is None:
-            try:
-                state = RunState.load(self.out / RUN_FILE)
-            except PdtoolError:  # on another machine it may be seen later
+            state = RunDir(self.out).state()
+            if state is None:  # on another machine it may be seen later
                 return None
             self.updates, self.samples = state.updates, (state.samples or 0) / (state.updates or 1)
         return self.updates and self.updates * self.epochs
 
-    def rate(self, event: dict[str, Any]) -> float:
+    def rate(self, update: UpdateLine) -> float:
         """Return samples per second, over the last seconds of the epoch."""
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
         if last_s <= first_s or not self.samples:
-            return float(event["samples_per_s"])
+            return update.samples_per_s or 0.0
         return (last - first) * self.samples / (last_s - first_s)
 
-    def left(self, event: dict[str, Any]) -> str:
+    def left(self, update: UpdateLine) -> str:
         """Return about how long the rest will take, validations so far included, as `12:05 left`; "" if unknown."""
         first_s, first = self._first or (0.0, 0)
-        if not self.total or event["step"] <= first:
+        if not self.total or update.step <= first:
             return ""
-        per_update_s = (event["time"] - first_s) / (event["step"] - first)
-        return f"{clock(per_update_s * max(0, self.total - event['step']))} left"
+        per_update_s = (update.time - first_s) / (update.step - first)
+        return f"{clock(per_update_s * max(0, self.total - update.step))} left"
 
-    def is_epoch_over(self, event: dict[str, Any]) -> bool:
+    def is_epoch_over(self, update: UpdateLine) -> bool:
         """Whether this was the last update of its epoch."""
-        return bool(self.updates) and event["step"] == event["epoch"] * (self.updates or 0)
+        return bool(self.updates) and update.step == update.epoch * (self.updates or 0)
 
-    def validation_line(self, event: dict[str, Any]) -> str:
+    def validation_line(self, validation: ValidationLine) -> str:
         """Write a validation as `epoch 3/10: training loss 0.1301, validation loss 0.1234, accuracy 0.9810`."""
         loss = self.end_epoch()
         trained = "" if loss is None else f"training loss {loss:.4f}, "
-        return f"epoch {event['epoch']}/{self.epochs}: {trained}{validated(event)}"
+        return f"epoch {validation.epoch}/{self.epochs}: {trained}{validated(validation.figures)}"
 
 
-def validated(metrics: Mapping[str, Any]) -> str:
+def validated(figures: Mapping[str, float]) -> str:
     """Write the figures of a validation as `validation loss 0.1234, accuracy 0.9810`."""
-    figures = {name: value for name, value in metrics.items() if name not in _NO_METRICS}
     return ", ".join(f"{'validation ' * (name == 'loss')}{name} {value:.4f}" for name, value in figures.items())
 
 
@@ -157,29 +148,29 @@ class _Notes:
         self._training, self._log_every = training, log_every
         self._noted_s: float | None = None
 
-    def __call__(self, event: dict[str, Any]) -> None:
-        if event["split"] == "valid":
-            note(self._training.validation_line(event))
-            self._noted_s = event["time"]
+    def __call__(self, line: MetricsLine) -> None:
+        if isinstance(line, ValidationLine):
+            note(self._training.validation_line(line))
+            self._noted_s = line.time
             return
-        self._training.add(event)
-        if self._is_due(event):
-            self._noted_s = event["time"]
-            note(self._line(event))
+        self._training.add(line)
+        if self._is_due(line):
+            self._noted_s = line.time
+            note(self._text(line))
 
-    def _is_due(self, event: dict[str, Any]) -> bool:
+    def _is_due(self, update: UpdateLine) -> bool:
         if self._log_every:
-            return bool(event["step"] % self._log_every == 0)
-        self._noted_s = self._noted_s or event["time"]
-        return bool(event["time"] - self._noted_s >= _NOTE_S)
+            return update.step % self._log_every == 0
+        self._noted_s = self._noted_s or update.time
+        return update.time - self._noted_s >= _NOTE_S
 
-    def _line(self, event: dict[str, Any]) -> str:
+    def _text(self, update: UpdateLine) -> str:
         training = self._training
         total = f"/{training.total}" if training.total else ""
-        figures = [f"training loss {event['loss']:.4f}"]
-        figures += [f"lr {event['lr']:.3g}"] if event["lr"] is not None else []
-        figures += [f"{training.rate(event):.4g} samples/s", training.left(event)]
-        place = f"epoch {event['epoch']}/{training.epochs}, update {event['step']}{total}"
+        figures = [f"training loss {update.loss:.4f}"]
+        figures += [f"lr {update.lr:.3g}"] if update.lr is not None else []
+        figures += [f"{training.rate(update):.4g} samples/s", training.left(update)]
+        place = f"epoch {update.epoch}/{training.epochs}, update {update.step}{total}"
         return f"{place}: {', '.join(filter(None, figures))}"
 
 
@@ -191,21 +182,21 @@ class _TrainingBar:
         self._task = bar.add_task("starting", total=None, figures="")
         self._moved_s = 0.0
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, line: MetricsLine) -> None:
         training = self._training
-        if event["split"] == "valid":
-            note(training.validation_line(event))
+        if isinstance(line, ValidationLine):
+            note(training.validation_line(line))
             return
         self._bar.start()  # with the first update: workers that start print their warnings where a bar would be
-        training.add(event)
-        over = training.is_epoch_over(event)
-        if not over and event["time"] - self._moved_s < _BAR_S:
+        training.add(line)
+        over = training.is_epoch_over(line)
+        if not over and line.time - self._moved_s < _BAR_S:
             return
-        self._moved_s = event["time"]
-        doing = "validating" if over else f"epoch {event['epoch']}/{training.epochs}"
-        figures = f"training loss {event['loss']:.4f} {training.rate(event):.4g} samples/s {training.left(event)}"
+        self._moved_s = line.time
+        doing = "validating" if over else f"epoch {line.epoch}/{training.epochs}"
+        figures = f"training loss {line.loss:.4f} {training.rate(line):.4g} samples/s {training.left(line)}"
         self._bar.update(
-            self._task, description=doing, total=training.total, completed=event["step"], figures=figures.rstrip()
+            self._task, description=doing, total=training.total, completed=line.step, figures=figures.rstrip()
         )
 
 
@@ -385,18 +376,19 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
     """Say where a run stands.
 
     Args:
-        folder: of the run; None where only its record is known.
+        folder: of the run; None where only its state is known.
     """
     resumed = f", resumed after epoch {state.epochs_done}" if state.epochs_done else ""
     yield f"{state.plan}: {state.config}, schedule {state.schedule}, {state.epochs} epoch(s) in all{resumed}"
     if folder is None:
         yield _end(state, is_running=False)
         return
-    goes_on = state.end is None and is_running(folder)
+    run_dir = RunDir(folder)
+    goes_on = state.end is None and run_dir.is_running()
     yield _end(state, is_running=goes_on)
-    if update := last_update(folder):
+    if update := last_update(run_dir.metrics_file):
         yield _place(state, update)
-    checkpoints = complete_checkpoints(folder)
+    checkpoints = run_dir.checkpoints()
     yield _last_checkpoint(checkpoints)
     if not goes_on and state.end != "done":
         yield f"{'go on' if checkpoints else 'start it again'} with {_command(state, folder, bool(checkpoints))}"
@@ -404,10 +396,9 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
 
 def resumed_line(folder: Path) -> Iterator[str]:
     """Say of a finished run that it had gone on from another, which its report does not tell."""
-    with suppress(ArtifactError):
-        state = RunState.load(folder / RUN_FILE)
-        if state.end == "done" and state.epochs_done:
-            yield f"resumed after epoch {state.epochs_done}: what was measured is of the epochs since"
+    state = RunDir(folder).state()
+    if state and state.end == "done" and state.epochs_done:
+        yield f"resumed after epoch {state.epochs_done}: what was measured is of the epochs since"
 
 
 def _end(state: RunState, *, is_running: bool) -> str:
@@ -423,19 +414,19 @@ def _end(state: RunState, *, is_running: bool) -> str:
     return "it ended without a word: it was killed, or its machine went down"
 
 
-def _place(state: RunState, update: dict[str, Any]) -> str:
+def _place(state: RunState, update: UpdateLine) -> str:
     total = f"/{state.updates * state.epochs}" if state.updates else ""
-    rate = update.get("samples_per_s")
-    figures = [f"training loss {update['loss']:.4f}"] + ([f"{rate:.4g} samples/s"] if rate else [])
-    return f"last update: {update['step']}{total}, in epoch {update['epoch']}/{state.epochs}: {', '.join(figures)}"
+    rate = f", {update.samples_per_s:.4g} samples/s" if update.samples_per_s else ""
+    place = f"{update.step}{total}, in epoch {update.epoch}/{state.epochs}"
+    return f"last update: {place}: training loss {update.loss:.4f}{rate}"
 
 
-def _last_checkpoint(checkpoints: dict[int, Path]) -> str:
+def _last_checkpoint(checkpoints: dict[int, Checkpoint]) -> str:
     if not checkpoints:
         return "no checkpoint: the first is written after the first epoch"
     epoch = max(checkpoints)
     try:
-        manifest = CheckpointManifest.load(checkpoints[epoch] / "checkpoint.json")
+        manifest = CheckpointManifest.load(checkpoints[epoch].manifest_file)
     except ArtifactError as error:
         return f"last checkpoint: epoch {epoch}, which is damaged ({error.what})"
     return f"last checkpoint: epoch {epoch}, {validated(manifest.metrics)}"

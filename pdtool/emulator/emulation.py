@@ -18,6 +18,7 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.emulator.pretend_cluster import BURST_BYTES
 from pdtool.emulator.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
 from pdtool.emulator.workers import Emulator
@@ -192,7 +193,7 @@ def emulate(
             for name in names:
                 notify(name)
                 emulator.run(configs[name])
-                reports[name] = Report.load(configs[name].out / "report.json")
+                reports[name] = Report.load(RunDir(configs[name].out).report_file)
     return reports
 
 
@@ -214,7 +215,7 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
         )
         raise UsageError(what, remedy)
     minibatches = asked.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
-    written = write_sleeping_model(folder / "stages", plan, profile, scaling, minibatches)
+    written = write_sleeping_model(RunDir(folder).stages, plan, profile, scaling, minibatches)
     return RunConfig(
         plan=written.plan,
         bundle=written.bundle,

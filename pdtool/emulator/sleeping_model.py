@@ -299,7 +299,7 @@ def write_sleeping_model(
         tied=tuple(_tied(segments)),
     )
     bundle.check()
-    bundle.save(folder / "bundle.yaml")
+    bundle.save(folder / Bundle.FILE)
     predicted = plan.predicted and _scaled(plan.predicted, plan.batch_size, scaling)
     changes = {"batch_size": 1, "model": None, "predicted": predicted}
     return SleepingModelFiles(

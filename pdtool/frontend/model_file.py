@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from pdtool.artifacts.artifact import OPERATOR_GRAPH, ModelRef
+from pdtool.artifacts.metrics import RESERVED_METRICS
 from pdtool.errors import FieldError, ModelError, StaleError, describe_error, suggestion
 from pdtool.files import file_sha256
 from pdtool.frontend.model_io import LEAVES, ModelInputs
@@ -61,7 +62,6 @@ OWN_ARGUMENTS = {
     "summarize_metrics": 1,
     "after_update": 2,
 }
-RESERVED_METRICS = {"split", "epoch", "step", "loss"}  # a line of metrics.jsonl has them beside the user's metrics
 _MAX_METRIC_NAME = 100
 _NO_VALIDATION = "each epoch ends with a validation: return samples for it, if need be some of the training set"
 _LOG = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from torch import nn
 from pdtool.artifacts.bundle import Bundle, StageModule
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, StaleError, TraceError, UsageError
 from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
@@ -63,7 +64,7 @@ def generate(
     )
     _verify(traced, model_file, texts, bundle)
     prove_update(model_file, bundle)
-    _write(folder, texts | {"bundle.yaml": bundle.dump()})
+    _write(folder, texts | {Bundle.FILE: bundle.dump()})
     return bundle
 
 
@@ -103,7 +104,7 @@ def check_stage_files(
     if ours.content_sha256 == theirs.content_sha256:
         return
     pairs = zip(bundle.stages, expected.stages, strict=False)
-    files = [stage.file for stage, written in pairs if stage != written] or ["bundle.yaml"]
+    files = [stage.file for stage, written in pairs if stage != written] or [Bundle.FILE]
     what = "is not what codegen writes here for this plan and model"
     raise StaleError(folder / files[0], what, "run `pdtool codegen` again; or, if you trust it, run with --trust")
 
@@ -187,11 +188,11 @@ def fits_in_memory(model: nn.Module) -> bool:
 
 def _check_target(folder: Path) -> None:
     """Check that no files but those of an older bundle would be replaced, or removed; raises UsageError."""
-    if (folder / "run.json").exists():
+    if RunDir(folder).state_file.exists():
         raise UsageError(f"{folder} is the folder of a run", "give another -o")
-    Bundle.check_target(folder / "bundle.yaml")
+    Bundle.check_target(folder / Bundle.FILE)
     found = next(folder.glob("stage_*.py"), None)
-    if found and not (folder / "bundle.yaml").exists():
+    if found and not (folder / Bundle.FILE).exists():
         raise UsageError(f"{found} was not written by `pdtool codegen`, which would replace it", "give another -o")
 
 

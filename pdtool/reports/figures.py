@@ -7,13 +7,12 @@ the simulator's clock, and the last epoch of a run. Curves show the metrics of r
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
-from pdtool.artifacts.chrome_trace import TraceEvent
+from pdtool.artifacts.chrome_trace import WorkerTrace
+from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine
 from pdtool.artifacts.report import Emulation, Report, StageReport
 from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Simulation, StageShares
 from pdtool.planner.simulator.result import SimulationResult
@@ -23,13 +22,12 @@ from pdtool.schedule import SCHEDULES, PipelineShape
 from pdtool.units import format_bytes, format_seconds
 
 _MAX_DRAWN_MINIBATCHES = 96
-_WORKER = re.compile(r"rank ([0-9]+) \(stage ([0-9]+), replica [0-9]+\)")
-_NO_METRICS = {"split", "epoch", "step", "loss", "time", "lr", "samples_per_s"}  # of a line of metrics.jsonl
 _MAX_POINTS, _MAX_THIN_POINTS = 160, 500  # of a curve
 _MAX_VALUE = 1e30  # what is larger, or not finite, is not drawn
 _MAX_METRICS = 4  # charts of metrics besides the loss
 _NOTABLE = 0.05  # of the time per minibatch: smaller differences are not explained
 _MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer than that is named
+Values = Iterable[tuple[int, float | None]]  # by the number of the update
 
 
 @dataclass(frozen=True)
@@ -145,14 +143,9 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
     return TimelineGroup(title, rows, 0.0, end_s, min(steady_s, end_s))
 
 
-def measured_group(
-    events: dict[str, list[TraceEvent]], schedule: str, length_s: float, title: str
-) -> TimelineGroup | None:
+def measured_group(workers: Sequence[WorkerTrace], schedule: str, length_s: float, title: str) -> TimelineGroup | None:
     """Return the beginning of the last epoch of a trace, `length_s` seconds of it; None where there is none."""
-    rows = []
-    for name, own in events.items():
-        if match := _WORKER.match(name):
-            rows.append(WorkerRow(int(match[1]), int(match[2]), own))
+    rows = [WorkerRow(rank, *worker) for rank, worker in enumerate(workers)]
     firsts = [e.start_s for row in rows for e in row.events if e.name == "0F0"]
     if not firsts or not length_s:
         return None
@@ -181,70 +174,50 @@ class ChartCurves:
     curves: list[Curve]
 
 
-def metric_charts(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> list[ChartCurves]:
+def metric_charts(runs: Sequence[tuple[str, Sequence[MetricsLine]]]) -> list[ChartCurves]:
     """Return charts of the loss, the metrics, the learning rate and the speed, over updates.
 
     Args:
-        runs: name and lines of metrics.jsonl of each; with several, all curves of a run have its colour.
+        runs: name and lines of metrics of each; with several, all curves of a run have its colour.
     """
-    keys = {key: None for _, lines in runs for line in lines if line.get("split") == "valid" for key in line}
-    metrics = [key for key in keys if key not in _NO_METRICS][:_MAX_METRICS]
-    charts = [ChartCurves("loss", [curve for i, run in enumerate(runs) for curve in _loss(run, i, len(runs) > 1)])]
-    for key in metrics:
-        curves = [_curve(name, lines, "valid", key, i, dotted=True) for i, (name, lines) in enumerate(runs)]
-        charts.append(ChartCurves(f"{key}, validation", curves))
-    for key, title in (("lr", "learning rate"), ("samples_per_s", "samples per second")):
-        charts.append(
-            ChartCurves(title, [_curve(name, lines, "train", key, i) for i, (name, lines) in enumerate(runs)])
-        )
+    names = [name if len(runs) > 1 else "" for name, _ in runs]
+    updates = [[line for line in lines if isinstance(line, UpdateLine)] for _, lines in runs]
+    validations = [[line for line in lines if isinstance(line, ValidationLine)] for _, lines in runs]
+    metrics = dict.fromkeys(metric for lines in validations for line in lines for metric in line.metrics)
+    losses = [_losses(names[i], i, updates[i], validations[i]) for i in range(len(runs))]
+    charts = [ChartCurves("loss", [curve for curves in losses for curve in curves])]
+    for metric in [*metrics][:_MAX_METRICS]:
+        values = [[(line.step, line.metrics.get(metric)) for line in lines] for lines in validations]
+        charts.append(ChartCurves(f"{metric}, validation", _curves(names, values, dotted=True)))
+    rates = [[(line.step, line.lr) for line in lines] for lines in updates]
+    charts.append(ChartCurves("learning rate", _curves(names, rates)))
+    speeds = [[(line.step, line.samples_per_s) for line in lines] for lines in updates]
+    charts.append(ChartCurves("samples per second", _curves(names, speeds)))
     drawn = [ChartCurves(chart.title, [curve for curve in chart.curves if curve.points]) for chart in charts]
-    is_single = len(runs) == 1
-    return [
-        ChartCurves(c.title, [_unnamed(curve) for curve in c.curves] if is_single and c.title != "loss" else c.curves)
-        for c in drawn
-        if c.curves
-    ]
+    return [chart for chart in drawn if chart.curves]
 
 
-def _unnamed(curve: Curve) -> Curve:
-    return Curve("", curve.points, curve.colour, curve.is_thin, curve.is_dotted)
-
-
-def _loss(run: tuple[str, Sequence[dict[str, Any]]], index: int, is_one_of_several: bool) -> list[Curve]:
+def _losses(name: str, index: int, updates: Sequence[UpdateLine], validations: Sequence[ValidationLine]) -> list[Curve]:
     """The loss of each update as a background, its mean over neighbours, and that of each validation."""
-    name, lines = run
-    prefix = f"{name}, " if is_one_of_several else ""
-    training = _points(lines, "train", "loss")
+    training = _points((line.step, line.loss) for line in updates)
+    validation = _points((line.step, line.loss) for line in validations)
     mean = _thinned(training, min(_MAX_POINTS, max(2, len(training) // 4)))
-    valid = Curve(
-        f"{prefix}validation", _points(lines, "valid", "loss"), index if is_one_of_several else 2, is_dotted=True
-    )
-    if is_one_of_several:
-        return [Curve(f"{prefix}training", mean, index, is_thin=True), valid]
-    return [Curve("training", mean), valid, Curve("", _thinned(training, _MAX_THIN_POINTS), is_thin=True)]
+    if name:  # of several runs
+        thin = Curve(f"{name}, training", mean, index, is_thin=True)
+        return [thin, Curve(f"{name}, validation", validation, index, is_dotted=True)]
+    background = Curve("", _thinned(training, _MAX_THIN_POINTS), is_thin=True)
+    return [Curve("training", mean), Curve("validation", validation, 2, is_dotted=True), background]
 
 
-def _curve(
-    name: str, lines: Sequence[dict[str, Any]], split: str, key: str, index: int, *, dotted: bool = False
-) -> Curve:
-    points = _thinned(_points(lines, split, key), _MAX_POINTS)
-    return Curve(name, points, index, is_dotted=dotted and len(points) <= 60)
+def _curves(names: Sequence[str], runs: Sequence[Values], *, dotted: bool = False) -> list[Curve]:
+    """Return a curve of each run; only few points get a dot."""
+    points = [_thinned(_points(values), _MAX_POINTS) for values in runs]
+    return [Curve(names[i], own, i, is_dotted=dotted and len(own) <= 60) for i, own in enumerate(points)]
 
 
-def _points(lines: Iterable[dict[str, Any]], split: str, key: str) -> list[tuple[float, float]]:
-    """Return (update, value) of the lines that have a finite number; of several learning rates the first counts."""
-    points = []
-    for line in lines:
-        value = line.get(key)
-        value = value[0] if isinstance(value, list) and value else value
-        step = line.get("step")
-        if line.get("split") == split and _is_finite(value) and _is_finite(step):
-            points.append((float(step), float(value)))  # type: ignore[arg-type]
-    return points
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MAX_VALUE
+def _points(values: Values) -> list[tuple[float, float]]:
+    """Return (update, value) where the value is known and finite."""
+    return [(float(step), value) for step, value in values if value is not None and abs(value) < _MAX_VALUE]
 
 
 def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:

@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import islice
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pdtool import __version__
+from pdtool.artifacts.metrics import ValidationLine
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
@@ -108,7 +109,7 @@ def page(subjects: Sequence[Subject], simulations: dict[str, Simulation] | None 
 
 def is_unfinished(subject: Subject) -> bool:
     """Whether a run goes on."""
-    return subject.run is not None and subject.run.state is RunPhase.RUNNING
+    return subject.run is not None and subject.run.phase is RunPhase.RUNNING
 
 
 def _environment() -> Environment:
@@ -248,7 +249,7 @@ class SubjectView:
         if self.run and report:
             length_s = self._measured_length_s(report, predicted)
             title = f"{of}measured, as the last epoch began"
-            group = measured_group(self.run.events, report.schedule, length_s, title)
+            group = measured_group(self.run.workers, report.schedule, length_s, title)
             if group:
                 yield group
 
@@ -285,14 +286,14 @@ class SubjectView:
         if not self.run:
             return
         report = self.run.report
-        yield "run", str(self.run.state)
+        yield "run", str(self.run.phase)
         if report:
             yield "per minibatch", format_seconds(report.measured.bottleneck_s)
             yield "samples/s", f"{report.throughput_samples_per_s:,.0f}"
             yield "epochs", ", ".join(f"{n} × {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
-        last: dict[str, Any] = next((line for line in reversed(self.run.metrics) if line.get("split") == "valid"), {})
-        for name, value in last.items():
-            if isinstance(value, float) and name not in ("time", "lr", "samples_per_s"):
+        validations = (line for line in reversed(self.run.metrics) if isinstance(line, ValidationLine))
+        for validation in islice(validations, 1):
+            for name, value in validation.figures.items():
                 yield f"{name}, validation", f"{value:.4g}"
 
     def _add_predictions(self, section: SubjectSection, plan: Plan, simulated: Simulation) -> None:

@@ -50,11 +50,10 @@ def run_sentence(run: RunRecord, plan: Plan | None) -> str:
     """Return `1-1-1 reached accuracy 0.989 after 6 epochs: 20.1 ms per minibatch, 6.05 ms simulated; ...`."""
     if run.report:
         return _finished_sentence(run.report)
-    epoch = max((line["epoch"] for line in run.metrics), default=0)
+    epoch = max((line.epoch for line in run.metrics), default=0)
     what = f"{plan.config} on {plan.workers} workers" if plan else "this run"
-    losses = [line["loss"] for line in run.metrics if isinstance(line.get("loss"), float)]
-    loss = f", loss {losses[-1]:.4g}" if losses else ""
-    if run.state is RunPhase.RUNNING:
+    loss = f", loss {run.metrics[-1].loss:.4g}" if run.metrics else ""
+    if run.phase is RunPhase.RUNNING:
         return f"{what} is training: epoch {epoch}{loss}" if run.metrics else f"{what} is starting"
     return f"{what} stopped in or after epoch {epoch}{loss}"
 

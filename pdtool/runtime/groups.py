@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pdtool import __version__
-from pdtool.artifacts import run_dir
-from pdtool.artifacts.run_dir import TOKEN_FILE
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.artifacts.text_formats import FormatError, read_message, write_message
 from pdtool.errors import UsageError, WorkerDiedError, printable
 from pdtool.files import file_sha256, open_in_place
@@ -255,11 +255,11 @@ def run_settings(config: RunConfig) -> dict[str, str]:
     settings["--set"] = printable(" ".join(f"{key}={value}" for key, value in sorted(config.model.settings.items())))
     digests = {
         "the plan": config.plan.plan_sha256,
-        "bundle.yaml": config.bundle.content_sha256,
+        Bundle.FILE: config.bundle.content_sha256,
         "the model's file": file_sha256(find_source(config.model.source)),
     }
     if config.resume:
-        digests["--resume"] = run_dir.read_manifest(run_dir.latest(config.resume)).content_sha256
+        digests["--resume"] = RunDir(config.resume).latest_checkpoint().manifest().content_sha256
     return settings | {name: digest[:_DIGITS] for name, digest in digests.items()} | {"pdtool's version": __version__}
 
 
@@ -310,7 +310,7 @@ def check_shared(out: Path, group: Any, timeout_s: float) -> None:
         UsageError: on every worker, when one does not; ranks and machines are named.
         PeerError: a worker is lost.
     """
-    token, path = "", out / TOKEN_FILE
+    token, path = "", RunDir(out).token_file
     if dist.get_rank(group) == 0:
         token = secrets.token_hex(16)
         with open_in_place(path) as file:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from pdtool import host
-from pdtool.artifacts.metrics import METRICS_FILE
-from pdtool.artifacts.run_dir import FAILURE_FILE, WORKERS_FOLDER, check_written
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.files import check_no_link, open_in_place
 from pdtool.runtime.config import RankAssignment
@@ -40,7 +39,7 @@ class Status:
 
     def __init__(self, out: Path, assignment: RankAssignment) -> None:
         _make_files(out, assignment.rank)
-        with open_in_place(_path(out, assignment.rank, "status")) as file:
+        with open_in_place(RunDir(out).worker_file(assignment.rank, "status")) as file:
             self._memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
         _HEADER.pack_into(self._memory, 0, os.getpid(), host.oom_kills() or 0, time.time(), NOBODY)
         self.set("the start")
@@ -135,21 +134,22 @@ class WorkerFailure:
 
 def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
     """Write a failure where `read_failure` reads it, into the bytes that were reserved for it."""
-    with suppress(OSError, ArtifactError), open_in_place(_path(out, rank, "failure")) as file:  # it may be gone
+    path = RunDir(out).worker_file(rank, "failure")
+    with suppress(OSError, ArtifactError), open_in_place(path) as file:  # it may be gone
         file.write(json.dumps(asdict(failure)).encode().ljust(_FAILURE_BYTES))
 
 
 def read_failure(out: Path, rank: int) -> WorkerFailure | None:
     """Return what the worker wrote when it failed; None when it wrote nothing."""
     try:
-        return WorkerFailure(**json.loads(_path(out, rank, "failure").read_text(encoding="utf-8")))
+        return WorkerFailure(**json.loads(RunDir(out).worker_file(rank, "failure").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def write_traceback(out: Path, rank: int, text: str) -> None:
-    """Keep the traceback of a worker's failure, for FAILURE_FILE."""
-    with open_in_place(_path(out, rank, "traceback")) as file:
+    """Keep the traceback of a worker's failure, for the failure file."""
+    with open_in_place(RunDir(out).worker_file(rank, "traceback")) as file:
         file.truncate(0)
         file.write(text.encode(errors="backslashreplace"))
 
@@ -157,7 +157,7 @@ def write_traceback(out: Path, rank: int, text: str) -> None:
 def read_traceback(out: Path, rank: int) -> str:
     """Return the traceback of a worker's failure; "" when it left none."""
     try:
-        return _path(out, rank, "traceback").read_text(encoding="utf-8")
+        return RunDir(out).worker_file(rank, "traceback").read_text(encoding="utf-8")
     except OSError:
         return ""
 
@@ -165,7 +165,7 @@ def read_traceback(out: Path, rank: int) -> str:
 def read_status(out: Path, rank: int) -> LastStatus:
     """Return what the worker was last doing."""
     try:
-        content = _path(out, rank, "status").read_bytes()
+        content = RunDir(out).worker_file(rank, "status").read_bytes()
         pid, oom_kills, since_s, waits_for = _HEADER.unpack_from(content)
     except (OSError, struct.error):
         return LastStatus()
@@ -197,27 +197,25 @@ def prepare_folder(out: Path, ranks: Sequence[int], *, keep_metrics: bool) -> No
         ArtifactError: a link in the folder leads elsewhere.
         PdtoolError: the folder cannot be written.
     """
+    run_dir = RunDir(out)
     try:
-        check_written(out)
-        (out / FAILURE_FILE).unlink(missing_ok=True)
+        run_dir.check_written()
+        run_dir.failure_file.unlink(missing_ok=True)
         for rank in ranks:
             _make_files(out, rank)
-            _path(out, rank, "traceback").unlink(missing_ok=True)
+            run_dir.worker_file(rank, "traceback").unlink(missing_ok=True)
         if not keep_metrics:
-            (out / METRICS_FILE).unlink(missing_ok=True)
+            run_dir.metrics_file.unlink(missing_ok=True)
     except OSError as error:
         raise PdtoolError(f"{out} cannot be written ({error.strerror})", "name another folder with -o") from error
 
 
 def _make_files(out: Path, rank: int) -> None:
     """Make the files of a worker, blank and as large as they will be."""
-    check_no_link(out / WORKERS_FOLDER, is_folder=True)
-    (out / WORKERS_FOLDER).mkdir(parents=True, exist_ok=True)
+    run_dir = RunDir(out)
+    check_no_link(run_dir.workers, is_folder=True)
+    run_dir.workers.mkdir(parents=True, exist_ok=True)
     for kind, content in (("status", bytes(_STATUS_BYTES)), ("failure", b" " * _FAILURE_BYTES)):
-        with open_in_place(_path(out, rank, kind)) as file:
+        with open_in_place(run_dir.worker_file(rank, kind)) as file:
             file.truncate(0)
             file.write(content)
-
-
-def _path(out: Path, rank: int, kind: str) -> Path:
-    return out / WORKERS_FOLDER / f"{rank}.{kind}"

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from click.testing import CliRunner
 
-from pdtool.artifacts import run_dir
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.cli.commands.app import main
 from pdtool.errors import PdtoolError
 from pdtool.runtime.worker import checkpoint
@@ -158,7 +158,7 @@ class Bench:
         self.pdtool("partition", "--topology", "4", "--bandwidth", "1Gbit/s", "--straight", "-o", _PLAN)
         self.pdtool("codegen", _PLAN)
         self.pdtool(*self.run("runs/reference", epochs))
-        checkpoints = run_dir.complete_checkpoints(folder / "runs/reference")
+        checkpoints = RunDir(folder / "runs/reference").checkpoints()
         self.states = {epoch: checkpoint.read(path, lambda key: True) for epoch, path in checkpoints.items()}
 
     def run(self, out: str, epochs: int, *more: str) -> list[str]:
@@ -179,7 +179,7 @@ class Bench:
     def losses(self, out: str, name: str, before: Mapping[int, Path] | None = None) -> list[str]:
         """What a run has lost: a checkpoint that was complete before, that cannot be read, or that is not the one which
         an undisturbed run wrote."""
-        complete = run_dir.complete_checkpoints(self.folder / out)
+        complete = RunDir(self.folder / out).checkpoints()
         losses = [f"{name}: epoch {epoch} is gone" for epoch in (before or {}).keys() - complete.keys()]
         for epoch, path in complete.items():
             try:

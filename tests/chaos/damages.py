@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from chaos.bench import Bench, Outcome
-from pdtool.artifacts import run_dir
+from pdtool.artifacts.run_dir import RunDir
 
 _WAYS = ("a flipped bit", "cut off", "made longer", "removed", "zeros", "of another epoch")
 
@@ -19,7 +19,7 @@ def damages(bench: Bench, trials: int, seed: int) -> Iterator[Outcome]:
     for trial in range(trials):
         out = f"runs/damage-{trial}"
         _copy(bench, out)
-        folder = run_dir.latest(bench.folder / out)
+        folder = RunDir(bench.folder / out).latest_checkpoint().path
         path, how = draw.choice(sorted(folder.iterdir())), draw.choice(_WAYS)
         if path.name == "checkpoint.json" and how in ("removed", "of another epoch"):
             how = "a flipped bit"  # without it a checkpoint is not complete, and another's names other files

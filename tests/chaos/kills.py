@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from chaos.bench import WORKERS, Bench, Command, Outcome, kill
-from pdtool.artifacts import run_dir
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.runtime.status import read_status
 
 _RESUME_EACH = 5  # trials; the others are compared with the undisturbed run only
@@ -46,7 +46,7 @@ def _kill(
         time.sleep(0.02)
     time.sleep(delay_s)
     pid = _pid(command, folder, target, rank)
-    before = run_dir.complete_checkpoints(folder)
+    before = RunDir(folder).checkpoints()
     if pid is None:
         outcome.wrong_causes.append(f"{outcome.name}: there was no such process")
         kill(command.process.pid, signal.SIGKILL)
@@ -56,8 +56,8 @@ def _kill(
     codes, words = _expected(target, rank, number)
     outcome.add(command.ended(), codes, words if is_training or target != "command" else "")
     outcome.losses += bench.losses(out, outcome.name, before)
-    if trial % _RESUME_EACH == 0 and run_dir.complete_checkpoints(folder):
-        epochs = max(run_dir.complete_checkpoints(folder)) + 2
+    if trial % _RESUME_EACH == 0 and RunDir(folder).checkpoints():
+        epochs = max(RunDir(folder).checkpoints()) + 2
         outcome.add(bench.start(*bench.run(out, epochs, "--resume")).ended(), [0])
         outcome.losses += bench.losses(out, f"{outcome.name}, resumed", before)
     return outcome

@@ -12,7 +12,7 @@ import pytest
 import samples
 from conftest import Folder
 
-from pdtool.artifacts.run_dir import RunState, locked
+from pdtool.artifacts.run_dir import RunDir, RunState
 
 STATE = RunState(plan="net", config="1-1", schedule="1f1b", epochs=4, updates=10, samples=80)
 
@@ -115,6 +115,6 @@ def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) 
 
 
 def test_the_lock_is_free_when_a_run_has_ended(folder: Folder, run: Path) -> None:
-    with locked(run):
+    with RunDir(run).held():
         pass
     assert "it ended without a word" in "\n".join(shown(folder))

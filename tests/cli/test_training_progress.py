@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine
 from pdtool.artifacts.run_dir import RunState
 from pdtool.cli import terminal
 from pdtool.cli.run_view import clock, training_progress, validated
@@ -23,8 +24,8 @@ def record(out: Path) -> None:
     )
 
 
-def events(epochs: int = EPOCHS, update_s: float = 0.5) -> Iterator[dict[str, Any]]:
-    """Lines of metrics.jsonl of a run whose updates of 8 samples take half a second, and validations two seconds.
+def events(epochs: int = EPOCHS, update_s: float = 0.5) -> Iterator[MetricsLine]:
+    """Lines of metrics of a run whose updates of 8 samples take half a second, and validations two seconds.
 
     The last update of an epoch has one sample.
     """
@@ -33,16 +34,10 @@ def events(epochs: int = EPOCHS, update_s: float = 0.5) -> Iterator[dict[str, An
         for update in range(UPDATES):
             now, step = now + update_s, step + 1
             samples = 1 if update == UPDATES - 1 else 8
-            figures = {
-                "samples": samples,
-                "loss": 10.0 if samples == 1 else 1 / step,
-                "time": now,
-                "lr": 0.1,
-                "samples_per_s": 99.0,
-            }
-            yield {"split": "train", "epoch": epoch, "step": step, **figures}
+            loss = 10.0 if samples == 1 else 1 / step
+            yield UpdateLine(epoch=epoch, step=step, samples=samples, loss=loss, time=now, lr=0.1, samples_per_s=99.0)
         now += 2
-        yield {"split": "valid", "epoch": epoch, "step": step, "time": now, "loss": 0.5, "accuracy": 0.75}
+        yield ValidationLine(epoch=epoch, step=step, time=now, loss=0.5, metrics={"accuracy": 0.75})
 
 
 def shown(out: Path, capsys: pytest.CaptureFixture[str], log_every: int | None = None, **made: Any) -> list[str]:
@@ -97,7 +92,7 @@ def test_on_a_terminal_there_is_a_bar_with_all_of_it(
         assert "first update\nxxx" in capsys.readouterr().err, "lines are broken between words"
         for event in events(2):
             on_event(event)
-            if event["step"] == 77:
+            if event.step == 77:
                 [task] = bar.tasks
                 assert (task.completed, task.total, task.description) == (77, 120, "epoch 2/3")
                 assert task.fields["figures"] == "training loss 0.0130 16 samples/s 0:23 left"
@@ -127,5 +122,4 @@ def test_a_quiet_command_draws_nothing(
 
 def test_times_and_figures_as_people_read_them() -> None:
     assert [clock(seconds) for seconds in (0.4, 59.6, 3599, 3723)] == ["0:00", "1:00", "59:59", "1:02:03"]
-    line = {"split": "valid", "epoch": 1, "step": 3, "time": 1.0, "loss": 0.12345, "bleu": 20.0}
-    assert validated(line) == "validation loss 0.1235, bleu 20.0000"
+    assert validated({"loss": 0.12345, "bleu": 20.0}) == "validation loss 0.1235, bleu 20.0000"

@@ -19,7 +19,7 @@ from reference import replay
 from test_laws_flush import CHUNKED
 from test_laws_training import BW2, pipeline
 
-from pdtool.artifacts.metrics import read_metrics
+from pdtool.artifacts.metrics import ValidationLine, read_metrics
 from pdtool.frontend.model_file import ModelFile
 from pdtool.options.target import Target
 from pdtool.runtime.config import RunConfig
@@ -308,7 +308,8 @@ def test_metrics_that_are_no_means_are_those_of_the_whole_validation_set(tmp_pat
     with torch.no_grad():
         output = model(valid.x)
     expected = file.summarize_metrics(file.metrics(output, valid.y)) | {"loss": float(file.loss(output, valid.y))}
-    assert {name: line[name] for name in expected} == pytest.approx(expected)
+    assert isinstance(line, ValidationLine)
+    assert line.figures == pytest.approx(expected)
 
 
 RARE = """
@@ -320,8 +321,8 @@ def metrics(output, target):
 def test_a_metric_that_counted_nothing_has_no_figure_and_reaches_no_target(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, with_code(CONV1, RARE), epochs=2, target=Target.parse("nll<=4"))
     harness.run(spec)
-    validations = [line for line in read_metrics(spec.out / "metrics.jsonl") if line["split"] == "valid"]
-    assert [sorted(line.keys() & {"accuracy", "nll"}) for line in validations] == [["accuracy"]] * 2
+    validations = [line for line in read_metrics(spec.out / "metrics.jsonl") if isinstance(line, ValidationLine)]
+    assert [[*line.metrics] for line in validations] == [["accuracy"]] * 2
     assert "warning: the validation after epoch 2 gives no nll: the count is 0\n" in harness.errors(spec)
 
 

@@ -116,7 +116,7 @@ def test_a_validation_in_bf16_computes_the_loss_as_training_does(tmp_path: Path,
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             x, y = data.x[i : i + 4], data.y[i : i + 4]
             total += float(file.loss(model(x), y)) * len(y)
-    assert harness.logged(spec.out)[-1]["loss"] == pytest.approx(total / len(data), rel=1e-6)
+    assert harness.logged(spec.out)[-1].loss == pytest.approx(total / len(data), rel=1e-6)
 
 
 def test_bf16_is_refused_where_the_model_switches_autocast_off(tmp_path: Path) -> None:

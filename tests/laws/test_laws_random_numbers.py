@@ -17,7 +17,7 @@ from skeletons import plan_of, skeleton, traced_once
 from torch import nn
 
 from pdtool.artifacts.artifact import ModelRef
-from pdtool.artifacts.metrics import read_metrics
+from pdtool.artifacts.metrics import ValidationLine, read_metrics
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import OperatorSeeds, derive_seed, module_draws, module_draws_by_layout
 from pdtool.generator import generate as generate_module
@@ -205,7 +205,8 @@ def test_validation_draws_the_same_too(tmp_path: Path) -> None:
     for name, replicas, seed in (("a", (1,), 0), ("b", (1, 1), 0), ("c", (1, 1), 1)):
         spec = replace(job(tmp_path / name, replicas), epochs=1, seed=seed)
         harness.run(spec)
-        logs.append([line["loss"] for line in read_metrics(spec.out / "metrics.jsonl") if line["split"] == "valid"])
+        lines = read_metrics(spec.out / "metrics.jsonl")
+        logs.append([line.loss for line in lines if isinstance(line, ValidationLine)])
     assert logs[0] == pytest.approx(logs[1], rel=1e-5)
     assert logs[0] != pytest.approx(logs[2], rel=1e-3)
 

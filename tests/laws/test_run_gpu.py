@@ -21,7 +21,7 @@ from harness import CONV2, CONV3, LSTM3, TIED3, Toy, assert_same, batches, weigh
 from reference import replay
 from test_laws_precision import COMPILED, NEAR_FP32, trained
 
-from pdtool.artifacts.metrics import read_metrics
+from pdtool.artifacts.metrics import UpdateLine, read_metrics
 from pdtool.errors import WorkerDiedError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.launch.launcher import launch
@@ -209,7 +209,7 @@ def test_no_action_of_any_stage_waits_for_the_device(tmp_path: Path, toy: Toy) -
     spec = harness.job(tmp_path, toy, optimizer="sgd", epochs=3)
     outcomes = harness.run(spec, forbid_waiting)
     assert [outcome.peak_versions for outcome in outcomes] == [3, 2, 1]
-    losses = [line["loss"] for line in read_metrics(spec.out / "metrics.jsonl") if line["split"] == "train"]
+    losses = [line.loss for line in read_metrics(spec.out / "metrics.jsonl") if isinstance(line, UpdateLine)]
     assert len(losses) == 3 * 7
 
 

@@ -15,6 +15,8 @@ from namespaces import namespaces
 from reproduction import ddp, real_computing, rivals, slow_links, table1, time_to_accuracy
 from reproduction.results import Results
 
+from pdtool.artifacts.metrics import UpdateLine
+
 LARGE_CLASSIFIER = """
 import torch
 from torch import nn
@@ -92,7 +94,8 @@ def test_a_picture_drawn_again_is_the_same_file(tmp_path):
 
 def test_what_distributed_data_parallel_and_a_pipeline_take_is_counted_within_epochs():
     """The time between epochs, of validations, is not part of it."""
-    lines = [(at_s, {"split": "train", "epoch": epoch}) for at_s, epoch in ((0, 1), (1, 1), (2, 1), (9, 2), (12, 2))]
+    times = ((0, 1), (1, 1), (2, 1), (9, 2), (12, 2))
+    lines = [(at_s, UpdateLine(epoch=epoch, step=1, loss=1.0)) for at_s, epoch in times]
     assert time_to_accuracy.time_per_update_s(lines) == pytest.approx(5 / 3)
 
 

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from pdtool.artifacts.chrome_trace import TraceEvent, chrome_trace
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.metrics import UpdateLine, ValidationLine
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
@@ -278,7 +279,7 @@ def write_metrics(folder: Path, epochs: int, updates: int = 30) -> None:
     for epoch in range(1, epochs + 1):
         for step in range((epoch - 1) * updates + 1, epoch * updates + 1):
             line = {"split": "train", "epoch": epoch, "step": step, "loss": 3.0 / step, "time": step * 0.1}
-            lines.append({**line, "lr": [0.1 / epoch], "samples_per_s": 2000.0 + step})
+            lines.append({**line, "lr": 0.1 / epoch, "samples_per_s": 2000.0 + step})
         lines.append({"split": "valid", "epoch": epoch, "step": epoch * updates, "loss": 1 / epoch, "accuracy": 0.9})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -443,18 +444,17 @@ def test_gains_in_words():
 
 def test_figures_that_cannot_be_drawn_are_left_out():
     lines = [
-        {"split": "train", "epoch": 1, "step": 1, "loss": float("nan")},
-        {"split": "train", "epoch": 1, "step": 2, "loss": 10**400},
-        {"split": "train", "epoch": 1, "step": True, "loss": 1.0},
-        {"split": "valid", "epoch": 1, "step": 2, "loss": None, "accuracy": "high"},
+        UpdateLine(epoch=1, step=1, loss=float("nan")),
+        UpdateLine(epoch=1, step=2, loss=1e300),
+        ValidationLine(epoch=1, step=2, loss=float("inf"), metrics={"accuracy": float("-inf")}),
     ]
     assert metric_charts([("run", lines)]) == []
-    [chart] = metric_charts([("run", [*lines, {"split": "train", "epoch": 1, "step": 3, "loss": 0.5}])])
+    [chart] = metric_charts([("run", [*lines, UpdateLine(epoch=1, step=3, loss=0.5)])])
     assert all(curve.points == [(3.0, 0.5)] for curve in chart.curves)
 
 
 def test_a_long_run_is_drawn_by_few_points():
-    lines = [{"split": "train", "epoch": 1, "step": i, "loss": 1.0 / (i + 1)} for i in range(20_000)]
+    lines = [UpdateLine(epoch=1, step=i, loss=1.0 / (i + 1)) for i in range(20_000)]
     [chart] = metric_charts([("run", lines)])
     assert all(len(curve.points) <= 500 for curve in chart.curves)
 

@@ -75,8 +75,9 @@ def train(code: ModuleType, arguments: argparse.Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 log.write(json.dumps({"split": "train", "epoch": epoch, "step": step, "loss": loss.item()}) + "\n")
-            accuracy = validate(model.module, code, validation, rank, world_size)
-            log.write(json.dumps({"split": "valid", "epoch": epoch, "step": step, "accuracy": accuracy}) + "\n")
+            valid_loss, accuracy = validate(model.module, code, validation, rank, world_size)
+            figures = {"loss": valid_loss, "accuracy": accuracy}
+            log.write(json.dumps({"split": "valid", "epoch": epoch, "step": step, **figures}) + "\n")
             if accuracy >= arguments.target:
                 return
     if arguments.target < float("inf"):
@@ -84,14 +85,16 @@ def train(code: ModuleType, arguments: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def validate(model: torch.nn.Module, code: ModuleType, data: Dataset, rank: int, world_size: int) -> float:
-    """The accuracy on the validation set, of which each process computes a part."""
+def validate(model: torch.nn.Module, code: ModuleType, data: Dataset, rank: int, world_size: int) -> list[float]:
+    """Loss and accuracy on the validation set, of which each process computes a part."""
     model.eval()
     x, y = default_collate([data[i] for i in range(rank, len(data), world_size)])
-    totals = torch.tensor(code.metrics(model(x), y)["accuracy"], dtype=torch.float64)
+    output = model(x)
+    correct, count = code.metrics(output, y)["accuracy"]
+    totals = torch.tensor([float(code.loss(output, y)) * count, correct, count], dtype=torch.float64)
     dist.all_reduce(totals)
     model.train()
-    return (totals[0] / totals[1]).item()
+    return (totals[:2] / totals[2]).tolist()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pdtool.artifacts.metrics import following_metrics
+from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine, following_metrics
+from pdtool.artifacts.run_dir import RunDir
 from reproduction.results import Results
 
 if TYPE_CHECKING:
@@ -88,22 +89,22 @@ def train_ddp(results: Results, batch_size: int, model: str, *options: str) -> d
 
 def _followed(folder: Path, train: Callable[[], object]) -> dict[str, Any]:
     """Train, and take the time at each line of metrics.jsonl: seconds since the first update."""
-    lines: list[tuple[float, dict[str, Any]]] = []
-    with following_metrics(folder, lambda line: lines.append((time.monotonic(), line)), after=0):
+    lines: list[tuple[float, MetricsLine]] = []
+    with following_metrics(RunDir(folder).metrics_file, lambda line: lines.append((time.monotonic(), line)), after=0):
         train()
     start_s = lines[0][0]
-    validations = [(at_s - start_s, line) for at_s, line in lines if line["split"] == "valid"]
+    validations = [(at_s - start_s, line) for at_s, line in lines if isinstance(line, ValidationLine)]
     return {
         "epochs": len(validations),
         "seconds": validations[-1][0],
         "time_per_update_s": time_per_update_s(lines),
-        "curve": [(at_s, line["accuracy"]) for at_s, line in validations],
+        "curve": [(at_s, line.metrics["accuracy"]) for at_s, line in validations],
     }
 
 
-def time_per_update_s(lines: list[tuple[float, dict[str, Any]]]) -> float:
+def time_per_update_s(lines: list[tuple[float, MetricsLine]]) -> float:
     """Seconds from update to update within an epoch, over all epochs."""
-    updates = [(at_s, line["epoch"]) for at_s, line in lines if line["split"] == "train"]
+    updates = [(at_s, line.epoch) for at_s, line in lines if isinstance(line, UpdateLine)]
     epochs = [[at_s for at_s, _ in group] for _, group in groupby(updates, key=lambda update: update[1])]
     return sum(epoch[-1] - epoch[0] for epoch in epochs) / sum(len(epoch) - 1 for epoch in epochs)
 

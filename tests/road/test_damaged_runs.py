@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import samples
 
-from pdtool.artifacts.run_dir import RunPhase, RunState, last_update, read_run
+from pdtool.artifacts.metrics import last_update
+from pdtool.artifacts.run_dir import RunDir, RunPhase, RunState
 from pdtool.cli.commands import show as reporting
 
 
@@ -51,13 +52,13 @@ def test_a_page_does_without_a_trace_of_impossible_numbers(event, run, folder):
 def test_no_file_of_a_run_is_waited_for(make, name, run):
     """Once: for ever for a FIFO, and all memory for a device."""
     make(run / name)
-    assert read_run(run).state is RunPhase.FINISHED
-    assert last_update(run) is None
+    assert RunDir(run).read().phase is RunPhase.FINISHED
+    assert last_update(run / "metrics.jsonl") is None
 
 
 def test_numbers_of_an_update_are_numbers(run):
     (run / "metrics.jsonl").write_text('{"split": "train", "epoch": true, "step": true, "loss": true}\n')
-    assert last_update(run) is None
+    assert last_update(run / "metrics.jsonl") is None
 
 
 def test_the_record_of_a_run_stands_for_its_folder(run, folder):

@@ -22,7 +22,7 @@ from harness import CONV1, CONV2, CONV3, Toy, faulty
 
 from pdtool import host
 from pdtool.artifacts.plan import Predicted
-from pdtool.artifacts.run_dir import FAILURE_FILE, WORKERS_FOLDER
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
 from pdtool.host import MemoryLimit, memory_limits, oom_kills
@@ -325,7 +325,7 @@ def test_one_on_another_machine_is_found_by_its_status(left: Left, monkeypatch: 
     assert str(error).startswith(
         "rank 2 (stage 1, replica 1) did not answer; it was last at 1F3; others waited 5 s for it"
     )
-    assert "its launcher saw it end with -6" in (config.out / FAILURE_FILE).read_text()
+    assert "its launcher saw it end with -6" in (RunDir(config.out).failure_file).read_text()
     everyone = diagnose(config, left.ranks, {0: -6, 1: -6, 2: -6, 3: -6})
     assert str(everyone).startswith("rank 2 (stage 1, replica 1) did not answer"), "all hung: the first one is named"
 
@@ -403,18 +403,18 @@ def test_every_workers_story_is_in_a_file(left: Left) -> None:
     left.status(0, "0B3", waits_for=1)
     left.status(1, "1F3")
     left.failure(0, "backward 'a' did not get here (Timed out waiting 5 s)", peer=1)
-    (left.config.out / WORKERS_FOLDER / "0.traceback").write_text("Traceback of rank 0")
+    (RunDir(left.config.out).workers / "0.traceback").write_text("Traceback of rank 0")
     error = left.diagnosis({0: 5})
-    assert f"see {left.config.out / FAILURE_FILE} for what each worker did" in error.remedy
+    assert f"see {RunDir(left.config.out).failure_file} for what each worker did" in error.remedy
     assert "did not get here" not in str(error)
-    story = (left.config.out / FAILURE_FILE).read_text()
+    story = (RunDir(left.config.out).failure_file).read_text()
     assert "rank 0 (stage 0, replica 0): last at 0B3" in story
     assert "waiting for rank 1 for the last" in story
     assert "it said: backward 'a' did not get here" in story
     assert "Traceback of rank 0" in story
     assert "rank 3 (stage 2, replica 0): last at the start, it has not begun" in story
     prepare_folder(left.config.out, range(4), keep_metrics=False)
-    assert not (left.config.out / FAILURE_FILE).exists()
+    assert not (RunDir(left.config.out).failure_file).exists()
 
 
 def test_a_status_says_for_whom_a_worker_waits(left: Left) -> None:

@@ -22,7 +22,7 @@ from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3, TIED4, assert_same
 from reference import replay
 from safetensors.torch import load_file
 
-from pdtool.artifacts import run_dir
+from pdtool.artifacts.run_dir import Checkpoint, RunDir
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.launch.launcher import launch
@@ -137,10 +137,10 @@ def test_tied_names_share_a_tensor_in_an_export(tmp_path: Path) -> None:
         return state["embed.weight"].data_ptr(), state["out.weight"].data_ptr()
 
     assert len(set(storages())) == 1
-    manifest = run_dir.read_manifest(run_dir.latest(spec.out))
+    manifest = RunDir(spec.out).latest_checkpoint().manifest()
     assert manifest.tied == {"out.weight": "embed.weight"}
     for tied in ({}, {"out.weight": "gone"}, {"out.weight": "out.bias"}):
-        manifest.model_copy(update={"tied": tied}).save(run_dir.latest(spec.out) / "checkpoint.json")
+        manifest.model_copy(update={"tied": tied}).save(RunDir(spec.out).latest_checkpoint().path / "checkpoint.json")
         assert len(set(storages())) == 2
 
 
@@ -185,20 +185,20 @@ def test_only_a_complete_checkpoint_is_found(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if name != "epoch-12":
             (tmp_path / "checkpoints" / name / "checkpoint.json").write_text("{}")
-    assert run_dir.latest(tmp_path) == tmp_path / "checkpoints" / "epoch-10"
-    assert run_dir.latest(tmp_path / "checkpoints" / "epoch-9").name == "epoch-9"
+    assert RunDir(tmp_path).latest_checkpoint().path == tmp_path / "checkpoints" / "epoch-10"
+    assert RunDir(tmp_path / "checkpoints" / "epoch-9").latest_checkpoint().path.name == "epoch-9"
     with pytest.raises(UsageError, match="holds no complete checkpoint"):
-        run_dir.latest(tmp_path / "checkpoints" / "epoch-12")
+        RunDir(tmp_path / "checkpoints" / "epoch-12").latest_checkpoint()
 
 
 def test_a_run_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nope is not there; name the folder of a run$"):
-        run_dir.latest(tmp_path / "nope")
+        RunDir(tmp_path / "nope").latest_checkpoint()
     for name in ("a", "b"):
         (tmp_path / name / "checkpoints" / "epoch-1").mkdir(parents=True)
     (tmp_path / "a" / "checkpoints" / "epoch-1" / "checkpoint.json").write_text("{}")
     with pytest.raises(UsageError, match=rf"nope is not there; name the folder of a run: {tmp_path / 'a'}$"):
-        run_dir.latest(tmp_path / "nope")
+        RunDir(tmp_path / "nope").latest_checkpoint()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -221,10 +221,10 @@ def test_a_checkpoint_holds_data_and_nothing_that_runs(tmp_path: Path) -> None:
     """Safetensors, one file for each stage, and a manifest with the digest of each; no file is a pickle."""
     spec = harness.job(tmp_path, TIED3, (1, 1, 1), epochs=1, seed=7)
     harness.run(spec)
-    folder = run_dir.latest(spec.out)
+    folder = RunDir(spec.out).latest_checkpoint().path
     files = {f"stage-{s}.safetensors" for s in range(3)}
     assert {path.name for path in folder.iterdir()} == {"checkpoint.json", *files}
-    manifest = run_dir.read_manifest(folder)
+    manifest = Checkpoint(folder).manifest()
     assert (manifest.epoch, manifest.seed, manifest.files.keys()) == (1, 7, files)
     for name, stored in manifest.files.items():
         content = (folder / name).read_bytes()
@@ -251,7 +251,7 @@ def test_a_hostile_file_in_a_run_is_not_executed(tmp_path: Path, name: str, use:
     spec = harness.job(tmp_path, CONV1, epochs=1)
     harness.run(spec)
     made = tmp_path / "made"
-    path = (spec.out if name == "metrics.jsonl" else run_dir.latest(spec.out)) / name
+    path = (spec.out if name == "metrics.jsonl" else RunDir(spec.out).latest_checkpoint().path) / name
     is_read = path.exists() and not (name == "metrics.jsonl" and use == "export")
     path.write_bytes(pickle.dumps(Hostile(made)))
     expectation = pytest.raises(PdtoolError, match=name) if is_read else nullcontext()
@@ -299,7 +299,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: P
         launch(replace(spec, epochs=3, resume=spec.out))
     assert raised.value.exit_code == ArtifactError.exit_code
     launch(replace(spec, epochs=2, resume=first, out=tmp_path / "again"))
-    assert run_dir.latest(tmp_path / "again").name == "epoch-2"
+    assert RunDir(tmp_path / "again").latest_checkpoint().path.name == "epoch-2"
     shutil.rmtree(first)
     with pytest.raises(ArtifactError, match="there is none before it in this run"):
         checkpoint.export(spec.out, tmp_path / "model.pt")
@@ -309,7 +309,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: P
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:
     spec = harness.job(tmp_path, CONV1, epochs=1)
     harness.run(spec)
-    (run_dir.latest(spec.out) / "checkpoint.json").write_text(content, encoding="latin-1")
+    (RunDir(spec.out).latest_checkpoint().path / "checkpoint.json").write_text(content, encoding="latin-1")
     with pytest.raises(ArtifactError, match=r"epoch-1/checkpoint.json: is damaged"):
         checkpoint.export(spec.out, tmp_path / "model.pt")
     with pytest.raises(ArtifactError, match=r"epoch-1/checkpoint.json: is damaged"):
@@ -320,7 +320,7 @@ def test_a_folder_of_another_epoch_is_refused(tmp_path: Path) -> None:
     """Renamed, it would be taken for the last one, and hide what is trained after it."""
     spec = harness.job(tmp_path, CONV1, epochs=1)
     harness.run(spec)
-    folder = run_dir.latest(spec.out)
+    folder = RunDir(spec.out).latest_checkpoint().path
     folder.rename(folder.with_name("epoch-9"))
     message = (
         r"epoch-9/checkpoint.json: is of epoch 1, and stands in a folder of another epoch; name the folder epoch-1"
@@ -345,8 +345,8 @@ def test_a_file_of_a_checkpoint_that_is_no_file_is_refused(tmp_path: Path) -> No
     """A FIFO has 0 bytes, as a manifest can say; export waited for it."""
     spec = harness.job(tmp_path, CONV1, epochs=1)
     harness.run(spec)
-    folder = run_dir.latest(spec.out)
-    manifest = run_dir.read_manifest(folder)
+    folder = RunDir(spec.out).latest_checkpoint().path
+    manifest = Checkpoint(folder).manifest()
     [(name, stored)] = manifest.files.items()
     manifest.model_copy(update={"files": {name: stored.model_copy(update={"bytes": 0})}}).save(
         folder / "checkpoint.json"
@@ -361,7 +361,7 @@ def test_a_checkpoint_of_an_older_pdtool_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "epoch-1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "epoch-1" / "epoch.json").write_text("{}")
     with pytest.raises(UsageError, match="of an older pdtool, whose files could hold code; export them with"):
-        run_dir.latest(tmp_path)
+        RunDir(tmp_path).latest_checkpoint()
 
 
 def test_values_that_share_memory_are_saved_each(tmp_path: Path) -> None:
@@ -376,6 +376,6 @@ def test_values_that_share_memory_are_saved_each(tmp_path: Path) -> None:
         "f": torch.tensor(3),
     }
     path = tmp_path / "stage-0.safetensors"
-    checkpoint._write(tmp_path, 0, state)
+    checkpoint._write(path, state)
     assert_same(load_file(path), state, rtol=0, atol=0)
     assert os.listdir(tmp_path) == ["stage-0.safetensors"]

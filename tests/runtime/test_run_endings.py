@@ -19,7 +19,7 @@ import harness
 import pytest
 from harness import faulty
 
-from pdtool.artifacts import run_dir
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.runtime import worker_end as shared_memory_files
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.status import read_pid
@@ -98,7 +98,7 @@ class Launcher:
 
     def tells_how_to_go_on(self, name: str) -> None:
         """State what a signal of this name has let it say."""
-        epoch = max(run_dir.complete_checkpoints(self.spec.out), default=0)
+        epoch = max(RunDir(self.spec.out).checkpoints(), default=0)
         how = f"; go on from the last checkpoint (epoch {epoch}) with --resume {self.spec.out}"
         assert f"stopped by {name}{how if epoch else ' before the first checkpoint'}" in self.errors.read_text()
 

@@ -17,9 +17,8 @@ import pytest
 import torch
 from harness import CONV2, CONV3, faulty
 
-from pdtool.artifacts import run_dir
 from pdtool.artifacts.metrics import read_metrics
-from pdtool.artifacts.run_dir import WORKERS_FOLDER
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.options.target import Target
@@ -175,14 +174,14 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     """A file stands where the folder of epoch 2 is to be written."""
     spec = harness.job(tmp_path, CONV3)
     launch(spec)
-    old = {path.name: path.read_bytes() for path in run_dir.latest(spec.out).iterdir()}
+    old = {path.name: path.read_bytes() for path in RunDir(spec.out).latest_checkpoint().path.iterdir()}
     (spec.out / "checkpoints" / ".epoch-2.partial").write_text("in the way")
     message = (
         r"at the checkpoint of epoch 2: the checkpoint could not be written .*; see that the folder can be written"
     )
     with pytest.raises(PdtoolError, match=message):
         launch(replace(spec, epochs=2, resume=spec.out))
-    kept = run_dir.latest(spec.out)
+    kept = RunDir(spec.out).latest_checkpoint().path
     assert kept.name == "epoch-1"
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == old
 
@@ -200,10 +199,10 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_a_failure_is_told_where_the_disk_is_full(tmp_path: Path) -> None:
     """The room for it is there from the start."""
-    (tmp_path / WORKERS_FOLDER).mkdir()
+    (RunDir(tmp_path).workers).mkdir()
     place = RankAssignment(rank=0, stage=0, replica=0, worker=0)
     Status(tmp_path, place)
-    path, failure = tmp_path / WORKERS_FOLDER / "0.failure", WorkerFailure("no space", "make some", 1)
+    path, failure = RunDir(tmp_path).workers / "0.failure", WorkerFailure("no space", "make some", 1)
     assert read_failure(tmp_path, 0) is None
     size = path.stat().st_size
     write_failure(tmp_path, 0, failure)
@@ -214,7 +213,7 @@ def test_a_target_that_no_metric_has_is_refused_before_the_first_epoch(tmp_path:
     spec = harness.job(tmp_path, CONV2, target=Target.parse("foo=1"))
     with pytest.raises(UsageError, match="the model reports no metric 'foo'; it reports: "):
         launch(spec)
-    assert not run_dir.complete_checkpoints(spec.out)
+    assert not RunDir(spec.out).checkpoints()
     assert read_metrics(spec.out / "metrics.jsonl") == []
 
 

@@ -17,8 +17,7 @@ from harness import CONV2, faulty
 from launches import end, machines
 from test_run_nodes import ended, start
 
-from pdtool.artifacts import run_dir
-from pdtool.artifacts.run_dir import locked
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.runtime.config import RankAssignment, RunConfig
 from pdtool.runtime.groups import describe_differences
@@ -28,8 +27,8 @@ from pdtool.runtime.status import Status
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from pdtool.artifacts.run_dir import locked
-with locked(Path(sys.argv[1])):
+from pdtool.artifacts.run_dir import RunDir
+with RunDir(Path(sys.argv[1])).held():
     if os.fork():
         print("held", flush=True)
     time.sleep(60)
@@ -63,13 +62,13 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         process.kill()
         process.wait(timeout=20)
         launch(spec)
-    assert run_dir.complete_checkpoints(spec.out)
+    assert RunDir(spec.out).checkpoints()
 
 
 def test_a_lock_ends_with_its_context(tmp_path: Path) -> None:
     """Seen by another process, since one process never refuses itself."""
-    take = f"import pathlib, pdtool.artifacts.run_dir as f\nwith f.locked(pathlib.Path({str(tmp_path)!r})): pass"
-    with locked(tmp_path):
+    take = f"import pathlib, pdtool.artifacts.run_dir as f\nwith f.RunDir(pathlib.Path({str(tmp_path)!r})).held(): pass"
+    with RunDir(tmp_path).held():
         code, _, errors = ended(start([sys.executable, "-c", take]))
         assert code != 0
         assert f"is in use by a run (process {os.getpid()} on " in errors
@@ -117,7 +116,7 @@ def test_machines_that_run_different_things_are_refused(tmp_path: Path, what: st
         assert code == 2, errors
         assert re.search(message, errors), errors
         assert "start all with the same command, on the same files" in errors
-    assert not run_dir.complete_checkpoints(spec.out)
+    assert not RunDir(spec.out).checkpoints()
 
 
 @pytest.mark.parametrize("timeout_s", [5.0, 60.0])
@@ -180,7 +179,8 @@ def test_a_run_writes_through_no_link_of_its_folder(tmp_path: Path, name: str, k
 def test_a_second_name_of_a_file_is_no_lock(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".lock").hardlink_to(tmp_path / "mine")
-    with pytest.raises(ArtifactError, match=r"\.lock: is a second name of another file; remove it"), locked(tmp_path):
+    refused = pytest.raises(ArtifactError, match=r"\.lock: is a second name of another file; remove it")
+    with refused, RunDir(tmp_path).held():
         pass
     assert (tmp_path / "mine").read_text() == "mine"
 

@@ -8,29 +8,39 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import harness
 import pytest
 
 from pdtool.artifacts import metrics as metrics_log
-from pdtool.artifacts.metrics import GrowingFile, MetricsLog, following_metrics, read_metrics
+from pdtool.artifacts.metrics import (
+    RESERVED_METRICS,
+    GrowingFile,
+    MetricsLine,
+    MetricsLog,
+    UpdateLine,
+    ValidationLine,
+    following_metrics,
+    read_metrics,
+    unix_time,
+)
 from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.runtime.launch.launcher import launch
 
 
 def write(out: Path, *updates: tuple[int, int], epochs_done: int = 0) -> None:
-    with closing(MetricsLog(out, epochs_done=epochs_done)) as log:
+    with closing(MetricsLog(out / "metrics.jsonl", epochs_done=epochs_done)) as log:
         for epoch, step in updates:
             add(log, epoch, step)
 
 
 def add(log: MetricsLog, epoch: int, step: int) -> None:
-    log.add_update(epoch=epoch, step=step, loss=0.5, lr=0.1, samples=8)
+    line = UpdateLine(epoch=epoch, step=step, samples=8, loss=0.5, time=unix_time(), lr=0.1, samples_per_s=log.rate(8))
+    log.add(line)
 
 
-def updates(lines: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    return [(line["epoch"], line["step"]) for line in lines]
+def updates(lines: Sequence[MetricsLine]) -> list[tuple[int, int]]:
+    return [(line.epoch, line.step) for line in lines]
 
 
 def test_each_line_is_read_once_when_it_is_complete(tmp_path: Path) -> None:
@@ -53,7 +63,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(metrics_log, "_parse", lambda text, *place: parsed.append(text) or parse(text, *place))
     monkeypatch.setattr(metrics_log, "_POLL_S", 0.001)
     seen = []
-    with following_metrics(tmp_path, seen.append, after=0):
+    with following_metrics(tmp_path / "metrics.jsonl", seen.append, after=0):
         write(tmp_path, *((1, step) for step in range(300)))
     assert updates(seen) == [(1, step) for step in range(300)]
     assert len(parsed) == 300
@@ -63,7 +73,7 @@ def test_a_resumed_run_tells_of_its_own_lines_only(tmp_path: Path) -> None:
     """Epoch 2 was begun and is trained again: its old lines are dropped, and not told a second time."""
     write(tmp_path, (1, 1), (2, 2), (2, 3))
     seen = []
-    with following_metrics(tmp_path, seen.append, after=1):
+    with following_metrics(tmp_path / "metrics.jsonl", seen.append, after=1):
         write(tmp_path, (2, 20), epochs_done=1)
     assert updates(seen) == [(2, 20)]
     assert updates(read_metrics(tmp_path / "metrics.jsonl")) == [(1, 1), (2, 20)]
@@ -74,11 +84,11 @@ def test_a_resumed_run_tells_of_its_own_lines_only(tmp_path: Path) -> None:
 )
 def test_garbage_in_the_file_of_a_resumed_run_is_refused(tmp_path: Path, garbage: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f"{json.dumps({'epoch': 1, 'step': 1})}\n{garbage}\n")
+    path.write_text(f"{json.dumps({'split': 'train', 'epoch': 1, 'step': 1, 'loss': 1})}\n{garbage}\n")
     with pytest.raises(
         ArtifactError, match=r"metrics.jsonl: line 2: is not a line of metrics .*; remove this line"
     ) as e:
-        MetricsLog(tmp_path, epochs_done=1)
+        MetricsLog(path, epochs_done=1)
     assert len(str(e.value)) < 1000
 
 
@@ -93,9 +103,10 @@ def test_the_command_says_so_too(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_removed_is_not_written_to(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, epochs_done=0)
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, epochs_done=0)
     add(log, 1, 1)
-    (tmp_path / "metrics.jsonl").unlink()
+    path.unlink()
     add(log, 1, 2)  # it is written with the next
     with pytest.raises(PdtoolError, match=r"metrics.jsonl was removed while the run wrote to it"):
         log.close()
@@ -105,7 +116,7 @@ def test_updates_that_come_quickly_are_written_together(tmp_path: Path, monkeypa
     """An update costs no write; one that takes long is read at once, and so is a validation."""
     path, clock = tmp_path / "metrics.jsonl", [100.0]
     monkeypatch.setattr(metrics_log.time, "perf_counter", lambda: clock[0])
-    with closing(MetricsLog(tmp_path, epochs_done=0)) as log:
+    with closing(MetricsLog(path, epochs_done=0)) as log:
         log.epoch_begins()
         for step in range(1, 6):
             clock[0] += 0.03
@@ -113,9 +124,26 @@ def test_updates_that_come_quickly_are_written_together(tmp_path: Path, monkeypa
         assert updates(read_metrics(path)) == [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5)]
         add(log, 1, 6)
         assert len(read_metrics(path)) == 5
-        log.add_validation(1, 6, {"loss": 0.25, "accuracy": 0.5})
+        validation = ValidationLine(epoch=1, step=6, time=unix_time(), loss=0.25, metrics={"accuracy": 0.5})
+        log.add(validation)
     lines = read_metrics(path)
-    assert [line["samples_per_s"] for line in lines[:5]] == [pytest.approx(8 / 0.03, abs=1e-2)] * 5
-    assert lines[-1].items() >= {"split": "valid", "epoch": 1, "step": 6, "loss": 0.25, "accuracy": 0.5}.items()
-    assert lines[0]["lr"] == 0.1
-    assert abs(lines[-1]["time"] - time.time()) < 60
+    rates = [line.samples_per_s for line in lines if isinstance(line, UpdateLine)]
+    assert rates[:5] == [pytest.approx(8 / 0.03, abs=1e-2)] * 5
+    assert lines[-1] == validation
+    assert abs(lines[-1].time - time.time()) < 60
+
+
+def test_a_line_is_flat_and_lines_of_older_runs_are_read(tmp_path: Path) -> None:
+    """Scripts read the file; the user's metrics stand beside the fields, and have the name of none."""
+    path, figures = tmp_path / "metrics.jsonl", {"accuracy": 0.5, "top 5": 0.75}
+    with closing(MetricsLog(path, epochs_done=0)) as log:
+        log.add(UpdateLine(epoch=1, step=2, samples=8, loss=0.5, time=3.0, lr=0.1, samples_per_s=9.0))
+        log.add(ValidationLine(epoch=1, step=2, time=4.0, loss=0.25, metrics=figures))
+    update, validation = map(json.loads, path.read_text().splitlines())
+    assert [*update] == ["split", "epoch", "step", "samples", "loss", "time", "lr", "samples_per_s"]
+    assert validation == {"split": "valid", "epoch": 1, "step": 2, "time": 4.0, "loss": 0.25, **figures}
+    assert (update.keys() | validation.keys()) - figures.keys() <= RESERVED_METRICS
+    path.write_text(
+        '{"split": "train", "epoch": 1, "step": 1, "loss": 2}\n{"split": "valid", "epoch": 1, "step": 1, "loss": 3}\n'
+    )
+    assert read_metrics(path) == [UpdateLine(epoch=1, step=1, loss=2), ValidationLine(epoch=1, step=1, loss=3)]

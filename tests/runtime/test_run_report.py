@@ -16,7 +16,7 @@ import samples
 from harness import CONV2, CONV3, CONV4, TIED3
 
 from pdtool.artifacts.chrome_trace import TRACKS, chrome_trace
-from pdtool.artifacts.metrics import read_metrics
+from pdtool.artifacts.metrics import MetricsLine, ValidationLine, read_metrics
 from pdtool.artifacts.report import Report
 from pdtool.cli.run_view import report_view
 from pdtool.frontend.random_numbers import derive_seed
@@ -33,22 +33,23 @@ from pdtool.schedule import SCHEDULES, ActionKind
 def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
     """Through the launcher: a line per update of the last stage and per validation, one lane per worker, a report."""
     spec = harness.job(tmp_path, CONV2, (2, 1), epochs=2, target=Target.parse("loss=0.0"))
-    events: list[dict[str, object]] = []
+    events: list[MetricsLine] = []
     report = launch(spec, on_metrics=events.append)
     lines = read_metrics(spec.out / "metrics.jsonl")
     assert lines == events
-    assert [(line["split"], line["epoch"], line["step"]) for line in lines] == [
+    assert [(line.split, line.epoch, line.step) for line in lines] == [
         *(("train", 1, step) for step in range(1, 8)),
         ("valid", 1, 7),
         *(("train", 2, step) for step in range(8, 15)),
         ("valid", 2, 14),
     ]
-    assert lines[-1].keys() >= {"loss", "accuracy"}
+    assert isinstance(lines[-1], ValidationLine)
+    assert lines[-1].figures.keys() >= {"loss", "accuracy"}
     assert Report.load(spec.out / "report.json") == report
     assert (report.config, report.epochs, report.minibatches) == ("2-1", 2, 7)
     assert (report.target, report.target_reached) == ("loss=0", False)
     assert (report.cores, report.local_workers) == (len(usable_cores()), 3)
-    assert report.metrics == {name: lines[-1][name] for name in ("loss", "accuracy")}
+    assert report.metrics == lines[-1].figures
     assert [stage.replicas for stage in report.stages] == [2, 1]
     # stage 1 sends back 144 floats a sample; stage 0 as many forward, and an int64 label; each replica half of them
     assert report.stages[1].sent_bytes == round(26 / 7 * 144 * 4)

@@ -67,7 +67,7 @@ def test_the_log_holds_the_same_losses(tmp_path: Path, replicas: tuple[int, ...]
         harness.run(spec, prepare)
         logs.append(harness.logged(spec.out))
     assert logs[0] == logs[1]
-    assert [line["step"] for line in logs[0] if line["split"] == "train"] == sorted({line["step"] for line in logs[0]})
+    assert [line.step for line in logs[0] if line.split == "train"] == sorted({line.step for line in logs[0]})
 
 
 @pytest.mark.parametrize("call", [1, 6], ids=["in the first round", "in the last round"])

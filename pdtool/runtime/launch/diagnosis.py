@@ -28,8 +28,7 @@ from multiprocessing import forkserver
 import torch
 
 from pdtool import host
-from pdtool.artifacts import run_dir
-from pdtool.artifacts.run_dir import FAILURE_FILE
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
 from pdtool.files import write_atomically
 from pdtool.host import ULIMIT
@@ -58,7 +57,7 @@ _TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo, torch's sto
 
 
 def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> PdtoolError:
-    """Return the error to raise: the failure that the others follow from; write all of them to FAILURE_FILE.
+    """Return the error to raise: the failure that the others follow from; write all of them to the run's folder.
 
     Args:
         local: the workers that this machine started.
@@ -70,7 +69,7 @@ def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Map
     if isinstance(error, WorkerDiedError):
         remedies += _how_to_go_on(config, is_needed=not remedies)
     if workers.write_story(error):
-        remedies.append(f"see {config.out / FAILURE_FILE} for what each worker did")
+        remedies.append(f"see {RunDir(config.out).failure_file} for what each worker did")
     error.remedy = "; ".join(remedies)
     return error
 
@@ -138,12 +137,12 @@ class WorkersLeft:
         )
 
     def write_story(self, error: PdtoolError) -> bool:
-        """Write what became of every worker to FAILURE_FILE; returns whether that could be written."""
+        """Write what became of every worker to the run's folder; returns whether that could be written."""
         now_s = time.time()
         stories = [self._story(rank, now_s) for rank in self._assignments]
         try:
             text = "\n\n".join([str(error), *stories]) + "\n"
-            write_atomically(self._config.out / FAILURE_FILE, text.encode(errors="backslashreplace").decode())
+            write_atomically(RunDir(self._config.out).failure_file, text.encode(errors="backslashreplace").decode())
         except (OSError, PdtoolError):
             return False
         return True
@@ -223,7 +222,7 @@ class WorkersLeft:
 
 def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
     """The remedy of a run whose worker has died; [] where it would only say to start again and `is_needed` is not."""
-    if run_dir.complete_checkpoints(config.out):
+    if RunDir(config.out).checkpoints():
         return ["go on from the last checkpoint with --resume"]
     return ["start it again"] if is_needed else []
 

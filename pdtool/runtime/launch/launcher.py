@@ -15,21 +15,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from pdtool.artifacts import run_dir
-from pdtool.artifacts.metrics import following_metrics
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.metrics import MetricsLine, following_metrics
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.run_dir import (
-    PLAN_FILE,
-    RUN_FILE,
-    UNWRITABLE,
-    WORKERS_FOLDER,
-    RunState,
-    locked,
-    put_report_aside,
-    update_record,
-)
+from pdtool.artifacts.run_dir import UNWRITABLE, RunDir, RunState
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError, describe_error
 from pdtool.files import write_remedy
 from pdtool.frontend.compute_mode import check_autocast
@@ -59,7 +49,7 @@ _NO_FORK_SERVER = "unexpected EOF"  # multiprocessing's error where it waits for
 
 def launch(
     config: RunConfig,
-    on_metrics: Callable[[dict[str, Any]], None] | None = None,
+    on_metrics: Callable[[MetricsLine], None] | None = None,
     notify: Callable[[str], None] = lambda line: None,
     on_start: Callable[[], None] = lambda: None,
 ) -> Report:
@@ -77,7 +67,7 @@ def launch(
         KeyboardInterrupt: Ctrl-C; all workers are gone.
     """
     check_config(config)
-    epochs_done = run_dir.read_manifest(run_dir.latest(config.resume)).epoch if config.resume else 0
+    epochs_done = RunDir(config.resume).latest_checkpoint().manifest().epoch if config.resume else 0
     if config.resume and epochs_done >= config.epochs:
         raise UsageError(f"{config.resume} has its {epochs_done} epoch(s) already", "give more --epochs than that")
     environment = worker_environment(os.environ, config.machines.endpoint)
@@ -88,7 +78,8 @@ def launch(
         os.environ.update(environment)
         with _in_folder(config, epochs_done, is_first=os.environ["RANK"] == "0"):
             on_start()
-            with following_metrics(config.out, on_metrics, after=epochs_done, poll_s=_POLL_IN_WORKER_S):
+            path = RunDir(config.out).metrics_file
+            with following_metrics(path, on_metrics, after=epochs_done, poll_s=_POLL_IN_WORKER_S):
                 return run_worker(config)
     check_may_start_processes()
     local = local_assignments(config)
@@ -103,8 +94,9 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
     if not is_first:
         yield
         return
-    with locked(config.out), recorded(config, epochs_done):
-        config.plan.save(config.out / PLAN_FILE)
+    run_dir = RunDir(config.out)
+    with run_dir.held(), recorded(config, epochs_done):
+        config.plan.save(run_dir.plan_file)
         yield
 
 
@@ -115,13 +107,13 @@ def recorded(config: RunConfig, epochs_done: int) -> Iterator[None]:
     Args:
         epochs_done: those of the run that it resumes.
     """
-    put_report_aside(config.out, epochs_done)
-    plan = config.plan
+    plan, run_dir = config.plan, RunDir(config.out)
+    run_dir.put_report_aside(epochs_done)
     state = RunState(
         plan=plan.name, config=plan.config, schedule=plan.schedule, epochs=config.epochs, epochs_done=epochs_done
     )
     with suppress(*UNWRITABLE):
-        state.save(config.out / RUN_FILE)
+        state.save(run_dir.state_file)
     try:
         yield
     except KeyboardInterrupt:  # whoever was stopped has said so
@@ -129,21 +121,22 @@ def recorded(config: RunConfig, epochs_done: int) -> Iterator[None]:
     except BaseException as error:
         text = str(error) if isinstance(error, PdtoolError) else describe_error(error)
         reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may be no Unicode
-        update_record(config.out, end="failed", reason=reason)
+        run_dir.update_state(end="failed", reason=reason)
         raise
-    update_record(config.out, end="done")
+    run_dir.update_state(end="done")
 
 
 def _launch_workers(
     config: RunConfig,
     local: Sequence[RankAssignment],
     epochs_done: int,
-    on_metrics: Callable[[dict[str, Any]], None] | None,
+    on_metrics: Callable[[MetricsLine], None] | None,
     notify: Callable[[str], None],
 ) -> Report:
     """Start the workers of this machine and wait for their end."""
+    run_dir = RunDir(config.out)
     if config.machines.node_rank == 0:  # before the others come, which put their files there, too
-        shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)
+        shutil.rmtree(run_dir.workers, ignore_errors=True)
     gather_machines(config.machines, config.timeout_s, notify)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
     stop_signal = None
@@ -151,7 +144,7 @@ def _launch_workers(
         with (
             handling_signals() as hand_over,
             _start_errors_explained(),
-            following_metrics(config.out, on_metrics, after=epochs_done),
+            following_metrics(run_dir.metrics_file, on_metrics, after=epochs_done),
             closing(Reaper()) as reaper,
             _meeting_folder(config) as meeting_folder,
             WorkerProcesses("forkserver") as workers,
@@ -168,17 +161,17 @@ def _launch_workers(
         _remove_counters(config.out, local)
     if stop_signal:
         if config.machines.node_rank == 0:
-            update_record(config.out, end="stopped", reason=stop_name(stop_signal))
+            run_dir.update_state(end="stopped", reason=stop_name(stop_signal))
         with suppress(OSError):  # of a terminal that has hung up
             notify(stop_message(stop_signal, config.out))
         end_by_signal(stop_signal)
         raise KeyboardInterrupt
     if len(reports) < len(local):
-        if not (config.out / WORKERS_FOLDER).is_dir():
+        if not run_dir.workers.is_dir():
             remedy = "start it again, and leave the folder"
             raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy)
         raise diagnose(config, local, exit_codes)
-    shutil.rmtree(config.out / WORKERS_FOLDER, ignore_errors=True)
+    shutil.rmtree(run_dir.workers, ignore_errors=True)
     return Report.parse(reports[local[0].rank])
 
 
@@ -213,7 +206,7 @@ def check_config(config: RunConfig) -> None:
     plan, bundle = config.plan, config.bundle
     if len(plan.stages) != len(bundle.stages):
         raise StaleError(
-            config.bundle_dir / "bundle.yaml",
+            config.bundle_dir / Bundle.FILE,
             f"it has {len(bundle.stages)} stages, the plan {len(plan.stages)}",
             "run `pdtool codegen` again",
         )

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 
-from pdtool.artifacts import run_dir
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import WorkerDiedError
 from pdtool.processes import start_fork_server
 
@@ -153,7 +153,7 @@ def stop_name(number: signal.Signals) -> str:
 def stop_message(number: signal.Signals, out: Path) -> str:
     """Return a line that says what has stopped the run of a folder, and how to go on."""
     what = stop_name(number)
-    epochs = run_dir.complete_checkpoints(out)
+    epochs = RunDir(out).checkpoints()
     if not epochs:
         return f"stopped by {what} before the first checkpoint; start it again"
     return f"stopped by {what}; go on from the last checkpoint (epoch {max(epochs)}) with --resume {out}"

@@ -27,15 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pdtool.artifacts.run_dir import (
-    CHECKPOINTS_FOLDER,
-    MANIFEST_FILE,
-    CheckpointManifest,
-    StoredFile,
-    checkpoint_remedy,
-    latest,
-    read_manifest,
-)
+from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir, StoredFile
 from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError, printable
 from pdtool.files import check_replaceable, replacing
 from pdtool.runtime.groups import all_gather
@@ -60,20 +52,22 @@ def save(out: Path, manifest: CheckpointManifest, components: Mapping[int, Seque
     Raises:
         PdtoolError: on every worker, when one could not write, or when the first one does not see all the files.
     """
-    folder = out / CHECKPOINTS_FOLDER / f"epoch-{manifest.epoch}"
-    partial = folder.with_name(f".epoch-{manifest.epoch}.partial")
+    checkpoint = RunDir(out).checkpoint(manifest.epoch)
+    partial = checkpoint.partial
     leader = dist.get_rank(group) == 0
     try:
-        _on_all_workers(group, lambda: _make_empty(partial, out) if leader else None)
-        written = _on_all_workers(group, lambda: dict(_write(partial, s, _state(of)) for s, of in components.items()))
+        _on_all_workers(group, lambda: _make_empty(partial.path, out) if leader else None)
+        written = _on_all_workers(
+            group, lambda: dict(_write(partial.stage_file(s), _state(of)) for s, of in components.items())
+        )
         files = {name: stored for files in written if files for name, stored in files.items()}
         complete = manifest.model_copy(update={"files": dict(sorted(files.items()))})
-        _on_all_workers(group, lambda: _publish(partial, folder, complete) if leader else None)
+        _on_all_workers(group, lambda: _publish(partial, checkpoint, complete) if leader else None)
     except PdtoolError:
         if leader:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial.path, ignore_errors=True)
         raise
-    return folder
+    return checkpoint.path
 
 
 def load(checkpoint: Path, components: Sequence[Component]) -> None:
@@ -116,14 +110,15 @@ def read(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
             checkpoint before it is named.
     """
     state: dict[str, Tensor] = {}
-    for name, stored in read_manifest(checkpoint).files.items():
+    folder = Checkpoint(checkpoint)
+    for name, stored in folder.manifest().files.items():
         try:
             state |= _read(checkpoint / name, stored, wanted)
         except FileNotFoundError as error:
-            raise ArtifactError(checkpoint / name, "is missing", checkpoint_remedy(checkpoint)) from error
+            raise ArtifactError(checkpoint / name, "is missing", folder.remedy()) from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             what = f"is damaged ({getattr(error, 'strerror', None) or error})"
-            raise ArtifactError(checkpoint / name, what, checkpoint_remedy(checkpoint)) from error
+            raise ArtifactError(checkpoint / name, what, folder.remedy()) from error
     return state
 
 
@@ -142,19 +137,19 @@ def export(run_dir: Path, out: Path) -> Path:
     """
     if str(out) != "-":
         check_replaceable(out, "one of torch.save", lambda head: head.startswith(_ZIP))
-    checkpoint = latest(run_dir)
+    checkpoint = RunDir(run_dir).latest_checkpoint()
     prefix = f"{MODEL_KEY}."
-    saved = read(checkpoint, lambda key: key.startswith(prefix))
-    state = _tied({key.removeprefix(prefix): value for key, value in saved.items()}, read_manifest(checkpoint).tied)
+    saved = read(checkpoint.path, lambda key: key.startswith(prefix))
+    state = _tied({key.removeprefix(prefix): value for key, value in saved.items()}, checkpoint.manifest().tied)
     if str(out) == "-":
         _save_to_stdout(state)
-        return checkpoint
+        return checkpoint.path
     try:
         with replacing(out) as file:
             torch.save(state, file)
     except RuntimeError as error:  # of torch, when the disk is full
         raise PdtoolError(f"{out} could not be written ({error})", "free some space or name another place") from error
-    return checkpoint
+    return checkpoint.path
 
 
 def _save_to_stdout(state: Mapping[str, Tensor]) -> None:
@@ -206,9 +201,8 @@ def _make_empty(partial: Path, out: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write(folder: Path, stage: int, state: Mapping[str, Tensor]) -> tuple[str, StoredFile]:
-    """Write the state of a stage; return the name of its file, and what must be found there again."""
-    path = folder / f"stage-{stage}.safetensors"
+def _write(path: Path, state: Mapping[str, Tensor]) -> tuple[str, StoredFile]:
+    """Write the state of a stage and return what must be found again, by the name of the file."""
     separate = _separate(state)
     complex_keys = [key for key, value in separate.items() if value.dtype in _STORED_AS_REAL]
     stored = separate | {key: torch.view_as_real(separate[key]) for key in complex_keys}
@@ -238,18 +232,19 @@ def _describe(path: Path) -> StoredFile:
         return StoredFile(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _publish(partial: Path, folder: Path, manifest: CheckpointManifest) -> None:
+def _publish(partial: Checkpoint, checkpoint: Checkpoint, manifest: CheckpointManifest) -> None:
     """Check that all files are here, and make the checkpoint complete."""
+    folder = checkpoint.path
     for name, stored in manifest.files.items():
-        path = partial / name
+        path = partial.path / name
         if not path.is_file() or path.stat().st_size != stored.bytes:
             raise FileNotFoundError(
                 f"{path}, which another worker wrote, is not there: do all machines share {folder}?"
             )
-    manifest.save(partial / MANIFEST_FILE)
+    manifest.save(partial.manifest_file)
     if folder.exists():
         shutil.rmtree(folder)  # of an earlier run in this folder that went this far
-    os.replace(partial, folder)
+    os.replace(partial.path, folder)
 
 
 def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict[str, Tensor]:

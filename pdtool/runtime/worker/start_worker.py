@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
-from pdtool.artifacts.run_dir import CheckpointManifest, latest, read_manifest
+from pdtool.artifacts.run_dir import CheckpointManifest, RunDir
 from pdtool.errors import ModelError, printable
 from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
@@ -76,7 +76,11 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
     model = build_model(config, place)
     data, source = open_data(config, place, model.built.file)
     check_last_minibatch(model.modules, config.bundle, data.epoch_samples, device)
-    progress = Progress() if config.resume is None else read_progress(read_manifest(latest(config.resume)), data)
+    progress = (
+        Progress()
+        if config.resume is None
+        else read_progress(RunDir(config.resume).latest_checkpoint().manifest(), data)
+    )
     stages = build_stages(config, place, model, data, source, progress)
     if config.resume is not None:
         resume(config, place, data, stages)
@@ -353,12 +357,12 @@ def read_progress(manifest: CheckpointManifest, data: TrainingData) -> Progress:
 def resume(config: RunConfig, place: Place, data: TrainingData, stages: Mapping[int, StageReplica]) -> None:
     """Let the stages take over the checkpoint that the run resumes, which any plan of the same model may have made."""
     assert config.resume
-    folder = latest(config.resume)
-    checkpoint.load(folder, [component for replica in stages.values() for component in replica.components])
+    resumed = RunDir(config.resume).latest_checkpoint()
+    checkpoint.load(resumed.path, [component for replica in stages.values() for component in replica.components])
     for replica in stages.values():
         replica.adopt_changes()
     if place.assignment.rank == 0:
-        warn_of_length(config, data, read_manifest(folder))
+        warn_of_length(config, data, resumed.manifest())
 
 
 def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointManifest) -> None:

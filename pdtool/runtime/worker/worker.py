@@ -38,9 +38,9 @@ import torch
 
 from pdtool import schedule
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
-from pdtool.artifacts.metrics import MetricsLog
+from pdtool.artifacts.metrics import MetricsLog, UpdateLine, ValidationLine, unix_time
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.run_dir import CheckpointManifest, update_record
+from pdtool.artifacts.run_dir import CheckpointManifest, RunDir
 from pdtool.files import write_atomically
 from pdtool.host import usable_cores
 from pdtool.runtime.config import RankAssignment, RunConfig
@@ -204,7 +204,7 @@ class Worker:
         config, meter, progress = self._config, self._place.meter, self.progress
         resumed = done = len(progress.epochs)
         if self._last_stage and self._place.is_replica_0:
-            self._log = MetricsLog(config.out, epochs_done=done)
+            self._log = MetricsLog(RunDir(config.out).metrics_file, epochs_done=done)
             self._record_updates()
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             config.target.is_reached(self.validate(0, config.plan.batch_size), self._undefined)
@@ -240,7 +240,7 @@ class Worker:
         samples, last = self._data.epoch_samples, max(self.stages)
         actions = self._action_list(-(-samples // self._config.plan.batch_size)).actions
         updates = sum(action.kind is ActionKind.UPDATE and action.stage == last for action in actions)
-        update_record(self._config.out, updates=updates, samples=samples)
+        RunDir(self._config.out).update_state(updates=updates, samples=samples)
 
     def _action_list(self, minibatches: int) -> ActionList:
         """This worker's actions for a number of minibatches; built once for each number."""
@@ -266,9 +266,17 @@ class Worker:
 
     def _log_loss(self, epoch: int, loss: RoundLoss | None) -> None:
         if self._log and loss:
-            samples = loss.weight * self._config.plan.batch_size
-            self._log.add_update(
-                epoch=epoch, step=loss.step, loss=loss.total / loss.weight, lr=loss.lr, samples=samples
+            samples = round(loss.weight * self._config.plan.batch_size)
+            self._log.add(
+                UpdateLine(
+                    epoch=epoch,
+                    step=loss.step,
+                    samples=samples,
+                    loss=loss.total / loss.weight,
+                    time=unix_time(),
+                    lr=loss.lr,
+                    samples_per_s=self._log.rate(samples),
+                )
             )
 
     def _is_target_reached(self) -> bool:
@@ -279,7 +287,9 @@ class Worker:
         progress = self.progress
         if self._log:  # first: should the run end in between, the epoch is trained again and its lines are dropped
             step = self._last_stage.optimizer.updates if self._last_stage else 0
-            self._log.add_validation(epoch, step, progress.metrics)
+            metrics = {name: value for name, value in progress.metrics.items() if name != "loss"}
+            loss = progress.metrics["loss"]
+            self._log.add(ValidationLine(epoch=epoch, step=step, time=unix_time(), loss=loss, metrics=metrics))
         self._place.status.set(f"the checkpoint of epoch {epoch}")
         manifest = CheckpointManifest(
             epoch=epoch,
@@ -325,8 +335,9 @@ class Worker:
         if place.assignment.rank == 0:
             events_of = {worker.name: worker.events for worker in workers}
             trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
-            write_atomically(self._config.out / "trace.json", json.dumps(trace))
-            report.save(self._config.out / "report.json")
+            run_dir = RunDir(self._config.out)
+            write_atomically(run_dir.trace_file, json.dumps(trace))
+            report.save(run_dir.report_file)
         return report
 
 
