@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 # Control characters (C0 but tab and line feed, DEL, C1), line separators, marks that reverse the direction of writing,
 # halves of characters, and what is no character and so not allowed in XML.
@@ -37,6 +37,14 @@ class PdtoolError(Exception):
 
     def __str__(self) -> str:
         return f"{self.what}; {self.remedy}" if self.remedy else self.what
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What its class says besides, by name."""
+        return {name: value for name, value in vars(self).items() if name not in ("what", "remedy")}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return revived, (type(self).__name__, self.what, self.remedy, self.fields)
 
 
 class UsageError(PdtoolError):
@@ -88,8 +96,11 @@ class FieldError(ValueError):
     """
 
     def __init__(self, field: str, what: str) -> None:
-        super().__init__(what)
-        self.field = field
+        super().__init__(field, what)
+        self.field, self.what = field, what
+
+    def __str__(self) -> str:
+        return self.what
 
 
 class StaleError(ArtifactError):
@@ -122,6 +133,25 @@ class TargetMissedError(PdtoolError):
     """The epochs ended before the target metric was reached."""
 
     exit_code = 6
+
+
+def revived(name: str, what: str, remedy: str, fields: Mapping[str, Any]) -> PdtoolError:
+    """Make an error again that has come from another process, by the name of its class and its `fields`.
+
+    An error of a class that is not known here is a WorkerDiedError.
+    """
+    kinds = {kind.__name__: kind for kind in _with_subclasses(PdtoolError)}
+    kind = kinds.get(name, WorkerDiedError)
+    error = kind.__new__(kind)  # its constructor would put `what` together again
+    PdtoolError.__init__(error, what, remedy)
+    vars(error).update(fields)
+    return error
+
+
+def _with_subclasses(kind: type[PdtoolError]) -> Iterator[type[PdtoolError]]:
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _with_subclasses(subclass)
 
 
 def describe_error(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,32 +26,21 @@ from pdtool import __version__
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.artifacts.text_formats import FormatError, read_message, write_message
-from pdtool.errors import UsageError, WorkerDiedError, printable
+from pdtool.errors import UsageError, printable
 from pdtool.files import file_sha256, open_in_place
 from pdtool.frontend.user_code import find_source
 from pdtool.options.declaration import declared
 from pdtool.options.run_options import RunOptions
 from pdtool.runtime.config import RunConfig, assign_ranks, ranks_of_stage
 from pdtool.runtime.memory import is_out_of_memory
-from pdtool.runtime.status import ANY_PEER, wait_begins, wait_ends
+from pdtool.runtime.status import ANY_PEER, PeerError, wait_begins, wait_ends
 
 _DIGITS = 12  # of a digest that are shown
 _VISIBLE_WITHIN_S = 10.0  # until a file that one machine wrote is seen by another; NFS caches folders for seconds
 _POLL_S = 0.1
 _MAX_GATHERED_BYTES, _MAX_BROADCAST_BYTES = 2**26, 2**30  # that a worker reads from another
+_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # as gloo, NCCL and torch's stores say it
 _T = TypeVar("_T")
-
-
-class PeerError(WorkerDiedError):
-    """A worker waited in vain for another.
-
-    Attributes:
-        peer: rank of the other, or ANY_PEER when it can be one of several.
-    """
-
-    def __init__(self, what: str, remedy: str = "", *, peer: int = ANY_PEER) -> None:
-        super().__init__(what, remedy)
-        self.peer = peer
 
 
 class PeerErrorContext:
@@ -74,10 +63,21 @@ class PeerErrorContext:
         if error is None:
             wait_ends()
         if isinstance(error, RuntimeError):
-            raise PeerError(f"{self._what} ({short_reason(error)})", peer=self._peer) from error
+            reason = short_reason(error)
+            raise PeerError(f"{self._what} ({reason})", peer=self._peer, is_timeout=reason.is_timeout) from error
 
 
-def short_reason(error: RuntimeError) -> str:
+class Reason(NamedTuple):
+    """Why another worker was waited for in vain; prints as its text."""
+
+    text: str
+    is_timeout: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def short_reason(error: RuntimeError) -> Reason:
     """Return the first sentence of what torch.distributed says, without the place in its sources.
 
     Raises:
@@ -85,7 +85,8 @@ def short_reason(error: RuntimeError) -> str:
     """
     if is_out_of_memory(error):
         raise error
-    return re.sub(r"^\[\S*\] ?", "", str(error)).partition(". ")[0][:200]
+    text = re.sub(r"^\[\S*\] ?", "", str(error)).partition(". ")[0][:200]
+    return Reason(text, is_timeout=_TIMED_OUT.search(text) is not None)
 
 
 def all_gather(value: _T, kind: type[_T], group: Any, what: str) -> list[_T]:

@@ -1,4 +1,7 @@
-"""What a worker is doing, in a small memory-mapped file: it can still be read after the worker was killed."""
+"""What a worker is doing, in a small memory-mapped file: it can still be read after the worker was killed.
+
+And how it failed: its error travels to the launcher by the name of its class, with its fields.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from pdtool import host
 from pdtool.artifacts.run_dir import RunDir
-from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.errors import ArtifactError, PdtoolError, WorkerDiedError, revived
 from pdtool.files import check_no_link, open_in_place
 from pdtool.runtime.config import RankAssignment
 
-ANY_PEER, OWN_ERROR, NOBODY = -1, -2, -3  # where the rank of a peer may stand
+ANY_PEER, NOBODY = -1, -2  # where the rank of a peer may stand
 _HEADER = struct.Struct("<iqdi")  # fields of LastStatus: pid, oom_kills, since_s, waits_for
 _STATUS_BYTES = 160
 _STATE = struct.Struct("<di")  # since_s, waits_for
@@ -111,38 +114,60 @@ class LastStatus:
         return self.text
 
 
+class PeerError(WorkerDiedError):
+    """A worker waited in vain for another.
+
+    Attributes:
+        peer: rank of the other, or ANY_PEER when it can be one of several.
+        is_timeout: whether the other did not answer in time, rather than close its connection.
+    """
+
+    def __init__(self, what: str, remedy: str = "", *, peer: int = ANY_PEER, is_timeout: bool = False) -> None:
+        super().__init__(what, remedy)
+        self.peer, self.is_timeout = peer, is_timeout
+
+
 @dataclass(frozen=True)
 class WorkerFailure:
     """How a worker ended, in its own words.
 
     Attributes:
-        exit_code: of the error that it raised.
-        peer: OWN_ERROR, or the rank that it waited for in vain (ANY_PEER: one of several).
+        error: that it raised: a PeerError if it waited in vain.
         at_s: when, in seconds of time.time.
         stopped: ranks of its machine whose processes were stopped then (SIGSTOP).
         gone: ranks of its machine whose processes had ended then.
     """
 
-    what: str
-    remedy: str
-    exit_code: int
-    peer: int = OWN_ERROR
+    error: PdtoolError
     at_s: float = 0.0
     stopped: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
 
+    @property
+    def peer(self) -> int | None:
+        """The rank that it waited for in vain, or ANY_PEER; None: the error is its own."""
+        return self.error.peer if isinstance(self.error, PeerError) else None
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether it gave up waiting."""
+        return isinstance(self.error, PeerError) and self.error.is_timeout
+
 
 def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
     """Write a failure where `read_failure` reads it, into the bytes that were reserved for it."""
-    path = RunDir(out).worker_file(rank, "failure")
+    error, path = failure.error, RunDir(out).worker_file(rank, "failure")
+    raised = [type(error).__name__, error.what, error.remedy, error.fields]
+    text = json.dumps([raised, failure.at_s, failure.stopped, failure.gone], default=str)
     with suppress(OSError, ArtifactError), open_in_place(path) as file:  # it may be gone
-        file.write(json.dumps(asdict(failure)).encode().ljust(_FAILURE_BYTES))
+        file.write(text.encode().ljust(_FAILURE_BYTES))
 
 
 def read_failure(out: Path, rank: int) -> WorkerFailure | None:
     """Return what the worker wrote when it failed; None when it wrote nothing."""
     try:
-        return WorkerFailure(**json.loads(RunDir(out).worker_file(rank, "failure").read_text(encoding="utf-8")))
+        raised, *rest = json.loads(RunDir(out).worker_file(rank, "failure").read_text(encoding="utf-8"))
+        return WorkerFailure(revived(*raised), *rest)
     except (OSError, ValueError, TypeError):
         return None
 

@@ -19,8 +19,7 @@ from typing import NoReturn
 
 from pdtool.errors import PdtoolError, WorkerDiedError, describe_error
 from pdtool.processes import describe_exit
-from pdtool.runtime.groups import PeerError
-from pdtool.runtime.status import OWN_ERROR, WorkerFailure, process_state, read_status, write_failure, write_traceback
+from pdtool.runtime.status import PeerError, WorkerFailure, process_state, read_status, write_failure, write_traceback
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
@@ -35,7 +34,7 @@ def record_failure(out: Path, rank: int, error: BaseException) -> int:
             write_traceback(out, rank, "".join(traceback.format_exception(error)))
     failure = _failure(out, rank, error, time.time())
     write_failure(out, rank, failure)
-    return failure.exit_code
+    return failure.error.exit_code
 
 
 def exit_error(error: SystemExit) -> WorkerDiedError:
@@ -101,10 +100,10 @@ def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerF
         while not stopped and not gone and time.time() < at_s + _ENDING_S:
             time.sleep(0.01)
             stopped, gone = _silent_neighbours(out, rank)
-        return WorkerFailure(error.what, error.remedy, error.exit_code, error.peer, at_s, stopped, gone)
+        return WorkerFailure(error, at_s, stopped, gone)
     if not isinstance(error, PdtoolError):
         error = WorkerDiedError(f"{describe_error(error)}{_place(error)}")
-    return WorkerFailure(error.what, error.remedy, error.exit_code, OWN_ERROR, at_s)
+    return WorkerFailure(error, at_s)
 
 
 def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:

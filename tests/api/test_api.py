@@ -101,6 +101,24 @@ def test_errors_are_those_of_the_commands(road):
             function("plans/model-2.yaml")
 
 
+def test_a_run_raises_what_its_worker_raised(road):
+    """Once, errors with the same exit code arrived as one class: a StaleError was a ScheduleError."""
+    folder = road.path / "plans/model-2"
+    pdtool.codegen("plans/model-2.yaml")
+    stage = folder / "stage_1.py"
+    written = stage.read_text()
+    stage.write_text(f"{written}\n# edited\n")
+    Bundle.load(folder / "bundle.yaml").trusting(folder).save(folder / "bundle.yaml")
+    with pytest.raises(StaleError, match=r"^rank 0 .*stage_1.py: is not what codegen writes here") as stale:
+        pdtool.run("plans/model-2.yaml", steps=2)
+    assert Path(stale.value.path).name == "stage_1.py"
+    pdtool.codegen("plans/model-2.yaml")
+    model = Path("model.py").read_text()
+    road.write("model.py", model.replace("cross_entropy(output, target)", "cross_entropy(output, target) / [][0]"))
+    with pytest.raises(ModelError, match=r"^rank 1 .*: loss\(\) raised IndexError"):
+        pdtool.run("plans/model-2.yaml", steps=2)
+
+
 def test_the_example_of_the_documentation_runs(road, capsys):
     text = DOCS.read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(import pdtool\n.*?)```", text, re.DOTALL)

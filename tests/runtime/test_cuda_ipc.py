@@ -27,7 +27,6 @@ from torch.multiprocessing import reductions
 
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.text_formats import read_message, write_message
-from pdtool.runtime.groups import PeerError
 from pdtool.runtime.messages import cuda_ipc
 from pdtool.runtime.messages import cuda_ipc as cuda_ipc_setup
 from pdtool.runtime.messages.cuda_ipc import (
@@ -40,6 +39,7 @@ from pdtool.runtime.messages.cuda_ipc import (
 from pdtool.runtime.messages.open_channels import _device_layout
 from pdtool.runtime.messages.routes import Edge, Route, list_routes
 from pdtool.runtime.messages.slots import SlotLayout
+from pdtool.runtime.status import PeerError
 from pdtool.schedule import SCHEDULES, Action, ActionKind
 
 BATCH, DEPTH, MESSAGES = 4, 3, 40

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -23,11 +25,25 @@ from harness import CONV1, CONV2, CONV3, Toy, faulty
 from pdtool import host
 from pdtool.artifacts.plan import Predicted
 from pdtool.artifacts.run_dir import RunDir
-from pdtool.errors import PdtoolError, WorkerDiedError
+from pdtool.errors import (
+    ArtifactError,
+    ModelError,
+    NoPlanError,
+    PartialWriteError,
+    PdtoolError,
+    ScheduleError,
+    StaleError,
+    TargetMissedError,
+    TraceError,
+    UsageError,
+    WorkerDiedError,
+    revived,
+)
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
+from pdtool.generator.verify import VerificationError
 from pdtool.host import MemoryLimit, memory_limits, oom_kills
 from pdtool.runtime.config import RunConfig, assign_ranks
-from pdtool.runtime.groups import PeerError, PeerErrorContext
+from pdtool.runtime.groups import PeerErrorContext
 from pdtool.runtime.launch import diagnosis, launcher, worker_main
 from pdtool.runtime.launch import process_group as reaper
 from pdtool.runtime.launch.diagnosis import diagnose
@@ -36,7 +52,7 @@ from pdtool.runtime.memory import is_out_of_memory, out_of_memory_error
 from pdtool.runtime.status import (
     ANY_PEER,
     NOBODY,
-    OWN_ERROR,
+    PeerError,
     Status,
     WorkerFailure,
     prepare_folder,
@@ -47,6 +63,7 @@ from pdtool.runtime.status import (
     waits_for,
     write_failure,
 )
+from pdtool.runtime.worker_end import record_failure
 
 
 def with_code(toy: Toy, code: str) -> Toy:
@@ -227,9 +244,9 @@ class Left:
         if waits_for != NOBODY:
             status.wait_begins(waits_for)
 
-    def failure(self, rank: int, what: str, peer: int, **more: object) -> None:
-        failure = WorkerFailure(what, "", 5, peer, **more)  # type: ignore[arg-type]
-        write_failure(self.config.out, rank, failure)
+    def failure(self, rank: int, what: str, peer: int | None = None, **more: Any) -> None:
+        error = WorkerDiedError(what) if peer is None else PeerError(what, peer=peer, is_timeout="Timed out" in what)
+        write_failure(self.config.out, rank, WorkerFailure(error, **more))
 
     def diagnosis(self, exit_codes: dict[int, int]) -> PdtoolError:
         return diagnose(self.config, self.ranks, exit_codes)
@@ -308,7 +325,7 @@ def test_one_that_died_is_named_and_not_the_one_that_the_watchdog_killed_for_it(
     assert str(left.diagnosis({0: -6, 2: -9})).startswith(killed_first.format("was killed by SIGKILL"))
     left.failure(3, "numbers were not averaged (Connection closed by peer)", peer=ANY_PEER, gone=[2])
     assert str(left.diagnosis({0: -6})).startswith(killed_first.format("died"))
-    left.failure(1, "the loss is nan", peer=OWN_ERROR)
+    left.failure(1, "the loss is nan")
     assert str(left.diagnosis({0: -6, 2: -9})).startswith("rank 1 (stage 1, replica 0), at the start: the loss is nan")
 
 
@@ -340,10 +357,55 @@ def test_one_that_aborts_while_it_computes_is_named_itself(left: Left) -> None:
 
 
 def test_the_first_error_is_the_cause(left: Left) -> None:
-    left.failure(0, "later", peer=OWN_ERROR, at_s=2.0)
-    left.failure(3, "earlier", peer=OWN_ERROR, at_s=1.0)
+    left.failure(0, "later", at_s=2.0)
+    left.failure(3, "earlier", at_s=1.0)
     left.failure(1, "no activation (Connection closed by peer)", peer=0, at_s=0.5)
     assert str(left.diagnosis({0: 5})).startswith("rank 3 (stage 2, replica 0), at the start: earlier;")
+
+
+ERRORS: list[PdtoolError] = [
+    PdtoolError("the loss is nan", "lower the learning rate"),
+    UsageError("--seed is 0 and 1"),
+    ModelError("model.py:3: loss() raised", "mend it"),
+    TraceError("no graph", "rewrite it", location="model.py:3", module="encoder"),
+    PartialWriteError("writes", location="model.py:4"),
+    ArtifactError(Path("metrics.jsonl"), "is damaged", "remove it", field="line 2"),
+    StaleError("stage_0.py", "is not what codegen writes", "run codegen"),
+    NoPlanError("none fits"),
+    ScheduleError("a cycle\nworker 0 | 0F0", "mend it"),
+    WorkerDiedError("the loader died"),
+    TargetMissedError("accuracy 0.5"),
+    VerificationError("stage 1 differs"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_of_a_worker_arrives_as_what_it_was(left: Left, error: PdtoolError) -> None:
+    """By name, with all that its class says; `what` says also who met with it, and where."""
+    text = str(error)
+    code = record_failure(left.config.out, 1, error)
+    arrived = left.diagnosis({1: code})
+    assert type(arrived) is type(error)
+    assert arrived.exit_code == error.exit_code == code
+    assert arrived.what == f"rank 1 (stage 1, replica 0), at the start: {error.what}"
+    assert arrived.remedy.startswith(error.remedy)
+    assert json.loads(json.dumps(error.fields, default=str)) == arrived.fields
+    assert f"it said: {error.what}\n" in RunDir(left.config.out).failure_file.read_text()
+    pickled = pickle.loads(pickle.dumps(error))
+    assert (type(pickled), str(pickled), pickled.fields) == (type(error), text, error.fields)
+
+
+def test_all_errors_are_among_them() -> None:
+    def kinds(of: type[PdtoolError]) -> set[type[PdtoolError]]:
+        return {of}.union(*(kinds(kind) for kind in of.__subclasses__()))
+
+    own = {kind for kind in kinds(PdtoolError) if kind.__module__.startswith("pdtool.")}
+    assert {type(error) for error in ERRORS} == own - {PeerError}
+
+
+def test_an_error_of_an_unknown_class_is_that_of_a_worker_that_died() -> None:
+    error = revived("TheirError", "what", "remedy", {})
+    assert (type(error), str(error)) == (WorkerDiedError, "what; remedy")
 
 
 def test_a_fork_server_that_was_killed_is_named(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.launch import worker_main
 from pdtool.runtime.launch.diagnosis import diagnose
 from pdtool.runtime.launch.launcher import launch, local_assignments
-from pdtool.runtime.status import Status, WorkerFailure, prepare_folder, read_failure, write_failure
+from pdtool.runtime.status import PeerError, Status, WorkerFailure, prepare_folder, read_failure, write_failure
 from pdtool.runtime.worker import checkpoint
 
 
@@ -202,11 +202,13 @@ def test_a_failure_is_told_where_the_disk_is_full(tmp_path: Path) -> None:
     (RunDir(tmp_path).workers).mkdir()
     place = RankAssignment(rank=0, stage=0, replica=0, worker=0)
     Status(tmp_path, place)
-    path, failure = RunDir(tmp_path).workers / "0.failure", WorkerFailure("no space", "make some", 1)
+    path, failure = RunDir(tmp_path).workers / "0.failure", WorkerFailure(PdtoolError("no space", "make some"))
     assert read_failure(tmp_path, 0) is None
     size = path.stat().st_size
     write_failure(tmp_path, 0, failure)
-    assert (path.stat().st_size, read_failure(tmp_path, 0)) == (size, failure)
+    read = read_failure(tmp_path, 0)
+    assert read is not None
+    assert (path.stat().st_size, str(read.error)) == (size, str(failure.error))
 
 
 def test_a_target_that_no_metric_has_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
@@ -312,6 +314,6 @@ def test_a_chain_of_lost_peers_leads_to_the_one_that_said_nothing(tmp_path: Path
     """Rank 2 lost rank 1, which lost rank 0; the launcher saw only rank 2 end."""
     spec: RunConfig = harness.job(tmp_path, CONV3)
     prepare_folder(spec.out, [0, 1, 2], keep_metrics=False)
-    write_failure(spec.out, 2, WorkerFailure("no activation", "", 5, peer=1))
-    write_failure(spec.out, 1, WorkerFailure("no gradient", "", 5, peer=0))
+    write_failure(spec.out, 2, WorkerFailure(PeerError("no activation", peer=1)))
+    write_failure(spec.out, 1, WorkerFailure(PeerError("no gradient", peer=0)))
     assert "rank 0 (stage 0, replica 0) died" in str(diagnose(spec, assign_ranks(spec.plan), {2: 5}))

@@ -25,8 +25,9 @@ from pdtool.artifacts.text_formats import FormatError, read_message, write_messa
 from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.model_io import Structure
 from pdtool.profiler.probe_rendezvous import Rendezvous
-from pdtool.runtime.groups import PeerError, all_gather, broadcast
+from pdtool.runtime.groups import all_gather, broadcast
 from pdtool.runtime.stage.losses import _as_data, _of_data, _TensorData
+from pdtool.runtime.status import PeerError
 
 PACKAGE = Path(__file__).parents[2] / "pdtool"
 

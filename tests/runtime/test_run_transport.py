@@ -24,7 +24,7 @@ from torch import Tensor, distributed
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.errors import UsageError
-from pdtool.runtime.groups import PeerError, ProcessGroups
+from pdtool.runtime.groups import ProcessGroups
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.messages import shared_memory as shared_memory_setup
 from pdtool.runtime.messages.open_channels import Channels, open_channels
@@ -34,6 +34,7 @@ from pdtool.runtime.messages.shared_memory import SharedMemory, SharedMemoryRece
 from pdtool.runtime.messages.slots import SlotLayout
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
+from pdtool.runtime.status import PeerError
 
 KINDS = {
     "a": (torch.float32, (3, 5)),

@@ -18,42 +18,30 @@ comes last in 3, and where it had not moved for long before it counts as one of 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from multiprocessing import forkserver
 
 import torch
 
 from pdtool import host
 from pdtool.artifacts.run_dir import RunDir
-from pdtool.errors import PdtoolError, ScheduleError, UsageError, WorkerDiedError
+from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.files import write_atomically
 from pdtool.host import ULIMIT
 from pdtool.processes import signal_name
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.memory import killed_for_memory_error
-from pdtool.runtime.status import (
-    ANY_PEER,
-    NOBODY,
-    OWN_ERROR,
-    LastStatus,
-    WorkerFailure,
-    read_failure,
-    read_status,
-    read_traceback,
-)
+from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, read_failure, read_status, read_traceback
 from pdtool.runtime.worker_end import describe_end
 from pdtool.units import format_seconds
 
-# An error crosses the process border as its text and exit code.
-_ERRORS = {1: PdtoolError, 2: UsageError, 3: ScheduleError}
 _LOST_FORK_SERVER = 255  # what multiprocessing takes for the exit code of a process when its fork server has ended
 _BY_WATCHDOG = -signal.SIGABRT  # how NCCL's watchdog ends a process
 _ABORTED = (_BY_WATCHDOG, -signal.SIGSEGV, -signal.SIGBUS)
-_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo, torch's store and our sockets say so
 
 
 def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> PdtoolError:
@@ -87,13 +75,13 @@ class WorkersLeft:
 
     def own_error(self) -> PdtoolError | None:
         """Return the first error that a worker met with by itself."""
-        own = [rank for rank, failure in self._failures.items() if failure.peer == OWN_ERROR]
+        own = [rank for rank, failure in self._failures.items() if failure.peer is None]
         if not own:
             return None
         rank = min(own, key=lambda rank: self._failures[rank].at_s)
-        failure = self._failures[rank]
-        kind = _ERRORS.get(failure.exit_code, WorkerDiedError)
-        return kind(f"{self._assignments[rank]}, at {self._statuses[rank]}: {failure.what}", failure.remedy)
+        error = copy(self._failures[rank].error)
+        error.what = f"{self._assignments[rank]}, at {self._statuses[rank]}: {error.what}"
+        return error
 
     def lost_fork_server(self) -> PdtoolError | None:
         """Return the error of a fork server that has ended, for which no worker is to blame."""
@@ -121,7 +109,7 @@ class WorkersLeft:
         """Return the error of a worker that others waited for in vain."""
         rank, first = self._hung_rank(), self._first_failure
         place, last_seen = self._assignments[rank], self._last_seen(rank)
-        if not self._hung_until_aborted() and (first is None or not _is_timeout(first)):
+        if not self._hung_until_aborted() and (first is None or not first.is_timeout):
             return WorkerDiedError(f"{place} closed its connections; {last_seen}")
         is_stopped = first is not None and rank in first.stopped
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
@@ -154,7 +142,7 @@ class WorkersLeft:
     def _lost(self) -> list[int]:
         """The ranks that had ended when the first worker failed: it saw so, or its connection to them was closed."""
         first = self._first_failure
-        if first is None or _is_timeout(first):
+        if first is None or first.is_timeout:
             return []
         return [rank for rank in (*first.gone, first.peer) if rank in self._assignments]
 
@@ -215,7 +203,7 @@ class WorkersLeft:
         if rank in self._exit_codes:
             lines.append(f"  its launcher saw it end with {self._exit_codes[rank]}")
         if failure:
-            lines.append(f"  it said: {failure.what}")
+            lines.append(f"  it said: {failure.error.what}")
         lines += [f"  {line}" for line in read_traceback(self._config.out, rank).splitlines()]
         return "\n".join(lines)
 
@@ -236,10 +224,6 @@ def _state(status: LastStatus, now_s: float) -> str:
 
 def _peer(rank: int) -> str:
     return {ANY_PEER: "other workers", NOBODY: "nobody"}.get(rank, f"rank {rank}")
-
-
-def _is_timeout(failure: WorkerFailure) -> bool:
-    return _TIMED_OUT.search(failure.what) is not None
 
 
 def fork_server_end() -> str:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.frontend.model_io import dtype_of
-from pdtool.runtime.groups import PeerError
+from pdtool.runtime.groups import Reason
+from pdtool.runtime.status import PeerError
 
 TARGET = "the target"
 _FLAGS = "which gradients there are"
@@ -113,17 +114,15 @@ class Route:
         """Return `forward 'b' of minibatch 4`."""
         return f"{self.direction} {', '.join(repr(edge.name) for edge in self.edges)} of minibatch {minibatch}"
 
-    def not_received(self, minibatch: int, reason: str) -> PeerError:
+    def not_received(self, minibatch: int, reason: Reason) -> PeerError:
         """Return the receiver's error when a message does not come."""
-        return PeerError(
-            f"{self.describe(minibatch)} did not get here: from rank {self.sender} ({reason})", peer=self.sender
-        )
+        what = f"{self.describe(minibatch)} did not get here: from rank {self.sender} ({reason})"
+        return PeerError(what, peer=self.sender, is_timeout=reason.is_timeout)
 
-    def not_sent(self, minibatch: int, reason: str) -> PeerError:
+    def not_sent(self, minibatch: int, reason: Reason) -> PeerError:
         """Return the sender's error when a message cannot be delivered."""
-        return PeerError(
-            f"{self.describe(minibatch)} did not get away: to rank {self.receiver} ({reason})", peer=self.receiver
-        )
+        what = f"{self.describe(minibatch)} did not get away: to rank {self.receiver} ({reason})"
+        return PeerError(what, peer=self.receiver, is_timeout=reason.is_timeout)
 
 
 def list_edges(bundle: Bundle, targets: Sequence[TensorSpec], float32_as: torch.dtype | None = None) -> list[Edge]:

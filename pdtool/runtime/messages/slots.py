@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdtool.runtime.groups import Reason
 from pdtool.runtime.memory import is_out_of_memory
 from pdtool.runtime.messages.routes import Route
 
@@ -177,9 +178,8 @@ class SlotReceiver(ABC):
             raise self._route.not_received(minibatch, _reason(error, self._connection)) from error
         number, slot, sent_bytes = _HEADER.unpack(header)
         if (number, sent_bytes) != (minibatch, size_bytes):
-            raise self._route.not_received(
-                minibatch, f"{sent_bytes} bytes of minibatch {number} came, not {size_bytes}"
-            )
+            reason = Reason(f"{sent_bytes} bytes of minibatch {number} came, not {size_bytes}")
+            raise self._route.not_received(minibatch, reason)
         return self._tensors(slot, views)
 
     @abstractmethod
@@ -226,10 +226,10 @@ class TensorView:
             self.numpy_dtype, self.is_reinterpreted = np.dtype(f"i{dtype.itemsize}"), True
 
 
-def _reason(error: OSError, connection: socket.socket) -> str:
+def _reason(error: OSError, connection: socket.socket) -> Reason:
     """Why a message did not come or go; raises `error` itself where this worker ran out of memory."""
     if is_out_of_memory(error):
         raise error
     if isinstance(error, TimeoutError):
-        return f"Timed out waiting {connection.gettimeout():g} s"
-    return error.strerror or str(error)
+        return Reason(f"Timed out waiting {connection.gettimeout():g} s", is_timeout=True)
+    return Reason(error.strerror or str(error))
