@@ -16,7 +16,8 @@ from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine
 from pdtool.artifacts.report import Emulation, Report, StageReport
 from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Simulation, StageShares
 from pdtool.planner.simulator.result import SimulationResult
-from pdtool.reports.chart import Curve
+from pdtool.reports.chart import Curve, curve_chart
+from pdtool.reports.picture import Picture
 from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow
 from pdtool.schedule import SCHEDULES, PipelineShape
 from pdtool.units import format_bytes, format_seconds
@@ -173,6 +174,10 @@ class ChartCurves:
     title: str
     curves: list[Curve]
 
+    def draw(self, width: float) -> Picture:
+        """Draw it, over updates."""
+        return curve_chart(self.curves, width, self.title, "updates")
+
 
 def metric_charts(runs: Sequence[tuple[str, Sequence[MetricsLine]]]) -> list[ChartCurves]:
     """Return charts of the loss, the metrics, the learning rate and the speed, over updates.
@@ -245,7 +250,7 @@ def differences(report: Report, predicted: Sequence[StageShares], predicted_s: f
     """
     if not report.stages or len(predicted) != len(report.stages):
         return []
-    number = max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s + report.stages[s].data_s)
+    number = busiest_stage(report)
     stage, share = report.stages[number], predicted[number]
     waiting_s = stage.wait_s - (share.communicating + share.idle) * predicted_s
     profiled_s = share.computing * predicted_s

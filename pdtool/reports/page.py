@@ -1,32 +1,33 @@
 """The page of `pdtool report`: one HTML file without a server or scripts, about one subject or several side by side.
 
-A subject is a plan, a run with what it was planned to be, or an emulation. `SubjectView` makes its section from what
-was planned, simulated and measured. The template page.html.j2 lays out the sections.
+A subject is a plan, a run with what it was planned to be, or an emulation; `SubjectView` has what there is to show of
+it. FIGURES lists the figures of the page: a new one is a function there. page.html.j2 lays them out, and the macros of
+blocks.html.j2 write what is no drawing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from itertools import islice
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pdtool import __version__
 from pdtool.artifacts.metrics import ValidationLine
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
 from pdtool.artifacts.run_dir import RunPhase, RunRecord
 from pdtool.errors import PdtoolError, printable
 from pdtool.planner.choice.comparison import Simulation, simulated_for_report
-from pdtool.reports.chart import curve_chart, gain_chart
+from pdtool.reports.chart import gain_chart
 from pdtool.reports.figures import (
     Bar,
-    ExtraTime,
     differences,
     emulation_bars,
     measured_bar,
@@ -72,6 +73,14 @@ class Subject:
         return (self.plan.plan_sha256, self.profile.content_sha256) if self.plan and self.profile else ()
 
 
+class PageFigure(NamedTuple):
+    """A figure of the page: its heading, a sentence about it, and its HTML."""
+
+    title: str
+    about: str
+    body: Markup
+
+
 def page(subjects: Sequence[Subject], simulations: dict[str, Simulation] | None = None) -> str:
     """Return the page as HTML.
 
@@ -86,21 +95,14 @@ def page(subjects: Sequence[Subject], simulations: dict[str, Simulation] | None 
     for subject in subjects:
         is_repeated = any(subject.digests and view.subject.digests == subject.digests for view in views)
         views.append(SubjectView(subject, simulations, is_repeated=is_repeated))
-    longest_s = max(view.time_s for view in views) or 1.0
-    sections = [view.section(longest_s) for view in views]
-    groups = [group for view in views for group in view.timelines(named=len(views) > 1)]
-    runs = [(s.name, s.run.metrics) for s in subjects if s.run and s.run.metrics]
+    figures = [figure for figures_of in FIGURES for figure in figures_of(views)]
     template = _environment().get_template("page.html.j2")
     return template.render(
         generator=Markup(GENERATOR),
-        refresh_s=REFRESH_S if any(is_unfinished(s) for s in subjects) else 0,
-        title=printable(" and ".join(section.title for section in sections)),
-        sections=sections,
-        timeline=_timeline_pictures(groups),
-        charts=[
-            pictures_of(curve_chart(c.curves, w, c.title, "updates") for w in (HALF, NARROW))
-            for c in metric_charts(runs)
-        ],
+        refresh_s=REFRESH_S if any(map(is_unfinished, subjects)) else 0,
+        title=printable(" and ".join(view.title for view in views)),
+        views=views,
+        figures=figures,
         drawing_css=Markup(stylesheet()),
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -112,6 +114,7 @@ def is_unfinished(subject: Subject) -> bool:
     return subject.run is not None and subject.run.phase is RunPhase.RUNNING
 
 
+@cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("pdtool.reports", ""),
@@ -121,30 +124,21 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.filters.update(seconds=format_seconds, percent=lambda share: f"{share:.4f}")
+    environment.filters["seconds"] = format_seconds
     return environment
 
 
-def _timeline_pictures(groups: Sequence[TimelineGroup]) -> Pictures | None:
-    return pictures_of(timeline_drawing(groups, width) for width in (WIDE, NARROW)) if groups else None
+def _html(block: str, *values: object) -> Markup:
+    """Return what a macro of blocks.html.j2 makes of some values."""
+    return Markup(getattr(_environment().get_template("blocks.html.j2").module, block)(*values))
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """A drawing for wide and one for narrow screens."""
-
-    wide: Markup
-    narrow: Markup
+def pictures(draw: Callable[[float], Picture], wide: float = WIDE) -> Markup:
+    """Return a drawing twice, for wide and for narrow screens."""
+    return _html("pictures", *(Markup(draw(width).inline()) for width in (wide, NARROW)))
 
 
-def pictures_of(drawings: Iterator[Picture]) -> Pictures:
-    """Return a drawing that was made for wide and then for narrow screens."""
-    wide, narrow = drawings
-    return Pictures(Markup(wide.inline()), Markup(narrow.inline()))
-
-
-@dataclass(frozen=True)
-class StageSection:
+class StageSection(NamedTuple):
     """One stage: what it holds, how it spends a minibatch's time, and its memory."""
 
     number: int
@@ -154,30 +148,8 @@ class StageSection:
     bars: list[Bar]
 
 
-@dataclass
-class SubjectSection:
-    """All that the page shows of one subject; what it does not have is empty."""
-
-    subject: Subject
-    title: str
-    sentence: str
-    facts: list[tuple[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    graph: Pictures | None = None
-    stages: list[StageSection] = field(default_factory=list)
-    gain: Pictures | None = None
-    rivals: list[Bar] = field(default_factory=list)
-    left_out: tuple[str, ...] = ()
-    rejected: list[tuple[str, str, str]] = field(default_factory=list)
-    bottleneck: str = ""
-    certificate: str = ""
-    differences: list[ExtraTime] = field(default_factory=list)
-    is_measured: bool = False
-    emulated: list[Bar] = field(default_factory=list)
-
-
 class SubjectView:
-    """Computes the section of one subject.
+    """What there is to show of one subject.
 
     Args:
         simulations: of plans that were simulated already.
@@ -186,8 +158,9 @@ class SubjectView:
 
     def __init__(self, subject: Subject, simulations: dict[str, Simulation], *, is_repeated: bool) -> None:
         self.subject, self.plan, self.profile, self.run = subject, subject.plan, subject.profile, subject.run
-        self.notes = [subject.missing] if subject.missing else []
+        self.emulation, self.report = subject.emulation, subject.run.report if subject.run else None
         self.simulations, self.is_repeated = simulations, is_repeated
+        self._why_not_simulated = ""
 
     @cached_property
     def simulated(self) -> Simulation | None:
@@ -202,38 +175,74 @@ class SubjectView:
         except PdtoolError as error:
             if not self.run:
                 raise
-            self.notes.append(f"the plan cannot be simulated: {error}")
+            self._why_not_simulated = f"the plan cannot be simulated: {error}"
             return None
 
     @property
     def time_s(self) -> float:
         """The longest time per minibatch of all stages, predicted or measured."""
-        report = self.run.report if self.run else None
-        measured_s = [stage.time_s for stage in report.stages] if report else []
+        measured_s = [stage.time_s for stage in self.report.stages] if self.report else []
         return max([self.simulated.result.time_per_minibatch_s if self.simulated else 0.0, *measured_s])
 
-    def section(self, longest_s: float) -> SubjectSection:
-        """Return all that the page shows of the subject but what all subjects share.
+    @property
+    def title(self) -> str:
+        """The name of an emulation's plan or of a plan, else that which was given on the command line."""
+        if self.emulation:
+            return self.emulation.plan
+        return self.plan.name if self.plan and not self.run else self.subject.name
+
+    @property
+    def sentence(self) -> str:
+        """What the subject comes to."""
+        if self.emulation:
+            return emulation_sentence(self.emulation)
+        if self.run:
+            return run_sentence(self.run, self.plan)
+        return plan_sentence(self.plan, self.profile) if self.plan and self.profile else ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What is missing, and what a reader has to know of the figures."""
+        _ = self.simulated
+        return [*filter(None, (self.subject.missing, self._why_not_simulated)), *_report_notes(self.report)]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values of what stands at the top."""
+        return [*_emulation_facts(self.emulation), *self._run_facts(), *self._plan_facts()]
+
+    def stages(self, longest_s: float) -> list[StageSection]:
+        """Return predicted and measured bars of each stage, as long as their time per minibatch.
 
         Args:
             longest_s: time per minibatch that is as long as a bar can be.
         """
-        if self.subject.emulation:
-            return _emulation_section(self.subject, self.subject.emulation)
-        name = self.plan.name if self.plan else self.subject.name
-        section = SubjectSection(self.subject, self.subject.name if self.run else name, self._sentence())
-        if self.plan and self.profile and not self.is_repeated:
-            section.graph = pictures_of(graph_drawing(self.plan, self.profile, w) for w in (WIDE, NARROW))
-        if self.plan and self.simulated and not self.is_repeated:
-            self._add_predictions(section, self.plan, self.simulated)
-        report = self.run.report if self.run else None
-        section.stages, section.is_measured = self._stages(report, longest_s), report is not None
-        if report and self.simulated:
-            simulated_s = self.simulated.result.time_per_minibatch_s
-            section.differences = differences(report, self.simulated.stages, simulated_s)
-        section.facts = [*self._run_facts(), *self._plan_facts()]
-        section.notes = self.notes + list(_report_notes(report))
-        return section
+        simulated, report = self.simulated, self.report
+        predicted_s = simulated.result.time_per_minibatch_s if simulated else 0.0
+        limit = self.plan.cluster.memory_bytes if self.plan else None
+        depth = self.plan.pipeline_depth if self.plan else len(report.stages) if report else 0
+        sections = []
+        for s in range(depth):
+            bars = []
+            if simulated:
+                name = "predicted" if report else "time"
+                bars.append(predicted_bar(name, simulated.stages[s], predicted_s, longest_s))
+            measured = report.stages[s] if report and s < len(report.stages) else None
+            if measured:
+                bars.append(measured_bar(measured, longest_s))
+            bars += memory_bars(limit, simulated.stages[s] if simulated else None, measured)
+            sections.append(StageSection(s, stage_class(s), *self._stage_texts(s), bars=bars))
+        return sections
+
+    def _stage_texts(self, s: int) -> tuple[str, str]:
+        if not self.plan:
+            replicas = self.report.stages[s].replicas if self.report else 1
+            return "", f"{replicas} worker{'s' * (replicas != 1)}"
+        stage = self.plan.stages[s]
+        names = [name for other in self.plan.stages[s :: self.plan.pipeline_depth] for name in other.nodes]
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        workers = f"{stage.replicas} worker{'s' * (stage.replicas != 1)}, {stage.in_flight} in flight"
+        return ", ".join(names[:_MAX_LISTED]) + more, workers
 
     def timelines(self, *, named: bool) -> Iterator[TimelineGroup]:
         """Return what was simulated and what was measured, over the same length of time."""
@@ -245,11 +254,10 @@ class SubjectView:
             )
             if not self.is_repeated:
                 yield predicted
-        report = self.run.report if self.run else None
-        if self.run and report:
-            length_s = self._measured_length_s(report, predicted)
+        if self.run and self.report:
+            length_s = self._measured_length_s(self.report, predicted)
             title = f"{of}measured, as the last epoch began"
-            group = measured_group(self.run.workers, report.schedule, length_s, title)
+            group = measured_group(self.run.workers, self.report.schedule, length_s, title)
             if group:
                 yield group
 
@@ -260,11 +268,6 @@ class SubjectView:
             return 12 * measured_s
         slower = measured_s / (self.simulated.result.time_per_minibatch_s or measured_s or 1.0)
         return predicted.end_s * max(1.0, min(3.0, slower))
-
-    def _sentence(self) -> str:
-        if self.run:
-            return run_sentence(self.run, self.plan)
-        return plan_sentence(self.plan, self.profile) if self.plan and self.profile else ""
 
     def _plan_facts(self) -> Iterator[tuple[str, str]]:
         plan, predicted = self.plan, self.plan.predicted if self.plan else None
@@ -285,9 +288,8 @@ class SubjectView:
     def _run_facts(self) -> Iterator[tuple[str, str]]:
         if not self.run:
             return
-        report = self.run.report
         yield "run", str(self.run.phase)
-        if report:
+        if report := self.report:
             yield "per minibatch", format_seconds(report.measured.bottleneck_s)
             yield "samples/s", f"{report.throughput_samples_per_s:,.0f}"
             yield "epochs", ", ".join(f"{n} × {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
@@ -295,50 +297,6 @@ class SubjectView:
         for validation in islice(validations, 1):
             for name, value in validation.figures.items():
                 yield f"{name}, validation", f"{value:.4g}"
-
-    def _add_predictions(self, section: SubjectSection, plan: Plan, simulated: Simulation) -> None:
-        section.rivals = rival_bars(simulated)
-        section.left_out = simulated.comparison.left_out
-        if simulated.sweep and len(plan.stages) > 1:
-            own = plan.cluster.levels[0].bandwidth_bytes_per_s
-            section.gain = pictures_of(gain_chart(simulated.sweep, width, own) for width in (HALF, NARROW))
-        if plan.why:
-            section.bottleneck = plan.why.bottleneck
-            section.rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in plan.why.rivals]
-            if certificate := plan.why.certificate:
-                section.certificate = (
-                    f"by the formulas no plan takes less than {format_seconds(certificate.bound_s)} per minibatch; "
-                    f"this one is within {certificate.gap or 0:.1%} of that ({certificate.sentence()})"
-                )
-
-    def _stages(self, report: Report | None, longest_s: float) -> list[StageSection]:
-        """Predicted and measured bars of each stage, as long as their time per minibatch."""
-        simulated = self.simulated
-        predicted_s = simulated.result.time_per_minibatch_s if simulated else 0.0
-        limit = self.plan.cluster.memory_bytes if self.plan else None
-        depth = self.plan.pipeline_depth if self.plan else len(report.stages) if report else 0
-        sections = []
-        for s in range(depth):
-            bars = []
-            if simulated:
-                name = "predicted" if report else "time"
-                bars.append(predicted_bar(name, simulated.stages[s], predicted_s, longest_s))
-            if report and s < len(report.stages):
-                bars.append(measured_bar(report.stages[s], longest_s))
-            measured = report.stages[s] if report and s < len(report.stages) else None
-            bars += memory_bars(limit, simulated.stages[s] if simulated else None, measured)
-            sections.append(StageSection(s, stage_class(s), *self._stage_texts(s, report), bars=bars))
-        return sections
-
-    def _stage_texts(self, s: int, report: Report | None) -> tuple[str, str]:
-        if not self.plan:
-            replicas = report.stages[s].replicas if report else 1
-            return "", f"{replicas} worker{'s' * (replicas != 1)}"
-        stage = self.plan.stages[s]
-        names = [name for other in self.plan.stages[s :: self.plan.pipeline_depth] for name in other.nodes]
-        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-        workers = f"{stage.replicas} worker{'s' * (stage.replicas != 1)}, {stage.in_flight} in flight"
-        return ", ".join(names[:_MAX_LISTED]) + more, workers
 
 
 def _report_notes(report: Report | None) -> Iterator[str]:
@@ -354,16 +312,107 @@ def _report_notes(report: Report | None) -> Iterator[str]:
         )
 
 
-def _emulation_section(subject: Subject, emulation: Emulation) -> SubjectSection:
-    section = SubjectSection(subject, emulation.plan, emulation_sentence(emulation))
-    section.emulated = emulation_bars(emulation)
+def _emulation_facts(emulation: Emulation | None) -> Iterator[tuple[str, str]]:
+    if not emulation:
+        return
     cluster = emulation.cluster
+    yield "workers", "slept the times of the profile" if emulation.compute == "sleep" else "trained the model"
     rates = [format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels]
-    section.facts = [
-        ("workers", "slept the times of the profile" if emulation.compute == "sleep" else "trained the model"),
-        (f"links of {cluster.topology}", ", ".join(rates)),
-        ("minibatch", str(emulation.batch_size)),
-    ]
+    yield f"links of {cluster.topology}", ", ".join(rates)
+    yield "minibatch", str(emulation.batch_size)
     for plan in emulation.plans if emulation.compute == "sleep" else ():
-        section.facts.append((f"scale of {plan.name}", scaling_phrase(emulation, plan)))
-    return section
+        yield f"scale of {plan.name}", scaling_phrase(emulation, plan)
+
+
+def _of(view: SubjectView, views: Sequence[SubjectView]) -> str:
+    return f", {view.title}" if len(views) > 1 else ""
+
+
+def _training(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
+    runs = [(view.subject.name, view.run.metrics) for view in views if view.run and view.run.metrics]
+    charts = [pictures(chart.draw, HALF) for chart in metric_charts(runs)]
+    if charts:
+        yield PageFigure("Training", "", _html("charts", charts))
+
+
+def _graphs(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
+    about = (
+        "Modules from left to right, the taller the costlier; times are forward and backward of one minibatch on one "
+        "worker. On the borders: activations of a minibatch."
+    )
+    for view in views:
+        if view.plan and view.profile and not view.is_repeated:
+            drawing = pictures(partial(graph_drawing, view.plan, view.profile))
+            yield PageFigure(f"The model by stage{_of(view, views)}", about, drawing)
+
+
+def _stages(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
+    longest_s = max(view.time_s for view in views) or 1.0
+    columns = [(view, stages) for view in views if (stages := view.stages(longest_s))]
+    if columns:
+        legend = _html("legend", any(view.report for view, _ in columns))
+        body = _html("columns", [(view.title, _html("stages", stages)) for view, stages in columns])
+        about = "How the workers of each stage spend the time of a minibatch, and the memory of one worker."
+        yield PageFigure("Stages", about, legend + body)
+
+
+def _differences(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
+    columns = []
+    for view in views:
+        if view.report and view.simulated:
+            simulated_s = view.simulated.result.time_per_minibatch_s
+            if parts := differences(view.report, view.simulated.stages, simulated_s):
+                columns.append((view.title, _html("differences", parts)))
+    if columns:
+        about = "At the busiest stage, per minibatch, what took longer or shorter than predicted."
+        yield PageFigure("Why measured differs from predicted", about, _html("columns", columns))
+
+
+def _timeline(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
+    groups = [group for view in views for group in view.timelines(named=len(views) > 1)]
+    if groups:
+        about = "What each worker computes; numbers are minibatches. The pipeline fills, then come steady rounds."
+        yield PageFigure("Timeline", about, pictures(partial(timeline_drawing, groups)))
+
+
+def _rivals(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
+    for view in views:
+        plan, simulated = view.plan, view.simulated
+        if plan and simulated and not view.is_repeated:
+            gain, own = None, plan.cluster.levels[0].bandwidth_bytes_per_s
+            if simulated.sweep and len(plan.stages) > 1:
+                gain = pictures(partial(gain_chart, simulated.sweep, own=own), HALF)
+            bars, left_out = rival_bars(simulated), simulated.comparison.left_out
+            body = _html("rivals", gain, bars, left_out) + _reasons(plan.why)
+            yield PageFigure(f"Beside other plans{_of(view, views)}", "", body)
+
+
+def _reasons(why: Why | None) -> Markup:
+    if not why:
+        return Markup()
+    certificate = ""
+    if stated := why.certificate:
+        certificate = (
+            f"by the formulas no plan takes less than {format_seconds(stated.bound_s)} per minibatch; "
+            f"this one is within {stated.gap or 0:.1%} of that ({stated.sentence()})"
+        )
+    rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in why.rivals]
+    return _html("reasons", why.bottleneck, certificate, rejected)
+
+
+def _emulated(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
+    for view in views:
+        if view.emulation:
+            yield PageFigure("Emulated, time per minibatch", "", _html("bars", emulation_bars(view.emulation)))
+
+
+# The figures of the page, in order: each function yields those of all subjects, and none where it has nothing to show.
+FIGURES: tuple[Callable[[Sequence[SubjectView]], Iterator[PageFigure]], ...] = (
+    _training,
+    _graphs,
+    _stages,
+    _differences,
+    _timeline,
+    _rivals,
+    _emulated,
+)

@@ -36,6 +36,7 @@ from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.chart import Curve, curve_chart, gain_chart
 from pdtool.reports.figures import differences, metric_charts, simulated_group
 from pdtool.reports.graph_drawing import MAX_BLOCKS, graph_drawing, module_blocks
+from pdtool.reports.page import FIGURES, PageFigure, pictures
 from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, time_labels
 from pdtool.reports.sentences import gain_in_words
 from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow, timeline_drawing
@@ -370,6 +371,22 @@ def test_the_page_of_an_emulation(folder):
         assert sentence() == "3-1: 4 ms per minibatch emulated, 3.9 ms simulated; 2.25 times as fast as data-parallel"
         assert "this plan (3-1), emulated" in read().texts
         assert Path("report.html").read_text().count("bytes and bandwidths / 12, times x 1.5") == 2, "of each plan"
+
+
+def test_a_figure_is_an_entry_of_the_list(road, monkeypatch):
+    """Of all subjects together; its heading and its sentence are texts, and no HTML."""
+
+    def names(views):
+        curves = [Curve("loss", [(0.0, 1.0), (1.0, len(views))])]
+        yield PageFigure("<b>Names</b>", "of one & all", pictures(lambda width: curve_chart(curves, width, "a", "b")))
+
+    monkeypatch.setattr("pdtool.reports.page.FIGURES", (*FIGURES, names))
+    road.pdtool("report")
+    text = Path("report.html").read_text(encoding="utf-8")
+    assert "<h2>&lt;b&gt;Names&lt;/b&gt;</h2>" in text
+    assert '<p class="about">of one &amp; all</p>' in text
+    assert text.count("a, over b") == 2, "for wide and for narrow screens"
+    read()
 
 
 def test_a_page_goes_to_stdout_and_overwrites_nothing_else(road):
