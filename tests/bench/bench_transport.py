@@ -37,7 +37,7 @@ def there_and_back(size: int) -> tuple[Route, Route]:
     tensor = TensorSpec(
         name="a", producer=0, consumers=(1,), shape=("batch", size // 4), dtype="float32", gradient=True
     )
-    there, back = list_routes([Edge(0, "a", 0, 1, tensor)], [[0], [1]])
+    there, back = list_routes([Edge("a", 0, 1, tensor)], [[0], [1]])
     return there, back
 
 

@@ -50,7 +50,7 @@ PUBLIC = {
     "profiler": "estimate measure pipedream_import probe",
     "reports": "chart figures graph_drawing page sentences timeline_drawing",
     "runtime.launch": "diagnosis launcher worker_main",
-    "runtime.messages": "open_channels routes stage_io",
+    "runtime.messages": "open_channels pinned routes stage_io",
     "runtime.stage": "averaging component losses module_state optimizer pipeline_stage stage_replica tied_parameters",
     "runtime.worker": "checkpoint start_worker",
     "options": "declaration partition_options profile_options run_options simulate_options target values",

@@ -220,7 +220,7 @@ class Job:
         last = len(self.shape.replicas) - 1
         sent = [(s, s + 1, True) for s in range(last)] + [(a, b, True) for a, b in self.skips]
         sent += [(0, last, False)] if last else []
-        edges = [Edge(n, f"t{n}", a, b, _tensor(n, a, b, gradient=g)) for n, (a, b, g) in enumerate(sent)]
+        edges = [Edge(f"t{n}", a, b, _tensor(n, a, b, gradient=g)) for n, (a, b, g) in enumerate(sent)]
         return [route for route in list_routes(edges, self.ranks) if not route.is_local]
 
     def programs(self, minibatches: int) -> list[Program]:

@@ -75,9 +75,9 @@ class Pair:
         return self.receiver.receive(minibatch, BATCH)
 
 
-def edge(number: int, name: str, dtype: str) -> Edge:
+def edge(name: str, dtype: str) -> Edge:
     tensor = TensorSpec(name=name, producer=0, consumers=(1,), shape=("batch", 3), dtype=dtype, gradient=False)
-    return Edge(number, name, 0, 1, tensor)
+    return Edge(name, 0, 1, tensor)
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def pair(
     device.install(monkeypatch)
     monkeypatch.setattr(cuda_ipc, "_pinned", lambda tensor: tensor)
     monkeypatch.setattr(torch, "as_tensor", _tensor_in_host_memory)
-    route = list_routes([edge(0, "a", "float32"), edge(1, "b", "bfloat16")], [[0], [1]])[0]
+    route = list_routes([edge("a", "float32"), edge("b", "bfloat16")], [[0], [1]])[0]
     layout = SlotLayout.of(route, BATCH, DEPTH, SPARE_SLOTS)
     memory = torch.full((layout.total_bytes,), 255, dtype=torch.uint8)
     events: Any = ([made() for _ in range(layout.slots)] for made in (written, freed))
@@ -337,7 +337,7 @@ class Cuda:
 
 def two_ways() -> list[Route]:
     """Route 0 from worker 0 to worker 1, and route 1 back."""
-    sent = edge(0, "a", "float32")
+    sent = edge("a", "float32")
     return list_routes([replace(sent, tensor=sent.tensor.model_copy(update={"gradient": True}))], [[0], [1]])
 
 

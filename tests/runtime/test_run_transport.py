@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +29,11 @@ from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatch
 from pdtool.runtime.messages import shared_memory as shared_memory_setup
 from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.pinned import PinnedReceiver, PinnedSender
-from pdtool.runtime.messages.routes import Edge, LocalChannel, list_edges, list_routes
+from pdtool.runtime.messages.routes import Edge, LocalChannel, Route, list_edges, list_routes
 from pdtool.runtime.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
 from pdtool.runtime.messages.slots import SlotLayout
 from pdtool.runtime.messages.stage_io import StageIO
+from pdtool.runtime.messages.wire_formats import WIRE_FORMATS, Part
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.status import PeerError
 
@@ -45,6 +46,7 @@ KINDS = {
     "f": (torch.float16, (0, 2)),
     "g": (torch.uint8, (65,)),
 }
+SENT_AS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # what float32 is sent as
 BATCH = 4
 
 
@@ -53,9 +55,14 @@ def described(name: str, dtype: torch.dtype, *shape: int) -> TensorSpec:
     return TensorSpec(name=name, producer=0, consumers=(1,), shape=("batch", *shape), dtype=text, gradient=False)
 
 
-def edge(n: int, name: str, dtype: torch.dtype, *shape: int) -> Edge:
+def edge(name: str, dtype: torch.dtype, *shape: int) -> Edge:
     """From stage 0 to stage 1."""
-    return Edge(n, name, 0, 1, described(name, dtype, *shape))
+    return Edge(name, 0, 1, described(name, dtype, *shape))
+
+
+def route_of(*edges: Edge) -> Route:
+    """From rank 0 to rank 1."""
+    return list_routes(edges, [[0], [1]])[0]
 
 
 def bundle_of(tensors: list[TensorSpec], stages: int) -> Bundle:
@@ -84,11 +91,8 @@ def value(tensor: TensorSpec, minibatch: int, samples: int) -> Tensor:
 # channels within one process
 
 
-def pair(
-    edges: list[Edge], *, depth: int = 2, timeout_s: float = 30.0
-) -> tuple[SharedMemorySender, SharedMemoryReceiver]:
+def pair(route: Route, *, depth: int = 2, timeout_s: float = 30.0) -> tuple[SharedMemorySender, SharedMemoryReceiver]:
     """Both ends of a route from rank 0 to rank 1."""
-    route = list_routes(edges, [[0], [1]])[0]
     layout = SlotLayout.of(route, BATCH, depth, depth)
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, layout.total_bytes)
@@ -104,7 +108,7 @@ def pair(
 @pytest.fixture
 def channel() -> Any:
     """A channel for one float32 tensor [batch, 3]; depth 2, so 4 slots."""
-    ends = pair([edge(0, "a", torch.float32, 3)])
+    ends = pair(route_of(edge("a", torch.float32, 3)))
     yield ends
     for end in ends:
         end._connection.close()
@@ -125,7 +129,7 @@ def test_tensors_kept_for_ever_stay_as_they_are_and_hold_nobody_up(channel: Any)
 
 def test_a_slot_is_free_when_the_last_of_its_tensors_is_gone() -> None:
     """Three edges; parts and views of any of them keep the slot, and nothing else does."""
-    ends = pair([edge(n, name, torch.bfloat16, 3) for n, name in enumerate("abc")])
+    ends = pair(route_of(*(edge(name, torch.bfloat16, 3) for name in "abc")))
     message = [torch.full((BATCH, 3), float(k)).bfloat16() for k in range(3)]
     for part in range(3):
         view = through(ends, part, message)[part][1:, 2:].t()
@@ -156,7 +160,7 @@ def test_autograd_may_use_what_was_received_as_any_tensor(channel: Any) -> None:
 
 
 def test_a_change_in_place_of_one_tensor_leaves_the_others_graph_valid() -> None:
-    ends = pair([edge(n, name, torch.float32, 3) for n, name in enumerate("ab")])
+    ends = pair(route_of(*(edge(name, torch.float32, 3) for name in "ab")))
     a, b = through(ends, 0, [torch.ones(2, 3), torch.ones(2, 3)])
     squared = a.requires_grad_().pow(2).sum()
     b.add_(1)
@@ -176,7 +180,7 @@ def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_i
         return next(int(line.split()[1]) for line in lines if line.startswith("RssShmem")) << 10
 
     before, memory = descriptors(), resident()
-    ends = pair([edge(0, "a", torch.float32, 1 << 16)], depth=20)  # slots of 256 KiB
+    ends = pair(route_of(edge("a", torch.float32, 1 << 16)), depth=20)  # slots of 256 KiB
     open_now = descriptors()
     for i in range(1000):
         through(ends, i, [torch.zeros(1, 1 << 16)])
@@ -190,7 +194,7 @@ def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_i
 
 
 def test_a_sender_or_receiver_that_waits_too_long_says_for_what() -> None:
-    sender, receiver = pair([edge(0, "a", torch.float32, 3)], timeout_s=0.1)
+    sender, receiver = pair(route_of(edge("a", torch.float32, 3)), timeout_s=0.1)
     with pytest.raises(
         PeerError, match=r"forward 'a' of minibatch 7 did not get here: from rank 0 \(Timed out"
     ) as lost:
@@ -218,6 +222,48 @@ def test_a_message_of_another_size_is_refused(channel: Any) -> None:
     channel[0].send(0, [torch.ones(2, 3)])
     with pytest.raises(PeerError, match=r"24 bytes of minibatch 0 came, not 36"):
         channel[1].receive(0, 3)
+
+
+class Halves:
+    """A format of two parts: the tensor as bfloat16, and what that leaves out."""
+
+    def parts(self, shape: tuple[int, ...]) -> list[Part]:
+        return [Part(shape, torch.bfloat16), Part((2, *shape), torch.float16)]
+
+    def pack(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor, torch.stack([tensor - tensor.bfloat16(), torch.ones_like(tensor)])]
+
+    def unpack(self, parts: Iterator[Tensor]) -> Tensor:
+        high, (low, ones) = next(parts), next(parts)
+        assert ones.eq(1).all()
+        return high.float() + low
+
+
+@pytest.mark.parametrize("has_flags", [False, True])
+def test_a_format_of_several_parts_goes_through_slots(monkeypatch: pytest.MonkeyPatch, has_flags: bool) -> None:
+    """Beside tensors that are sent as they are, with absent gradients, and in a minibatch that is short."""
+    monkeypatch.setitem(WIRE_FORMATS, "halves", Halves())
+    tensors = [edge("a", torch.float32, 3), edge("c", torch.int64), edge("f", torch.float32, 2)]
+    [route] = list_routes(tensors, [[0], [1]], wire_dtype="halves")
+    route = replace(route, has_flags=has_flags)
+    assert len(route.parts(BATCH)) == 5 + has_flags
+    ends = pair(route)
+    sent: list[Tensor | None] = [torch.randn(2, 3), torch.tensor([7, 2**40]), None]
+    ends[0].send(0, route.pack(sent, 2, torch.device("cpu")))
+    a, c, f = route.unpack(ends[1].receive(0, 2))
+    assert a is not None
+    torch.testing.assert_close(a, sent[0], rtol=1e-6, atol=1e-6)
+    assert c is not None
+    assert c.tolist() == [7, 2**40]
+    assert f is None if has_flags else f is not None and f.tolist() == [[0, 0], [0, 0]]
+    del a, c, f
+    for end in ends:
+        end._connection.close()
+
+
+def test_what_stays_on_a_worker_is_not_converted() -> None:
+    [route] = list_routes([edge("a", torch.float32, 3)], [[0], [0]], wire_dtype="bf16")
+    assert route.dtypes == [torch.float32]
 
 
 # several processes
@@ -251,14 +297,14 @@ def stages_here(
     ranks: list[list[int]],
     minibatches: Minibatches,
     transport: Any,
-    narrow: torch.dtype | None = None,
+    wire_dtype: str = "fp32",
 ) -> dict[int, tuple[StageIO, WorkerMeter, list[int]]]:
     """Stage -> its inputs and outputs on this rank, in a phase, what measures them, and its minibatches."""
     device = torch.device("cpu")
     groups = ProcessGroups(distributed.new_group(backend="gloo"), [], [], device, uses_nccl=False)
     plan = SimpleNamespace(batch_size=minibatches.size)
     config: Any = SimpleNamespace(transport=transport, timeout_s=30.0, plan=plan)
-    routes = list_routes(list_edges(bundle, [], narrow), ranks)
+    routes = list_routes(list_edges(bundle, []), ranks, wire_dtype=wire_dtype)
     channels = open_channels(routes, groups, config, [4], WorkerMeter(device))
     data = DataPass("train", DatasetSplit(len(minibatches.order), ()), minibatches, 0, 1)
     made = {}
@@ -286,7 +332,7 @@ def test_a_missing_gradient_is_zeros_on_the_device_of_the_stage() -> None:
     assert [(t.device, t.shape) for t in sent] == [(device, (BATCH, 3))]
 
 
-def everything_arrives(rank: int, transport: str, narrow: torch.dtype | None) -> None:
+def everything_arrives(rank: int, transport: str, wire_dtype: str) -> None:
     """Stages 0 and 2 on rank 0, the two replicas of stage 1 on ranks 1 and 2; every kind of tensor, 9 minibatches."""
     ranks, minibatches = [[0], [1, 2], [0]], Minibatches(range(8 * BATCH + 1), BATCH)
     tensors = [
@@ -295,12 +341,11 @@ def everything_arrives(rank: int, transport: str, narrow: torch.dtype | None) ->
         for name, (dtype, shape) in KINDS.items()
     ]
     bundle = bundle_of(tensors, 3)
-    here = stages_here(rank, bundle, ranks, minibatches, transport, narrow)
+    here = stages_here(rank, bundle, ranks, minibatches, transport, wire_dtype)
     order = sorted(((stage, i) for stage in here for i in here[stage][2]), key=lambda at: (at[0] + at[1], at[0]))
 
     def sent_as(tensor: TensorSpec) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, tensor.dtype)
-        return narrow if narrow and dtype == torch.float32 else dtype
+        return SENT_AS[wire_dtype] if tensor.dtype == "float32" else getattr(torch, tensor.dtype)
 
     for stage, i in order:
         io, samples = here[stage][0], minibatches.samples(i)
@@ -321,11 +366,11 @@ def everything_arrives(rank: int, transport: str, narrow: torch.dtype | None) ->
         assert meter.totals.sent_bytes == sum(sizes)
 
 
-@pytest.mark.parametrize("narrow", [None, torch.float16, torch.bfloat16], ids=["as-is", "fp16", "bf16"])
+@pytest.mark.parametrize("wire_dtype", SENT_AS)
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-def test_everything_arrives_as_it_was_sent(tmp_path: Path, transport: str, narrow: torch.dtype | None) -> None:
+def test_everything_arrives_as_it_was_sent(tmp_path: Path, transport: str, wire_dtype: str) -> None:
     """All dtypes, strided, short, over both kinds of channels and within a worker; float32 alone is narrowed."""
-    assert together(tmp_path, 3, everything_arrives, transport, narrow) == [0, 0, 0]
+    assert together(tmp_path, 3, everything_arrives, transport, wire_dtype) == [0, 0, 0]
 
 
 def dies(rank: int, transport: str, sender_dies: bool) -> None:
@@ -371,9 +416,9 @@ def apart(rank: int, why: str, transport: str) -> None:
         shared_memory_setup.receive_memory = lambda *_: None  # type: ignore[assignment]
     if transport == "shared":
         with pytest.raises(UsageError, match=r"rank 0 and rank 1 cannot share memory; leave --transport out"):
-            everything_arrives(rank, transport, None)
+            everything_arrives(rank, transport, "fp32")
     else:
-        everything_arrives(rank, transport, None)
+        everything_arrives(rank, transport, "fp32")
 
 
 @pytest.mark.parametrize("why", ["another machine", "refused", "silent"])
@@ -456,12 +501,11 @@ def test_narrow_messages_leave_what_the_dataset_gives_as_it_is(tmp_path: Path, w
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("narrow", [None, torch.float16])
-def test_what_goes_through_pinned_memory_is_as_it_was_when_it_was_sent(narrow: torch.dtype | None) -> None:
+@pytest.mark.parametrize("wire_dtype", ["fp32", "fp16"])
+def test_what_goes_through_pinned_memory_is_as_it_was_when_it_was_sent(wire_dtype: str) -> None:
     """Kernels of both sides are still running while the copies wait for them."""
     device = torch.device("cuda")
-    large = Edge(0, "a", 0, 1, described("a", torch.float32, 1 << 20), narrow)
-    [route] = list_routes([large], [[0], [1]])
+    [route] = list_routes([edge("a", torch.float32, 1 << 20)], [[0], [1]], wire_dtype=wire_dtype)
     local = LocalChannel()
     sender, receiver = PinnedSender(route, local, device), PinnedReceiver(local, device)
     slow = torch.randn(2048, 2048, device=device)
@@ -475,6 +519,6 @@ def test_what_goes_through_pinned_memory_is_as_it_was_when_it_was_sent(narrow: t
         sender.flush()
         receiver.expect(i, BATCH)
         [found] = receiver.receive(i, BATCH)
-        assert found.dtype == large.sent_dtype
+        assert found.dtype == SENT_AS[wire_dtype]
         assert found.is_cuda
         assert found.eq(i).all()

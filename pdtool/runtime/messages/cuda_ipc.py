@@ -27,7 +27,7 @@ from pdtool.errors import printable
 from pdtool.runtime.groups import all_gather
 from pdtool.runtime.messages.routes import Route
 from pdtool.runtime.messages.shared_memory import SharedMemory
-from pdtool.runtime.messages.slots import SlotLayout, SlotReceiver, SlotSender, TensorView
+from pdtool.runtime.messages.slots import PartView, SlotLayout, SlotReceiver, SlotSender
 
 SPARE_SLOTS = 2  # what the receiver may not keep: one is written while another one is on its way back
 _FIRST_BYTES = 8  # of the first message
@@ -79,11 +79,11 @@ class CudaIpcSender(SlotSender):
         """Take the slot that was freed first: the receiver's device is most likely done with it."""
         return self._free.pop(0)
 
-    def _copy(self, slot: int, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Enqueue the copies; the tensors are kept until they are read."""
+    def _copy(self, slot: int, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Enqueue the copies; the parts are kept until they are read."""
         while self._under_way and self._under_way[0][0].query():  # type: ignore[no-untyped-call]
             self._under_way.popleft()
-        sources = [_pinned(tensor) for tensor in tensors]
+        sources = [_pinned(part) for part in parts]
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         self._copies.wait_event(self._shared.freed[slot])
         with torch.cuda.stream(self._copies):
@@ -110,14 +110,14 @@ class CudaIpcReceiver(SlotReceiver):
             raise self._error
         return super().receive(minibatch, samples)
 
-    def _tensors(self, slot: int, views: list[TensorView]) -> list[Tensor]:
+    def _tensors(self, slot: int, views: list[PartView]) -> list[Tensor]:
         self._compute.wait_event(self._shared.written[slot])
         return super()._tensors(slot, views)
 
     def _open_slot(self, slot: int) -> _Slot:
         return _Slot(self._shared.memory.data_ptr() + slot * self._layout.slot_bytes)
 
-    def _tensor(self, opened: _Slot, view: TensorView) -> Tensor:
+    def _tensor(self, opened: _Slot, view: PartView) -> Tensor:
         tensor = torch.as_tensor(_DeviceArray(opened, view), device=self._device)
         return tensor.view(view.dtype) if view.is_reinterpreted else tensor
 
@@ -140,7 +140,7 @@ class _Slot:
 class _DeviceArray:
     """The bytes of a tensor, as torch.as_tensor takes them; the tensor's memory keeps the slot alive."""
 
-    def __init__(self, slot: _Slot, view: TensorView) -> None:
+    def __init__(self, slot: _Slot, view: PartView) -> None:
         self._slot = slot
         self.__cuda_array_interface__ = {
             "shape": view.shape,

@@ -4,7 +4,7 @@ Both are a rendezvous: a message starts only when its receiver has asked for it.
 they are needed, and a sender keeps what it sends until it has gone. On NCCL a receive is a kernel that runs until the
 message is there, and whatever synchronises the device would wait for it: it is posted when it is needed, and what a
 slow host would lose by that, an asynchronous device does not. NCCL matches messages by their order on a group; gloo's
-are tagged.
+are tagged, and its parts of one message come in order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pdtool.runtime.groups import PeerErrorContext, short_reason
-from pdtool.runtime.messages.routes import Edge, Route
+from pdtool.runtime.messages.routes import Route
 
 _TAGS = 2**31
 _MAX_BLOCKS = 4  # of a kernel that sends or receives; some 20 GB/s each, more than links between machines carry
@@ -95,18 +95,18 @@ class DistributedSender:
         self._route, self._group, self._depth, self._device, self._waiting = route, group, depth, device, waiting
         self._under_way: deque[tuple[int, list[tuple[Any, Tensor]]]] = deque()
 
-    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
+    def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
         """Start sending; wait only when `depth` messages are under way."""
         while len(self._under_way) >= self._depth:
             self._wait_for_oldest()
         sends, size_bytes = [], 0
         try:
-            for edge, tensor in zip(self._route.edges, tensors, strict=True):
-                is_pinned = tensor.is_cpu and self._device.type == "cuda"  # of the data: the host need not wait
-                tensor = tensor.to(self._device, edge.sent_dtype, non_blocking=is_pinned).contiguous()
-                work = dist.isend(tensor, self._route.receiver, group=self._group, tag=_tag(edge, minibatch))
-                sends.append((work, tensor))
-                size_bytes += tensor.nbytes
+            for part, dtype in zip(parts, self._route.dtypes, strict=True):
+                is_pinned = part.is_cpu and self._device.type == "cuda"  # of the data: the host need not wait
+                sent = part.to(self._device, dtype, non_blocking=is_pinned).contiguous()
+                work = dist.isend(sent, self._route.receiver, group=self._group, tag=_tag(self._route, minibatch))
+                sends.append((work, sent))
+                size_bytes += sent.nbytes
         except RuntimeError as error:
             raise self._route.not_sent(minibatch, short_reason(error)) from error
         self._under_way.append((minibatch, sends))
@@ -142,9 +142,9 @@ class DistributedReceiver:
         """Post the receives."""
         posted = []
         try:
-            for edge in self._route.edges:
-                buffer = torch.empty(edge.shape(samples), dtype=edge.sent_dtype, pin_memory=self._pinned)
-                work = dist.irecv(buffer, self._route.sender, group=self._group, tag=_tag(edge, minibatch))
+            for shape, dtype in self._route.parts(samples):
+                buffer = torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+                work = dist.irecv(buffer, self._route.sender, group=self._group, tag=_tag(self._route, minibatch))
                 posted.append((work, buffer))
         except RuntimeError as error:
             raise self._route.not_received(minibatch, short_reason(error)) from error
@@ -174,8 +174,8 @@ class NcclReceiver:
         """Post the receives of the message."""
         received = []
         try:
-            for edge in self._route.edges:
-                buffer = torch.empty(edge.shape(samples), dtype=edge.sent_dtype, device=self._device)
+            for shape, dtype in self._route.parts(samples):
+                buffer = torch.empty(shape, dtype=dtype, device=self._device)
                 dist.recv(buffer, self._route.sender, group=self._group)
                 received.append(buffer)
         except RuntimeError as error:
@@ -183,5 +183,5 @@ class NcclReceiver:
         return received
 
 
-def _tag(edge: Edge, minibatch: int) -> int:
-    return (minibatch * 4096 + edge.number) % _TAGS
+def _tag(route: Route, minibatch: int) -> int:
+    return (minibatch * 4096 + route.number) % _TAGS

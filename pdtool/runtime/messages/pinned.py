@@ -1,80 +1,68 @@
 """Copies between a GPU and pinned CPU memory, on a stream of their own beside the kernels.
 
 `PinnedSender` and `PinnedReceiver` are a channel between GPUs if NCCL cannot be used: messages go through pinned memory
-and from there by another channel. A thread hands each message to the other channel once its copy is complete, so the
-worker goes on to compute. `DeviceUpload` copies loaded minibatches to a GPU.
+and from there by another channel. `DeviceUpload` copies loaded minibatches to a GPU, too, and `DeviceDownload` the
+gradients that gloo sums.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pdtool.runtime.messages.routes import Receiver, Route, Sender
 
+Result = TypeVar("Result")
 
-class PinnedSender:
-    """Copies from the device to pinned memory, then sends by `inner`."""
 
-    def __init__(self, route: Route, inner: Sender, device: torch.device) -> None:
-        self._route, self._inner, self._device = route, inner, device
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(1, "pdtool-send", torch.cuda.set_device, (device,))  # which each thread has
-        self._under_way: deque[Future[int]] = deque()
+class DeviceDownload:
+    """Copies tensors from a GPU; a thread goes on with them once they are copied, so the worker goes on to compute.
 
-    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
-        """Start the copies; raises what an earlier message met with."""
-        while self._under_way and self._under_way[0].done():
-            self._under_way.popleft().result()
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+    host      start ───────────────────────────────── goes on to compute
+    stream            copy to pinned memory
+    thread                                  wait for the copy, then work with it ──▶
+
+    Args:
+        device: a GPU.
+        thread: a name for the thread.
+    """
+
+    def __init__(self, device: torch.device, thread: str) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._thread = ThreadPoolExecutor(1, thread, torch.cuda.set_device, (device,))  # which each thread has
+
+    def start(
+        self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], work: Callable[[list[Tensor]], Result]
+    ) -> Future[Result]:
+        """Start the copies; return what `work` returns for them, after that of those started before.
+
+        Args:
+            tensors: of any shapes.
+            dtypes: those of the copies.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._copies):
-            cast = [tensor.to(edge.sent_dtype) for edge, tensor in zip(self._route.edges, tensors, strict=True)]
-            pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in cast]
-            copied.record(self._copies)
-        kept = (tensors, cast)  # the stream reads them; nobody else may get their memory before
-        self._under_way.append(self._thread.submit(self._send_when_copied, copied, minibatch, pinned, kept))
-        return sum(tensor.nbytes for tensor in pinned)
-
-    def flush(self) -> None:
-        """Wait until everything is handed to the other channel, and needed there no longer."""
-        while self._under_way:
-            self._under_way.popleft().result()
-        self._inner.flush()
-
-    def _send_when_copied(
-        self, copied: torch.cuda.Event, minibatch: int, pinned: Sequence[Tensor], kept: object
-    ) -> int:
-        copied.synchronize()
-        return self._inner.send(minibatch, pinned)
+        with torch.cuda.stream(self._stream):
+            pinned = [
+                torch.empty(tensor.shape, dtype=dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor, dtype in zip(tensors, dtypes, strict=True)
+            ]
+            copied.record(self._stream)
+        kept = tensors  # the stream reads them; nobody else may get their memory before
+        return self._thread.submit(_work_when_copied, copied, pinned, kept, work)
 
 
-class PinnedReceiver:
-    """Receives by `inner`, then copies to the device; kernels started later see the tensors."""
-
-    def __init__(self, inner: Receiver, device: torch.device) -> None:
-        self._inner, self._device = inner, device
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def expect(self, minibatch: int, samples: int) -> None:
-        """Let the other channel expect the message."""
-        self._inner.expect(minibatch, samples)
-
-    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
-        """Wait for the message and start its copies."""
-        received = self._inner.receive(minibatch, samples)
-        pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in received]
-        with torch.cuda.stream(self._copies):
-            copies = [tensor.to(self._device, non_blocking=True) for tensor in pinned]
-        compute = torch.cuda.current_stream(self._device)
-        compute.wait_stream(self._copies)
-        for tensor in copies:
-            tensor.record_stream(compute)
-        return copies
+def _work_when_copied(
+    copied: torch.cuda.Event, pinned: list[Tensor], kept: object, work: Callable[[list[Tensor]], Result]
+) -> Result:
+    copied.synchronize()
+    return work(pinned)
 
 
 class DeviceUpload:
@@ -86,26 +74,64 @@ class DeviceUpload:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[Any, Tensor] = {}
 
-    def start(self, tensors: Mapping[str, Tensor]) -> None:
+    def start(self, tensors: Mapping[Any, Tensor]) -> None:
         """Start the copies.
 
         The memory of those in pinned memory is not used for something else before they are copied: torch's allocator
         of pinned memory knows of the copies.
 
         Args:
-            tensors: by name, in the CPU's memory, of any shapes.
+            tensors: by any keys, in the CPU's memory, of any shapes.
         """
-        pinned = {name: tensor if tensor.is_pinned() else tensor.pin_memory() for name, tensor in tensors.items()}
+        pinned = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in tensors.items()}
         with torch.cuda.stream(self._stream):
-            self._copies = {name: tensor.to(self._device, non_blocking=True) for name, tensor in pinned.items()}
+            self._copies = {key: tensor.to(self._device, non_blocking=True) for key, tensor in pinned.items()}
 
-    def finish(self) -> dict[str, Tensor]:
-        """Return the copies, by name; kernels that are started from now on see them."""
+    def finish(self) -> dict[Any, Tensor]:
+        """Return the copies, by their keys; kernels that are started from now on see them."""
         compute = torch.cuda.current_stream(self._device)
         compute.wait_stream(self._stream)
         for tensor in self._copies.values():
             tensor.record_stream(compute)  # whose kernels read what was allocated for the other stream
         copies, self._copies = self._copies, {}
         return copies
+
+
+class PinnedSender:
+    """Copies from the device to pinned memory, then sends by `inner`."""
+
+    def __init__(self, route: Route, inner: Sender, device: torch.device) -> None:
+        self._route, self._inner, self._download = route, inner, DeviceDownload(device, "pdtool-send")
+        self._under_way: deque[Future[int]] = deque()
+
+    def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
+        """Start the copies; raises what an earlier message met with."""
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft().result()
+        dtypes = self._route.dtypes
+        self._under_way.append(self._download.start(parts, dtypes, partial(self._inner.send, minibatch)))
+        return sum(part.numel() * dtype.itemsize for part, dtype in zip(parts, dtypes, strict=True))
+
+    def flush(self) -> None:
+        """Wait until everything is handed to the other channel, and needed there no longer."""
+        while self._under_way:
+            self._under_way.popleft().result()
+        self._inner.flush()
+
+
+class PinnedReceiver:
+    """Receives by `inner`, then copies to the device; kernels started later see the tensors."""
+
+    def __init__(self, inner: Receiver, device: torch.device) -> None:
+        self._inner, self._upload = inner, DeviceUpload(device)
+
+    def expect(self, minibatch: int, samples: int) -> None:
+        """Let the other channel expect the message."""
+        self._inner.expect(minibatch, samples)
+
+    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
+        """Wait for the message and start its copies."""
+        self._upload.start(dict(enumerate(self._inner.receive(minibatch, samples))))
+        return list(self._upload.finish().values())

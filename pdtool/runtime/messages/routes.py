@@ -2,6 +2,7 @@
 
 Edge    one tensor from one stage directly to another, once per minibatch; its gradient comes back the same way
 Route   all edges between two stages in one direction, from one worker to another: one message per minibatch
+Part    one array of a message: a tensor has one part or more (wire_formats.py)
 
 stage 0, replica 0 ──route: minibatches 0, 2, 4──▶ stage 1, replica 0     edges of both routes: activation "a",
 stage 0, replica 1 ──route: minibatches 1, 3, 5──▶ stage 1, replica 0     labels "the target 0"
@@ -24,10 +25,10 @@ from torch import Tensor
 from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.frontend.model_io import dtype_of
 from pdtool.runtime.groups import Reason
+from pdtool.runtime.messages.wire_formats import Part, WireFormat, format_of
 from pdtool.runtime.status import PeerError
 
 TARGET = "the target"
-_FLAGS = "which gradients there are"
 Direction = Literal["forward", "backward"]
 
 
@@ -36,31 +37,13 @@ class Edge:
     """One tensor from one stage directly to another, once per minibatch; its gradient comes back the same way.
 
     Attributes:
-        number: position in the list of all edges, which tells its messages apart.
         name: of the tensor, or of a part of the target.
-        float32_as: the dtype that float32 tensors are sent as; None leaves them as they are.
     """
 
-    number: int
     name: str
     source: int
     destination: int
     tensor: TensorSpec
-    float32_as: torch.dtype | None = None
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The dtype at both stages."""
-        return dtype_of(self.tensor)
-
-    @cached_property
-    def sent_dtype(self) -> torch.dtype:
-        """The dtype in messages."""
-        return self.float32_as if self.float32_as and self.dtype == torch.float32 else self.dtype
-
-    def shape(self, samples: int) -> tuple[int, ...]:
-        """Return the shape for a minibatch of `samples`."""
-        return self.tensor.sizes(samples)
 
 
 @dataclass(frozen=True)
@@ -73,8 +56,8 @@ class Route:
         sender, receiver: ranks.
         every, first: its minibatches are those i with i mod every == first.
         edges: those whose tensors (backward: gradients) are in a message, in this order.
-        flags: of a backward route, the last edge, if there is one that says of each other one, by 0 or 1, whether it
-            has a gradient.
+        has_flags: whether a last part says of each edge, by 0 or 1, whether it has a gradient.
+        wire_dtype: how float32 activations and gradients travel between workers.
     """
 
     number: int
@@ -86,7 +69,8 @@ class Route:
     every: int
     first: int
     edges: tuple[Edge, ...]
-    flags: Edge | None = None
+    has_flags: bool = False
+    wire_dtype: str = "fp32"
 
     def has(self, minibatch: int) -> bool:
         """Whether this minibatch takes this route."""
@@ -110,6 +94,48 @@ class Route:
         """What takes the messages, without the minibatch: `1F` or `0B`; a trace says `for 1F7`."""
         return f"{self.destination}{'F' if self.direction == 'forward' else 'B'}"
 
+    @cached_property
+    def formats(self) -> list[WireFormat]:
+        """How the tensor of each edge travels: within a worker as it is."""
+        wire_dtype = "fp32" if self.is_local else self.wire_dtype
+        return [format_of(edge.tensor, wire_dtype) for edge in self.edges]
+
+    def parts(self, samples: int) -> list[Part]:
+        """Return the parts of the message of a minibatch of `samples`."""
+        tensors = zip(self.edges, self.formats, strict=True)
+        parts = [part for edge, wire in tensors for part in wire.parts(edge.tensor.sizes(samples))]
+        return [*parts, Part((len(self.edges),), torch.uint8)] if self.has_flags else parts
+
+    @cached_property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtype of each part."""
+        return [part.dtype for part in self.parts(1)]
+
+    def pack(self, tensors: Sequence[Tensor | None], samples: int, device: torch.device) -> list[Tensor]:
+        """Return what goes into the parts of a message, without graphs.
+
+        Args:
+            tensors: of each edge, [samples, ...]; None for a gradient that there is none of: zeros are sent.
+            device: where zeros are made.
+        """
+        parts: list[Tensor] = []
+        for edge, wire, tensor in zip(self.edges, self.formats, tensors, strict=True):
+            if tensor is None:
+                tensor = torch.zeros(edge.tensor.sizes(samples), dtype=dtype_of(edge.tensor), device=device)
+            parts += wire.pack(tensor.detach())
+        if self.has_flags:
+            parts.append(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8))
+        return parts
+
+    def unpack(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the tensor of each edge, [samples, ...]; None for one whose flag says that it has no gradient."""
+        left = iter(parts)
+        tensors: list[Tensor | None] = [wire.unpack(left) for wire in self.formats]
+        if self.has_flags:
+            flags = next(left).tolist()
+            return [tensor if is_there else None for tensor, is_there in zip(tensors, flags, strict=True)]
+        return tensors
+
     def describe(self, minibatch: int) -> str:
         """Return `forward 'b' of minibatch 4`."""
         return f"{self.direction} {', '.join(repr(edge.name) for edge in self.edges)} of minibatch {minibatch}"
@@ -125,33 +151,31 @@ class Route:
         return PeerError(what, peer=self.receiver, is_timeout=reason.is_timeout)
 
 
-def list_edges(bundle: Bundle, targets: Sequence[TensorSpec], float32_as: torch.dtype | None = None) -> list[Edge]:
+def list_edges(bundle: Bundle, targets: Sequence[TensorSpec]) -> list[Edge]:
     """Return all edges; what stage 0's workers load (model inputs used later, targets) leaves from stage 0.
 
     Args:
         targets: the tensors of a target, which go to the last stage.
-        float32_as: the dtype that float32 activations and gradients are sent as; None leaves them as they are. What
-            the dataset gives is never narrowed.
     """
     last = len(bundle.stages) - 1
-    ends = [
-        (tensor.name, max(tensor.producer, 0), consumer, tensor)
+    edges = [
+        Edge(tensor.name, max(tensor.producer, 0), consumer, tensor)
         for tensor in bundle.tensors
         for consumer in tensor.consumers
     ]
-    ends += [(target_name(i), 0, last, target) for i, target in enumerate(targets)]
-    between = [end for end in ends if end[1] != end[2]]
-    return [Edge(n, *end, float32_as if end[3].producer >= 0 else None) for n, end in enumerate(between)]
+    edges += [Edge(target_name(i), 0, last, target) for i, target in enumerate(targets)]
+    return [edge for edge in edges if edge.source != edge.destination]
 
 
 def list_routes(
-    edges: Sequence[Edge], ranks: Sequence[Sequence[int]], *, optional_gradients: bool = False
+    edges: Sequence[Edge], ranks: Sequence[Sequence[int]], *, optional_gradients: bool = False, wire_dtype: str = "fp32"
 ) -> list[Route]:
     """Return all routes of both directions; minibatch i is at replica i mod r of each stage.
 
     Args:
         ranks: of each stage's replicas.
         optional_gradients: see Bundle.
+        wire_dtype: how float32 activations and gradients travel between workers.
     """
     between: dict[tuple[Direction, int, int], list[Edge]] = {}
     for edge in edges:
@@ -164,17 +188,9 @@ def list_routes(
         every = math.lcm(len(senders), len(receivers))
         for i in range(every):
             ends = (source, destination, senders[i % len(senders)], receivers[i % len(receivers)])
-            flags = None
-            if optional_gradients and direction == "backward":
-                flags = _flags(len(edges) + len(routes), source, destination, len(group))
-            carried = (*group, flags) if flags else tuple(group)
-            routes.append(Route(len(routes), direction, *ends, every, i, carried, flags))
+            has_flags = optional_gradients and direction == "backward"
+            routes.append(Route(len(routes), direction, *ends, every, i, tuple(group), has_flags, wire_dtype))
     return routes
-
-
-def _flags(number: int, source: int, destination: int, count: int) -> Edge:
-    spec = TensorSpec(name="flags", producer=-1, consumers=(), shape=(count,), dtype="uint8", gradient=False)
-    return Edge(number, _FLAGS, source, destination, spec)
 
 
 def target_name(i: int) -> str:
@@ -204,11 +220,13 @@ def describe_targets(leaves: Sequence[Tensor]) -> list[TensorSpec]:
 class Sender(Protocol):
     """The end of a channel that messages go into. A channel carries the messages of one route, first in, first out.
 
-    A message is one tensor for each edge of the route, [samples, ...], in the route's order.
+    A message has the parts that its route says.
     """
 
-    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
-        """Start sending the tensors, which have no graph and must not change any more; return the bytes that travel.
+    def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
+        """Start sending what `Route.pack` returns, which must not change any more; return the bytes that travel.
+
+        Each part is converted to the dtype that it has by `Route.dtypes`.
 
         Raises:
             PeerError: the receiver is lost.
@@ -219,7 +237,7 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The end of a channel that messages come out of; tensors have the dtype that they have in messages.
+    """The end of a channel that messages come out of.
 
     The action lists of both workers name the same minibatches in the same order. StageIO, and nobody else, asserts that
     the receiver asks for messages in the order of `expect`.
@@ -229,7 +247,7 @@ class Receiver(Protocol):
         """Prepare to receive the message of a minibatch of `samples`, after those expected before; raises PeerError."""
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
-        """Wait for the oldest expected message, which is that of `minibatch`, and return it; raises PeerError."""
+        """Wait for the oldest expected message, that of `minibatch`, and return its parts; raises PeerError."""
 
 
 class LocalChannel:
@@ -238,9 +256,9 @@ class LocalChannel:
     def __init__(self) -> None:
         self._sent: deque[list[Tensor]] = deque()
 
-    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
-        """Keep the tensors for the stage that will ask for them."""
-        self._sent.append(list(tensors))
+    def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
+        """Keep the parts for the stage that will ask for them."""
+        self._sent.append(list(parts))
         return 0
 
     def flush(self) -> None:

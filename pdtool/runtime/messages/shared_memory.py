@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pdtool.runtime.groups import all_gather
 from pdtool.runtime.messages.routes import Route
-from pdtool.runtime.messages.slots import SlotLayout, SlotReceiver, SlotSender, TensorView
+from pdtool.runtime.messages.slots import PartView, SlotLayout, SlotReceiver, SlotSender
 
 ROUTE_NUMBER = struct.Struct("=I")
 _CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid
@@ -67,7 +67,7 @@ class SharedMemoryReceiver(SlotReceiver):
     def _open_slot(self, slot: int) -> np.ndarray[Any, Any]:
         return np.frombuffer(self._memory, np.uint8, self._layout.slot_bytes, slot * self._layout.slot_bytes)
 
-    def _tensor(self, opened: np.ndarray[Any, Any], view: TensorView) -> Tensor:
+    def _tensor(self, opened: np.ndarray[Any, Any], view: PartView) -> Tensor:
         tensor = torch.from_numpy(np.ndarray(view.shape, view.numpy_dtype, opened, view.start))
         return tensor.view(view.dtype) if view.is_reinterpreted else tensor
 

@@ -1,6 +1,6 @@
 """Messages in slots of memory that two workers of one machine both see, announced over a socket.
 
-The memory is divided into slots of one message each. Sending copies the tensors into a free slot and says so. What is
+The memory is divided into slots of one message each. Sending copies the parts into a free slot and says so. What is
 received is the slot itself, no copy: when its last tensor is gone the slot goes back to the sender. The receiver may
 keep as many slots as the schedule has messages under way, and copies beyond that, so that the sender always has some.
 
@@ -31,6 +31,7 @@ from torch import Tensor
 from pdtool.runtime.groups import Reason
 from pdtool.runtime.memory import is_out_of_memory
 from pdtool.runtime.messages.routes import Route
+from pdtool.runtime.messages.wire_formats import Part
 
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
 _SLOT = struct.Struct("=H")
@@ -45,7 +46,7 @@ class SlotLayout:
     Attributes:
         depth: messages that the schedule may have under way, and slots that the receiver may keep.
         spare: slots besides.
-        starts: byte in a slot where each edge's tensor begins, and where the slot ends.
+        starts: byte in a slot where each part begins, and where the slot ends.
     """
 
     depth: int
@@ -56,8 +57,8 @@ class SlotLayout:
     def of(cls, route: Route, batch_size: int, depth: int, spare: int) -> SlotLayout:
         """Return the layout for minibatches of at most `batch_size` samples."""
         starts = [0]
-        for edge in route.edges:
-            size = math.prod(edge.shape(batch_size)) * edge.sent_dtype.itemsize
+        for part in route.parts(batch_size):
+            size = math.prod(part.shape) * part.dtype.itemsize
             starts.append(starts[-1] + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
         return cls(depth, spare, (*starts[:-1], max(starts[-1], _ALIGNMENT_BYTES)))
 
@@ -99,18 +100,18 @@ class SlotSender(ABC):
         self._free = list(range(layout.slots))[::-1]
         self._views: dict[tuple[int, int, torch.Size], Tensor] = {}
 
-    def send(self, minibatch: int, tensors: Sequence[Tensor]) -> int:
-        """Copy the tensors into a slot; wait only when the receiver has not yet got what the schedule says it has."""
+    def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
+        """Copy the parts into a slot; wait only when the receiver has not yet got what the schedule says it has."""
         try:
             self._take_back_slots()
             slot, views, size_bytes = self._next_slot(), [], 0
-            for k, tensor in enumerate(tensors):
-                view = self._views.get((slot, k, tensor.shape))
+            for k, part in enumerate(parts):
+                view = self._views.get((slot, k, part.shape))
                 if view is None:
-                    view = self._views[slot, k, tensor.shape] = self._view(slot, k, tensor.shape)
+                    view = self._views[slot, k, part.shape] = self._view(slot, k, part.shape)
                 views.append(view)
                 size_bytes += view.nbytes
-            self._copy(slot, views, tensors)
+            self._copy(slot, views, parts)
             self._connection.send(_HEADER.pack(minibatch, slot, size_bytes))
         except OSError as error:
             raise self._route.not_sent(minibatch, _reason(error, self._connection)) from error
@@ -124,10 +125,10 @@ class SlotSender(ABC):
         """Take a free slot: the last one freed, which is in the cache."""
         return self._free.pop()
 
-    def _copy(self, slot: int, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Copy each tensor to the memory that it has in the slot."""
-        for view, tensor in zip(views, tensors, strict=True):
-            view.copy_(tensor)
+    def _copy(self, slot: int, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Copy each part to the memory that it has in the slot, which converts it to its dtype there."""
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
 
     def _take_back_slots(self) -> None:
         """Take back the slots that the receiver has freed; at least one is free afterwards."""
@@ -143,12 +144,12 @@ class SlotSender(ABC):
         self._free.extend(slot for (slot,) in _SLOT.iter_unpack(slots))
 
     def _view(self, slot: int, k: int, shape: torch.Size) -> Tensor:
-        """The memory of edge k's tensor in a slot."""
-        edge, start, end = self._route.edges[k], self._layout.starts[k], self._layout.starts[k + 1]
-        size = shape.numel() * edge.sent_dtype.itemsize
-        assert size <= end - start, f"{edge.name}{list(shape)} is too large"
+        """The memory of part k in a slot."""
+        dtype, start, end = self._route.dtypes[k], self._layout.starts[k], self._layout.starts[k + 1]
+        size = shape.numel() * dtype.itemsize
+        assert size <= end - start, f"part {k} of {self._route.describe(0)} is too large: {list(shape)}"
         start += slot * self._layout.slot_bytes
-        return self._memory[start : start + size].view(edge.sent_dtype).view(shape)
+        return self._memory[start : start + size].view(dtype).view(shape)
 
 
 class SlotReceiver(ABC):
@@ -157,7 +158,7 @@ class SlotReceiver(ABC):
     def __init__(self, route: Route, layout: SlotLayout, connection: socket.socket) -> None:
         self._route, self._layout, self._connection = route, layout, connection
         self._lent: dict[int, Any] = {}  # slot -> weak reference to what all its tensors refer to
-        self._views: dict[int, tuple[int, list[TensorView]]] = {}
+        self._views: dict[int, tuple[int, list[PartView]]] = {}
 
     def expect(self, minibatch: int, samples: int) -> None:
         """Return at once: a sender does not wait to be asked."""
@@ -187,10 +188,10 @@ class SlotReceiver(ABC):
         """Return an object that all tensors of the slot are to refer to, whose end frees the slot."""
 
     @abstractmethod
-    def _tensor(self, opened: Any, view: TensorView) -> Tensor:
+    def _tensor(self, opened: Any, view: PartView) -> Tensor:
         """Return one of the tensors; each has a version counter of its own."""
 
-    def _tensors(self, slot: int, views: list[TensorView]) -> list[Tensor]:
+    def _tensors(self, slot: int, views: list[PartView]) -> list[Tensor]:
         opened = self._open_slot(slot)
         self._lent[slot] = weakref.ref(opened, partial(self._give_back, slot))
         tensors = [self._tensor(opened, view) for view in views]
@@ -201,15 +202,15 @@ class SlotReceiver(ABC):
         with suppress(OSError):  # the sender is gone, or this end is closed
             self._connection.send(_SLOT.pack(slot))
 
-    def _message_views(self, samples: int) -> tuple[int, list[TensorView]]:
+    def _message_views(self, samples: int) -> tuple[int, list[PartView]]:
         """Bytes and views of a message of so many samples."""
-        edges = zip(self._route.edges, self._layout.starts, strict=False)
-        views = [TensorView(start, edge.shape(samples), edge.sent_dtype) for edge, start in edges]
+        parts = self._route.parts(samples)
+        views = [PartView(start, part) for start, part in zip(self._layout.starts, parts, strict=False)]
         return sum(view.size_bytes for view in views), views
 
 
-class TensorView:
-    """One tensor of a message: where it is in the slot, its shape and its dtype.
+class PartView:
+    """One part of a message: where it is in the slot, its shape and its dtype.
 
     Attributes:
         start: its first byte in the slot.
@@ -217,13 +218,13 @@ class TensorView:
         is_reinterpreted: whether that is so.
     """
 
-    def __init__(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.start, self.shape, self.dtype = start, shape, dtype
-        self.size_bytes = math.prod(shape) * dtype.itemsize
+    def __init__(self, start: int, part: Part) -> None:
+        self.start, (self.shape, self.dtype) = start, part
+        self.size_bytes = math.prod(self.shape) * self.dtype.itemsize
         try:
-            self.numpy_dtype, self.is_reinterpreted = torch.empty(0, dtype=dtype).numpy().dtype, False
+            self.numpy_dtype, self.is_reinterpreted = torch.empty(0, dtype=self.dtype).numpy().dtype, False
         except TypeError:
-            self.numpy_dtype, self.is_reinterpreted = np.dtype(f"i{dtype.itemsize}"), True
+            self.numpy_dtype, self.is_reinterpreted = np.dtype(f"i{self.dtype.itemsize}"), True
 
 
 def _reason(error: OSError, connection: socket.socket) -> Reason:

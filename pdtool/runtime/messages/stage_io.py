@@ -60,8 +60,6 @@ class StageIO:
         self._prefetch, self._device, self._meter = prefetch, device, meter
         self._forward = _traffic(stage, "forward", channels)
         self._backward = _traffic(stage, "backward", channels)
-        self._incoming = _edges([route for route, _ in self._forward.receivers])
-        self._outgoing = _edges([route for route, _ in self._forward.senders])
         self._source: MinibatchSource | None = None
         self._unloaded: deque[int] = deque()
         self._loaded: dict[str, Tensor] = {}
@@ -105,8 +103,7 @@ class StageIO:
         Raises:
             PeerError: the worker of another stage is lost.
         """
-        received = self._receive(self._forward, minibatch)
-        by_name = {edge.name: _leaf(edge, received[edge.number]) for edge in self._incoming}
+        by_name = {edge.name: _leaf(edge, tensor) for edge, tensor in self._receive(self._forward, minibatch)}
         if self._source:
             if not self._loaded:
                 self._load(self._source, minibatch)
@@ -131,7 +128,7 @@ class StageIO:
             self._check_outputs(outputs, self._data.minibatches.samples(minibatch))
         by_name = {} if self._is_last else dict(zip(self._module.outputs, outputs, strict=True))
         by_name |= self._loaded
-        self._send(self._forward, minibatch, {edge.number: by_name[edge.name] for edge in self._outgoing})
+        self._send(self._forward, minibatch, by_name)
         self._loaded = {}
         if self._source and self._upload and self._unloaded:
             self._load(self._source, self._unloaded[0])  # copied to the device while that computes
@@ -143,18 +140,11 @@ class StageIO:
             For each output the sum of what its consumers send, of the output's shape; None for one without gradient,
             and for the loss.
         """
-        received = self._receive(self._backward, minibatch)
         if self._is_last:
             return [None]
-        for route, _ in self._backward.receivers:
-            if route.flags and route.has(minibatch):
-                for edge, is_there in zip(route.edges, received[route.flags.number].tolist(), strict=False):
-                    if not is_there:
-                        del received[edge.number]
         total: dict[str, Tensor] = {}
-        for edge in self._outgoing:
-            if (gradient := received.get(edge.number)) is not None:
-                total[edge.name] = total[edge.name] + gradient if edge.name in total else gradient
+        for edge, gradient in self._receive(self._backward, minibatch):
+            total[edge.name] = total[edge.name] + gradient if edge.name in total else gradient
         return [total.get(name) for name in self._module.outputs]
 
     def send_gradients(self, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
@@ -163,20 +153,7 @@ class StageIO:
         Args:
             gradients: of the stage's inputs, of their shapes.
         """
-        by_name = dict(zip(self._module.inputs, gradients, strict=True))
-        samples = self._data.minibatches.samples(minibatch)
-        tensors = {}
-        for edge in self._incoming:
-            if edge.tensor.gradient:
-                gradient = by_name[edge.name]
-                if gradient is None:
-                    gradient = torch.zeros(edge.shape(samples), dtype=edge.dtype, device=self._device)
-                tensors[edge.number] = gradient
-        for route, _ in self._backward.senders:
-            if route.flags and route.has(minibatch):
-                flags = [by_name[edge.name] is not None for edge in route.edges[:-1]]
-                tensors[route.flags.number] = torch.tensor(flags, dtype=torch.uint8)
-        self._send(self._backward, minibatch, tensors)
+        self._send(self._backward, minibatch, dict(zip(self._module.inputs, gradients, strict=True)))
 
     def _check_outputs(self, outputs: Sequence[Any], samples: int) -> None:
         """Check that a stage file, which may be edited by hand, returns what the stages after it receive."""
@@ -210,33 +187,35 @@ class StageIO:
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
 
-    def _receive(self, traffic: _Traffic, minibatch: int) -> dict[int, Tensor]:
-        """The tensor of each incoming edge, by its number."""
+    def _receive(self, traffic: _Traffic, minibatch: int) -> list[tuple[Edge, Tensor]]:
+        """The tensor of each incoming edge that has one."""
         if not traffic.receivers:
-            return {}
+            return []
         oldest, samples = traffic.posted.popleft(), self._data.minibatches.samples(minibatch)
         assert oldest == minibatch, f"minibatch {minibatch} was asked for, {oldest} was posted first"
-        received = {}
+        messages = []
         with self._meter.waiting:
             for route, receiver in traffic.receivers:
                 if route.has(minibatch):
                     start_s = perf_counter()
                     if not route.is_local:
                         waits_for(route.sender)
-                    tensors = receiver.receive(minibatch, samples)
+                    parts = receiver.receive(minibatch, samples)
                     if not route.is_local:
-                        self._meter.message_received(route.consumer, minibatch, start_s, tensors)
-                    for edge, tensor in zip(route.edges, tensors, strict=True):
-                        received[edge.number] = tensor.to(edge.dtype)
+                        self._meter.message_received(route.consumer, minibatch, start_s, parts)
+                    messages.append((route, parts))
         self._post_next_receive(traffic)
-        return received
+        tensors = [pair for route, parts in messages for pair in zip(route.edges, route.unpack(parts), strict=True)]
+        return [(edge, tensor) for edge, tensor in tensors if tensor is not None]
 
-    def _send(self, traffic: _Traffic, minibatch: int, tensors: Mapping[int, Tensor]) -> None:
+    def _send(self, traffic: _Traffic, minibatch: int, by_name: Mapping[str, Tensor | None]) -> None:
         """Start sending the tensor of each outgoing edge; they must not be modified until the send completes."""
+        samples = self._data.minibatches.samples(minibatch)
         for route, sender in traffic.senders:
             if route.has(minibatch):
                 start_s = perf_counter()
-                sent_bytes = sender.send(minibatch, [tensors[edge.number].detach() for edge in route.edges])
+                parts = route.pack([by_name[edge.name] for edge in route.edges], samples, self._device)
+                sent_bytes = sender.send(minibatch, parts)
                 if not route.is_local:
                     self._meter.message_sent(route.consumer, minibatch, start_s, sent_bytes)
 
@@ -250,15 +229,10 @@ class StageIO:
 
 
 def _traffic(stage: int, direction: Direction, channels: Channels) -> _Traffic:
+    """The stage's ends of channels; what comes from several stages is received, and summed, in their order."""
     receivers = [(r, end) for r, end in channels.receivers if (r.direction, r.destination) == (direction, stage)]
     senders = [(r, end) for r, end in channels.senders if (r.direction, r.source) == (direction, stage)]
-    return _Traffic(receivers, senders)
-
-
-def _edges(routes: Sequence[Route]) -> list[Edge]:
-    """The edges of some routes, each once, in the order of their numbers."""
-    by_number = {edge.number: edge for route in routes for edge in route.edges}
-    return [by_number[number] for number in sorted(by_number)]
+    return _Traffic(sorted(receivers, key=lambda channel: channel[0].source), senders)
 
 
 def _leaf(edge: Edge, value: Tensor) -> Tensor:

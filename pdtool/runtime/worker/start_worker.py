@@ -55,7 +55,6 @@ from pdtool.schedule import gradient_delays, tied_update_lag
 
 _SPLITS = ("train", "valid")
 _COUNTING = 0.5  # the part of --timeout in which a validation set without a length is counted
-_WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _REFUSED = "Expected more than 1 value per channel"  # of torch.nn.functional.batch_norm
 
 
@@ -229,9 +228,9 @@ def build_stages(
 def _channels(config: RunConfig, place: Place, data: TrainingData) -> Channels:
     shape, groups = config.shape, place.groups
     targets = describe_targets(data.splits["train"].leaves)
-    edges = list_edges(config.bundle, targets, _WIRE_DTYPES.get(config.wire_dtype))
+    edges, optional = list_edges(config.bundle, targets), config.bundle.optional_gradients
     ranks = [replicas.ranks for replicas in groups.replicas]
-    routes = list_routes(edges, ranks, optional_gradients=config.bundle.optional_gradients)
+    routes = list_routes(edges, ranks, optional_gradients=optional, wire_dtype=config.wire_dtype)
     in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
     return open_channels(routes, groups, config, in_flight, place.meter)
 
