@@ -103,7 +103,8 @@ class StageIO:
         Raises:
             PeerError: the worker of another stage is lost.
         """
-        by_name = {edge.name: _leaf(edge, tensor) for edge, tensor in self._receive(self._forward, minibatch)}
+        received = self._receive(self._forward, minibatch)
+        by_name = {edge.name: tensor.requires_grad_(edge.tensor.gradient) for edge, tensor in received}
         if self._source:
             if not self._loaded:
                 self._load(self._source, minibatch)
@@ -111,9 +112,8 @@ class StageIO:
         target = None
         if self._is_last:
             split = self._data.split
-            leaves = [self._on_device(by_name[target_name(i)]) for i in range(len(split.leaves))]
-            target = split.unflatten(leaves)
-        return [self._on_device(by_name[name]) for name in self._module.inputs], target
+            target = split.unflatten([by_name[target_name(i)].to(self._device) for i in range(len(split.leaves))])
+        return [by_name[name].to(self._device) for name in self._module.inputs], target
 
     def send_outputs(self, minibatch: int, outputs: Sequence[Tensor]) -> None:
         """Send each output, and at the first stage what later stages need of the data, directly to its consumers.
@@ -184,9 +184,6 @@ class StageIO:
             taken = set(self._module.inputs) | (targets.keys() if self._is_last else set())
             self._upload.start({name: tensor for name, tensor in self._loaded.items() if name in taken})
 
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device)
-
     def _receive(self, traffic: _Traffic, minibatch: int) -> list[tuple[Edge, Tensor]]:
         """The tensor of each incoming edge that has one."""
         if not traffic.receivers:
@@ -233,7 +230,3 @@ def _traffic(stage: int, direction: Direction, channels: Channels) -> _Traffic:
     receivers = [(r, end) for r, end in channels.receivers if (r.direction, r.destination) == (direction, stage)]
     senders = [(r, end) for r, end in channels.senders if (r.direction, r.source) == (direction, stage)]
     return _Traffic(sorted(receivers, key=lambda channel: channel[0].source), senders)
-
-
-def _leaf(edge: Edge, value: Tensor) -> Tensor:
-    return value.requires_grad_() if edge.tensor.gradient else value
