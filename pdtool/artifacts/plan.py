@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from pdtool.artifacts.artifact import STRICT, FrozenModel, ModelRef, YamlArtifact
 from pdtool.artifacts.cluster import Cluster, check_levels
@@ -17,6 +17,7 @@ from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCo
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import read_yaml, with_values
 from pdtool.errors import ArtifactError, FieldError, ScheduleError
+from pdtool.options.partition_options import WIRE_BYTES
 from pdtool.schedule import (
     SCHEDULES,
     STRATEGIES,
@@ -234,6 +235,8 @@ class Plan(YamlArtifact):
             on the workers of stage s mod p.
         copies: d copies of one pipeline side by side, with the same weights: replica k of every stage belongs to copy
             k mod d and never meets another copy but to average gradients.
+        wire_dtype: what float32 activations and gradients are sent as between workers; the file has it only if it is
+            not fp32.
         strategy: what was asked for, see pdtool.schedule.strategies. The figures of `model-parallel` and `hybrid` are
             by formulas without pipelining.
         asked: what was asked for; None: an earlier pdtool, which did not record it, or a person made the plan.
@@ -255,6 +258,7 @@ class Plan(YamlArtifact):
     chunks: Annotated[int, Field(ge=1, le=100)] = 1
     copies: Count = 1
     strategy: StrategyName = "auto"
+    wire_dtype: str = "fp32"
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     asked: PlanOptions | None = None
     predicted: Predicted | None = None
@@ -272,7 +276,16 @@ class Plan(YamlArtifact):
             kept.setdefault("certificate", earlier)
         return content | {"why": kept}
 
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = write(self)
+        if self.wire_dtype == "fp32":
+            content.pop("wire_dtype", None)
+        return content
+
     def check(self) -> None:
+        if self.wire_dtype not in WIRE_BYTES:
+            raise FieldError("wire_dtype", f"{self.wire_dtype!r} is not one of {', '.join(WIRE_BYTES)}")
         check_levels("cluster.levels", self.cluster.levels)
         policies = self.kind.policy_names
         if self.weights not in policies:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
 from pdtool.artifacts.artifact import Artifact, FrozenModel, ModelRef
 from pdtool.artifacts.device import CPU_THREADS, Device, Precision
 from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, Seconds, StageIndex, Title
 from pdtool.errors import FieldError
 from pdtool.graph import Graph
+from pdtool.options.partition_options import WIRE_BYTES
 
 
 class Node(FrozenModel):
@@ -28,6 +29,8 @@ class Node(FrozenModel):
         update_s: seconds of the optimizer step on its parameters.
         output_bytes: bytes of the outputs that other nodes take.
         gradient_bytes: bytes of those outputs that a gradient comes back for.
+        exact_bytes, exact_gradient_bytes: of these two, what is not float32, and so travels between stages as it is,
+            whatever the wire format. The file has only those that are not 0.
         parameter_bytes: bytes of its parameters (a shared parameter counts at each node; see Profile.shared).
         stash_bytes: bytes kept from its forward for its backward, parameters not counted.
         scratch_bytes: measured bytes that it holds only while it computes, such as reordered copies and gradients of
@@ -44,10 +47,16 @@ class Node(FrozenModel):
     update_s: Seconds = 0.0
     output_bytes: Bytes = 0
     gradient_bytes: Bytes = 0
+    exact_bytes: Bytes = 0
+    exact_gradient_bytes: Bytes = 0
     parameter_bytes: Bytes = 0
     stash_bytes: Bytes = 0
     scratch_bytes: Bytes = 0
     flops: Bytes = 0
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if value or not name.startswith("exact_")}
 
 
 class SharedParameter(FrozenModel):
@@ -99,6 +108,7 @@ class Profile(Artifact):
     together: tuple[tuple[Name, ...], ...] = ()
     pin: dict[Name, StageIndex] = Field(default_factory=dict)
     opaque: dict[Name, Label] = Field(default_factory=dict)
+    _wire_dtype: str = PrivateAttr("fp32")
 
     def check(self) -> None:
         names = [node.name for node in self.nodes]
@@ -108,6 +118,9 @@ class Profile(Artifact):
         for index, name in enumerate(names):
             if first.setdefault(name, index) != index:
                 raise FieldError(f"nodes[{index}].name", f"{name!r} stands twice")
+        for index, node in enumerate(self.nodes):
+            if node.exact_bytes > node.output_bytes or node.exact_gradient_bytes > node.gradient_bytes:
+                raise FieldError(f"nodes[{index}]", "it has more exact_bytes than output_bytes, or of its gradients")
         _ = self.graph  # raises FieldError when it is not in topological order
         known = set(names)
         for field, group in (
@@ -141,6 +154,31 @@ class Profile(Artifact):
         """Node name -> node."""
         return {node.name: node for node in self.nodes}
 
+    @property
+    def wire_dtype(self) -> str:
+        """What float32 activations and gradients are sent as, in the plans that are made from it."""
+        return self._wire_dtype
+
+    def sent_as(self, wire_dtype: str) -> Self:
+        """Return the profile for plans whose float32 activations and gradients are sent in this format."""
+        profile = self.model_copy()
+        profile._wire_dtype = wire_dtype
+        return profile
+
+    def sent_bytes(self, name: str) -> tuple[int, int]:
+        """Return the bytes that a node's outputs take in messages between stages, and those of their gradients.
+
+        Float32 is sent in the wire format. All else is sent as it is: other dtypes, and what the dataset gives (inputs
+        and targets). An earlier pdtool did not record other dtypes: what it profiled counts as float32, but for what
+        it estimated as if cast to another precision.
+        """
+        node = self.by_name[name]
+        is_cast = self.device.kind == "estimated" and self.precision not in (None, "fp32", "tf32")
+        if node.op == "input" or is_cast:
+            return node.output_bytes, node.gradient_bytes
+        forward = _sent(node.output_bytes, node.exact_bytes, self._wire_dtype)
+        return forward, _sent(node.gradient_bytes, node.exact_gradient_bytes, self._wire_dtype)
+
     @cached_property
     def working_bytes(self) -> dict[str, int]:
         """Node name -> bytes that it needs only while it computes.
@@ -162,3 +200,7 @@ class Profile(Artifact):
         """Sum the bytes of the distinct parameters that `nodes` use."""
         repeated = sum(s.bytes * (max(1, sum(n in nodes for n in s.nodes)) - 1) for s in self.shared)
         return sum(self.by_name[name].parameter_bytes for name in nodes) - repeated
+
+
+def _sent(size_bytes: int, exact_bytes: int, wire_dtype: str) -> int:
+    return exact_bytes + (size_bytes - exact_bytes) * WIRE_BYTES[wire_dtype] // WIRE_BYTES["fp32"]

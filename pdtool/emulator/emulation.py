@@ -134,7 +134,7 @@ def _chunks_bytes(plan: Plan, profile: Profile) -> Iterator[float]:
 
 def _largest_message_bytes(plan: Plan, profile: Profile, scaling: Scaling) -> int:
     """Bytes of the largest message between stages; 0 with one stage."""
-    _, *sent = sleeping_tensors(profile, plan.stage_nodes(profile), scaling)
+    _, *sent = sleeping_tensors(plan, profile, scaling)
     return max((tensor.sizes(1)[1] * 4 for tensor in sent), default=0)
 
 

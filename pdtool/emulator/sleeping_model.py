@@ -1,7 +1,8 @@
 """A model that sleeps as long as the operators of a profile and sends as many bytes, which a slept emulation trains.
 
 `write_sleeping_model` writes its model.py and stage files. They import `SleepingModel` and the other modules from here.
-A minibatch is one sample of bytes that nobody reads.
+A minibatch is one sample of bytes that nobody reads, as many as the plan's wire format leaves, which are then sent as
+they are.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ def write_sleeping_model(
     valid = max(stage.replicas for stage in plan.stages)
     text = _MODEL.format(title=title, segments=_listed(every, 4), minibatches=minibatches, valid=valid)
     write_atomically(folder / "model.py", text)
-    tensors = list(sleeping_tensors(profile, stages, scaling))
+    tensors = list(sleeping_tensors(plan, profile, scaling))
     modules = [
         _write_stage(folder, title, s, segments[s], tensors, is_last=s == len(stages) - 1) for s in range(len(stages))
     ]
@@ -301,7 +302,7 @@ def write_sleeping_model(
     bundle.check()
     bundle.save(folder / Bundle.FILE)
     predicted = plan.predicted and _scaled(plan.predicted, plan.batch_size, scaling)
-    changes = {"batch_size": 1, "model": None, "predicted": predicted}
+    changes = {"batch_size": 1, "model": None, "predicted": predicted, "wire_dtype": "fp32"}
     return SleepingModelFiles(
         ModelRef(source=str(folder / "model.py")), bundle, folder, plan.model_copy(update=changes)
     )
@@ -365,21 +366,19 @@ def _groups(nodes: Sequence[Node]) -> Iterator[list[Node]]:
         yield group
 
 
-def sleeping_tensors(profile: Profile, stages: Sequence[Sequence[str]], scaling: Scaling) -> Iterator[TensorSpec]:
-    """Yield the model's input, and what each stage sends: every output once to each stage that takes it.
-
-    Args:
-        stages: names of their nodes.
-    """
+def sleeping_tensors(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator[TensorSpec]:
+    """Yield the model's input, and what each stage sends: every output once to each stage that takes it."""
     yield TensorSpec(name="x", producer=-1, consumers=(0,), shape=("batch", 1), dtype="float32", gradient=False)
-    stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
+    stage_of = {name: s for s, nodes in enumerate(plan.stage_nodes(profile)) for name in nodes}
+    profile = profile.sent_as(plan.wire_dtype)
     for number, node in enumerate(profile.nodes):
         source = stage_of[node.name]
         takers = tuple(sorted({stage_of[taker] for taker in profile.graph.consumers[node.name]} - {source}))
-        with_gradient = min(node.gradient_bytes, node.output_bytes)
+        sent_bytes, returned_bytes = profile.sent_bytes(node.name)
+        with_gradient = min(returned_bytes, sent_bytes)
         for name, size_bytes, gradient in (
             (f"t{number}", with_gradient, True),
-            (f"n{number}", node.output_bytes - with_gradient, False),
+            (f"n{number}", sent_bytes - with_gradient, False),
         ):
             if takers and size_bytes:
                 yield TensorSpec(

@@ -278,7 +278,7 @@ class StageMemory:
         return cls(
             fixed_bytes=gradients_and_state + load.working_bytes + load.stash_bytes * np.asarray(recompute),
             version_bytes=load.parameter_bytes,
-            minibatch_bytes=load.received_bytes + load.stash_bytes * np.logical_not(recompute),
+            minibatch_bytes=load.input_bytes + load.stash_bytes * np.logical_not(recompute),
         )
 
     def peak_bytes(self, versions: Number, in_flight: Number) -> Number:

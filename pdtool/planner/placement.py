@@ -84,6 +84,7 @@ class Placement:
                     "digests": {**profile.digests, profile_path: profile.content_sha256},
                     "batch_size": profile.batch_size,
                     "cluster": cluster,
+                    "wire_dtype": profile.wire_dtype,
                     "stages": stages,
                 }
             )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import CostModelName
+from pdtool.artifacts.plan import CostModelName, Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.formulas import CostModel, Fractions, PipeDreamCostModel, fractions_by_class, members_of
 from pdtool.planner.placement import Placement
@@ -112,6 +112,14 @@ class Evaluator:
     cluster: Cluster
     cost_model: CostModelName = "ours"
     may_recompute: bool = True
+
+    @classmethod
+    def of(cls, plan: Plan, profile: Profile) -> Evaluator:
+        """Return whose formulas the figures of a plan are by, for the messages that it sends, and whether stages may
+        recompute."""
+        cost_model = plan.predicted.cost if plan.predicted else "ours"
+        recompute = plan.asked.recompute if plan.asked else True
+        return cls(profile.sent_as(plan.wire_dtype), plan.cluster, cost_model, recompute)
 
     def model(
         self, cluster: Cluster, execution: ExecutionConfig, pipeline_members: Sequence[int], copy_members: Sequence[int]

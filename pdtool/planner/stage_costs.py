@@ -35,9 +35,11 @@ class StageLoad:
         tied_bytes: parameters that other stages hold too.
         stash_bytes: kept from forward to backward.
         working_bytes: the most that one operator needs besides, while it computes.
-        received_bytes: tensors from all earlier stages, each once.
-        returned_bytes: gradients sent back for them.
-        entering_bytes: all tensors that cross the cut before the stage, whoever takes them; not the model's inputs.
+        input_bytes: memory of the tensors from all earlier stages, each once.
+        received_bytes: these tensors in messages, see Profile.sent_bytes.
+        returned_bytes: gradients sent back for them, in messages.
+        entering_bytes: all tensors that cross the cut before the stage, whoever takes them, in messages; not the
+            model's inputs.
     """
 
     forward_s: Number
@@ -47,6 +49,7 @@ class StageLoad:
     tied_bytes: Number
     stash_bytes: Number
     working_bytes: Number
+    input_bytes: Number
     received_bytes: Number
     returned_bytes: Number
     entering_bytes: Number
@@ -76,11 +79,10 @@ class StageLoadTable:
 
     def stages_from(self, begin: int, ends: Array) -> StageLoad:
         """Return the loads of the stages from cut `begin` to each of the cuts `ends`; every field is [ends]."""
-        received, returned = np.zeros(len(ends)), np.zeros(len(ends))
+        moved = np.zeros((3, len(ends)))
         for producer in np.flatnonzero(self._crossing[begin]):
             is_taken = self._takers_inside[ends, producer] > self._takers_inside[begin, producer]
-            received += is_taken * self._producer_bytes[0][producer]
-            returned += is_taken * self._producer_bytes[1][producer]
+            moved += is_taken * self._producer_bytes[:, producer, np.newaxis]
         sums = {name: values[ends] - values[begin] for name, values in self._sums.items()}
         tied = np.zeros(len(ends))
         for size_bytes, holders_inside in self._shared:
@@ -91,8 +93,9 @@ class StageLoadTable:
             **sums,
             tied_bytes=tied,
             working_bytes=self._working_bytes_between(begin, ends),
-            received_bytes=received,
-            returned_bytes=returned,
+            received_bytes=moved[0],
+            returned_bytes=moved[1],
+            input_bytes=moved[2],
             entering_bytes=np.full(len(ends), self._entering_bytes[begin]),
         )
 
@@ -148,9 +151,10 @@ class StageLoadTable:
 
     @cached_property
     def _producer_bytes(self) -> Array:
-        """[2, producers] bytes forward and bytes of gradient backward."""
-        nodes = [self.profile.by_name[name] for name, _ in self._producers]
-        return np.array([[n.output_bytes for n in nodes], [n.gradient_bytes for n in nodes]], dtype=float)
+        """[3, producers] bytes sent forward, bytes of gradient sent backward, bytes in memory."""
+        names = [name for name, _ in self._producers]
+        moved = [(*self.profile.sent_bytes(name), self.profile.by_name[name].output_bytes) for name in names]
+        return np.array(moved, dtype=float).reshape(len(names), 3).T
 
     @cached_property
     def _takers_inside(self) -> Array:
@@ -208,12 +212,13 @@ def stage_edges(profile: Profile, stages: Sequence[Collection[str]]) -> list[Sta
     edges = []
     for (source, destination), names in sorted(sent.items()):
         nodes = [profile.by_name[name] for name in names]
+        forward_bytes, backward_bytes = map(sum, zip(*map(profile.sent_bytes, names), strict=True))
         edges.append(
             StageEdge(
                 source=source,
                 destination=destination,
-                forward_bytes=sum(node.output_bytes for node in nodes),
-                backward_bytes=sum(node.gradient_bytes for node in nodes),
+                forward_bytes=forward_bytes,
+                backward_bytes=backward_bytes,
                 has_gradient=any(node.gradient_bytes or not node.output_bytes for node in nodes),
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_rules import unknown_module_remedy
-from pdtool.frontend.operators import unique_name
+from pdtool.frontend.operators import Value, unique_name
 from pdtool.profiler.execute import ProfiledModel, tensors_in
 from pdtool.profiler.kernels import FLOP_FORMULAS
 
@@ -125,14 +125,17 @@ def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
         share = sum(model.run.state[name].nbytes for name in names - charged) / all_bytes
         charged |= names
         outputs = [v for v in op.outputs if v in used]
+        exact = [v for v in outputs if v.dtype != torch.float32]
         yield Node(
             name=op.name,
             op=op.op,
             module=op.module,
             inputs=model.traced.sources(op.values),
             update_s=costs.update_s * share,
-            output_bytes=sum(v.meta(model.batch).nbytes for v in outputs),
-            gradient_bytes=sum(v.meta(model.batch).nbytes for v in outputs if v.differentiable),
+            output_bytes=_bytes(model, outputs),
+            gradient_bytes=_bytes(model, [v for v in outputs if v.differentiable]),
+            exact_bytes=_bytes(model, exact),
+            exact_gradient_bytes=_bytes(model, [v for v in exact if v.differentiable]),
             parameter_bytes=sum(model.run.state[name].nbytes for name in names),
             flops=costs.flops.get(op.name, 0),
             **_times_and_memory(costs, op.name),
@@ -144,6 +147,10 @@ def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
         yield Node(name=target, op="input", module="", output_bytes=target_bytes)
         sources = (*model.traced.sources(model.outputs), target)
         yield Node(name=loss, op="loss", module="", inputs=sources, **_times_and_memory(costs, "loss"))
+
+
+def _bytes(model: ProfiledModel, values: Iterable[Value]) -> int:
+    return sum(value.meta(model.batch).nbytes for value in values)
 
 
 def _times_and_memory(costs: GraphCosts, node: str) -> dict[str, Any]:

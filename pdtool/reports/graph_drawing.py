@@ -247,14 +247,15 @@ class _GraphPicture:
                 self.picture.text(centre, line.bottom + 2, label, "accent small", anchor="middle")
 
     def _border_bytes(self) -> list[int]:
-        """Return for each stage the bytes that it, and those before it, hand to later stages."""
+        """Return for each stage the bytes that it, and those before it, send to later stages."""
+        profile = self.profile.sent_as(self.plan.wire_dtype)
         stage_of = {name: block.stage for block in self.blocks for name in block.nodes}
         sizes = [0] * len(self.plan.stages)
         for name, users in self.profile.graph.consumers.items():
             is_input = self.profile.by_name[name].op == "input"
             last = max((stage_of[user] for user in users if not is_input), default=stage_of[name])
             for stage in range(stage_of[name], last):
-                sizes[stage] += self.profile.by_name[name].output_bytes
+                sizes[stage] += profile.sent_bytes(name)[0]
         return sizes
 
 
@@ -302,12 +303,12 @@ def _lines(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"    {_quoted(name)} [label={_quoted(f'{name}{chr(10)}{node.op}, {time}')}];"
         yield "  }"
     stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
+    sent = profile.sent_as(plan.wire_dtype)
     for name, consumers in profile.graph.consumers.items():
-        node = profile.by_name[name]
         for consumer in consumers:
             attributes = ""
             if stage_of[name] != stage_of[consumer]:
-                label = f"{format_bytes(node.output_bytes)} + {format_bytes(node.gradient_bytes)}"
+                label = " + ".join(map(format_bytes, sent.sent_bytes(name)))
                 attributes = f" [label={_quoted(label)}, color=firebrick, penwidth=2]"
             yield f"  {_quoted(name)} -> {_quoted(consumer)}{attributes};"
     yield "}"

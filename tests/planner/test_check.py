@@ -73,8 +73,20 @@ def random_question(seed):
 def answered(seed):
     """The question's profile and its plan, if there is one."""
     profile, cluster, options = random_question(seed)
+    profile = randomly_sent(random.Random(10**6 + seed), profile)
     with suppress(NoPlanError):
         return profile, make_plan(profile, "p.json", cluster, options)
+
+
+def randomly_sent(rng, profile):
+    """The profile, with some outputs that are not float32, for plans of any wire format."""
+    nodes = []
+    for node in profile.nodes:
+        exact, gradient = (
+            rng.choice([0, 0, rng.randint(0, size)]) for size in (node.output_bytes, node.gradient_bytes)
+        )
+        nodes.append(node.model_copy(update={"exact_bytes": exact, "exact_gradient_bytes": gradient}))
+    return with_nodes(profile, nodes).sent_as(rng.choice(["fp32", "fp32", "fp16", "bf16"]))
 
 
 def plans_of(seeds):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
-from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.profile import Node, Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class Division:
     microbatches: int
     copies: int
     cost: str
+    wire_dtype: str = "fp32"
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Division:
@@ -42,6 +43,7 @@ class Division:
             microbatches=plan.microbatches,
             copies=plan.copies,
             cost=plan.predicted.cost if plan.predicted else "ours",
+            wire_dtype=plan.wire_dtype,
         )
 
     def round(self, s: int) -> int:
@@ -64,6 +66,7 @@ class Work:
     tied: int = 0
     stash: int = 0
     working: int = 0
+    held: int = 0
     received: int = 0
     returned: int = 0
     passing: int = 0
@@ -98,16 +101,22 @@ class ReferenceCost:
         for name, stages in takers.items():
             node, here = self.profile.by_name[name], home[name]
             for s in stages - {here}:
-                work[s].received += node.output_bytes
-                work[s].returned += node.gradient_bytes
+                work[s].held += node.output_bytes
+                work[s].received += self._sent(node, node.output_bytes, node.exact_bytes)
+                work[s].returned += self._sent(node, node.gradient_bytes, node.exact_gradient_bytes)
             for s in range(here + 1, max(stages) + 1) if node.op != "input" else ():
-                work[s].passing += node.output_bytes
+                work[s].passing += self._sent(node, node.output_bytes, node.exact_bytes)
         for shared in self.profile.shared:
             users = [home[name] for name in shared.nodes]
             for s in set(users):
                 work[s].parameters -= shared.bytes * (users.count(s) - 1)
                 work[s].tied += shared.bytes * (len(set(users)) > 1)
         return work
+
+    def _sent(self, node: Node, size: int, exact: int) -> int:
+        """Half of what is float32 with two bytes for each number; the data of the dataset goes as it is."""
+        narrows = self.plan.wire_dtype != "fp32" and node.op != "input"
+        return size - (size - exact + 1) // 2 if narrows else size
 
     def passes_s(self, s: int) -> float:
         """Forwards and backwards, shared by the replicas."""
@@ -186,7 +195,7 @@ class ReferenceCost:
         versions = (w if searched else self._begun_with_different_weights(s)) if self.plan.schedule == "1f1b" else 1
         state = math.ceil(work.parameters * (1 + self.profile.optimizer_state_bytes))
         stashes = 1 if self.plan.recompute[s] else w
-        return state + work.working + work.parameters * versions + work.stash * stashes + work.received * w
+        return state + work.working + work.parameters * versions + work.stash * stashes + work.held * w
 
     def _begun_with_different_weights(self, s: int) -> int:
         """How many of the w minibatches in flight at a replica, which is at its newest one, had other weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from torch import Tensor, distributed
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.errors import UsageError
+from pdtool.options.partition_options import WIRE_BYTES
 from pdtool.runtime.groups import ProcessGroups
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.messages import shared_memory as shared_memory_setup
@@ -264,6 +266,12 @@ def test_a_format_of_several_parts_goes_through_slots(monkeypatch: pytest.Monkey
 def test_what_stays_on_a_worker_is_not_converted() -> None:
     [route] = list_routes([edge("a", torch.float32, 3)], [[0], [0]], wire_dtype="bf16")
     assert route.dtypes == [torch.float32]
+
+
+def test_the_sizes_that_the_formulas_take_are_those_of_the_formats() -> None:
+    assert WIRE_BYTES.keys() == WIRE_FORMATS.keys()
+    for name, wire in WIRE_FORMATS.items():
+        assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in wire.parts((6, 5))) == 30 * WIRE_BYTES[name]
 
 
 # several processes

@@ -53,7 +53,7 @@ def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[
         UsageError: a name is not one of RIVALS, or its strategy needs more workers.
         NoPlanError: there is no plan of a strategy, whatever the memory.
     """
-    return {name: _rival_plan(profile, cluster, plan, name) for name in names}
+    return {name: _rival_plan(profile.sent_as(plan.wire_dtype), cluster, plan, name) for name in names}
 
 
 def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Plan:
@@ -160,7 +160,7 @@ class SweepPoint:
 
 def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[SweepPoint]:
     """Simulate the same stages, and data parallelism on all workers, at each bandwidth of the outermost level."""
-    cluster = plan.cluster
+    cluster, profile = plan.cluster, profile.sent_as(plan.wire_dtype)
     data_parallel = _rival_plan(profile, cluster, plan, "data-parallel")
     placements = [Placement.of(each, profile) for each in (plan, data_parallel)]
     points = []
@@ -242,7 +242,7 @@ def simulated(
     Raises:
         UsageError: the schedule goes with other stages, or there are too many minibatches to simulate.
     """
-    name, cluster = schedule or plan.schedule, plan.cluster
+    name, cluster, profile = schedule or plan.schedule, plan.cluster, profile.sent_as(plan.wire_dtype)
     placement = Placement.of(plan, profile)
     if name != plan.schedule:
         placement = under_schedule(placement, profile, name, chunks=2)

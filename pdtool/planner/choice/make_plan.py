@@ -126,14 +126,14 @@ def refresh(plan: Plan, profile: Profile) -> Plan:
     Raises:
         ArtifactError: its stages do not fit the profile.
     """
-    return predict(plan, _evaluator(plan, profile), Placement.of(plan, profile))
+    return predict(plan, Evaluator.of(plan, profile), Placement.of(plan, profile))
 
 
 def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan:
     """Return the same stages run in another way, with the minibatches in flight that it wants.
 
     Args:
-        changes: of schedule, weights, microbatches, update_every and strategy.
+        changes: of schedule, weights, microbatches, update_every, strategy and wire_dtype.
 
     Raises:
         UsageError: the schedule cannot have these replicas, or a rule of the plan's strategy forbids it.
@@ -144,7 +144,7 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
         )
     changed = plan.model_copy(update={"strategy": "auto", **changes})
     placement = Placement.of(changed, profile)
-    evaluator = _evaluator(changed, profile)
+    evaluator = Evaluator.of(changed, profile)
     if changed.kind.has_formulas:
         placement = evaluator.place(placement.stages, placement.workers, placement.execution).placement
     else:
@@ -156,12 +156,6 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     changed = changed.model_copy(update={"stages": stages})
     changed.check_schedule()
     return predict(changed, evaluator, placement)
-
-
-def _evaluator(plan: Plan, profile: Profile) -> Evaluator:
-    """Whose formulas the figures of a plan are by, and whether stages may recompute."""
-    cost_model = plan.predicted.cost if plan.predicted else "ours"
-    return Evaluator(profile, plan.cluster, cost_model, plan.asked.recompute if plan.asked else True)
 
 
 def chunked_placement(profile: Profile, cluster: Cluster, options: SearchOptions) -> Placement:

@@ -159,7 +159,7 @@ class _BlockGraph:
         for name, takers in profile.graph.consumers.items():
             for end in {block_of[taker] for taker in takers} - {block_of[name]}:
                 edge = (block_of[name], end)
-                self.edges[edge] = self.edges.get(edge, 0) + profile.by_name[name].output_bytes
+                self.edges[edge] = self.edges.get(edge, 0) + profile.sent_bytes(name)[0]
         self.before: list[list[int]] = [[] for _ in self.members]
         self.after: list[list[int]] = [[] for _ in self.members]
         for a, b in sorted(self.edges):
@@ -232,11 +232,12 @@ class _BlockGraph:
             return self.after[b][0]
         return None
 
-    def _bytes(self, b: int, takers: Collection[int]) -> tuple[int, int]:
-        """Return the bytes, and the bytes of gradients, of what `b` makes and any of `takers` takes."""
+    def _bytes(self, b: int, takers: Collection[int]) -> list[int]:
+        """Return what `b` makes and any of `takers` takes: bytes sent forward, sent backward, and in memory."""
         taken = {name for taker in takers for inner in self.members[taker] for name in self.profile.graph.inputs[inner]}
-        nodes = [self.profile.by_name[name] for name in self.members[b] if name in taken]
-        return sum(n.output_bytes for n in nodes), sum(n.gradient_bytes for n in nodes)
+        names = [name for name in self.members[b] if name in taken]
+        sizes = [(*self.profile.sent_bytes(name), self.profile.by_name[name].output_bytes) for name in names]
+        return [sum(column) for column in zip(*sizes, strict=True)] or [0, 0, 0]
 
     def coarser(self, max_cuts: int) -> _BlockGraph:
         """Merge up to a twelfth of the blocks (a third when they alone are far too many), each with a neighbour; at
