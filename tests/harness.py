@@ -322,6 +322,7 @@ def job(
     in_flight: Sequence[int] = (),
     optimizer: str = "sgd",
     batch_size: int = 4,
+    wire_dtype: str = "fp32",
     **settings: Any,
 ) -> RunConfig:
     """Write model.py and the bundle into `folder`; a spec that runs them with one worker per replica.
@@ -377,6 +378,7 @@ def job(
         microbatches=microbatches,
         update_every=update_every,
         chunks=chunks,
+        wire_dtype=wire_dtype,
         cluster=Cluster(levels=(Level(size=total, bandwidth_bytes_per_s=1e9),)),
         stages=tuple(
             Stage(nodes=("n",), replicas=r, workers=tuple(range(f, f + r)), in_flight=w)

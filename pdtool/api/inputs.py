@@ -262,12 +262,17 @@ def rescheduled(
     microbatches: int | None,
     weights: str | None,
     update_every: int | None,
+    wire_dtype: str | None,
 ) -> Plan:
     """Return a plan with the same stages, run in another way; None keeps what the plan says.
 
     Raises:
         UsageError: the schedule has no such thing, or cannot have these stages.
     """
+    if wire_dtype not in (None, plan.wire_dtype):
+        from pdtool.planner.choice.make_plan import refresh
+
+        plan = refresh(plan.model_copy(update={"wire_dtype": wire_dtype}), profile)
     if (schedule, microbatches, weights, update_every) == (None,) * 4:
         return plan
     from pdtool.planner.choice.make_plan import reschedule

@@ -167,7 +167,7 @@ def planned_for(path: str, asked: PartitionOptions) -> Plan:
     """
     cluster = _cluster(asked)
     planner = planner_asked_for(asked)
-    profile = Profile.load(path, may_be_pipe=True)
+    profile = Profile.load(path, may_be_pipe=True).sent_as(asked.wire_dtype)
     search_options = planner.options(asked, cluster.workers, profile.batch_size)
     cluster = with_worker_memory(cluster, profile, asked.memory)
     return make_plan(profile, path_of_profile(profile, path), cluster, search_options)

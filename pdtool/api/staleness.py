@@ -154,6 +154,7 @@ _SAID_BY_PLAN: dict[str, Callable[[Plan, Profile, Any], bool]] = {
     "straight": lambda plan, _, is_straight: (plan.strategy == "straight") is is_straight,
     "schedule": lambda plan, _, name: name in ("auto", plan.schedule),
     "microbatches": lambda plan, _, count: plan.microbatches == count,
+    "wire_dtype": lambda plan, _, name: plan.wire_dtype == name,
 }
 
 

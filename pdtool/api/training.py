@@ -120,7 +120,7 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
 
 
 def rescheduled_as(inputs: Inputs, asked: RunOptions) -> Plan:
-    """Return the plan with the schedule, microbatches and weights that are asked for; raises UsageError."""
+    """Return the plan with the schedule, weights and so on that are asked for; raises UsageError."""
     return rescheduled(
         inputs.plan,
         inputs.profile,
@@ -128,6 +128,7 @@ def rescheduled_as(inputs: Inputs, asked: RunOptions) -> Plan:
         microbatches=asked.microbatches,
         weights=asked.weights,
         update_every=asked.update_every,
+        wire_dtype=asked.wire_dtype,
     )
 
 

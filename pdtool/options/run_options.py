@@ -10,7 +10,7 @@ from typing import Literal
 from pdtool.machines import Machines
 from pdtool.options import values
 from pdtool.options.declaration import again, option
-from pdtool.options.partition_options import MAX_MINIBATCHES, MICROBATCHES, ORDER_OF_WORK
+from pdtool.options.partition_options import MAX_MINIBATCHES, MICROBATCHES, ORDER_OF_WORK, WIRE_BYTES
 from pdtool.options.profile_options import ProfileOptions
 from pdtool.options.target import Target
 from pdtool.options.values import Choice, Count, Flag, Text
@@ -81,12 +81,6 @@ class WorkerOptions:
         "--transport",
         Choice(("auto", "gloo", "shared"), default="auto"),
         "How tensors go between workers; auto shares memory, of GPUs too, within a machine.",
-        same=True,
-    )
-    wire_dtype: Literal["fp32", "fp16", "bf16"] = _computing(
-        "--wire-dtype",
-        Choice(("fp32", "fp16", "bf16"), default="fp32"),
-        "What fp32 activations and gradients are sent as to other workers.",
         same=True,
     )
     loader_workers: int | None = _computing(
@@ -173,6 +167,11 @@ class RunOptions(WorkerOptions, LaunchOptions):
         "--update-every N",
         Count(1, MAX_MINIBATCHES, unset=PLANNED),
         "Minibatches in one update of every stage, without a flush.",
+    )
+    wire_dtype: str | None = _plan(
+        "--wire-dtype",
+        Choice(tuple(WIRE_BYTES), unset=PLANNED),
+        "What fp32 activations and gradients are sent as to other workers.",
     )
     log_every: int | None = _training(
         "--log-every N",

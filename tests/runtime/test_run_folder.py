@@ -97,7 +97,10 @@ def changed_model(spec: RunConfig, folder: Path) -> RunConfig:
 CHANGES: dict[str, tuple[Callable[[RunConfig, Path], RunConfig], str]] = {
     "seed": (lambda spec, _: replace(spec, seed=1), "--seed is 0 on machine 0 .*, 1 on machine 1 "),
     "epochs": (lambda spec, _: replace(spec, epochs=2), "--epochs is 1 on machine 0 .*, 2 on machine 1 "),
-    "dtype": (lambda spec, _: replace(spec, wire_dtype="bf16"), "--wire-dtype is fp32 on machine 0 .*, bf16 on"),
+    "dtype": (
+        lambda spec, _: replace(spec, plan=spec.plan.model_copy(update={"wire_dtype": "bf16"})),
+        "--wire-dtype is fp32 on machine 0 .*, bf16 on machine 1 .*; the plan is ",
+    ),
     "weights": (
         lambda spec, _: replace(spec, plan=spec.plan.model_copy(update={"weights": "none"})),
         "--weights is stash on machine 0 .*, none on machine 1 .*; the plan is ",

@@ -230,7 +230,7 @@ def _channels(config: RunConfig, place: Place, data: TrainingData) -> Channels:
     targets = describe_targets(data.splits["train"].leaves)
     edges, optional = list_edges(config.bundle, targets), config.bundle.optional_gradients
     ranks = [replicas.ranks for replicas in groups.replicas]
-    routes = list_routes(edges, ranks, optional_gradients=optional, wire_dtype=config.wire_dtype)
+    routes = list_routes(edges, ranks, optional_gradients=optional, wire_dtype=config.plan.wire_dtype)
     in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
     return open_channels(routes, groups, config, in_flight, place.meter)
 
