@@ -239,7 +239,7 @@ def _folders(inputs: Inputs, output: str | None, resume: Path | None, nnodes: in
         if output is None:
             raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
         resume = Path(output)
-    if output is None and (resume is None or not RunDir(resume).has_checkpoints()):
+    if output is None and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
         if nnodes > 1 or is_worker(os.environ):
             raise UsageError("workers started one by one need one folder for the run", "name it with -o")
         output = str(new_folder(Path("runs") / inputs.folder.name))

@@ -208,6 +208,7 @@ class RunDir:
             above.
         workers: folder of what each worker is doing.
         stages: folder of the stage files that an emulation writes.
+        checkpoints_folder: that of all checkpoints, complete or not.
     """
 
     ARTIFACTS = ("report.json", "run.json", "emulation.json")  # the first that is there stands for the folder
@@ -215,13 +216,10 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.report_file, self.state_file, self.emulation_file = (path / name for name in self.ARTIFACTS)
-        self.plan_file, self.metrics_file, self.trace_file = (
-            path / "plan.yaml",
-            path / "metrics.jsonl",
-            path / "trace.json",
-        )
-        self.failure_file, self.token_file, self._lock_file = path / "failure.txt", path / ".token", path / ".lock"
-        self.workers, self.stages, self._checkpoints = path / ".workers", path / "stages", path / "checkpoints"
+        self.plan_file, self.trace_file = path / "plan.yaml", path / "trace.json"
+        self.metrics_file, self.failure_file = path / "metrics.jsonl", path / "failure.txt"
+        self.token_file, self._lock_file = path / ".token", path / ".lock"
+        self.workers, self.stages, self.checkpoints_folder = path / ".workers", path / "stages", path / "checkpoints"
 
     def worker_file(self, rank: int, kind: str) -> Path:
         """Return the file in which a worker keeps its `status`, its `failure` or its `traceback`."""
@@ -240,7 +238,7 @@ class RunDir:
         files = (self._lock_file, self.token_file, self.state_file, self.plan_file, self.metrics_file)
         for path in (*files, self.report_file, self.trace_file, self.emulation_file, self.failure_file):
             check_no_link(path)
-        for path in (self._checkpoints, self.workers):
+        for path in (self.checkpoints_folder, self.workers):
             check_no_link(path, is_folder=True)
 
     @contextmanager
@@ -317,15 +315,11 @@ class RunDir:
 
     def checkpoint(self, epoch: int) -> Checkpoint:
         """Return the checkpoint after an epoch, which may not be there."""
-        return Checkpoint(self._checkpoints / f"epoch-{epoch}")
-
-    def has_checkpoints(self) -> bool:
-        """Return whether there is a folder of checkpoints, complete or not."""
-        return self._checkpoints.is_dir()
+        return Checkpoint(self.checkpoints_folder / f"epoch-{epoch}")
 
     def checkpoints(self) -> dict[int, Checkpoint]:
         """Return the complete checkpoints, by their epoch."""
-        found = map(Checkpoint, self._checkpoints.glob("epoch-*"))
+        found = map(Checkpoint, self.checkpoints_folder.glob("epoch-*"))
         return {each.epoch: each for each in found if each.epoch is not None and each.is_complete}
 
     def latest_checkpoint(self) -> Checkpoint:
@@ -336,7 +330,7 @@ class RunDir:
         checkpoints = self.checkpoints()
         if checkpoints:
             return checkpoints[max(checkpoints)]
-        if any(each.is_old for each in (own, *map(Checkpoint, self._checkpoints.glob("epoch-*")))):
+        if any(each.is_old for each in (own, *map(Checkpoint, self.checkpoints_folder.glob("epoch-*")))):
             raise UsageError(
                 f"the checkpoints in {folder} are of an older pdtool, whose files could hold code",
                 "export them with the pdtool that wrote them",
