@@ -67,19 +67,20 @@ def option_of(options: type[Any], name: str, *, required: bool = False, **change
     """Give a command one option of a dataclass, which it takes by the name of the field.
 
     Args:
-        changes: of what is declared: another `help`, `unset` or `default`.
+        changes: of what is declared: another `help` or `value`.
     """
     asked = replace(declared(options)[name], **changes)
+    default = asked.value.default
     return option(
         *asked.flags,
         name,
         declared=asked,
         section=asked.section,
         in_file=asked.in_file,
-        default=asked.value.default or None if isinstance(asked.value, Texts) else asked.value.default,
         required=required,
-        show_default=asked.value.unset or asked.value.default != "",
+        show_default=asked.value.unset or default != "",
         help=asked.help,
+        **({} if default is None else {"default": default}),
         **_kind(asked),
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 import pdtool
 from pdtool.artifacts.plan import Plan
-from pdtool.cli.click_options import CommandOption, options_of
+from pdtool.cli.click_options import CommandOption, option_of, options_of
 from pdtool.cli.commands.app import main
 from pdtool.errors import UsageError
 from pdtool.options.declaration import declared, option, read_options
@@ -44,6 +44,13 @@ def test_a_command_takes_its_options_as_one_instance(capsys):
     assert "-n, --loaves N" in (text := capsys.readouterr().out)
     assert "[default: 2; 1<=x<=9]" in text
     assert "[default: 2%]" in text
+
+
+def test_one_option_of_several_can_be_required():
+    command = click.command()(option_of(PartitionOptions, "topology", required=True)(lambda topology: topology))
+    assert command.main(["--topology", "2"], standalone_mode=False) == "2"
+    with pytest.raises(click.MissingParameter, match="topology"):
+        command.main([], standalone_mode=False)
 
 
 def test_the_api_takes_them_by_keyword_and_its_errors_name_the_keyword():
