@@ -61,7 +61,7 @@ class Inputs:
                 recorded.
             ArtifactError: the plan, or an edit of it, does not hold together.
         """
-        return cls.of(*read(path), path, model)
+        return cls.of(*read_plan(path), model)
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile, path: str, model: str | None) -> Inputs:
@@ -146,14 +146,8 @@ def bundle_of(plan: Plan, folder: Path) -> Bundle | None:
 
 def planned(path: str) -> tuple[Plan, Profile]:
     """Read a plan and its profile as Inputs.load does, for commands that need no model."""
-    plan, profile = read(path)
+    plan, profile, _ = read_plan(path)
     return checked(plan, profile), profile
-
-
-def read(path: str) -> tuple[Plan, Profile]:
-    """Read a plan and its profile; raises StaleError when the profile has changed since."""
-    plan = Plan.load(path, may_be_pipe=True)
-    return plan, profile_of(plan, path)
 
 
 def profile_of(plan: Plan, path: str) -> Profile:
@@ -406,11 +400,9 @@ def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
     """
     if not isinstance(plan, (Plan, Path, str)):
         raise TypeError(f"a plan or its path is needed, and this is a {type(plan).__name__}")
-    return (
-        (plan, default_plan_path(plan))
-        if isinstance(plan, Plan)
-        else (Plan.load(str(plan), may_be_pipe=True), str(plan))
-    )
+    if isinstance(plan, Plan):
+        return plan, default_plan_path(plan)
+    return Plan.load(str(plan), may_be_pipe=True), str(plan)
 
 
 def read_plan(plan: Plan | Path | str) -> tuple[Plan, Profile, str]:

@@ -79,7 +79,8 @@ class _WorkerValidator:
         backward = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) if split else (ActionKind.BACKWARD,)
         self.kinds = (ActionKind.FORWARD, *backward)
         self.missing = set()
-        for s in shape.stages_on_same_workers(stage):
+        self.max_versions = {s: shape.versions(s) for s in shape.stages_on_same_workers(stage)}
+        for s in self.max_versions:
             of_replica = range(replica, minibatches, shape.replicas[s])
             rounds = math.ceil(minibatches / shape.update_every[s])
             self.missing |= {Action(s, kind, i) for kind in self.kinds for i in of_replica}
@@ -98,7 +99,7 @@ class _WorkerValidator:
         in_flight, versions = len(self.tracker.in_flight), self.tracker.versions(action.stage)
         if in_flight > self.limit:
             return f"makes {in_flight} minibatches in flight; the plan allows {self.limit}"
-        max_versions = self.shape.versions(action.stage)
+        max_versions = self.max_versions[action.stage]
         if versions > max_versions:
             return f"makes {versions} weight versions; the plan allows {max_versions}"
         return ""

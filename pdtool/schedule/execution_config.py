@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind
 from pdtool.schedule.policies import STASH, WEIGHT_POLICIES
@@ -25,17 +26,10 @@ class ExecutionConfig:
     strategy: str = "auto"
 
     @classmethod
-    def of_schedule(
-        cls, schedule: str, microbatches: int = 1, chunks: int = 1, strategy: str = "auto"
-    ) -> ExecutionConfig:
+    def of_schedule(cls, schedule: str, microbatches: int = 1, chunks: int = 1, strategy: str = "auto") -> Self:
         """Return the execution of a schedule with the weight policy that it usually has."""
-        return cls(
-            schedule=schedule,
-            weights=SCHEDULES[schedule].policies[0].name,
-            microbatches=microbatches,
-            chunks=chunks,
-            strategy=strategy,
-        )
+        weights = SCHEDULES[schedule].policy_names[0]
+        return cls(schedule=schedule, weights=weights, microbatches=microbatches, chunks=chunks, strategy=strategy)
 
     @property
     def kind(self) -> ScheduleKind:
@@ -50,7 +44,7 @@ class ExecutionConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether the cost formulas cover it; otherwise only the simulator does."""
-        is_usual = self.weights == self.kind.policies[0].name and self.update_every is None
+        is_usual = self.weights == self.kind.policy_names[0] and self.update_every is None
         return self.kind.has_formulas and is_usual
 
     def shape(

@@ -19,7 +19,7 @@ Round = tuple[int, list[int]]  # (number, the minibatches of one worker in it)
 Number = Any  # one number, or a numpy array of them
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleKind:
     """A schedule.
 
@@ -49,7 +49,7 @@ class ScheduleKind:
     @property
     def flushes(self) -> bool:
         """Whether nothing is in flight while the weights change: the pipeline is emptied after its microbatches."""
-        return self.policies == (FLUSH,)
+        return self.policies[0] is FLUSH
 
     @property
     def has_formulas(self) -> bool:

@@ -57,7 +57,7 @@ def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
     return max(w * r for w, r in zip(in_flight, replicas, strict=True))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class WeightPolicy:
     """Which version of the weights each minibatch is computed with.
 

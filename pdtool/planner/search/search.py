@@ -41,13 +41,11 @@ class SearchOptions(PlanOptions):
     @property
     def executions(self) -> list[ExecutionConfig]:
         """How a plan may be executed."""
-        kinds = [SCHEDULES[self.schedule]] if self.schedule != "auto" else _SEARCHED
+        kinds = [kind for kind in _SEARCHED if self.schedule in (kind.name, "auto")]
         if self.schedule == "auto" and self.microbatches == 1:
             kinds = [kind for kind in kinds if not kind.flushes]
-        return [
-            ExecutionConfig.of_schedule(kind.name, self.microbatches if kind.flushes else 1, strategy=self.strategy)
-            for kind in kinds
-        ]
+        microbatches = {kind.name: self.microbatches if kind.flushes else 1 for kind in kinds}
+        return [ExecutionConfig.of_schedule(s, m, strategy=self.strategy) for s, m in microbatches.items()]
 
     @property
     def min_stages(self) -> int:
