@@ -225,7 +225,7 @@ class Plan(YamlArtifact):
 
     Attributes:
         profile: path of the profile it was made from.
-        schedule: the name of its kind, see pdtool.schedule.kinds.
+        schedule: as `1f1b` (PipeDream), see pdtool.schedule.kinds for each.
         weights: which version each minibatch is computed with, see pdtool.schedule.policies.
         microbatches: in one update of a schedule with a flush; each has `batch_size` samples.
         update_every: of a schedule without a flush, minibatches in one update of every stage. None: each stage updates
