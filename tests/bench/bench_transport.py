@@ -49,7 +49,7 @@ def open_ends(kind: str, size: int, rank: int) -> tuple[Sender, Receiver]:
         groups = [dist.new_group(backend="gloo") for _ in there]
         return (
             DistributedSender(out, groups[out.number], DEPTH, CPU, nullcontext()),
-            DistributedReceiver(into, groups[into.number]),
+            DistributedReceiver(into, groups[into.number], CPU),
         )
     layout = SlotLayout.of(out, 1, DEPTH, DEPTH)
     _, shared = share_memory(there, rank, dist.group.WORLD, dict.fromkeys((0, 1), layout.total_bytes), 60.0)

@@ -131,11 +131,12 @@ class DistributedReceiver:
     """Receives on a gloo group.
 
     Args:
+        device: where tensors are received.
         pinned: whether what comes is copied on to a GPU.
     """
 
-    def __init__(self, route: Route, group: Any, *, pinned: bool = False) -> None:
-        self._route, self._group, self._pinned = route, group, pinned
+    def __init__(self, route: Route, group: Any, device: torch.device, *, pinned: bool = False) -> None:
+        self._route, self._group, self._device, self._pinned = route, group, device, pinned
         self._posted: deque[list[tuple[Any, Tensor]]] = deque()
 
     def expect(self, minibatch: int, samples: int) -> None:
@@ -143,7 +144,7 @@ class DistributedReceiver:
         posted = []
         try:
             for shape, dtype in self._route.parts(samples):
-                buffer = torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+                buffer = torch.empty(shape, dtype=dtype, device=self._device, pin_memory=self._pinned)
                 work = dist.irecv(buffer, self._route.sender, group=self._group, tag=_tag(self._route, minibatch))
                 posted.append((work, buffer))
         except RuntimeError as error:
@@ -161,26 +162,16 @@ class DistributedReceiver:
         return [buffer for _, buffer in posted]
 
 
-class NcclReceiver:
+class NcclReceiver(DistributedReceiver):
     """Receives on an NCCL group, onto a device. The host does not wait: kernels that are started later do."""
-
-    def __init__(self, route: Route, group: Any, device: torch.device) -> None:
-        self._route, self._group, self._device = route, group, device
 
     def expect(self, minibatch: int, samples: int) -> None:
         """Do nothing: a receive that is posted is a kernel that runs."""
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
         """Post the receives of the message."""
-        received = []
-        try:
-            for shape, dtype in self._route.parts(samples):
-                buffer = torch.empty(shape, dtype=dtype, device=self._device)
-                dist.recv(buffer, self._route.sender, group=self._group)
-                received.append(buffer)
-        except RuntimeError as error:
-            raise self._route.not_received(minibatch, short_reason(error)) from error
-        return received
+        super().expect(minibatch, samples)
+        return super().receive(minibatch, samples)
 
 
 def _tag(route: Route, minibatch: int) -> int:

@@ -34,6 +34,8 @@ from pdtool.runtime.messages.shared_memory import SharedMemory, SharedMemoryRece
 from pdtool.runtime.messages.slots import SlotLayout
 from pdtool.runtime.meter import WorkerMeter
 
+_HOST = torch.device("cpu")
+
 
 @dataclass
 class Channels:
@@ -161,7 +163,7 @@ class _ChannelOpener:
         if number in self.memory:
             sender = SharedMemorySender(route, layout, self.memory[number], waiting)
         else:
-            sender = DistributedSender(route, self.by_gloo[number], layout.depth, torch.device("cpu"), waiting)
+            sender = DistributedSender(route, self.by_gloo[number], layout.depth, _HOST, waiting)
         return PinnedSender(route, sender, self.device) if is_pinned else sender
 
     def receiver(self, route: Route) -> Receiver:
@@ -175,5 +177,5 @@ class _ChannelOpener:
         if number in self.memory:
             receiver = SharedMemoryReceiver(route, self.layouts[number], self.memory[number])
         else:
-            receiver = DistributedReceiver(route, self.by_gloo[number], pinned=is_pinned)
+            receiver = DistributedReceiver(route, self.by_gloo[number], _HOST, pinned=is_pinned)
         return PinnedReceiver(receiver, self.device) if is_pinned else receiver
