@@ -30,7 +30,7 @@ from pdtool.artifacts.text_formats import has_comments
 from pdtool.errors import ArtifactError, UsageError
 from pdtool.files import read_text
 from pdtool.options.declaration import read_options
-from pdtool.options.partition_options import INNER_BANDWIDTH, OUTER_BANDWIDTH, PartitionOptions
+from pdtool.options.plan_options import INNER_BANDWIDTH, OUTER_BANDWIDTH, PartitionOptions
 from pdtool.options.simulate_options import SimulateOptions
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.strategies import planner_asked_for

@@ -13,7 +13,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.files import file_sha256
 from pdtool.options.declaration import read_options
-from pdtool.options.profile_options import ProfileOptions
+from pdtool.options.plan_options import ProfileOptions
 
 if TYPE_CHECKING:
     from pdtool.frontend.model_file import ModelFile

@@ -27,8 +27,7 @@ from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.user_code import find_source, model_name, parse_ref, undoing_user_changes
 from pdtool.options.declaration import declared
-from pdtool.options.partition_options import PartitionOptions
-from pdtool.options.profile_options import ProfileOptions
+from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
 Given = Mapping[str, Any]  # the options that were asked for, by parameter

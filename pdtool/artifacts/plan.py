@@ -17,7 +17,7 @@ from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCo
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import read_yaml, with_values
 from pdtool.errors import ArtifactError, FieldError, ScheduleError
-from pdtool.options.partition_options import WIRE_BYTES
+from pdtool.options.plan_options import WIRE_BYTES
 from pdtool.schedule import (
     SCHEDULES,
     STRATEGIES,

@@ -14,7 +14,7 @@ from pdtool.artifacts.device import CPU_THREADS, Device, Precision
 from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, Seconds, StageIndex, Title
 from pdtool.errors import FieldError
 from pdtool.graph import Graph
-from pdtool.options.partition_options import WIRE_BYTES
+from pdtool.options.plan_options import WIRE_BYTES
 
 
 class Node(FrozenModel):

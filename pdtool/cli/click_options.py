@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from pdtool.options.declaration import Option, declared
 from pdtool.options.run_options import RunOptions
-from pdtool.options.values import Choice, Count, Factor, Flag, Text, Texts
+from pdtool.options.values import Choice, Count, Factor, Flag, OptionValue, Text, Texts
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -91,7 +91,8 @@ def _kind(asked: Option) -> dict[str, Any]:
         case Count(least=least, most=most):
             return {"type": click.IntRange(int(least), int(most)), "metavar": asked.metavar}
         case Factor(least=least, most=most):
-            return {"type": click.FloatRange(least, most), "metavar": asked.metavar}
+            read = partial(_read, asked.value)  # for click nan is in any range
+            return {"type": click.FloatRange(least, most), "callback": read, "metavar": asked.metavar}
         case Choice(names=names):
             return {"type": click.Choice(names)}
         case Flag():
@@ -104,7 +105,7 @@ def _kind(asked: Option) -> dict[str, Any]:
     raise AssertionError(asked.value)
 
 
-def _read(value: Text, ctx: click.Context, parameter: click.Parameter, given: Any) -> Any:
+def _read(value: OptionValue, ctx: click.Context, parameter: click.Parameter, given: Any) -> Any:
     return None if given is None else value.read(parameter.opts[0], given)
 
 

@@ -10,8 +10,7 @@ from typing import Literal
 from pdtool.machines import Machines
 from pdtool.options import values
 from pdtool.options.declaration import again, option
-from pdtool.options.partition_options import MAX_MINIBATCHES, MICROBATCHES, ORDER_OF_WORK, WIRE_BYTES
-from pdtool.options.profile_options import ProfileOptions
+from pdtool.options.plan_options import MAX_MINIBATCHES, MICROBATCHES, ORDER_OF_WORK, WIRE_BYTES, ProfileOptions
 from pdtool.options.target import Target
 from pdtool.options.values import Choice, Count, Flag, Text
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES

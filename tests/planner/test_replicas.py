@@ -10,7 +10,7 @@ from reference.brute_force import divisions, placed
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.options.partition_options import PartitionOptions
+from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import PLANNERS

@@ -19,7 +19,7 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.options.partition_options import PartitionOptions
+from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.comparison import rival_plans
 from pdtool.planner.choice.make_plan import make_plan, refresh, reschedule
 from pdtool.planner.choice.plan_check import check_plan

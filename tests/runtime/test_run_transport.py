@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.errors import UsageError
-from pdtool.options.partition_options import WIRE_BYTES
+from pdtool.options.plan_options import WIRE_BYTES
 from pdtool.runtime.groups import ProcessGroups
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.messages import shared_memory as shared_memory_setup

@@ -14,8 +14,7 @@ from pdtool.cli.click_options import CommandOption, option_of, options_of
 from pdtool.cli.commands.app import main
 from pdtool.errors import UsageError
 from pdtool.options.declaration import declared, option, read_options
-from pdtool.options.partition_options import PartitionOptions
-from pdtool.options.profile_options import ProfileOptions
+from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import RunOptions, WorkerOptions
 from pdtool.options.simulate_options import EmulateOptions
 from pdtool.options.values import Count, Flag, Text, share

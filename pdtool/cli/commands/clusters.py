@@ -9,8 +9,7 @@ import click
 from pdtool.cli import click_options as options
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, show, status, write_artifact
-from pdtool.options.partition_options import PartitionOptions
-from pdtool.options.profile_options import ProfileOptions
+from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import LaunchOptions, RunOptions
 from pdtool.options.values import Count, Text, timeout
 

@@ -13,8 +13,7 @@ from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, show, write_artifact
 from pdtool.errors import TargetMissedError, UsageError
 from pdtool.machines import is_first_worker
-from pdtool.options.partition_options import PartitionOptions
-from pdtool.options.profile_options import ProfileOptions
+from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import RunOptions
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import MAX_IN_FLIGHT, Plan, Rival
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.options.partition_options import PartitionOptions
+from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.selection import Selected, move_to_module_borders, select
 from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement

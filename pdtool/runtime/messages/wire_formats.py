@@ -4,7 +4,7 @@
     float32 [8, 64]  ──pack──▶  bfloat16 [8, 64]  ──unpack──▶  float32 [8, 64]        --wire-dtype bf16
 
 A transport carries the parts and knows nothing else of them. A new format is an entry of `WIRE_FORMATS` here, and one
-of `WIRE_BYTES` (pdtool/options/partition_options.py), which says what the formulas charge for it.
+of `WIRE_BYTES` (pdtool/options.plan_options.py), which says what the formulas charge for it.
 """
 
 from __future__ import annotations
