@@ -1,0 +1,65 @@
+"""Each decision has one owner: nobody else compares a schedule's name, spells a run's file, or reads a sentence of ours."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdtool.schedule import SCHEDULES, STRATEGIES
+
+ROOT = Path(__file__).parents[2] / "pdtool"
+TREES = {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+
+STRATEGY_FILES = ("schedule/strategies.py", "planner/choice/strategies.py")
+POLICY_NAMES = {policy.name for kind in SCHEDULES.values() for policy in kind.policies}
+RUN_FILES = {
+    "run.json", "plan.yaml", "metrics.jsonl", "report.json", "trace.json", "checkpoint.json", "emulation.json",
+    "failure.txt", "checkpoints", ".lock", ".token",
+}  # fmt: skip
+
+
+def compared_texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each constant that something is compared with, by an operator or a pattern."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            sides = [node.value]
+        else:
+            continue
+        for side in sides:
+            for inner in ast.walk(side) if not isinstance(side, ast.Call) else ():
+                if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                    yield inner.lineno, inner.value
+
+
+def offences(names: set[str], owners: tuple[str, ...]) -> list[str]:
+    return [
+        f"{path}:{line}: {text}"
+        for path, tree in TREES.items()
+        if not str(path).startswith(owners)
+        for line, text in compared_texts(tree)
+        if text in names
+    ]
+
+
+def test_only_the_schedules_compare_their_names() -> None:
+    assert offences(set(SCHEDULES) | POLICY_NAMES - {"none"}, ("schedule/",)) == []
+
+
+def test_only_the_strategies_compare_their_names() -> None:
+    assert offences(set(STRATEGIES) - {"auto"} - set(SCHEDULES), STRATEGY_FILES) == []
+
+
+@pytest.mark.parametrize("name", sorted(RUN_FILES))
+def test_only_the_run_folder_spells_the_names_of_its_files(name: str) -> None:
+    spelled = [
+        f"{path}:{node.lineno}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value == name and str(path) != "artifacts/run_dir.py"
+    ]
+    assert spelled == []
