@@ -216,7 +216,7 @@ class PlanOptions:
     chunks: Count = 2
     recompute: bool = True
     cost_model: CostModelName = "ours"
-    simplest: Figure = 0.03
+    simplest: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.03
     max_cuts: Count = 1200
 
 
@@ -409,7 +409,8 @@ class Plan(YamlArtifact):
         changed = {"predicted", "why"} if is_of_same_profile else {"digests", "predicted", "why"}
         content = self.model_dump(mode="json", include=changed)
         earlier = _EARLIER_CERTIFICATE.keys() & (read_yaml(text).get("why") or {})
-        content["why"] |= dict.fromkeys(sorted(earlier))  # a key cannot be taken out of the text
+        if earlier:
+            content["why"] |= dict.fromkeys(sorted(earlier))  # a key cannot be taken out of the text
         new = with_values(text, content)
         assert Plan.parse(new) == self
         return new
