@@ -24,6 +24,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.files import file_sha256
 from pdtool.machines import is_first_worker
+from pdtool.options.run_options import RunOptions
 from pdtool.schedule import SCHEDULES, schedule_names
 
 _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
@@ -249,29 +250,22 @@ def checked(plan: Plan, profile: Profile) -> Plan:
     return refresh(plan, profile)
 
 
-def rescheduled(
-    plan: Plan,
-    profile: Profile,
-    schedule: str | None,
-    microbatches: int | None,
-    weights: str | None,
-    update_every: int | None,
-    wire_dtype: str | None,
-) -> Plan:
-    """Return a plan with the same stages, run in another way; None keeps what the plan says.
+def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
+    """Return the plan with the same stages, run as `asked` says; None keeps what the plan says.
 
     Raises:
         UsageError: the schedule has no such thing, or cannot have these stages.
     """
-    if wire_dtype not in (None, plan.wire_dtype):
+    plan, microbatches, weights, update_every = inputs.plan, asked.microbatches, asked.weights, asked.update_every
+    if asked.wire_dtype not in (None, plan.wire_dtype):
         from pdtool.planner.choice.make_plan import refresh
 
-        plan = refresh(plan.model_copy(update={"wire_dtype": wire_dtype}), profile)
-    if (schedule, microbatches, weights, update_every) == (None,) * 4:
+        plan = refresh(plan.model_copy(update={"wire_dtype": asked.wire_dtype}), inputs.profile)
+    if (asked.schedule, microbatches, weights, update_every) == (None,) * 4:
         return plan
     from pdtool.planner.choice.make_plan import reschedule
 
-    name = schedule or plan.schedule
+    name = asked.schedule or plan.schedule
     kind = SCHEDULES[name]
     if not kind.flushes and microbatches not in (None, 1):
         raise UsageError(f"schedule {name} has no microbatches", "use --update-every, or --schedule 1f1b-flush")
@@ -289,7 +283,7 @@ def rescheduled(
         interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
     else:
         interval = {"microbatches": 1, "update_every": update_every or plan.update_every}
-    return reschedule(plan, profile, {"schedule": name, "weights": weights or kept, **interval})
+    return reschedule(plan, inputs.profile, {"schedule": name, "weights": weights or kept, **interval})
 
 
 def as_it_is(artifact: Artifact, file: str) -> tuple[Artifact, ArtifactError | None]:

@@ -28,6 +28,7 @@ from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.user_code import find_source, model_name, parse_ref, undoing_user_changes
 from pdtool.options.declaration import declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
+from pdtool.schedule import STRAIGHT
 from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 
 Given = Mapping[str, Any]  # the options that were asked for, by parameter
@@ -150,7 +151,7 @@ _SAID_BY_PLAN: dict[str, Callable[[Plan, Profile, Any], bool]] = {
     "memory": _has_memory,
     "replicas": lambda plan, _, replicas: tuple(stage.replicas for stage in plan.stages) == replicas,
     "strategy": lambda plan, _, name: plan.strategy == name,
-    "straight": lambda plan, _, is_straight: (plan.strategy == "straight") is is_straight,
+    "straight": lambda plan, _, is_straight: is_straight is (plan.strategy == STRAIGHT.name),
     "schedule": lambda plan, _, name: name in ("auto", plan.schedule),
     "microbatches": lambda plan, _, count: plan.microbatches == count,
     "wire_dtype": lambda plan, _, name: plan.wire_dtype == name,

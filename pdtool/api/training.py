@@ -98,7 +98,7 @@ def run(
     given |= {"output": optional_text(output), "model": optional_text(model), "settings": assignments(settings)}
     asked = read_options("run", RunOptions, given | options)
     inputs = with_settings(Inputs.of(*read_plan(plan), asked.model), asked.model_settings)
-    return trained(inputs, rescheduled_as(inputs, asked), asked)[1]
+    return trained(inputs, rescheduled(inputs, asked), asked)[1]
 
 
 def generated(inputs: Inputs, folder: Path) -> Bundle:
@@ -117,19 +117,6 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
     tied = (parameter.sentence() for parameter in bundle.tied)
     note("\n".join([f"wrote {folder}/ ({files})", *tied, proof[bundle.proof]]))
     return bundle
-
-
-def rescheduled_as(inputs: Inputs, asked: RunOptions) -> Plan:
-    """Return the plan with the schedule, weights and so on that are asked for; raises UsageError."""
-    return rescheduled(
-        inputs.plan,
-        inputs.profile,
-        schedule=asked.schedule,
-        microbatches=asked.microbatches,
-        weights=asked.weights,
-        update_every=asked.update_every,
-        wire_dtype=asked.wire_dtype,
-    )
 
 
 def trained(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig, Report]:

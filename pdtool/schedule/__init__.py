@@ -17,13 +17,14 @@ from pdtool.schedule.execution_config import ExecutionConfig
 from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind, schedule_names
 from pdtool.schedule.policies import WEIGHT_POLICIES, ForwardVersions, WeightPolicy
 from pdtool.schedule.shape import PipelineShape, steady_minibatches, steady_run, tied_update_lag
-from pdtool.schedule.strategies import BASELINES, RIVALS, STRATEGIES, Strategy
+from pdtool.schedule.strategies import BASELINES, RIVALS, STRAIGHT, STRATEGIES, Strategy
 
 __all__ = [
     "BASELINES",
     "ONE_F_ONE_B",
     "RIVALS",
     "SCHEDULES",
+    "STRAIGHT",
     "STRATEGIES",
     "WEIGHT_POLICIES",
     "Action",

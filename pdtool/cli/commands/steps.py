@@ -104,12 +104,12 @@ def profile(
 @options.as_json
 def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> None:
     """Train PLAN's stages, each on its workers."""
-    from pdtool.api.inputs import Inputs, candidate, with_settings
-    from pdtool.api.training import rescheduled_as, trained
+    from pdtool.api.inputs import Inputs, candidate, rescheduled, with_settings
+    from pdtool.api.training import trained
     from pdtool.cli.artifact_views import worker_table
 
     inputs = with_settings(Inputs.load(candidate("plan", plan), asked.model), asked.model_settings)
-    chosen = rescheduled_as(inputs, asked)
+    chosen = rescheduled(inputs, asked)
     if asked.compiled and chosen.kind.splits_backward:
         name = chosen.schedule
         note(f"a compiled stage computes all its gradients at once: {name} has nothing to put off, take 1f1b-flush")
