@@ -114,12 +114,10 @@ class PartitionOptions:
         "Samples in one update: the same as --microbatches, times the profiled minibatch; with 1f1b-flush unless "
         "another flushing --schedule is given.",
     )
-    wire_dtype: str = option(
+    wire_dtype: str = _plan(
         "--wire-dtype",
         Choice(tuple(WIRE_BYTES), default="fp32"),
         "What fp32 activations and gradients are sent as to other workers.",
-        section="Computing",
-        artifact="plan",
     )
     chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
     recompute: bool = _plan(

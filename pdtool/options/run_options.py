@@ -10,7 +10,14 @@ from typing import Literal
 from pdtool.machines import Machines
 from pdtool.options import values
 from pdtool.options.declaration import again, option
-from pdtool.options.plan_options import MAX_MINIBATCHES, MICROBATCHES, ORDER_OF_WORK, WIRE_BYTES, ProfileOptions
+from pdtool.options.plan_options import (
+    MAX_MINIBATCHES,
+    MICROBATCHES,
+    ORDER_OF_WORK,
+    WIRE_BYTES,
+    PartitionOptions,
+    ProfileOptions,
+)
 from pdtool.options.target import Target
 from pdtool.options.values import Choice, Count, Flag, Text
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES
@@ -167,10 +174,13 @@ class RunOptions(WorkerOptions, LaunchOptions):
         Count(1, MAX_MINIBATCHES, unset=PLANNED),
         "Minibatches in one update of every stage, without a flush.",
     )
-    wire_dtype: str | None = _plan(
-        "--wire-dtype",
-        Choice(tuple(WIRE_BYTES), unset=PLANNED),
-        "What fp32 activations and gradients are sent as to other workers.",
+    wire_dtype: str | None = again(
+        PartitionOptions,
+        "wire_dtype",
+        artifact="",
+        of_plan=True,
+        same=True,
+        value=Choice(tuple(WIRE_BYTES), unset=PLANNED),
     )
     log_every: int | None = _training(
         "--log-every N",
