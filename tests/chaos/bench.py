@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from click.testing import CliRunner
 
-from pdtool.artifacts.run_dir import RunDir
+from pdtool.artifacts.run_dir import Checkpoint, RunDir
 from pdtool.cli.commands.app import main
 from pdtool.errors import PdtoolError
 from pdtool.runtime.worker import checkpoint
@@ -159,7 +159,7 @@ class Bench:
         self.pdtool("codegen", _PLAN)
         self.pdtool(*self.run("runs/reference", epochs))
         checkpoints = RunDir(folder / "runs/reference").checkpoints()
-        self.states = {epoch: checkpoint.read(path, lambda key: True) for epoch, path in checkpoints.items()}
+        self.states = {epoch: checkpoint.read(saved.path, lambda key: True) for epoch, saved in checkpoints.items()}
 
     def run(self, out: str, epochs: int, *more: str) -> list[str]:
         """The arguments of a run."""
@@ -176,14 +176,14 @@ class Bench:
         """Start a command; `prefix` goes before it, as `ip netns exec NAME`."""
         return Command([*prefix, *PDTOOL, *arguments], folder or self.folder, **env)
 
-    def losses(self, out: str, name: str, before: Mapping[int, Path] | None = None) -> list[str]:
+    def losses(self, out: str, name: str, before: Mapping[int, Checkpoint] | None = None) -> list[str]:
         """What a run has lost: a checkpoint that was complete before, that cannot be read, or that is not the one which
         an undisturbed run wrote."""
         complete = RunDir(self.folder / out).checkpoints()
         losses = [f"{name}: epoch {epoch} is gone" for epoch in (before or {}).keys() - complete.keys()]
-        for epoch, path in complete.items():
+        for epoch, saved in complete.items():
             try:
-                state = checkpoint.read(path, lambda key: True)
+                state = checkpoint.read(saved.path, lambda key: True)
             except PdtoolError as error:
                 losses.append(f"{name}: {error}")
                 continue
