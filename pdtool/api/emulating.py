@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note
-from pdtool.api.inputs import Inputs, checked, optional_text, read_plan
+from pdtool.api.inputs import Inputs, optional_text, planned
 from pdtool.api.training import generated, new_folder
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
@@ -83,10 +83,7 @@ def emulate(
     given |= {"seed": seed, "model": optional_text(model)}
     asked = read_options("emulate", EmulateOptions, given | options)
     check_emulation(asked)
-    found = read_plan(plan)
-    inputs = Inputs.of(*found, asked.model) if asked.compute == "real" else None
-    chosen, profile = (inputs.plan, inputs.profile) if inputs else (checked(*found[:2]), found[1])
-    return emulated(chosen, profile, inputs, optional_text(output), asked)[0]
+    return emulated(plan, optional_text(output), asked)[0]
 
 
 def check_emulation(asked: EmulateOptions) -> None:
@@ -105,20 +102,19 @@ def check_emulation(asked: EmulateOptions) -> None:
     check_tools()
 
 
-def emulated(
-    chosen: Plan, profile: Profile, inputs: Inputs | None, output: str | None, asked: EmulateOptions
-) -> tuple[Emulation, Path]:
+def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions) -> tuple[Emulation, Path]:
     """Emulate a plan and its rivals as `asked` says; return the emulation, which is saved, and its folder.
 
     Args:
-        inputs: of a model that computes; None: workers sleep the times of the profile.
         output: the folder; None: a new one.
     """
+    inputs = Inputs.load(plan, asked.model) if asked.compute == "real" else None
+    chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(plan)
     cluster, folder = chosen.cluster, _folder(output, Path("runs") / f"{chosen.name}-emulated")
     others = _others(chosen, rival_plans(profile, cluster, chosen, asked.against))
-    plans = {name: without_latency(plan, profile) for name, plan in {"this plan": chosen, **others}.items()}
-    for plan in plans.values():
-        check_minibatches(plan, profile, asked.minibatches)
+    plans = {name: without_latency(other, profile) for name, other in {"this plan": chosen, **others}.items()}
+    for each in plans.values():
+        check_minibatches(each, profile, asked.minibatches)
     scalings = _scalings(plans, profile, asked)
     _warn_of_busy_cores()
     _warn_of_another_device(profile, asked.compute)

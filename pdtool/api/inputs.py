@@ -51,8 +51,8 @@ class Inputs:
     trusted: bool
 
     @classmethod
-    def load(cls, path: str, model: str | None) -> Inputs:
-        """Read the plan and its profile, and compute the predictions of a plan edited by hand again.
+    def load(cls, plan: Plan | Path | str, model: str | None) -> Inputs:
+        """Take a plan, or read it, and its profile; compute the predictions of a plan edited by hand again.
 
         Whether the model still has the operators that were profiled is seen when it is traced, by codegen and by the
         workers of a run.
@@ -62,18 +62,14 @@ class Inputs:
                 recorded.
             ArtifactError: the plan, or an edit of it, does not hold together.
         """
-        return cls.of(*read_plan(path), model)
-
-    @classmethod
-    def of(cls, plan: Plan, profile: Profile, path: str, model: str | None) -> Inputs:
-        """Check a plan, which stands in `path`, and its profile; raises what `load` does."""
-        ref = plan.model or profile.model
+        chosen, profile, path = read_plan(plan)
+        ref = chosen.model or profile.model
         if ref is None:  # not even with --model: the operators of such a plan are those of no model that we can read
             remedy = "plan from a profile that `pdtool profile` wrote"
-            raise ArtifactError(path, f"there is no model behind {plan.profile}", remedy, field="model")
-        inputs = cls(path, plan, profile, _named(ref, model) if model else ref, trusted=model is not None)
+            raise ArtifactError(path, f"there is no model behind {chosen.profile}", remedy, field="model")
+        inputs = cls(path, chosen, profile, _named(ref, model) if model else ref, trusted=model is not None)
         inputs._check_model(ref)
-        return replace(inputs, plan=checked(plan, profile))
+        return replace(inputs, plan=checked(chosen, profile))
 
     @property
     def folder(self) -> Path:
@@ -85,10 +81,6 @@ class Inputs:
         from pdtool.frontend.model_file import ModelFile
 
         return ModelFile.load(self.model, trusted=self.trusted, digests=self.plan.digests)
-
-    def bundle(self, folder: Path) -> Bundle | None:
-        """Return the bundle in `folder` if codegen made it from this plan and its files are whole; None otherwise."""
-        return bundle_of(self.plan, folder)
 
     def _check_model(self, recorded: ModelRef) -> None:
         """Compare the source file with the one that was profiled; nothing is imported.
@@ -145,10 +137,10 @@ def bundle_of(plan: Plan, folder: Path) -> Bundle | None:
     return bundle if bundle.digests.get("plan") == plan.plan_sha256 else None
 
 
-def planned(path: str) -> tuple[Plan, Profile]:
+def planned(plan: Plan | Path | str) -> tuple[Plan, Profile]:
     """Read a plan and its profile as Inputs.load does, for commands that need no model."""
-    plan, profile, _ = read_plan(path)
-    return checked(plan, profile), profile
+    chosen, profile, _ = read_plan(plan)
+    return checked(chosen, profile), profile
 
 
 def profile_of(plan: Plan, path: str) -> Profile:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note
 from pdtool.api.inputs import (
-    checked,
     default_plan_path,
     located_plan,
     optional_text,
     path_of_profile,
+    planned,
     read_plan,
     read_profile,
 )
@@ -128,8 +128,8 @@ def simulate(
     asked = read_options("simulate", SimulateOptions, given)
     if wrong := [rate for rate in bandwidths if not isinstance(rate, Real) or not 0 < rate < math.inf]:
         raise UsageError(f"bandwidth {wrong[0]} is no rate in bytes per second", "give positive numbers, as 1.25e9")
-    chosen, profile, _ = read_plan(plan)
-    return simulated(checked(chosen, profile), profile, asked.schedule, asked.minibatches, asked.against, bandwidths)
+    chosen, profile = planned(plan)
+    return simulated(chosen, profile, asked.schedule, asked.minibatches, asked.against, bandwidths)
 
 
 @unchanged_caller()
@@ -148,10 +148,10 @@ def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] 
         ModelError: with `fresh`, the model cannot be traced.
     """
     if fresh:
-        from pdtool.api.staleness import FreshnessCheck  # which traces the model, and loads torch for that
+        from pdtool.api.staleness import freshness_findings  # which traces the model, and loads torch for that
 
         chosen, path = located_plan(plan)
-        return list(FreshnessCheck(path, chosen, read_profile(chosen, path)).findings())
+        return list(freshness_findings(path, chosen, read_profile(chosen, path)))
     from pdtool.planner.choice.plan_check import check_plan
 
     return list(check_plan(*read_plan(plan)[:2]))

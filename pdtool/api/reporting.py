@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ def report(*what: Path | str, output: Path | str = "report.html") -> Path:
     if "-" in (*names, str(path)):
         raise UsageError("- stands for stdin and stdout on the command line only", "name a file")
     check_page(names, path)
-    write_atomically(path, page_of(names)[0])
+    write_atomically(path, page_of(names, {})[0])
     return path
 
 
@@ -58,7 +58,7 @@ def check_page(names: Sequence[str], path: Path) -> None:
         check_replaceable(path, "a page of pdtool", lambda head: GENERATOR.encode() in head)
 
 
-def page_of(names: Sequence[str], simulations: dict[str, Simulation] | None = None) -> tuple[str, list[Subject]]:
+def page_of(names: Sequence[str], simulations: dict[str, Simulation]) -> tuple[str, list[Subject]]:
     """Return the page of some plans and runs, and what it shows.
 
     Args:
@@ -66,7 +66,7 @@ def page_of(names: Sequence[str], simulations: dict[str, Simulation] | None = No
     """
     subjects = [read_subject(name) for name in names]
     with status("simulating"):
-        return page(subjects, {} if simulations is None else simulations), subjects
+        return page(subjects, simulations), subjects
 
 
 @unchanged_caller()
@@ -136,10 +136,8 @@ def _read_folder(folder: RunDir) -> Subject:
 def _plan_here(run: RunRecord) -> Path | None:
     """Return the file in plans/ of the plan that a run's report is of; None where there is none."""
     wanted = run.report.digests.get("plan") if run.report else None
-    return next((path for path, plan in _plans_here() if wanted and plan.plan_sha256 == wanted), None)
-
-
-def _plans_here() -> Iterator[tuple[Path, Plan]]:
-    for path in sorted(Path("plans").glob("*.yaml")):
+    for path in sorted(Path("plans").glob("*.yaml")) if wanted else ():
         with suppress(ArtifactError):
-            yield path, Plan.load(path)
+            if Plan.load(path).plan_sha256 == wanted:
+                return path
+    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,9 @@ def reusable_profile(path: str, ref: ModelRef, given: Given) -> tuple[Profile | 
     """
     if not Path(path).exists():
         return None, "it is not there"
-    known = readable_profile(path)
-    if known is None:
+    try:
+        known = Profile.load(path)
+    except ArtifactError:
         return None, "what is there cannot be read"
     with status("comparing the model with its profile"):
         why = why_profile_is_stale(known, path, ref, given)
@@ -51,14 +51,6 @@ def reusable_profile(path: str, ref: ModelRef, given: Given) -> tuple[Profile | 
         return None, why
     note(f"profile: reusing {path} (minibatch of {known.batch_size}, {known.device.kind} for {known.device.name})")
     return known, ""
-
-
-def readable_profile(path: str) -> Profile | None:
-    """Read the profile in a file; None where there is none that can be read."""
-    try:
-        return Profile.load(path)
-    except ArtifactError:
-        return None
 
 
 def why_profile_is_stale(profile: Profile, path: str, ref: ModelRef, given: Given) -> str:
@@ -129,8 +121,7 @@ def _text(value: Any) -> str:
 def _has_levels(plan: Plan, profile: Profile, file: str) -> bool:
     from pdtool.artifacts.cluster import ClusterFile
 
-    cluster, asked = plan.cluster, ClusterFile.load(file).cluster()
-    return cluster.levels == asked.levels
+    return plan.cluster.levels == ClusterFile.load(file).cluster().levels
 
 
 def _has_memory(plan: Plan, profile: Profile, text: str) -> bool:
@@ -189,69 +180,48 @@ class FreshnessFinding:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class FreshnessCheck:
-    """Compares a plan with its profile, the model as it is now, and the stage files beside the plan.
+def freshness_findings(path: str, plan: Plan, profile: Profile) -> Iterator[FreshnessFinding]:
+    """Compare a plan, which stands in `path`, with its profile, the model as it is now, and the stage files.
 
-    Attributes:
-        path: of the plan.
+    Raises:
+        ModelError: the model, which is compared first, cannot be traced.
     """
-
-    path: str
-    plan: Plan
-    profile: Profile
-
-    def findings(self) -> Iterator[FreshnessFinding]:
-        """Compare all of them, the model first; raises ModelError when it cannot be traced."""
-        with undoing_user_changes():
-            yield from self._profile()
-            yield self._plan()
-            yield from self._bundle()
-
-    @cached_property
-    def _model(self) -> ModelRef | None:
-        return self.plan.model or self.profile.model
-
-    @cached_property
-    def _traced(self) -> Traced | None:
-        """The model as it is now; None when the profile is of no model that can be read."""
-        if self._model is None:
-            return None
-        find_model(self.path, self._model.source)
-        file = ModelFile.load(self._model)
-        return trace_file(file, file.build(), self.plan.batch_size)
-
-    def _profile(self) -> Iterator[FreshnessFinding]:
-        if self._model is None or self._traced is None:
-            words = f"there is no model behind {self.plan.profile}"
-            return iter([FreshnessFinding("profile", None, words)])
-        return profile_findings(self.profile, self.plan.profile, self._model.source, self._traced)
-
-    def _plan(self) -> FreshnessFinding:
-        if was_made_from(self.plan, self.profile):
-            return FreshnessFinding("plan", True, f"{self.path} was made from {self.plan.profile} as it is")
-        words = f"{self.plan.profile} has changed since {self.path} was made"
-        return FreshnessFinding("plan", False, words, "run `pdtool partition` again")
-
-    def _bundle(self) -> Iterator[FreshnessFinding]:
-        """Compare the bundle with the plan and the model, and the stage files with the bundle."""
-        folder = bundle_folder(self.path, self.plan)
-        remedy = "run `pdtool codegen` again"
-        if not (folder / Bundle.FILE).exists():
-            yield FreshnessFinding("bundle", None, f"there is none in {folder}/; `pdtool run` makes it")
-            return
-        try:
-            bundle = Bundle.load(folder / Bundle.FILE)
-        except ArtifactError as error:
-            yield FreshnessFinding("bundle", False, error.what, remedy)
-            return
-        if bundle.digests.get("plan") != self.plan.plan_sha256:
-            yield FreshnessFinding("bundle", False, f"{folder}/ was not made from {self.path} as it is now", remedy)
-        elif self._traced and bundle.graph_sha256 not in (None, graph_sha256(self._traced)):
-            yield FreshnessFinding("bundle", False, f"{folder}/ was made of a model with other operators", remedy)
+    model, traced = plan.model or profile.model, None
+    with undoing_user_changes():
+        if model is None:
+            yield FreshnessFinding("profile", None, f"there is no model behind {plan.profile}")
         else:
-            yield FreshnessFinding("bundle", True, f"{folder}/ was made from {self.path} as it is")
-        yield _stage_files(bundle, folder, remedy)
+            find_model(path, model.source)
+            file = ModelFile.load(model)
+            traced = trace_file(file, file.build(), plan.batch_size)
+            yield from profile_findings(profile, plan.profile, model.source, traced)
+        if was_made_from(plan, profile):
+            yield FreshnessFinding("plan", True, f"{path} was made from {plan.profile} as it is")
+        else:
+            words = f"{plan.profile} has changed since {path} was made"
+            yield FreshnessFinding("plan", False, words, "run `pdtool partition` again")
+        yield from _bundle_findings(path, plan, traced)
+
+
+def _bundle_findings(path: str, plan: Plan, traced: Traced | None) -> Iterator[FreshnessFinding]:
+    """Compare the bundle with the plan and the model, and the stage files with the bundle."""
+    folder = bundle_folder(path, plan)
+    remedy = "run `pdtool codegen` again"
+    if not (folder / Bundle.FILE).exists():
+        yield FreshnessFinding("bundle", None, f"there is none in {folder}/; `pdtool run` makes it")
+        return
+    try:
+        bundle = Bundle.load(folder / Bundle.FILE)
+    except ArtifactError as error:
+        yield FreshnessFinding("bundle", False, error.what, remedy)
+        return
+    if bundle.digests.get("plan") != plan.plan_sha256:
+        yield FreshnessFinding("bundle", False, f"{folder}/ was not made from {path} as it is now", remedy)
+    elif traced and bundle.graph_sha256 not in (None, graph_sha256(traced)):
+        yield FreshnessFinding("bundle", False, f"{folder}/ was made of a model with other operators", remedy)
+    else:
+        yield FreshnessFinding("bundle", True, f"{folder}/ was made from {path} as it is")
+    yield _stage_files(bundle, folder, remedy)
 
 
 def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -> Iterator[FreshnessFinding]:

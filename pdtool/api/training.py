@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, status, training_progress
-from pdtool.api.inputs import Inputs, Settings, assignments, optional_text, read_plan, rescheduled, with_settings
+from pdtool.api.inputs import Inputs, Settings, assignments, bundle_of, optional_text, rescheduled, with_settings
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
@@ -46,7 +46,7 @@ def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output:
         ModelError: the model cannot be imported or traced.
         PdtoolError: the stages are not equal to the model; nothing is written.
     """
-    inputs = Inputs.of(*read_plan(plan), optional_text(model))
+    inputs = Inputs.load(plan, optional_text(model))
     folder = optional_text(output)
     return generated(inputs, Path(folder) if folder else inputs.folder)
 
@@ -97,7 +97,7 @@ def run(
     given |= {"precision": precision, "compile": compile, "resume": optional_text(resume)}
     given |= {"output": optional_text(output), "model": optional_text(model), "settings": assignments(settings)}
     asked = read_options("run", RunOptions, given | options)
-    inputs = with_settings(Inputs.of(*read_plan(plan), asked.model), asked.model_settings)
+    inputs = with_settings(Inputs.load(plan, asked.model), asked.model_settings)
     return trained(inputs, rescheduled(inputs, asked), asked)[1]
 
 
@@ -144,7 +144,7 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
     folder = inputs.folder
     if trust:
         return Bundle.load(folder / Bundle.FILE).trusting(folder)
-    bundle = inputs.bundle(folder)
+    bundle = bundle_of(inputs.plan, folder)
     if bundle:
         _prove_update_again(inputs, bundle)
         return bundle

@@ -107,11 +107,11 @@ def _update(path: str) -> None:
 def _check_freshness(path: str, as_json: bool) -> None:
     """Print which of the plan's files are stale; raise StaleError for the first that is."""
     from pdtool.api.inputs import read_profile
-    from pdtool.api.staleness import FreshnessCheck
+    from pdtool.api.staleness import freshness_findings
     from pdtool.artifacts.plan import Plan
 
     plan = Plan.load(path, may_be_pipe=True)
-    stale = _print(plan, list(FreshnessCheck(path, plan, read_profile(plan, path)).findings()), as_json)
+    stale = _print(plan, list(freshness_findings(path, plan, read_profile(plan, path))), as_json)
     if stale:
         raise StaleError(path, f"{stale[0].claim}: {stale[0].words}{_and_more(stale)}", stale[0].remedy)
 
@@ -123,8 +123,7 @@ def _and_more(findings: Sequence[FindingT]) -> str:
 def _print(plan: Plan, findings: Sequence[FindingT], as_json: bool) -> list[FindingT]:
     """Print the findings, and return those that do not hold."""
     if as_json:
-        data = {"plan": plan.name, "findings": [asdict(finding) for finding in findings]}
-        print_data(data)
+        print_data({"plan": plan.name, "findings": [asdict(finding) for finding in findings]})
     else:
         show(*map(_line, findings), err=False)
     return [finding for finding in findings if finding.holds is False]

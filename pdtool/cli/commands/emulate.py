@@ -33,14 +33,11 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
     computing, and sends real tensors. This needs Linux, iproute2, and root or user namespaces.
     """
     from pdtool.api.emulating import check_emulation, emulated
-    from pdtool.api.inputs import Inputs, candidate, planned
+    from pdtool.api.inputs import candidate
 
     _refuse_options_of_training(asked.compute)
     check_emulation(asked)
-    path = candidate("plan", plan)
-    inputs = Inputs.load(path, asked.model) if asked.compute == "real" else None
-    chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(path)
-    _print_emulation(*emulated(chosen, profile, inputs, output, asked), as_json)
+    _print_emulation(*emulated(candidate("plan", plan), output, asked), as_json)
 
 
 def _refuse_options_of_training(compute: Literal["sleep", "real"]) -> None:
