@@ -7,15 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.cluster import ClusterFile
 from pdtool.artifacts.device import Devices
 from pdtool.artifacts.plan import Certificate, Plan, Predicted, Why
 from pdtool.artifacts.profile import Node, Profile
-from pdtool.cli.table import Lines, abbreviated, table
+from pdtool.cli.table import Lines, Table, abbreviated
 from pdtool.errors import UsageError
 from pdtool.units import format_bits_rate, format_bytes, format_rate, format_seconds
 
@@ -41,21 +39,15 @@ def bundle_view(bundle: Bundle) -> Lines:
         takes, returns = ", ".join(stage.inputs), ", ".join(stage.outputs) or "the model's output"
         rows.append([stage.file, takes, returns, len(stage.parameters), len(stage.buffers)])
     title = f"{bundle.name}: minibatch of {bundle.batch_size}, proved by {bundle.proof}"
-    yield table(
-        ("file", "takes", "returns", "parameters", "buffers"),
-        rows,
-        names=3,
-        title=title,
-        drop=("buffers", "parameters"),
-    )
+    columns = ("file", "takes", "returns", "parameters", "buffers")
+    yield Table(columns, rows, names=3, title=title, drop=("buffers", "parameters"))
     tensors = []
     for tensor in bundle.tensors:
         producer = "data" if tensor.producer < 0 else f"stage {tensor.producer}"
         consumers, shape = ", ".join(f"stage {s}" for s in tensor.consumers), "×".join(map(str, tensor.shape))
         tensors.append([tensor.name, producer, consumers, shape, tensor.dtype, "yes" if tensor.gradient else "no"])
-    yield table(
-        ("tensor", "from", "to", "shape", "dtype", "gradient back"), tensors, names=6, drop=("dtype", "gradient back")
-    )
+    tensor_columns = ("tensor", "from", "to", "shape", "dtype", "gradient back")
+    yield Table(tensor_columns, tensors, names=6, drop=("dtype", "gradient back"))
     yield from (tied.sentence() for tied in bundle.tied)
 
 
@@ -75,7 +67,7 @@ def cluster_view(cluster: ClusterFile) -> Lines:
         for row, level, measured in zip(rows, cluster.levels, network.levels, strict=True):
             share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
             row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
-    yield table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
+    yield Table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
     yield "bandwidth: of one member's link to the others of its level, each way at once, shared by its workers"
 
 
@@ -123,7 +115,7 @@ def _stage_table(plan: Plan, predicted: Predicted | None) -> Table:
     levels = ", ".join(f"{v.size} at {format_rate(v.bandwidth_bytes_per_s)}" for v in plan.cluster.levels)
     title = f"{plan.name}: {plan.config} on {levels}, schedule {plan.schedule}"
     columns = ("stage", "holds", "workers", "in flight", "compute", "all-reduce", "to next", "memory")
-    return table(columns, rows, names=3, title=title, drop=("to next", "all-reduce", "in flight"))
+    return Table(columns, rows, names=3, title=title, drop=("to next", "all-reduce", "in flight"))
 
 
 def _stage_figures(predicted: Predicted, s: int) -> list[str]:
@@ -204,11 +196,9 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
     for worker, s, k in used:
         machine = f"machine {worker // per_machine}" if nnodes > 1 else "this machine"
         minibatches = ", ".join(str(k + i * plan.stages[s].replicas) for i in range(3))
-        holds = abbreviated(plan.stages[s].nodes)
-        rows.append(
-            [ranks[worker], machine, f"stage {s}, replica {k}", f"minibatches {minibatches}, ...", holds, worker]
-        )
-    return table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5, drop=("worker", "of"))
+        does, of = f"stage {s}, replica {k}", f"minibatches {minibatches}, ..."
+        rows.append([ranks[worker], machine, does, of, abbreviated(plan.stages[s].nodes), worker])
+    return Table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5, drop=("worker", "of"))
 
 
 def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
@@ -231,7 +221,7 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     if profile.loading_s is not None:
         title += f"\nloading {format_seconds(profile.loading_s)} a minibatch"
     columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")
-    return table(columns, rows, names=2, title=title, drop=("output", "kind", "update", "parameters"))
+    return Table(columns, rows, names=2, title=title, drop=("output", "kind", "update", "parameters"))
 
 
 def _total_s(node: Node) -> float:
@@ -251,7 +241,7 @@ def devices_view(devices: Devices) -> Lines:
         peaks = ", ".join(f"{precision} {peak / 1e12:g}" for precision, peak in device.peak_flops_per_s.items())
         bandwidth, memory = format_rate(device.bandwidth_bytes_per_s), format_bytes(device.memory_bytes)
         rows.append([key, device.name, peaks, bandwidth, memory])
-    yield table(("--device", "device", "Tflop/s", "bandwidth", "memory"), rows, names=3)
+    yield Table(("--device", "device", "Tflop/s", "bandwidth", "memory"), rows, names=3)
     yield from dict.fromkeys(f"source: {d.source}" for d in devices.devices.values())
 
 
@@ -297,7 +287,7 @@ def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Line
         rows.append([usage.worker, usage.stage, *shares, usage.peak_stashed, usage.versions, memory, sent])
     columns = ("worker", "stage", "busy", "communicating", "idle", "stashed", "versions", "memory", "sent")
     title = f"{plan.name}: {plan.config}, schedule {schedule}, {result.minibatches} minibatches of {result.batch_size}"
-    yield table(columns, rows, names=0, title=title)
+    yield Table(columns, rows, names=0, title=title)
     if len(result.workers) > _MAX_LISTED_WORKERS:
         yield f"({len(result.workers) - _MAX_LISTED_WORKERS} more workers; --json has them all)"
     time_s = result.time_per_minibatch_s
@@ -333,7 +323,7 @@ def comparison_view(comparison: Comparison) -> Lines:
         sent = format_bytes(row.sent_bytes)
         rows.append([row.label, _shortened(row.config), speed, gain, row.samples_per_update, memory, sent])
     columns = ("in steady state", "plan", "samples/s", "gain", "per update", "most memory", "sent")
-    yield table(columns, rows, names=2, drop=("sent", "samples/s", "per update"))
+    yield Table(columns, rows, names=2, drop=("sent", "samples/s", "per update"))
     yield (
         "gain: of this plan over that one; per update: samples, at the stage that takes most; "
         "sent: by all workers for one minibatch"
@@ -362,7 +352,7 @@ def sweep_view(points: Sequence[SweepPoint]) -> Lines:
         times = map(format_seconds, (p.time_per_minibatch_s, p.data_parallel_s))
         bar = _bar(p.gain / max_gain, 1 / max_gain)
         rows.append([format_bits_rate(p.bandwidth_bytes_per_s), *times, f"{p.gain:.3g} ×", bar])
-    yield table(("bandwidth", "this plan", "data parallelism", "gain", ""), rows, names=0)
+    yield Table(("bandwidth", "this plan", "data parallelism", "gain", ""), rows, names=0)
     equal = crossings(points)
     if equal:
         yield f"as fast as data parallelism at {', '.join(map(format_bits_rate, equal))} (interpolated)"

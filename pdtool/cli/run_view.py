@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from pdtool.api.console import OnEvent
 from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine, last_update
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir, RunState
-from pdtool.cli.table import Lines, table
+from pdtool.cli.table import Lines, Table
 from pdtool.cli.terminal import above, console, is_progress_shown, note
 from pdtool.errors import ArtifactError
 from pdtool.reports.figures import slowest_stage_sentence
@@ -232,25 +230,14 @@ def _time_table(report: Report) -> Table:
         shares = (f"{part / (stage.time_s or 1.0):.0%}" for part in parts)
         times = map(format_seconds, (stage.forward_s, stage.backward_s, stage.update_s, stage.send_s))
         rows.append([s, stage.replicas, *shares, *times])
-    columns = (
-        "stage",
-        "replicas",
-        "busy",
-        "waits",
-        "averaging",
-        "data",
-        "rest",
-        "forward",
-        "backward",
-        "update",
-        "sending",
-    )
+    share_columns = ("busy", "waits", "averaging", "data", "rest")
+    columns = ("stage", "replicas", *share_columns, "forward", "backward", "update", "sending")
     epochs = ", ".join(f"{n} epoch(s) of {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
     title = (
         f"{report.plan}: {report.config}, schedule {report.schedule}, {epochs} minibatches of {report.batch_size}\n"
         "where the time went, and how long a minibatch took:"
     )
-    return table(columns, rows, title=title, drop=("sending", "rest", "update", "backward", "forward", "replicas"))
+    return Table(columns, rows, title=title, drop=("sending", "rest", "update", "backward", "forward", "replicas"))
 
 
 def _loading_limit(report: Report) -> Iterator[str]:
@@ -279,9 +266,8 @@ def _prediction_table(report: Report) -> Table:
         busy, sent = format_seconds(stage.busy_s), format_bytes(stage.sent_bytes)
         rows.append([s, compute, busy, memory, peak, stage.peak_versions, stage.peak_stashed, sent])
     columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
-    return table(
-        columns, rows, title="busy for one minibatch, and memory at its peak:", drop=("sent", "stashed", "versions")
-    )
+    title = "busy for one minibatch, and memory at its peak:"
+    return Table(columns, rows, title=title, drop=("sent", "stashed", "versions"))
 
 
 def _compared(report: Report) -> str:
@@ -304,7 +290,7 @@ def checkpoint_view(manifest: CheckpointManifest) -> Lines:
     """List the metrics of the epoch, and the files."""
     title = f"epoch {manifest.epoch}, seed {manifest.seed}: {validated(manifest.metrics)}"
     rows = [[name, format_bytes(file.bytes), file.sha256[:_DIGITS]] for name, file in manifest.files.items()]
-    yield table(("file", "bytes", "sha256"), rows, title=title)
+    yield Table(("file", "bytes", "sha256"), rows, title=title)
 
 
 def emulation_view(emulation: Emulation) -> Lines:
@@ -314,16 +300,14 @@ def emulation_view(emulation: Emulation) -> Lines:
     for plan in emulation.plans:
         error = f"{plan.error:+.1%}" if plan.is_steady and not _is_crowded(emulation, plan) else ""
         gain = "" if plan is own else f"{plan.bottleneck_s / own.bottleneck_s:.3g} ×"
-        times, speed = (
-            map(format_seconds, (plan.bottleneck_s, plan.simulated_s)),
-            f"{plan.throughput_samples_per_s:.4g}",
-        )
+        times = map(format_seconds, (plan.bottleneck_s, plan.simulated_s))
+        speed = f"{plan.throughput_samples_per_s:.4g}"
         rows.append([plan.name, plan.config, *times, error, speed, gain, format_bytes(plan.sent_bytes)])
     columns = ("emulated", "plan", "per minibatch", "simulated", "error", "samples/s", "gain", "sent")
     cluster = emulation.cluster
     speeds = ", ".join(format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels)
     title, drop = f"{emulation.plan}: {cluster.topology} at {speeds}", ("sent", "samples/s", "simulated")
-    yield table(columns, rows, names=2, title=title, drop=drop)
+    yield Table(columns, rows, names=2, title=title, drop=drop)
     if emulation.compute == "sleep":
         yield "workers slept the times of the profile"
         yield from _scalings(emulation)

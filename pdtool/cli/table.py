@@ -9,12 +9,10 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from pdtool.errors import printable
 
-Lines = Iterable[Table | str]  # what a view of an artifact yields: tables, and lines of text between them
 _GAP = 2  # spaces between columns
 _EASY_TO_READ = 16  # characters: a column of words is not made narrower while another column can be left out
 
@@ -27,29 +25,34 @@ class PlainConsole(Console):
         return super().render_str(printable(text), **{**options, "markup": False, "emoji": False})
 
 
-class FittedTable(Table):
+class Table:
     """A table that leaves out columns where the terminal is too narrow for all, and says which.
 
     Words are broken between them, never in them, and figures never: where nothing is left to leave out, the table is
     wider than the terminal.
 
     Args:
-        names: of the columns that hold words; figures are the others'.
-        drop: names of columns, those first that are left out first.
+        names: number of the first columns, which hold words; the others hold figures.
+        drop: names of columns that a narrow terminal can do without, those first that matter least.
     """
 
     def __init__(
-        self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: int, drop: Sequence[str], title: str
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        *,
+        names: int = 1,
+        title: str = "",
+        drop: Sequence[str] = (),
     ) -> None:
-        super().__init__()
-        self._columns, self._cells, self._names = columns, rows, names
-        self._droppable, self._heading = drop, title
+        self._columns, self._names, self._droppable, self._title = columns, names, drop, title
+        self._cells = [[str(cell) for cell in row] for row in rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the columns that fit."""
         shown = self._fitting(options.max_width)
-        if self._heading:
-            yield self._sentence(console, self._heading, "italic")
+        if self._title:
+            yield self._sentence(console, self._title, "italic")
         widths = self._widths(shown, options.max_width)
         for number, row in enumerate((self._columns, *self._cells)):
             for line in self._lines(row, widths):
@@ -116,6 +119,9 @@ class FittedTable(Table):
             yield (" " * _GAP).join(padded).rstrip()
 
 
+Lines = Iterable[Table | str]  # what a view of an artifact yields: tables, and lines of text between them
+
+
 def wrapped(text: str, width: int) -> list[str]:
     """Break a text between words so that no line but that of a longer word has more than `width` characters."""
     if cell_len(text) <= width:
@@ -128,23 +134,6 @@ def wrapped(text: str, width: int) -> list[str]:
         else:
             lines[-1] = extended
     return lines
-
-
-def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    names: int = 1,
-    title: str = "",
-    drop: Sequence[str] = (),
-) -> Table:
-    """Make a table whose first `names` columns are words and whose other columns are figures.
-
-    Args:
-        drop: names of columns that a narrow terminal can do without, those first that matter least.
-    """
-    cells = [[str(cell) for cell in row] for row in rows]
-    return FittedTable(columns, cells, names=names, drop=drop, title=title)
 
 
 def abbreviated(names: Sequence[str]) -> str:

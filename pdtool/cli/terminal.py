@@ -145,10 +145,11 @@ def progress(label: str) -> Iterator[OnProgress]:
     if not is_progress_shown():
         yield lambda done, total: None
         return
+    from rich.markup import escape
     from rich.progress import Progress
 
     with Progress(console=console(err=True), transient=True) as bar, above(bar.console):
-        task = bar.add_task(_description(label), total=None)
+        task = bar.add_task(escape(printable(label)), total=None)  # it reads markup
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -163,13 +164,6 @@ def status(label: str) -> Iterator[OnStep]:
     bottom = console(err=True)
     with bottom.status(Text(printable(label))) as line, above(bottom):
         yield lambda step: line.update(Text(printable(step)))
-
-
-def _description(text: str) -> str:
-    """Write a text for a progress bar, which reads markup."""
-    from rich.markup import escape
-
-    return escape(printable(text))
 
 
 def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines = ()) -> None:

@@ -13,7 +13,7 @@ from conftest import Folder
 
 from pdtool.cli.artifact_views import bundle_view, cluster_view, plan_view, profile_table, worker_table
 from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view
-from pdtool.cli.table import FittedTable, PlainConsole, table
+from pdtool.cli.table import PlainConsole, Table
 
 COLUMNS = ("operator", "kind", "forward", "backward", "memory")
 ROWS = [
@@ -32,7 +32,7 @@ def rendered(part: Any, width: int) -> str:
 
 @pytest.mark.parametrize("width", range(40, 120, 3))
 def test_columns_are_left_out_by_priority_and_what_is_shown_is_whole(width: int) -> None:
-    text = rendered(table(COLUMNS, ROWS, names=2, drop=DROP), width)
+    text = rendered(Table(COLUMNS, ROWS, names=2, drop=DROP), width)
     lines = text.splitlines()
     left_out = set(re.findall(r"\w+", lines[-1].partition(":")[2])) if lines[-1].startswith("(not shown") else set()
     assert left_out in (set(), {"memory"}, {"memory", "kind"})
@@ -49,7 +49,7 @@ def test_columns_are_left_out_by_priority_and_what_is_shown_is_whole(width: int)
 
 def test_a_column_that_tells_no_rows_apart_goes_first() -> None:
     rows = [["a", "0", "1 ms"], ["b", "0", "2 ms"]]
-    text = rendered(table(("stage", "all-reduce", "to next"), rows, drop=("to next", "all-reduce")), 18)
+    text = rendered(Table(("stage", "all-reduce", "to next"), rows, drop=("to next", "all-reduce")), 18)
     assert "(not shown in 18" in text
     assert "2 ms" in text
 
@@ -66,11 +66,11 @@ def tables() -> Iterable[Any]:
         emulation_view(samples.emulation()),
         checkpoint_view(manifest),
     ):
-        yield from (part for part in view if isinstance(part, FittedTable))
+        yield from (part for part in view if isinstance(part, Table))
 
 
 @pytest.mark.parametrize("part", list(tables()), ids=lambda part: part._columns[0])
-def test_all_tables_fit_80_columns(part: FittedTable) -> None:
+def test_all_tables_fit_80_columns(part: Table) -> None:
     assert max(map(len, rendered(part, 80).splitlines())) <= 80
 
 

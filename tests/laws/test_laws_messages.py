@@ -16,8 +16,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.report import Report
 from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import FieldError
-from pdtool.options.declaration import read_options
-from pdtool.options.run_options import RunOptions
+from pdtool.options import RunOptions, read_options
 from pdtool.runtime.messages.routes import list_edges, list_routes
 
 # Stage 1 takes activations of float32, indices of int64, and the model's own input; only the activations are narrowed.
@@ -79,8 +78,8 @@ def test_a_run_sends_as_many_bytes_as_its_plan_predicts(folder: Folder) -> None:
     as_asked = pdtool.run("plans/wide.yaml", timeout="60s", device="cpu", wire_dtype="fp16")
     assert sent_bytes(as_asked) == narrow.predicted.traffic_bytes
     asked = read_options("run", RunOptions, {"wire_dtype": "bf16"})
-    changed = rescheduled(Inputs.of(wide, profile, "plans/wide.yaml", None), asked)
-    assert changed.model_copy(update={"why": None}) == narrow.model_copy(update={"why": None})
+    narrowed = rescheduled(Inputs.load("plans/wide.yaml", None), asked)
+    assert narrowed.model_copy(update={"why": None}) == narrow.model_copy(update={"why": None})
 
 
 def test_a_model_that_sleeps_sends_as_many_bytes_as_the_plan_predicts(folder: Folder) -> None:

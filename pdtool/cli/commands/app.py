@@ -87,7 +87,8 @@ class CommandGroup(click.Group):
             if Verbosity.is_verbose:
                 note(traceback.format_exc())
             note(f"error: {error}")
-            self._say_what_else_was_given(ctx, error)
+            if isinstance(error, UsageError):
+                _note_defaults(ctx, self.commands.get(ctx.invoked_subcommand or ""))
             ctx.exit(error.exit_code)
         except SystemExit as end:  # of the user's code: pdtool's own ends are click's
             note(f"error: {_place(end)}: sys.exit({end.code!r}) was called; raise an error in model.py instead")
@@ -107,13 +108,6 @@ class CommandGroup(click.Group):
             note(f"error: {_place(error)}: {describe_error(error)} was raised, which is no Exception")
             ctx.exit(1)
 
-    def _say_what_else_was_given(self, ctx: click.Context, error: PdtoolError) -> None:
-        """Name the options that a project's defaults gave to a command line that was refused."""
-        defaults = ctx.find_object(ProjectDefaults)
-        command = self.commands.get(ctx.invoked_subcommand or "")
-        if isinstance(error, UsageError) and defaults and command and (sentence := defaults.sentence(command)):
-            note(sentence)
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order in which they are used, not of the alphabet
 
@@ -131,6 +125,13 @@ def _place(error: BaseException) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
+def _note_defaults(ctx: click.Context, command: click.Command | None) -> None:
+    """Name the options that a project's defaults gave to a command whose command line was refused."""
+    defaults = ctx.find_object(ProjectDefaults)
+    if defaults and command and (sentence := defaults.sentence(command)):
+        note(sentence)
+
+
 @contextmanager
 def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
     """Print the usage errors of click as our own errors, in one line; what was typed is shown, not obeyed."""
@@ -140,9 +141,7 @@ def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
         raise
     except click.UsageError as error:
         note(f"error: {_usage_error(error)}")
-        defaults = ctx.find_object(ProjectDefaults)
-        if defaults and error.ctx and (sentence := defaults.sentence(error.ctx.command)):
-            note(sentence)
+        _note_defaults(ctx, error.ctx.command if error.ctx else None)
         ctx.exit(error.exit_code)
     except click.ClickException as error:
         vars(error)["message"] = printable(error.message)  # final to the type checker

@@ -45,6 +45,12 @@ _IN_WORDS = {
 _OF_STAGE = r"(?P<what>stage)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
 _OF_LEVEL = r"cluster\.(?P<what>level)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
 _LISTED = r"predicted\.(?P<name>\w+)\[(?P<number>\d+)\]"
+_WRITERS = {  # of a figure, by the end of its field; the first that fits
+    "_samples_per_s": "{:.4g}".format,
+    "_bytes_per_s": format_rate,
+    "_bytes": format_bytes,
+    "_s": format_seconds,
+}
 _ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 
 
@@ -126,7 +132,7 @@ def _common_profile(a: Plan, b: Plan, first: str, second: str) -> Profile | None
 
 def _view(found: list[FieldDifference], moved: list[MovedOperators]) -> Lines:
     """Show the fields that differ, of many operators the largest changes, and the operators that are elsewhere."""
-    from pdtool.cli.table import abbreviated, table
+    from pdtool.cli.table import Table, abbreviated
 
     operators = sorted((one for one in found if one.field.startswith("operators.")), key=_size, reverse=True)
     others = [one for one in found if one not in operators and not one.is_of_one_alone]
@@ -135,7 +141,7 @@ def _view(found: list[FieldDifference], moved: list[MovedOperators]) -> Lines:
         yield "no difference"
     if listed:
         rows = [[one.label, one.written(one.first), one.written(one.second), _percent(one.change)] for one in listed]
-        yield table(("", "A", "B", "change"), rows)
+        yield Table(("", "A", "B", "change"), rows)
     if len(operators) > _MAX_OPERATORS:
         yield f"({len(operators) - _MAX_OPERATORS} more figures of operators differ less; --json has them all)"
     for one in moved:
@@ -201,20 +207,15 @@ class FieldDifference:
         """A value of the field, with its unit."""
         if value is None:
             return "–"
-        name = self._name
         if isinstance(value, (list, tuple)):
             from pdtool.cli.artifact_views import ranges
 
             return ranges(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if type(value) not in (int, float):
             return str(value)
-        for suffix, write in (("_samples_per_s", "{:.4g}".format), ("_bytes_per_s", format_rate)):
-            if name.endswith(suffix):
+        for suffix, write in _WRITERS.items():
+            if self._name.endswith(suffix):
                 return write(value)
-        if name.endswith("_bytes"):
-            return format_bytes(value)
-        if name.endswith("_s"):
-            return format_seconds(value)
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -261,9 +262,7 @@ def _without_unit(name: str) -> str:
 
 
 def _stage_of(plan: Plan, profile: Profile | None) -> dict[str, int]:
-    stages: Sequence[Sequence[str]] = [stage.nodes for stage in plan.stages]
-    if profile:
-        stages = plan.stage_nodes(profile)
+    stages = plan.stage_nodes(profile) if profile else [stage.nodes for stage in plan.stages]
     return {name: s for s, names in enumerate(stages) for name in names}
 
 
