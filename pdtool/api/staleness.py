@@ -33,24 +33,23 @@ from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
 Given = Mapping[str, Any]  # the options that were asked for, by parameter
 
 
-def reusable_profile(path: str, ref: ModelRef, given: Given) -> tuple[Profile | None, str]:
-    """Return the profile in a file, if it is the one that is asked for; else None, and why it is not.
+def why_not_reused(path: str, ref: ModelRef, given: Given) -> str:
+    """Say why the profile in a file is not the one that is asked for; "" when it is, which is noted.
 
     Raises:
         ModelError: the model cannot be traced.
     """
     if not Path(path).exists():
-        return None, "it is not there"
+        return "it is not there"
     try:
         known = Profile.load(path)
     except ArtifactError:
-        return None, "what is there cannot be read"
+        return "what is there cannot be read"
     with status("comparing the model with its profile"):
         why = why_profile_is_stale(known, path, ref, given)
-    if why:
-        return None, why
-    note(f"profile: reusing {path} (minibatch of {known.batch_size}, {known.device.kind} for {known.device.name})")
-    return known, ""
+    if not why:
+        note(f"profile: reusing {path} (minibatch of {known.batch_size}, {known.device.kind} for {known.device.name})")
+    return why
 
 
 def why_profile_is_stale(profile: Profile, path: str, ref: ModelRef, given: Given) -> str:
@@ -159,8 +158,7 @@ def is_fresh(model: str, output: str | None, settings: tuple[str, ...], given: G
     """
     ref = parse_ref(model, settings)
     target = output or f"profiles/{file_name(model_name(find_source(ref.source), ref.function))}.json"
-    known, _ = reusable_profile(target, ref, given)
-    return known is not None
+    return not why_not_reused(target, ref, given)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _lack_of_memory(plan: Plan, predicted: Predicted) -> Lines:
             yield f"does not fit: stage {s} needs {format_bytes(needed)}, a worker has {format_bytes(limit)}"
 
 
-def _samples_line(plan: Plan, *, is_data_parallel: bool = False) -> Lines:
+def _samples_line(plan: Plan, *, is_data_parallel: bool) -> Lines:
     """Tell how many samples an update averages, where the plan says it, and how many one of data parallelism does."""
     samples = plan.predicted and plan.predicted.samples_per_update
     if not plan.predicted or not samples:
@@ -293,7 +293,9 @@ def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Line
     time_s = result.time_per_minibatch_s
     time = f"{format_seconds(time_s)} per minibatch ({result.throughput_samples_per_s:.4g} samples/s)"
     if result.steady:
-        yield f"steady state: {time}{_compared_with_prediction(predicted_s(plan, schedule), time_s)}"
+        predicted = predicted_s(plan, schedule)
+        error = f"; predicted {format_seconds(predicted)}, simulated {time_s / predicted - 1:+.1%}" if predicted else ""
+        yield f"steady state: {time}{error}"
     else:
         yield f"no steady state: too few minibatches; {time}, filling and draining the pipeline included"
     total, fill, drain = map(format_seconds, (result.makespan_s, result.fill_s, result.drain_s))
@@ -303,12 +305,6 @@ def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Line
 def predicted_s(plan: Plan, schedule: str) -> float | None:
     """Return the seconds per minibatch that the plan predicts, if it predicts them for `schedule`."""
     return plan.predicted.bottleneck_s if plan.predicted and schedule == plan.schedule else None
-
-
-def _compared_with_prediction(predicted: float | None, simulated: float) -> str:
-    if not predicted:
-        return ""
-    return f"; predicted {format_seconds(predicted)}, simulated {simulated / predicted - 1:+.1%}"
 
 
 def comparison_view(comparison: Comparison) -> Lines:

@@ -124,8 +124,12 @@ as_json = flag("--json", "as_json", help="Print the artifact itself on stdout.")
 
 def is_asked_for(context: click.Context, name: str) -> bool:
     """Return whether an option was given, on the command line, by pdtool.toml or by the environment."""
-    given = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT)
-    return context.get_parameter_source(name) in given
+    return context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
+
+
+def makes_artifact(param: click.Parameter) -> bool:
+    """Return whether an option changes the artifact that its command writes."""
+    return isinstance(param, CommandOption) and param.declared is not None and param.declared.artifact != ""
 
 
 def asked_for(context: click.Context) -> dict[str, Any]:
@@ -133,6 +137,5 @@ def asked_for(context: click.Context) -> dict[str, Any]:
     return {
         param.name: context.params[param.name]
         for param in context.command.params
-        if isinstance(param, CommandOption) and param.declared and param.declared.artifact
-        if param.name and is_asked_for(context, param.name)
+        if makes_artifact(param) and param.name and is_asked_for(context, param.name)
     }

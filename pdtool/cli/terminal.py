@@ -102,13 +102,9 @@ def console(*, err: bool) -> Console:
     from pdtool.cli.table import PlainConsole
 
     stream = sys.stderr if err else sys.stdout
-    width = None if stream.isatty() else _columns()
-    return PlainConsole(file=stream, width=width, highlight=False, _environ=_environment())
-
-
-def _columns() -> int:
-    """Return the width of tables that go into a file or a pipe: COLUMNS, where it is set."""
-    return int(_environment().get("COLUMNS", "0")) or _COLUMNS
+    environment = _environment()
+    width = None if stream.isatty() else int(environment.get("COLUMNS", "0")) or _COLUMNS
+    return PlainConsole(file=stream, width=width, highlight=False, _environ=environment)
 
 
 def _environment() -> dict[str, str]:

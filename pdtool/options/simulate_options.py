@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from pdtool.options import values
 from pdtool.options.declaration import again, option
@@ -19,16 +19,15 @@ MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down; more is a sl
 _computing = partial(option, section="Computing")
 
 
-def _against(*names: str) -> tuple[str, ...]:
+def _against(*names: str) -> Any:
     """Declare `--against`, the rivals of a plan."""
     others = ", ".join(name for name in RIVALS if name not in names)
-    rivals: tuple[str, ...] = option(
+    return option(
         "--against STRATEGY,...",
         Text(values.rivals, default=",".join(names)),
         f"Compare with the best plans of these strategies of `pdtool partition`; also {others}; '' is none.",
         section="Output",
     )
-    return rivals
 
 
 @dataclass(frozen=True, kw_only=True)

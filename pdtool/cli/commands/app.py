@@ -102,7 +102,7 @@ class CommandGroup(click.Group):
             note("interrupted")
             ctx.exit(130)
         except BaseException as error:
-            if isinstance(error, (Exception, SystemExit)):
+            if isinstance(error, Exception):
                 raise
             # of the user's code, which no `except Exception` has caught
             note(f"error: {_place(error)}: {describe_error(error)} was raised, which is no Exception")

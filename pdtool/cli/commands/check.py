@@ -52,10 +52,11 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
         raise UsageError("--fresh together with --update", "give one of them")
     if fresh:
         _check_freshness(path, as_json)
-    else:
-        _check_claims(path, as_json, update)
+        return
+    plan_there, profile = _read(path, update)
+    _check_claims(path, plan_there, profile, as_json)
     if update:
-        _update(path)
+        _update(path, plan_there, profile)
 
 
 def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:
@@ -69,11 +70,10 @@ def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:
     return plan, profile_of(plan, path)
 
 
-def _check_claims(path: str, as_json: bool, is_to_be_updated: bool) -> None:
+def _check_claims(path: str, plan: Plan, profile: Profile, as_json: bool) -> None:
     """Print whether each claim of the plan is true; raise ArtifactError for the first that is not."""
     from pdtool.planner.choice.plan_check import check_plan
 
-    plan, profile = _read(path, is_to_be_updated)
     false = _print(plan, list(check_plan(plan, profile)), as_json)
     if not false:
         return
@@ -82,7 +82,7 @@ def _check_claims(path: str, as_json: bool, is_to_be_updated: bool) -> None:
     raise ArtifactError(path, f"{false[0].words}{_and_more(false)}", remedy, field=false[0].field or false[0].claim)
 
 
-def _update(path: str) -> None:
+def _update(path: str, plan: Plan, profile: Profile) -> None:
     """Write the figures of an edited plan into its file.
 
     Raises:
@@ -95,7 +95,6 @@ def _update(path: str) -> None:
     text = "" if path == "-" else read_text(path)
     if not text or text.startswith("{"):
         raise UsageError(f"--update writes into a YAML file, and {path} is none", "name the plan's file")
-    plan, profile = _read(path, is_to_be_updated=True)
     if not plan.edited:
         note(f"{path} has its own figures: there is nothing to update")
         return

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 from click.core import ParameterSource
@@ -13,9 +12,6 @@ from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, show
 from pdtool.errors import TargetMissedError, UsageError
 from pdtool.options.simulate_options import EmulateOptions
-
-if TYPE_CHECKING:
-    from pdtool.artifacts.report import Emulation
 
 
 @command(
@@ -34,10 +30,19 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
     """
     from pdtool.api.emulating import check_emulation, emulated
     from pdtool.api.inputs import candidate
+    from pdtool.cli.run_view import emulation_view
 
     _refuse_options_of_training(asked.compute)
     check_emulation(asked)
-    _print_emulation(*emulated(candidate("plan", plan), output, asked), as_json)
+    emulation, folder = emulated(candidate("plan", plan), output, asked)
+    if as_json:
+        print_json(emulation)
+    show(*emulation_view(emulation))
+    note(f"wrote {folder}/ (emulation.json, and a run of each plan)")
+    if missed := [each.name for each in emulation.plans if each.target_reached is False]:
+        epochs = max(each.epochs for each in emulation.plans)
+        what = f"target {emulation.target} was not reached by {' and '.join(missed)} in {epochs} epochs"
+        raise TargetMissedError(what, "give more --epochs")
 
 
 def _refuse_options_of_training(compute: Literal["sleep", "real"]) -> None:
@@ -48,17 +53,3 @@ def _refuse_options_of_training(compute: Literal["sleep", "real"]) -> None:
             raise UsageError(
                 f"--{name}: workers that sleep train no model", f"add --compute real, or leave --{name} out"
             )
-
-
-def _print_emulation(emulation: Emulation, folder: Path, as_json: bool) -> None:
-    """Print the emulation; raises TargetMissedError when a plan did not reach the target."""
-    from pdtool.cli.run_view import emulation_view
-
-    if as_json:
-        print_json(emulation)
-    show(*emulation_view(emulation))
-    note(f"wrote {folder}/ (emulation.json, and a run of each plan)")
-    if missed := [plan.name for plan in emulation.plans if plan.target_reached is False]:
-        epochs = max(plan.epochs for plan in emulation.plans)
-        what = f"target {emulation.target} was not reached by {' and '.join(missed)} in {epochs} epochs"
-        raise TargetMissedError(what, "give more --epochs")

@@ -141,7 +141,7 @@ def _folder_of(file: str) -> Path | None:
     return None if file == "-" else Path(file) if Path(file).is_dir() else Path(file).parent
 
 
-def _view(artifact: Artifact, folder: Path | None = None) -> Lines:
+def _view(artifact: Artifact, folder: Path | None) -> Lines:
     from pdtool.artifacts.bundle import Bundle
     from pdtool.artifacts.cluster import ClusterFile
     from pdtool.artifacts.device import Devices

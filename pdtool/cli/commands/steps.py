@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -15,10 +14,6 @@ from pdtool.errors import TargetMissedError, UsageError
 from pdtool.machines import is_first_worker
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import RunOptions
-
-if TYPE_CHECKING:
-    from pdtool.artifacts.report import Report
-    from pdtool.runtime.config import RunConfig
 
 
 @command(
@@ -107,6 +102,7 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
     from pdtool.api.inputs import Inputs, candidate, rescheduled, with_settings
     from pdtool.api.training import trained
     from pdtool.cli.artifact_views import worker_table
+    from pdtool.cli.run_view import report_view
 
     inputs = with_settings(Inputs.load(candidate("plan", plan), asked.model), asked.model_settings)
     chosen = rescheduled(inputs, asked)
@@ -118,16 +114,10 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
         return
     config, report = trained(inputs, chosen, asked)
     if is_first_worker(os.environ):
-        _print_report(config, report, as_json)
+        if as_json:
+            print_json(report)
+        show(*report_view(report))
+        note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")
     if report.target_reached is False:
         what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
         raise TargetMissedError(what, "give more --epochs, with --resume")
-
-
-def _print_report(config: RunConfig, report: Report, as_json: bool) -> None:
-    from pdtool.cli.run_view import report_view
-
-    if as_json:
-        print_json(report)
-    show(*report_view(report))
-    note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")

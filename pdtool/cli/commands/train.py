@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pdtool.cli.click_options import CommandOption, asked_for, is_asked_for
+from pdtool.cli.click_options import CommandOption, asked_for, is_asked_for, makes_artifact
 from pdtool.cli.command_line import command
 from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
@@ -20,18 +20,14 @@ if TYPE_CHECKING:
     from pdtool.artifacts.artifact import ModelRef
 
 
-def _makes_artifact(param: click.Parameter) -> bool:
-    return isinstance(param, CommandOption) and param.declared is not None and param.declared.artifact != ""
-
-
 # What the plan says is asked of `profile` and `partition`, and the model is named as an argument.
-_OF_PLAN = {"model"} | {param.name for step in (profile, partition) for param in step.params if _makes_artifact(param)}
+_OF_PLAN = {"model"} | {param.name for step in (profile, partition) for param in step.params if makes_artifact(param)}
 
 
 def _is_handed_on(step: click.Command, param: click.Parameter) -> bool:
     """Whether `train` hands an option on to a command: what changes its artifact, and to `run` all others."""
     if step is not run or not isinstance(param, CommandOption):
-        return _makes_artifact(param)
+        return makes_artifact(param)
     return not (param.declared and param.declared.of_plan and param.name in _OF_PLAN)
 
 
@@ -115,15 +111,15 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
     Args:
         workers: that will share the cores of this machine: without `--threads` each has as many as it will have then.
     """
-    from pdtool.api.staleness import reusable_profile
+    from pdtool.api.staleness import why_not_reused
     from pdtool.frontend.compute_mode import default_device
     from pdtool.host import usable_cores
 
     given = asked_for(context)
     if given.get("device", "auto") == "auto":
         context.params["device"] = given["device"] = default_device()
-    known, why = reusable_profile(path, ref, given)
-    if known:
+    why = why_not_reused(path, ref, given)
+    if not why:
         return
     note(f"profile: making {path}: {why}")
     if context.params["device"] == "cpu" and context.params["threads"] is None:
