@@ -30,46 +30,42 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_FUNCTIONS = {
-    "profile": "profiling",
-    "partition": "planning",
-    "simulate": "planning",
-    "check": "planning",
-    "codegen": "training",
-    "run": "training",
-    "emulate": "emulating",
-    "report": "reporting",
-    "export": "reporting",
+_MODULES = {
+    "profile": "api.profiling",
+    "partition": "api.planning",
+    "simulate": "api.planning",
+    "check": "api.planning",
+    "codegen": "api.training",
+    "run": "api.training",
+    "emulate": "api.emulating",
+    "report": "api.reporting",
+    "export": "api.reporting",
+    "Profile": "artifacts.profile",
+    "ClusterFile": "artifacts.cluster",
+    "Devices": "artifacts.device",
+    "Plan": "artifacts.plan",
+    "Bundle": "artifacts.bundle",
+    "Report": "artifacts.report",
+    "Emulation": "artifacts.report",
+    "RunState": "artifacts.run_dir",
+    "CheckpointManifest": "artifacts.run_dir",
 }
-_ARTIFACTS = {
-    "Profile": "profile",
-    "ClusterFile": "cluster",
-    "Devices": "device",
-    "Plan": "plan",
-    "Bundle": "bundle",
-    "Report": "report",
-    "Emulation": "report",
-    "RunState": "run_dir",
-    "CheckpointManifest": "run_dir",
-}
-__all__ = [*_FUNCTIONS, *_ARTIFACTS]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in _FUNCTIONS:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'pdtool' has no attribute {name!r}")
+    if _MODULES[name].startswith("api."):
         from pdtool.cli.command_line import install_terminal
 
         install_terminal()  # functions say what they do as commands do: on stderr, with bars on a terminal
-        value = getattr(import_module(f"pdtool.api.{_FUNCTIONS[name]}"), name)
-    elif name in _ARTIFACTS:
-        value = getattr(import_module(f"pdtool.artifacts.{_ARTIFACTS[name]}"), name)
-    else:
-        raise AttributeError(f"module 'pdtool' has no attribute {name!r}")
+    value = getattr(import_module(f"pdtool.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted((*_FUNCTIONS, *_ARTIFACTS, "__version__"))
+    return sorted((*_MODULES, "__version__"))

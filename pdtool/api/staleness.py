@@ -130,7 +130,7 @@ def _has_memory(plan: Plan, profile: Profile, text: str) -> bool:
 
 # Of options of which a plan speaks itself, whether it has the value that is asked for; others stand in `Plan.asked`.
 _SAID_BY_PLAN: dict[str, Callable[[Plan, Profile, Any], bool]] = {
-    "topology": lambda plan, _, text: "x".join(str(level.size) for level in plan.cluster.levels) == text,
+    "topology": lambda plan, _, text: plan.cluster.topology == text,
     "bandwidth": lambda plan, _, text: (
         [level.bandwidth_bytes_per_s for level in plan.cluster.levels] == list(map(parse_bandwidth, text.split(",")))
     ),
