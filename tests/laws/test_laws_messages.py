@@ -16,7 +16,8 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.report import Report
 from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import FieldError
-from pdtool.options import RunOptions, read_options
+from pdtool.options.declaration import read_options
+from pdtool.options.run_options import RunOptions
 from pdtool.runtime.messages.routes import list_edges, list_routes
 
 # Stage 1 takes activations of float32, indices of int64, and the model's own input; only the activations are narrowed.
