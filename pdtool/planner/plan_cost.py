@@ -46,12 +46,12 @@ class PlanCost:
     compute_s: tuple[float, ...]
     allreduce_s: tuple[float, ...]
     transfer_s: tuple[float, ...]
-    stage_s: tuple[float, ...]
-    round_trip_s: tuple[float, ...]
+    stage_s: tuple[float, ...] = ()
+    round_trip_s: tuple[float, ...] = ()
     memory_bytes: tuple[int, ...]
     searched_memory_bytes: tuple[int, ...]
     traffic_bytes: int
-    flush_factor: float
+    flush_factor: float = 1.0
     is_pipelined: bool = True
 
     @property

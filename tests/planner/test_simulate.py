@@ -85,7 +85,9 @@ def test_zb_h1(p, times):
     f, i, w = times
     for m in range(p, 33, 3):
         found = simulate(straight("zb-h1", p, m, times=seconds(f, i, w)))
-        own = [usage.span_s - usage.busy_s for usage in found.workers]
+        computing = [[event for event in events if event.track == "compute"] for events in found.events]
+        spans = [events[-1].start_s + events[-1].length_s - events[0].start_s for events in computing]
+        own = [span - usage.busy_s for span, usage in zip(spans, found.workers, strict=True)]
         assert own == [(p - 1 - r) * (f + i - w) for r in range(p)]
         assert [usage.peak_stashed for usage in found.workers] == [p] * p
         if w <= i:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from statistics import fmean
@@ -20,8 +20,7 @@ from pdtool.artifacts.plan import Certificate, Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.infeasible import explain_infeasible
-from pdtool.planner.choice.selection import Selected
-from pdtool.planner.choice.strategies import PLANNERS, Baseline
+from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
 from pdtool.planner.search.cuts import unbroken_groups
@@ -65,26 +64,16 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
         seconds = format_seconds(candidate.time_per_minibatch_s)
         _LOG.debug("searched: %s takes %s by the formulas", candidate.placement.config, seconds)
     named = planner.baselines(search, candidates[0])
-    return _finished(search, profile_path, planner.choose(search, candidates, named), candidates, named)
-
-
-def _finished(
-    search: PlanSearch,
-    profile_path: str,
-    selected: Selected,
-    candidates: Sequence[Candidate],
-    named: Sequence[Baseline],
-) -> Plan:
-    """The chosen plan as an artifact, with its figures and its certificate."""
-    planner, chosen = PLANNERS[search.options.strategy], selected.candidate
-    plan = chosen.placement.to_plan(search.profile, profile_path, search.cluster)
+    selected = planner.choose(search, candidates, named)
+    chosen = selected.candidate
+    plan = chosen.placement.to_plan(profile, profile_path, cluster)
     why = Why(
         bottleneck=chosen.cost.bottleneck,
         certificate=_certificate(search, candidates[0], chosen) if planner.strategy.is_searched else None,
         rivals=tuple(planner.rejected(search, chosen, named, candidates)),
     )
     figures = _predicted(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, selected.simulated_s)
-    return plan.model_copy(update={"asked": search.options.asked, "why": why, "predicted": figures})
+    return plan.model_copy(update={"asked": options.asked, "why": why, "predicted": figures})
 
 
 def gap_to_bound(time_s: float, bound_s: float) -> float:
@@ -211,7 +200,8 @@ def even_pieces(profile: Profile, count: int) -> list[list[str]]:
     blocks = profile.graph.contracted([*unbroken_groups(profile), *([inputs] if inputs else [])])
     if len(blocks) < count:
         raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "take fewer stages")
-    seconds = [sum(_compute_s(profile, name) for name in block) for block in blocks]
+    nodes = profile.by_name
+    seconds = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in blocks]
     cumulative = [0.0, *accumulate(seconds)]
     cuts = [0]
     for piece in range(1, count):
@@ -249,10 +239,6 @@ def _even_chunks(profile: Profile, workers: tuple[tuple[int, ...], ...], executi
     ).with_usual_in_flight()
 
 
-def _compute_s(profile: Profile, name: str) -> float:
-    return profile.by_name[name].forward_s + profile.by_name[name].backward_s
-
-
 def predict(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
     """Return the plan with figures for what it says, and what bounds it.
 
@@ -279,12 +265,9 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
         compute_s=tuple(compute_s[s % depth] / chunks for s in stages),
         allreduce_s=(0.0,) * len(stages),
         transfer_s=(0.0,) * (len(stages) - 1),
-        stage_s=(),
-        round_trip_s=(),
         memory_bytes=memory_bytes,
         searched_memory_bytes=memory_bytes,
         traffic_bytes=round(result.sent_bytes),
-        flush_factor=1.0,
     )
     time_s = result.time_per_minibatch_s
     slowest = max(range(depth), key=compute_s.__getitem__)

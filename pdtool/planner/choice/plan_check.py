@@ -113,7 +113,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
             return
         fastest = found[0]
         best_s = fastest.time_per_minibatch_s
-        more = max(0.0, recomputed.bottleneck_s / best_s - 1) if best_s else 0.0
+        more = gap_to_bound(recomputed.bottleneck_s, best_s)
         yield Finding(
             claim="lower bound",
             holds=None,

@@ -237,9 +237,12 @@ class _Borders:
         candidate = selected.candidate
         numbers = self._numbers(candidate)
         assert numbers
-        for cut in self._nearby(numbers, border, len(candidate.placement.stages)):
-            changed = self._with_borders(candidate, [*numbers[:border], cut, *numbers[border + 1 :]])
-            if changed.time_per_minibatch_s <= self._limit_s and self._search.evaluator.fits(changed):
+        evaluator, placement = self._search.evaluator, candidate.placement
+        for cut in self._nearby(numbers, border, len(placement.stages)):
+            borders = pairwise([*numbers[:border], cut, *numbers[border + 1 :]])
+            stages = [self._cuts.nodes(before, after) for before, after in borders]
+            changed = evaluator.place(stages, placement.workers, placement.execution, in_flight=placement.in_flight)
+            if changed.time_per_minibatch_s <= self._limit_s and evaluator.fits(changed):
                 yield replace(selected, candidate=changed)
 
     def simulated(self, selected: Selected) -> Selected | None:
@@ -261,13 +264,6 @@ class _Borders:
         is_allowed &= self._cuts.allowed_before(border, stages) & (np.maximum(*shares_s) <= self._limit_s)
         distance_s = np.abs(self._work_s - self._work_s[cut])
         return sorted(np.flatnonzero(is_allowed).tolist(), key=lambda c: (self._divided[c], distance_s[c]))[:_MAX_MOVES]
-
-    def _with_borders(self, candidate: Candidate, numbers: Sequence[int]) -> Candidate:
-        placement = candidate.placement
-        stages = [self._cuts.nodes(before, after) for before, after in pairwise(numbers)]
-        return self._search.evaluator.place(
-            stages, placement.workers, placement.execution, in_flight=placement.in_flight
-        )
 
     def _numbers(self, candidate: Candidate) -> list[int] | None:
         """The cuts before, between and after the stages; None if one is not in the space."""

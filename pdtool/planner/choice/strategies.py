@@ -289,11 +289,11 @@ class _StraightPlanner(_OwnPlanner):
 
 class _DataParallelPlanner(Planner):
     def candidates(self, search: PlanSearch) -> list[Candidate]:
-        plan = search.data_parallel(search.options.executions[0])
+        plan = search.evaluator.data_parallel(search.workers, search.options.executions[0])
         return [plan] if search.evaluator.fits(plan) else []
 
     def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
-        return search.data_parallel(execution)
+        return search.evaluator.data_parallel(search.workers, execution)
 
 
 class _ModelParallelPlanner(Planner):

@@ -112,8 +112,8 @@ class DynamicProgram:
             stages = self.candidates[i] = self.candidates[i].select(is_reached[i, self.candidates[i].first])
             is_reached[stages.end, stages.first + stages.replicas] = True
 
-    def at_most(self, stages: int) -> Array:
-        """V for at most `stages` stages."""
+    def at_most(self, stages: int) -> list[Array]:
+        """V for at most 0, 1, ... `stages` stages."""
         _ = self.any_number_of_stages  # fills `candidates`
         if not self.values_by_count:
             self.values_by_count.append(self._no_stage())
@@ -121,7 +121,7 @@ class DynamicProgram:
             values = self._no_stage()
             self._prepend_stages(self.values_by_count[-1], values)
             self.values_by_count.append(values)
-        return self.values_by_count[stages]
+        return self.values_by_count[: stages + 1]
 
     def exactly(self, stages: int) -> list[Array]:
         """V for exactly 0, 1, ... `stages` stages, each cut allowed where it would stand."""

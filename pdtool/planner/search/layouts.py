@@ -231,8 +231,7 @@ class LayoutSearch:
             return program.exactly(stages)
         if self.replicas:  # whatever uses all workers has these stages
             return [program.any_number_of_stages]
-        program.at_most(stages)
-        return program.values_by_count[: stages + 1]
+        return program.at_most(stages)
 
     def _traced(self, spans: Sequence[StageSpan]) -> Candidate:
         layout, names = self.layout, self.evaluator.profile.graph.names

@@ -15,7 +15,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import UsageError
 from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement
-from pdtool.planner.plan_cost import COST_MODELS, Candidate, Evaluator
+from pdtool.planner.plan_cost import Candidate, Evaluator
 from pdtool.planner.search.cuts import SearchSpace, find_cuts
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout, LayoutSearch, Solution, layouts
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, schedule_names
@@ -87,8 +87,6 @@ class PlanSearch:
         searched = [*(kind.name for kind in _SEARCHED), "auto"]
         if options.schedule not in searched:
             raise UsageError(f"schedule {options.schedule!r} is not searched", f"choose one of {', '.join(searched)}")
-        if options.cost_model not in COST_MODELS:
-            raise UsageError(f"cost {options.cost_model!r} is unknown", f"choose one of {', '.join(COST_MODELS)}")
         has_microbatches = options.schedule == "auto" or SCHEDULES[options.schedule].flushes
         if options.microbatches < 1 or (options.microbatches > 1 and not has_microbatches):
             flushing = schedule_names(lambda kind: kind.has_formulas and kind.flushes)
@@ -110,8 +108,6 @@ class PlanSearch:
             raise UsageError(f"a {kind} cannot have at most {options.max_stages} stages", "raise the number of stages")
         if options.max_cuts < _MIN_CUTS:
             raise UsageError(f"--cuts {options.max_cuts}", f"give {_MIN_CUTS} or more")
-        if not 0 <= options.simplest < float("inf"):
-            raise UsageError(f"a margin of {options.simplest} for the simplest plan", "give 0 or more, such as 0.03")
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -179,10 +175,6 @@ class PlanSearch:
             min_stages=self.options.min_stages,
         )
 
-    def data_parallel(self, execution: ExecutionConfig) -> Candidate:
-        """Return one stage on all workers."""
-        return self.evaluator.data_parallel(self.workers, execution)
-
     def fastest_plans(self) -> list[Candidate]:
         """Return the fastest plan of each layout and schedule, as far as it may be within the margin, fastest first.
 
@@ -233,7 +225,7 @@ class PlanSearch:
         """Data parallelism under each schedule, where it fits and was not excluded."""
         if (self.options.straight and self.workers > 1) or self.options.min_stages > 1:
             return []
-        plans = map(self.data_parallel, self.options.executions)
+        plans = (self.evaluator.data_parallel(self.workers, execution) for execution in self.options.executions)
         return [plan for plan in plans if self.evaluator.fits(plan)]
 
     @cached_property

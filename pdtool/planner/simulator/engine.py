@@ -20,14 +20,7 @@ from pdtool.errors import ScheduleError
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.job import SimulationJob, action_count
 from pdtool.planner.simulator.network import EventQueue, Network
-from pdtool.planner.simulator.result import (
-    NullRecorder,
-    Recorder,
-    SimulationResult,
-    WorkerMemory,
-    WorkerUsage,
-    time_per_minibatch_s,
-)
+from pdtool.planner.simulator.result import NullRecorder, Recorder, SimulationResult, WorkerMemory, WorkerUsage
 from pdtool.planner.simulator.traffic import GradientAllReduces, MessageDelivery
 from pdtool.schedule import Action, ActionKind, grid, steady_minibatches
 
@@ -154,10 +147,14 @@ class _Completion:
 
     @property
     def time_per_minibatch_s(self) -> float:
-        """Seconds per minibatch in steady state; infinite where the simulation was stopped before its end."""
-        if self.is_known and len(self.done_s) < self.steady.stop:
+        """Seconds per minibatch in steady state, over all minibatches if none is in it; infinite where the simulation
+        was stopped before its end."""
+        done_s, steady = self.done_s, self.steady
+        if self.is_known and len(done_s) < steady.stop:
             return math.inf
-        return time_per_minibatch_s(self.done_s, self.steady)
+        if not steady:
+            return done_s[-1] / len(done_s)
+        return (done_s[steady[-1]] - done_s[steady[0] - 1]) / len(steady)
 
 
 @dataclass(frozen=True)
@@ -236,7 +233,6 @@ class _SimulatedWorker:
             busy_s=self.busy_s,
             communication_s=self.communication_s,
             idle_s=makespan_s - self.busy_s - self.communication_s,
-            span_s=self.free_s - min(self.begun_s, self.free_s),
             peak_stashed=memory.stash.peak,
             versions=memory.peak_versions,
             delay=memory.stash.delay,

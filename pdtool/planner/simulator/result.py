@@ -6,7 +6,6 @@ While a simulation runs, `Recorder` keeps the events of its trace, the bytes sen
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdtool.artifacts.chrome_trace import TraceEvent
@@ -64,7 +63,6 @@ class WorkerUsage:
         busy_s: computing.
         communication_s: waiting for something that was on its way to it, an all-reduce included.
         idle_s: waiting for what another worker still computes, or for nothing.
-        span_s: from its first action to its last.
         peak_stashed: minibatches; `delay`: updates between forward and backward of one; `versions`: of the weights.
     """
 
@@ -73,24 +71,11 @@ class WorkerUsage:
     busy_s: float
     communication_s: float
     idle_s: float
-    span_s: float
     peak_stashed: int
     versions: int
     delay: int
     memory_bytes: int
     sent_bytes: int
-
-
-def time_per_minibatch_s(done_s: Sequence[float], steady: range) -> float:
-    """Return the seconds per minibatch in steady state; over all minibatches where none is in steady state.
-
-    Args:
-        done_s: when each minibatch was done, in order.
-        steady: which of them are in steady state.
-    """
-    if not steady:
-        return done_s[-1] / len(done_s)
-    return (done_s[steady[-1]] - done_s[steady[0] - 1]) / len(steady)
 
 
 class NullRecorder:
@@ -174,9 +159,6 @@ class WorkerMemory:
         elif action.kind in (ActionKind.FORWARD, ActionKind.UPDATE):  # only these hold more than before
             self._in_flight[action.stage] += action.kind is ActionKind.FORWARD
             versions = {s: self.stash.versions(s) for s in self.stages}
-            held_bytes = sum(self._bytes(versions))
+            held_bytes = sum(part.peak_bytes(versions[s], self._in_flight[s]) for s, part in self.parts.items())
             self.peak_bytes = max(self.peak_bytes, held_bytes)
             self.peak_versions = max(self.peak_versions, *versions.values())
-
-    def _bytes(self, versions: dict[int, int]) -> Iterable[int]:
-        return (part.peak_bytes(versions[s], self._in_flight[s]) for s, part in self.parts.items())
