@@ -50,15 +50,12 @@ class Machines:
                 "give --nnodes that divides them and --node-rank from 0",
             )
         if self.count > 1:
-            self._check_endpoint()
+            if not self.endpoint:
+                what = f"{self.count} machines need a place to meet"
+                raise UsageError(what, "give --rdzv-endpoint HOST:PORT of machine 0")
+            parse_endpoint(self.endpoint)
         share = workers // self.count
         return range(self.node_rank * share, (self.node_rank + 1) * share)
-
-    def _check_endpoint(self) -> None:
-        if not self.endpoint:
-            what = f"{self.count} machines need a place to meet"
-            raise UsageError(what, "give --rdzv-endpoint HOST:PORT of machine 0")
-        parse_endpoint(self.endpoint)
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:

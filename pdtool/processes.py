@@ -108,11 +108,6 @@ def start_fork_server(modules: Sequence[str]) -> None:
 
 def describe_exit(code: int) -> str:
     """Return how a process ended, as `was killed by SIGKILL`."""
-    if code < 0:
-        return f"was killed by {signal_name(-code)}"
-    return f"ended with exit status {code}"
-
-
-def signal_name(number: int) -> str:
-    """Return `SIGKILL` for 9."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if code >= 0:
+        return f"ended with exit status {code}"
+    return f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"

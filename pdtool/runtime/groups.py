@@ -33,7 +33,7 @@ from pdtool.options.declaration import declared
 from pdtool.options.run_options import RunOptions
 from pdtool.runtime.config import RunConfig, assign_ranks, ranks_of_stage
 from pdtool.runtime.memory import is_out_of_memory
-from pdtool.runtime.status import ANY_PEER, PeerError, wait_begins, wait_ends
+from pdtool.runtime.status import ANY_PEER, PeerError, Status
 
 _DIGITS = 12  # of a digest that are shown
 _VISIBLE_WITHIN_S = 10.0  # until a file that one machine wrote is seen by another; NFS caches folders for seconds
@@ -57,11 +57,11 @@ class PeerErrorContext:
         self._what, self._peer = what, peer
 
     def __enter__(self) -> None:
-        wait_begins(self._peer)
+        Status.of_this_process.wait_begins(self._peer)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
-            wait_ends()
+            Status.of_this_process.wait_ends()
         if isinstance(error, RuntimeError):
             reason = short_reason(error)
             raise PeerError(f"{self._what} ({reason})", peer=self._peer, is_timeout=reason.is_timeout) from error

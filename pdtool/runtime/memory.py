@@ -115,15 +115,9 @@ def memory_sentence(plan: Plan, assignment: RankAssignment, device: torch.device
         f"{limit.name} has {format_bytes(limit.total_bytes)}, of which {format_bytes(limit.free_bytes)} are free now"
         for limit in limits
     )
-    return f"; {_prediction(plan, assignment)}" + (f", and {there_is}" if there_is else "")
-
-
-def _prediction(plan: Plan, assignment: RankAssignment) -> str:
-    if plan.predicted is None:
-        return f"the plan predicts nothing for stage {assignment.stage}"
-    return (
-        f"the plan predicts {format_bytes(plan.predicted.memory_bytes[assignment.stage])} for stage {assignment.stage}"
-    )
+    stage = assignment.stage
+    needed = format_bytes(plan.predicted.memory_bytes[stage]) if plan.predicted else "nothing"
+    return f"; the plan predicts {needed} for stage {stage}" + (f", and {there_is}" if there_is else "")
 
 
 def _gpu_limits(device: torch.device) -> list[MemoryLimit]:

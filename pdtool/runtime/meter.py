@@ -24,7 +24,7 @@ from torch.profiler import record_function
 
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.runtime.memory import PeakMemory
-from pdtool.runtime.status import wait_begins, wait_ends
+from pdtool.runtime.status import Status
 from pdtool.schedule import Action, ActionKind
 
 MAX_EVENTS = 5_000  # of actions and waits, and as many of messages: the first ones
@@ -221,14 +221,14 @@ class _WaitContext:
         if not self._depth:
             self._start = self._record()
             if self._is_for_peers:
-                wait_begins()
+                Status.of_this_process.wait_begins()
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if not self._depth:
             if self._is_for_peers and error[0] is None:
-                wait_ends()
+                Status.of_this_process.wait_ends()
             wait = (self._start, self._record(), self._total)
             if self._meter._action:
                 self._meter._waits.append(wait)

@@ -20,7 +20,6 @@ from pdtool import host
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import ArtifactError, PdtoolError, WorkerDiedError, revived
 from pdtool.files import check_no_link, open_in_place
-from pdtool.runtime.config import RankAssignment
 
 ANY_PEER, NOBODY = -1, -2  # where the rank of a peer may stand
 _HEADER = struct.Struct("<iqdi")  # fields of LastStatus: pid, oom_kills, since_s, waits_for
@@ -35,18 +34,23 @@ class Status:
     """The status of one worker; setting it takes about a microsecond.
 
     Attributes:
-        of_this_process: that of the worker that this process is; None in a process that is none.
+        of_this_process: that of the worker that this process is; in a process that is none, one that nobody reads.
     """
 
-    of_this_process: ClassVar[Status | None] = None
+    of_this_process: ClassVar[Status]
 
-    def __init__(self, out: Path, assignment: RankAssignment) -> None:
-        _make_files(out, assignment.rank)
-        with open_in_place(RunDir(out).worker_file(assignment.rank, "status")) as file:
-            self._memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
-        _HEADER.pack_into(self._memory, 0, os.getpid(), host.oom_kills() or 0, time.time(), NOBODY)
+    def __init__(self, memory: mmap.mmap | bytearray) -> None:
+        self._memory = memory
         self.set("the start")
-        Status.of_this_process = self
+
+    @classmethod
+    def begin(cls, out: Path, rank: int) -> None:
+        """Let this process be the worker of a rank, with a status in the run's folder."""
+        _make_files(out, rank)
+        with open_in_place(RunDir(out).worker_file(rank, "status")) as file:
+            memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
+        _HEADER.pack_into(memory, 0, os.getpid(), host.oom_kills() or 0, time.time(), NOBODY)
+        cls.of_this_process = cls(memory)
 
     def set(self, text: str) -> None:
         """Say what begins now: `1F7 of epoch 2`."""
@@ -54,38 +58,23 @@ class Status:
         _STATE_AND_TEXT.pack_into(self._memory, _STATE_AT, time.time(), NOBODY, text.encode())
 
     def waits_for(self, peer: int) -> None:
-        """Say whom it waits for from now on: a rank, ANY_PEER or NOBODY."""
+        """Say whom it waits for, now that this is known: a rank, ANY_PEER or NOBODY."""
         _STATE.pack_into(self._memory, _STATE_AT, time.time(), peer)
 
-    def wait_begins(self, peer: int) -> None:
-        """Say that a wait begins; one within another is part of it."""
+    def wait_begins(self, peer: int = ANY_PEER) -> None:
+        """Say that a wait begins, for a rank or for one of several; one within another is part of it."""
         self._waits += 1
         if self._waits == 1 or peer != ANY_PEER:
             self.waits_for(peer)
 
     def wait_ends(self) -> None:
-        """Say that a wait is over."""
+        """Say that a wait is over, and that it goes on to compute. After an error it is not called."""
         self._waits -= 1
         if self._waits <= 0:
             self.waits_for(NOBODY)
 
 
-def wait_begins(peer: int = ANY_PEER) -> None:
-    """Write into this worker's status that it waits for `peer`, a rank, or for one of several."""
-    if Status.of_this_process:
-        Status.of_this_process.wait_begins(peer)
-
-
-def waits_for(peer: int) -> None:
-    """Write into this worker's status which rank it waits for, now that this is known."""
-    if Status.of_this_process:
-        Status.of_this_process.waits_for(peer)
-
-
-def wait_ends() -> None:
-    """Write into this worker's status that it goes on to compute. After an error it is not called."""
-    if Status.of_this_process:
-        Status.of_this_process.wait_ends()
+Status.of_this_process = Status(bytearray(_STATUS_BYTES))
 
 
 @dataclass(frozen=True)
@@ -196,14 +185,6 @@ def read_status(out: Path, rank: int) -> LastStatus:
         return LastStatus()
     text = content[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
     return LastStatus(text or "the start", pid, since_s, waits_for, oom_kills)
-
-
-def read_pid(out: Path, rank: int) -> int:
-    """Return the worker's process id; raises ProcessLookupError when it has not started."""
-    pid = read_status(out, rank).pid
-    if not pid:
-        raise ProcessLookupError(f"rank {rank} has not started")
-    return pid
 
 
 def process_state(pid: int) -> str:

@@ -21,7 +21,7 @@ from runtime_bench.road import MODELS, ROOT, pdtool
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.runtime.status import read_pid, read_status
+from pdtool.runtime.status import read_status
 
 STAGES, ALLOWED_BYTES = 4, 300e6
 ROW = "{:>5} {:>10} {:>10} {:>12} {:>10} {:>12}\n"
@@ -92,8 +92,9 @@ def look(out: Path, rank: int, worker: Memory) -> None:
     """Note what a worker that has not begun to train has resident; raises OSError or KeyError where it is not there."""
     if worker.at_start:
         return
-    has_begun = " of epoch " in read_status(out, rank).text
-    lines = Path(f"/proc/{read_pid(out, rank)}/status").read_text().splitlines()
+    doing = read_status(out, rank)
+    has_begun = " of epoch " in doing.text
+    lines = Path(f"/proc/{doing.pid}/status").read_text().splitlines()
     status = {
         key: 1024 * int(value.split()[0]) for key, _, value in (line.partition(":") for line in lines) if " kB" in value
     }

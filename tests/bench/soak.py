@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from pdtool.artifacts.plan import Plan
-from pdtool.runtime.status import read_pid
+from pdtool.runtime.status import read_status
 
 ROOT = Path(__file__).parents[2]
 PDTOOL = [sys.executable, "-m", "pdtool"]
@@ -86,7 +86,7 @@ def _bytes(out: Path, rank: int) -> int:
     """Resident memory of a worker. Not its share of what workers have in common (PSS): that grows as pages of the fork
     server, which all begin with, are written to and become the worker's own."""
     try:
-        lines = Path(f"/proc/{read_pid(out, rank)}/status").read_text().splitlines()
+        lines = Path(f"/proc/{read_status(out, rank).pid}/status").read_text().splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)

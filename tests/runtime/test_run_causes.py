@@ -58,9 +58,6 @@ from pdtool.runtime.status import (
     prepare_folder,
     process_state,
     read_status,
-    wait_begins,
-    wait_ends,
-    waits_for,
     write_failure,
 )
 from pdtool.runtime.worker_end import record_failure
@@ -239,7 +236,8 @@ class Left:
         prepare_folder(config.out, range(4), keep_metrics=False)
 
     def status(self, rank: int, text: str, waits_for: int = NOBODY) -> None:
-        status = Status(self.config.out, self.ranks[rank])
+        Status.begin(self.config.out, rank)
+        status = Status.of_this_process
         status.set(text)
         if waits_for != NOBODY:
             status.wait_begins(waits_for)
@@ -485,13 +483,14 @@ def test_a_status_says_for_whom_a_worker_waits(left: Left) -> None:
     assert not read_status(out, 0).is_waiting
     begin_s = read_status(out, 0).since_s
     assert begin_s <= time.time()
-    wait_begins()
+    status = Status.of_this_process
+    status.wait_begins()
     assert read_status(out, 0).waits_for == ANY_PEER
-    waits_for(2)
-    wait_begins()  # one within another
-    wait_ends()
+    status.waits_for(2)
+    status.wait_begins()  # one within another
+    status.wait_ends()
     assert (read_status(out, 0).waits_for, read_status(out, 0).text) == (2, "0F0")
-    wait_ends()
+    status.wait_ends()
     assert read_status(out, 0).waits_for == NOBODY
     assert read_status(out, 0).since_s >= begin_s
     with pytest.raises(PeerError), PeerErrorContext("nothing came", 1):

@@ -22,7 +22,7 @@ from harness import faulty
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.runtime import worker_end as shared_memory_files
 from pdtool.runtime.config import RunConfig
-from pdtool.runtime.status import read_pid
+from pdtool.runtime.status import read_status
 
 SCRIPT = """
 import pickle, sys
@@ -82,7 +82,7 @@ class Launcher:
             assert "step" in self.process.stdout.readline(), self.errors.read_text()
 
     def workers(self) -> list[int]:
-        return [read_pid(self.spec.out, rank) for rank in range(3)]
+        return [read_status(self.spec.out, rank).pid for rank in range(3)]
 
     def states(self) -> dict[int, str]:
         """pid -> state of every process of the session that is not a zombie."""

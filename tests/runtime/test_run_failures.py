@@ -22,7 +22,7 @@ from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.options.target import Target
-from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.launch import worker_main
 from pdtool.runtime.launch.diagnosis import diagnose
 from pdtool.runtime.launch.launcher import launch, local_assignments
@@ -200,8 +200,7 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_failure_is_told_where_the_disk_is_full(tmp_path: Path) -> None:
     """The room for it is there from the start."""
     (RunDir(tmp_path).workers).mkdir()
-    place = RankAssignment(rank=0, stage=0, replica=0, worker=0)
-    Status(tmp_path, place)
+    Status.begin(tmp_path, 0)
     path, failure = RunDir(tmp_path).workers / "0.failure", WorkerFailure(PdtoolError("no space", "make some"))
     assert read_failure(tmp_path, 0) is None
     size = path.stat().st_size

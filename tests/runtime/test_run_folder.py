@@ -19,7 +19,7 @@ from test_run_nodes import ended, start
 
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
-from pdtool.runtime.config import RankAssignment, RunConfig
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import describe_differences
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.status import Status
@@ -209,7 +209,7 @@ def test_a_worker_of_torchrun_writes_through_no_link(tmp_path: Path, name: str) 
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".workers" / name).symlink_to(tmp_path / "mine")
     with pytest.raises(ArtifactError, match=f"{name}: is a link"):
-        Status(tmp_path, RankAssignment(rank=0, stage=0, replica=0, worker=0))
+        Status.begin(tmp_path, 0)
     assert (tmp_path / "mine").read_text() == "mine"
 
 

@@ -19,6 +19,7 @@ from pdtool.runtime import meter
 from pdtool.runtime import meter as timings
 from pdtool.runtime.memory import PeakMemory
 from pdtool.runtime.meter import MAX_UNREAD, TimeTotals, WorkerMeter
+from pdtool.runtime.status import Status
 from pdtool.schedule import Action
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_what_an_action_waits_for_is_not_its_own_time(clock: Told) -> None:
 
 def test_loading_is_neither_computation_nor_a_wait_for_a_worker(clock: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an action or between two, as where a minibatch is loaded ahead; nobody else is to blame for it."""
-    monkeypatch.setattr(meter, "wait_begins", lambda: pytest.fail("the status names a worker"))
+    monkeypatch.setattr(Status.of_this_process, "wait_begins", lambda: pytest.fail("the status names a worker"))
     found = WorkerMeter(CPU)
     with found.action(FORWARD):
         clock.now = 1.0

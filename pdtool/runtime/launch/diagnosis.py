@@ -32,7 +32,7 @@ from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.files import write_atomically
 from pdtool.host import ULIMIT
-from pdtool.processes import signal_name
+from pdtool.processes import describe_exit
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.memory import killed_for_memory_error
 from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, read_failure, read_status, read_traceback
@@ -235,6 +235,4 @@ def fork_server_end() -> str:
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return ""
-    if ended.si_code == os.CLD_EXITED:
-        return f"ended with exit status {ended.si_status}"
-    return f"was killed by {signal_name(ended.si_status)}"
+    return describe_exit(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)

@@ -38,7 +38,7 @@ from pdtool.runtime.launch.process_group import (
     stop_name,
 )
 from pdtool.runtime.launch.worker_main import run_worker, worker_main
-from pdtool.runtime.status import prepare_folder, read_failure, read_pid
+from pdtool.runtime.status import prepare_folder, read_failure, read_status
 from pdtool.runtime.worker_end import remove_counters
 from pdtool.schedule import validate
 
@@ -90,40 +90,35 @@ def launch(
 
 @contextmanager
 def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterator[None]:
-    """Hold the run's folder, and record in it how the run ends: a matter of the first machine."""
-    if not is_first:
-        yield
-        return
-    run_dir = RunDir(config.out)
-    with run_dir.held(), recorded(config, epochs_done):
-        config.plan.save(run_dir.plan_file)
-        yield
+    """Hold the run's folder, and record in it that the run goes on, and at the end how it ended.
 
-
-@contextmanager
-def recorded(config: RunConfig, epochs_done: int) -> Iterator[None]:
-    """Record that the run goes on, and at the end how it ended; an older report is put aside first.
+    That is a matter of the first machine. An older report is put aside first.
 
     Args:
         epochs_done: those of the run that it resumes.
     """
-    plan, run_dir = config.plan, RunDir(config.out)
-    run_dir.put_report_aside(epochs_done)
-    state = RunState(
-        plan=plan.name, config=plan.config, schedule=plan.schedule, epochs=config.epochs, epochs_done=epochs_done
-    )
-    with suppress(*UNWRITABLE):
-        state.save(run_dir.state_file)
-    try:
+    if not is_first:
         yield
-    except KeyboardInterrupt:  # whoever was stopped has said so
-        raise
-    except BaseException as error:
-        text = str(error) if isinstance(error, PdtoolError) else describe_error(error)
-        reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may be no Unicode
-        run_dir.update_state(end="failed", reason=reason)
-        raise
-    run_dir.update_state(end="done")
+        return
+    plan, run_dir = config.plan, RunDir(config.out)
+    with run_dir.held():
+        run_dir.put_report_aside(epochs_done)
+        state = RunState(
+            plan=plan.name, config=plan.config, schedule=plan.schedule, epochs=config.epochs, epochs_done=epochs_done
+        )
+        with suppress(*UNWRITABLE):
+            state.save(run_dir.state_file)
+        try:
+            plan.save(run_dir.plan_file)
+            yield
+        except KeyboardInterrupt:  # whoever was stopped has said so
+            raise
+        except BaseException as error:
+            text = str(error) if isinstance(error, PdtoolError) else describe_error(error)
+            reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may be no Unicode
+            run_dir.update_state(end="failed", reason=reason)
+            raise
+        run_dir.update_state(end="done")
 
 
 def _launch_workers(
@@ -158,7 +153,8 @@ def _launch_workers(
     except StopSignal as error:
         stop_signal = error.number
     finally:
-        _remove_counters(config.out, local)
+        for assignment in local:  # those that were killed left some
+            remove_counters(read_status(config.out, assignment.rank).pid)
     if stop_signal:
         if config.machines.node_rank == 0:
             run_dir.update_state(end="stopped", reason=stop_name(stop_signal))
@@ -215,7 +211,9 @@ def check_config(config: RunConfig) -> None:
             f"correction {config.delay_compensation} with schedule {plan.schedule}",
             "leave it out: with a flush no gradient comes late",
         )
-    _check_threads(config)
+    cores = len(usable_cores())
+    if config.threads_given and (config.threads or 0) > cores:  # than a worker can have at the same time
+        raise UsageError(f"--threads {config.threads} with {cores} core(s) here", f"give {cores} or fewer")
     check_autocast(config.precision, bundle.autocast_off)
     for tied in bundle.tied:
         if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
@@ -227,13 +225,6 @@ def check_config(config: RunConfig) -> None:
     shape = config.shape
     minibatches = 2 * max(shape.update_every) * max(shape.in_flight) + 1  # into the steady state
     validate(plan.kind.build(shape, minibatches), shape, minibatches)
-
-
-def _check_threads(config: RunConfig) -> None:
-    """Refuse more threads than a worker can have at the same time; raises UsageError."""
-    cores = len(usable_cores())
-    if config.threads_given and (config.threads or 0) > cores:
-        raise UsageError(f"--threads {config.threads} with {cores} core(s) here", f"give {cores} or fewer")
 
 
 def local_assignments(config: RunConfig) -> list[RankAssignment]:
@@ -268,13 +259,6 @@ def _forget_threads_of_torchrun() -> None:
         is_own_choice = any(entry.startswith(b"OMP_NUM_THREADS=") for entry in inherited)
         if not is_own_choice:
             os.environ.pop("OMP_NUM_THREADS", None)
-
-
-def _remove_counters(out: Path, local: Sequence[RankAssignment]) -> None:
-    """Remove what workers that were killed left in /dev/shm."""
-    for assignment in local:
-        with suppress(ProcessLookupError):
-            remove_counters(read_pid(out, assignment.rank))
 
 
 @contextmanager

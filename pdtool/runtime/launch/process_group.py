@@ -60,10 +60,6 @@ class Reaper:
             remedy = 'start it again; a script of your own has to call pdtool.run under `if __name__ == "__main__":`'
             raise WorkerDiedError(what, remedy) from error
 
-    def kill(self) -> None:
-        """End the group at once."""
-        self.send(signal.SIGKILL)
-
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the whole group."""
         with suppress(ProcessLookupError):
@@ -71,7 +67,7 @@ class Reaper:
 
     def close(self) -> None:
         """End the group, and wait until the reaper is gone."""
-        self.kill()
+        self.send(signal.SIGKILL)
         self._process.join()
         self._pipe.close()
 
@@ -119,7 +115,7 @@ def handling_signals() -> Iterator[Callable[[Reaper], None]]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         for reaper in reapers:
-            reaper.kill()
+            reaper.send(signal.SIGKILL)
         raise StopSignal(signal.Signals(number))
 
     def suspend(number: int, frame: FrameType | None) -> None:

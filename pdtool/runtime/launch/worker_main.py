@@ -88,7 +88,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
     if local_workers == world_size:
         use_loopback(os.environ)
     if rank < len(assignments):
-        Status(config.out, assignments[rank])
+        Status.begin(config.out, rank)
     try:
         hint = loopback_hint() if local_workers < world_size else ""  # torchrun or srun have started the others
         with PeerErrorContext(f"the workers did not come together{hint and '; '}{hint}"):

@@ -333,7 +333,8 @@ class LoadingCost:
         """Say what loading costs and how many loader workers suffice, where `workers` are used; "" where none is."""
         if not self.workers and not workers:
             return ""
-        need = "none is needed" if not self.workers else f"{_loader_workers(self.workers)} {_suffice(self.workers)}"
+        workers_suffice = "loader worker suffices" if self.workers == 1 else "loader workers suffice"
+        need = f"{self.workers} {workers_suffice}" if self.workers else "none is needed"
         used = "" if workers == self.workers else f"; {workers} {'is' if workers == 1 else 'are'} used"
         if 0 < workers < self.workers:
             used += (
@@ -369,11 +370,3 @@ def usable_workers(asked: int, loaders: Collection[MinibatchLoader]) -> tuple[in
             "__getitem__ would be loaded by all"
         )
     return asked, ""
-
-
-def _loader_workers(count: int) -> str:
-    return f"{count} loader worker{'s' if count > 1 else ''}"
-
-
-def _suffice(count: int) -> str:
-    return "suffice" if count > 1 else "suffices"

@@ -26,7 +26,7 @@ from pdtool.runtime.messages.open_channels import Channels
 from pdtool.runtime.messages.pinned import DeviceUpload
 from pdtool.runtime.messages.routes import Direction, Edge, Receiver, Route, Sender, target_name
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.runtime.status import waits_for
+from pdtool.runtime.status import Status
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class StageIO:
                 if route.has(minibatch):
                     start_s = perf_counter()
                     if not route.is_local:
-                        waits_for(route.sender)
+                        Status.of_this_process.waits_for(route.sender)
                     parts = receiver.receive(minibatch, samples)
                     if not route.is_local:
                         self._meter.message_received(route.consumer, minibatch, start_s, parts)

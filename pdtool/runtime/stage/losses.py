@@ -23,7 +23,7 @@ from torch import Tensor
 from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.groups import all_gather
-from pdtool.runtime.status import wait_begins, wait_ends
+from pdtool.runtime.status import Status
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class _HostCopy:
     def read(self) -> float:
         """Wait for the copy, as for those whose messages it is computed from."""
         if self._copied:
-            wait_begins()
+            Status.of_this_process.wait_begins()
             self._copied.synchronize()
-            wait_ends()
+            Status.of_this_process.wait_ends()
         return float(self._value.item())
 
 

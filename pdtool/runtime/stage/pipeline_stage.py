@@ -20,7 +20,7 @@ from pdtool.frontend import compute_mode
 from pdtool.frontend.compute_mode import computing_in
 from pdtool.frontend.model_rules import check_gradient
 from pdtool.frontend.random_numbers import OperatorSeeds, is_user_module
-from pdtool.runtime.stage.split_backward import WeightBackward, backward_input
+from pdtool.runtime.stage.split_backward import WeightBackward, backward_input, graph_leaves
 from pdtool.runtime.stage.weight_versions import OnGradient, WeightVersion, WeightVersions
 
 
@@ -51,10 +51,6 @@ class Autocast:
 
     device: torch.device
     output_dtypes: Sequence[torch.dtype]
-
-    def region(self) -> AbstractContextManager[Any]:
-        """Return the context of the stage's forward and of the loss."""
-        return computing_in("bf16", self.device)
 
     def cast_outputs(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the outputs, of any shapes, in the dtypes that the next stages take.
@@ -211,7 +207,8 @@ class PipelineStage:
                 )
 
     def _region(self) -> AbstractContextManager[Any]:
-        return self._autocast.region() if self._autocast else nullcontext()
+        """The context of the stage's forward and of the loss."""
+        return computing_in("bf16", self._autocast.device) if self._autocast else nullcontext()
 
     def _differentiable_loss(self, output: Any, target: Any, inputs: Sequence[Tensor]) -> Tensor:
         """The user's loss of a training step, which must lead back to an output that can be trained.
@@ -254,20 +251,6 @@ class PipelineStage:
             if output.requires_grad and (self._loss is not None or gradient is not None)
         ]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def graph_leaves(tensor: Tensor) -> list[Tensor]:
-    """Return the leaves of the autograd graph of a tensor: parameters and inputs that get a gradient from it."""
-    nodes, leaves = [tensor.grad_fn], []
-    seen = set(nodes)
-    while nodes:
-        node: Any = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        following = [child for child, _ in node.next_functions if child is not None and child not in seen]
-        seen.update(following)
-        nodes += following
-    return leaves
 
 
 def without_graph(outputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -206,9 +206,8 @@ def _write(path: Path, state: Mapping[str, Tensor]) -> tuple[str, StoredFile]:
     separate = _separate(state)
     complex_keys = [key for key, value in separate.items() if value.dtype in _STORED_AS_REAL]
     stored = separate | {key: torch.view_as_real(separate[key]) for key in complex_keys}
-    save_file(
-        stored, path, metadata=dict.fromkeys(complex_keys, _COMPLEX) or None
-    )  # of {} comes a file that cannot be read
+    marks = dict.fromkeys(complex_keys, _COMPLEX) or None  # of {} comes a file that cannot be read
+    save_file(stored, path, metadata=marks)
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return path.name, _describe(path)

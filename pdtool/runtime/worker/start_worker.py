@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
-from pdtool.artifacts.run_dir import CheckpointManifest, RunDir
+from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir
 from pdtool.errors import ModelError, printable
 from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
+from pdtool.frontend.operators import registered_state
 from pdtool.frontend.random_numbers import OperatorSeeds
 from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.groups import all_gather, broadcast, make_process_groups
@@ -71,33 +72,23 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
         StaleError: the model's operators are not those that the stage files were made for.
         PdtoolError: the model, its dataset, a stage file or the checkpoint to resume from is not as it should be.
     """
-    place = join(config, rank, device, local_workers)
-    model = build_model(config, place)
-    data, source = open_data(config, place, model.built.file)
-    check_last_minibatch(model.modules, config.bundle, data.epoch_samples, device)
-    progress = (
-        Progress()
-        if config.resume is None
-        else read_progress(RunDir(config.resume).latest_checkpoint().manifest(), data)
-    )
-    stages = build_stages(config, place, model, data, source, progress)
-    if config.resume is not None:
-        resume(config, place, data, stages)
-    tied = {name: first for name, first in model.first_names.items() if name != first}
-    return Worker(config, place, data, stages, progress, tied)
-
-
-def join(config: RunConfig, rank: int, device: torch.device, local_workers: int) -> Place:
-    """Say that the worker is there, and make its process groups."""
-    assignment = assign_ranks(config.plan)[rank]
-    return Place(
-        assignment=assignment,
+    place = Place(
+        assignment=assign_ranks(config.plan)[rank],
         device=device,
         local_workers=local_workers,
-        status=Status(config.out, assignment),
         meter=WorkerMeter(device),
         groups=make_process_groups(config, device),
     )
+    model = build_model(config, place)
+    data, source = open_data(config, place, model.built.file)
+    check_last_minibatch(model.modules, config.bundle, data.epoch_samples, device)
+    resumed = RunDir(config.resume).latest_checkpoint() if config.resume else None
+    progress = read_progress(resumed.manifest(), data) if resumed else Progress()
+    stages = build_stages(config, place, model, data, source, progress)
+    if resumed:
+        resume(config, place, data, stages, resumed)
+    tied = {name: first for name, first in model.first_names.items() if name != first}
+    return Worker(config, place, data, stages, progress, tied)
 
 
 class StageModules(NamedTuple):
@@ -118,7 +109,7 @@ class StageModules(NamedTuple):
 def build_model(config: RunConfig, place: Place) -> StageModules:
     """Build the model, check that the stage files were made for it, and load those of this worker."""
     bundle, groups = config.bundle, place.groups
-    place.status.set("the loading of the model")
+    Status.of_this_process.set("the loading of the model")
     file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
     stages = config.shape.stages_on_same_workers(place.assignment.stage)
     built = WorkerModel.build(file, config.seed, bundle, stages, as_a_whole=is_small(config.plan))
@@ -128,8 +119,7 @@ def build_model(config: RunConfig, place: Place) -> StageModules:
     reasons = all_gather(printable(built.why_whole), str, groups.world, "the check of the stage files")
     first: dict[int, str] = {}
     model = built.model
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    first_names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+    first_names = {name: first.setdefault(id(tensor), name) for name, tensor in registered_state(model).items()}
     modules = {s: load_stage_module(bundle, config.bundle_dir, s, model).to(place.device) for s in stages}
     different = equalize_weights(modules, digests, bundle.tied, groups) if config.resume is None else []
     if place.assignment.rank == 0:
@@ -171,7 +161,7 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
     Returns:
         What they know, and at the first stage what loads the minibatches.
     """
-    place.status.set("the loading of the data")
+    Status.of_this_process.set("the loading of the data")
     bundle, first_rank = config.bundle, place.groups.replicas[0].ranks[0]
     inputs = [bundle.by_name[name] for name in bundle.inputs]
     loaders = {
@@ -212,7 +202,7 @@ def build_stages(
     progress: Progress,
 ) -> dict[int, StageReplica]:
     """Open the channels to other workers, and build this worker's stage replicas, by the stage's number."""
-    place.status.set("the building of the stages")
+    Status.of_this_process.set("the building of the stages")
     channels = _channels(config, place, data)
     place.meter.memory.received_bytes = channels.device_bytes
     minibatches = math.ceil(data.epoch_samples / config.plan.batch_size)
@@ -353,10 +343,10 @@ def read_progress(manifest: CheckpointManifest, data: TrainingData) -> Progress:
     return Progress([TrainedEpoch(*epoch) for epoch in trained], metrics)
 
 
-def resume(config: RunConfig, place: Place, data: TrainingData, stages: Mapping[int, StageReplica]) -> None:
+def resume(
+    config: RunConfig, place: Place, data: TrainingData, stages: Mapping[int, StageReplica], resumed: Checkpoint
+) -> None:
     """Let the stages take over the checkpoint that the run resumes, which any plan of the same model may have made."""
-    assert config.resume
-    resumed = RunDir(config.resume).latest_checkpoint()
     checkpoint.load(resumed.path, [component for replica in stages.values() for component in replica.components])
     for replica in stages.values():
         replica.adopt_changes()

@@ -68,7 +68,6 @@ class Place:
     device: torch.device
     local_workers: int
     groups: ProcessGroups
-    status: Status
     meter: WorkerMeter
 
     @property
@@ -142,7 +141,7 @@ class Worker:
 
     def train(self, epoch: int, minibatches: Minibatches) -> None:
         """Train one epoch; the pipeline is empty before and after."""
-        meter, status, stages = self._place.meter, self._place.status, self.stages
+        meter, status, stages = self._place.meter, Status.of_this_process, self.stages
         action_list = self._action_list(len(minibatches))
         self._begin_phase("train", epoch, minibatches, action_list)
         steady = schedule.steady_minibatches(len(minibatches), self._shape)
@@ -181,7 +180,7 @@ class Worker:
         totals = MetricTotals(self._data.file)
         with torch.no_grad():
             for action in action_list.actions:
-                self._place.status.set(f"{action} of the validation after epoch {epoch}")
+                Status.of_this_process.set(f"{action} of the validation after epoch {epoch}")
                 self.stages[action.stage].evaluate(action.minibatch, totals)  # (1) to (3)
         for replica in self.stages.values():
             replica.end_phase()
@@ -290,7 +289,7 @@ class Worker:
             metrics = {name: value for name, value in progress.metrics.items() if name != "loss"}
             loss = progress.metrics["loss"]
             self._log.add(ValidationLine(epoch=epoch, step=step, time=unix_time(), loss=loss, metrics=metrics))
-        self._place.status.set(f"the checkpoint of epoch {epoch}")
+        Status.of_this_process.set(f"the checkpoint of epoch {epoch}")
         manifest = CheckpointManifest(
             epoch=epoch,
             epochs=self._config.epochs,

@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pdtool.artifacts.plan import Plan
-from pdtool.runtime.status import read_pid
+from pdtool.runtime.status import read_status
 from runtime_bench.road import Job, make
 from runtime_bench.rows import Row
 
@@ -92,7 +92,7 @@ def _watching(out: Path, ranks: int) -> Iterator[_Seen]:
         while not seen.over.wait(0.02):
             for rank in range(ranks):
                 with suppress(OSError, IndexError, ValueError):
-                    status = Path(f"/proc/{read_pid(out, rank)}/status").read_text()
+                    status = Path(f"/proc/{read_status(out, rank).pid}/status").read_text()
                     seen.peaks[rank] = max(seen.peaks[rank], 1024 * int(status.split("VmHWM:")[1].split()[0]))
 
     thread = threading.Thread(target=look)
