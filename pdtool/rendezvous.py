@@ -59,7 +59,13 @@ def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None 
         PdtoolError: a machine does not come in time, this one does not belong to machine 0 (another has its rank, their
             counts or tokens differ), the port is taken, or gloo would listen where other machines cannot reach it.
     """
-    own = MachineFacts.of_this_machine(machines)
+    own = MachineFacts(
+        node_rank=machines.node_rank,
+        count=machines.count,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        gloo_address=gloo_address() if machines.count > 1 else "",  # it may ask a name server
+    )
     if machines.count == 1:
         return [own]
     meeting = (_MeetingServer if machines.node_rank == 0 else _MeetingClient)(own, machines)
@@ -88,17 +94,6 @@ class MachineFacts:
 
     def __str__(self) -> str:
         return f"machine {self.node_rank} ({self.host})"
-
-    @classmethod
-    def of_this_machine(cls, machines: Machines) -> MachineFacts:
-        """Return what the machine of this process says."""
-        return cls(
-            node_rank=machines.node_rank,
-            count=machines.count,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            gloo_address=gloo_address() if machines.count > 1 else "",  # it may ask a name server
-        )
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> MachineFacts:

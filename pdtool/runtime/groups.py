@@ -64,17 +64,14 @@ class PeerErrorContext:
             Status.of_this_process.wait_ends()
         if isinstance(error, RuntimeError):
             reason = short_reason(error)
-            raise PeerError(f"{self._what} ({reason})", peer=self._peer, is_timeout=reason.is_timeout) from error
+            raise PeerError(f"{self._what} ({reason.text})", peer=self._peer, is_timeout=reason.is_timeout) from error
 
 
 class Reason(NamedTuple):
-    """Why another worker was waited for in vain; prints as its text."""
+    """Why another worker was waited for in vain."""
 
     text: str
     is_timeout: bool = False
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def short_reason(error: RuntimeError) -> Reason:

@@ -99,9 +99,6 @@ class LastStatus:
         """Whether it was waiting for another worker."""
         return self.waits_for != NOBODY
 
-    def __str__(self) -> str:
-        return self.text
-
 
 class PeerError(WorkerDiedError):
     """A worker waited in vain for another.

@@ -31,7 +31,6 @@ from pdtool import host
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.files import write_atomically
-from pdtool.host import ULIMIT
 from pdtool.processes import describe_exit
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.memory import killed_for_memory_error
@@ -80,7 +79,7 @@ class WorkersLeft:
             return None
         rank = min(own, key=lambda rank: self._failures[rank].at_s)
         error = copy(self._failures[rank].error)
-        error.what = f"{self._assignments[rank]}, at {self._statuses[rank]}: {error.what}"
+        error.what = f"{self._assignments[rank]}, at {self._statuses[rank].text}: {error.what}"
         return error
 
     def lost_fork_server(self) -> PdtoolError | None:
@@ -180,7 +179,7 @@ class WorkersLeft:
         if not status.pid:
             return "it left no word here of what it did"
         waiting = f", where it waited for {_peer(status.waits_for)}" if status.is_waiting else ""
-        return f"it was last at {status}{waiting}"
+        return f"it was last at {status.text}{waiting}"
 
     def _memory_guess(self, rank: int, code: int | None) -> str:
         """Why a worker of this machine may have ended for lack of memory; "" where nothing speaks for it.
@@ -188,8 +187,8 @@ class WorkersLeft:
         Args:
             code: its exit code; None: unknown.
         """
-        if code in _ABORTED and any(limit.name == ULIMIT for limit in host.memory_limits()):
-            return f"native code may end so when {ULIMIT} leaves it no memory"
+        if code in _ABORTED and any(limit.name == host.ULIMIT for limit in host.memory_limits()):
+            return f"native code may end so when {host.ULIMIT} leaves it no memory"
         kills, before = host.oom_kills(), self._statuses[rank].oom_kills
         if code not in (None, -signal.SIGKILL) or (kills is not None and kills <= before):
             return ""
@@ -199,7 +198,7 @@ class WorkersLeft:
 
     def _story(self, rank: int, now_s: float) -> str:
         status, failure = self._statuses[rank], self._failures.get(rank)
-        lines = [f"{self._assignments[rank]}: last at {status}{_state(status, now_s)}"]
+        lines = [f"{self._assignments[rank]}: last at {status.text}{_state(status, now_s)}"]
         if rank in self._exit_codes:
             lines.append(f"  its launcher saw it end with {self._exit_codes[rank]}")
         if failure:

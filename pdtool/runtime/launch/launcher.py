@@ -80,7 +80,7 @@ def launch(
             on_start()
             path = RunDir(config.out).metrics_file
             with following_metrics(path, on_metrics, after=epochs_done, poll_s=_POLL_IN_WORKER_S):
-                return run_worker(config)
+                return run_worker(config.with_absolute_paths())
     check_may_start_processes()
     local = local_assignments(config)
     with _in_folder(config, epochs_done, is_first=config.machines.node_rank == 0):

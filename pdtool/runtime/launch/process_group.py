@@ -126,10 +126,8 @@ def handling_signals() -> Iterator[Callable[[Reaper], None]]:
         for reaper in reapers:
             reaper.send(signal.SIGCONT)  # when the shell has sent it here
 
-    if threading.current_thread() is not threading.main_thread():
-        yield reapers.append
-        return
-    handlers = {**dict.fromkeys(_STOPPING, stop), signal.SIGTSTP: suspend}
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {**dict.fromkeys(_STOPPING, stop), signal.SIGTSTP: suspend} if is_main else {}
     before = {number: signal.getsignal(number) for number in handlers}
     try:
         for number, handler in handlers.items():

@@ -73,11 +73,11 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
     """Be the worker that RANK names, in this process; raises PdtoolError.
 
     Args:
+        config: with absolute paths, since the user's module may go to another folder.
         meeting_folder: where the workers of one machine meet; "": at the address that the environment names.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     assignments = assign_ranks(config.plan)
-    config = config.with_absolute_paths()  # the user's module may go to another folder
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
     threads = config.threads if config.threads_given else None

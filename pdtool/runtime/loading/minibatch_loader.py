@@ -24,7 +24,7 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
-from pdtool.frontend.random_numbers import derive_seed, seed_generators
+from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import is_stream
 from pdtool.runtime.loading.minibatches import VALIDATION_PASS, DatasetSplit, Shape, shapes_of, tensors_of_target
 from pdtool.units import format_seconds
@@ -197,7 +197,7 @@ class SampleStream:
         self._next, self._pass, self._read_of_pass = 0, 0, 0
         self._samples: Iterator[Any] | None = None
         self._has_warned, self._is_empty = False, True
-        self._generators = _Generators()
+        self._generator_states: tuple[Any, ...] | None = None  # of torch, numpy and Python, while they are not in use
 
     def read(self, pass_number: int | None, numbers: Sequence[int]) -> list[Any]:
         """Return samples that follow each other.
@@ -209,7 +209,7 @@ class SampleStream:
         Raises:
             ModelError: a sample cannot be made, or the pass has fewer, or is empty.
         """
-        with self._generators.in_use():
+        with self._own_generators():
             if self._samples is None or pass_number != self._counted_pass or numbers[0] < self._next:
                 self._warn_of_samples_beyond_the_length()
                 self._counted_pass, self._next = pass_number, 0
@@ -225,7 +225,7 @@ class SampleStream:
             ModelError: it does not end in time.
         """
         end_s = time.monotonic() + within_s
-        with self._generators.in_use():
+        with self._own_generators():
             self._begin_pass(pass_number)
             while self._try_next() is not _END:
                 if time.monotonic() > end_s:
@@ -297,32 +297,16 @@ class SampleStream:
             "let each pass have as many samples as __len__ says, or leave that out and give --steps",
         )
 
-
-class _Generators:
-    """The states of the generators of torch, numpy and Python, while they are not in use."""
-
-    def __init__(self) -> None:
-        self._states: tuple[Any, ...] | None = None
-
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Let these be the generators of the process; they go on from where they were."""
-        others = _states()
-        if self._states:
-            _set_states(self._states)
-        try:
-            yield
-        finally:
-            self._states = _states()
-            _set_states(others)
-
-
-def _states() -> tuple[Any, ...]:
-    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-
-
-def _set_states(states: tuple[Any, ...]) -> None:
-    of_torch, of_numpy, of_python = states
-    torch.default_generator.set_state(of_torch)
-    np.random.set_state(of_numpy)
-    random.setstate(of_python)
+    def _own_generators(self) -> Iterator[None]:
+        """Let the generators of the process go on from where this stream's were, and give it its own back."""
+        with random_state_kept():
+            if self._generator_states:
+                of_torch, of_numpy, of_python = self._generator_states
+                torch.default_generator.set_state(of_torch)
+                np.random.set_state(of_numpy)
+                random.setstate(of_python)
+            try:
+                yield
+            finally:
+                self._generator_states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()

@@ -142,12 +142,12 @@ class Route:
 
     def not_received(self, minibatch: int, reason: Reason) -> PeerError:
         """Return the receiver's error when a message does not come."""
-        what = f"{self.describe(minibatch)} did not get here: from rank {self.sender} ({reason})"
+        what = f"{self.describe(minibatch)} did not get here: from rank {self.sender} ({reason.text})"
         return PeerError(what, peer=self.sender, is_timeout=reason.is_timeout)
 
     def not_sent(self, minibatch: int, reason: Reason) -> PeerError:
         """Return the sender's error when a message cannot be delivered."""
-        what = f"{self.describe(minibatch)} did not get away: to rank {self.receiver} ({reason})"
+        what = f"{self.describe(minibatch)} did not get away: to rank {self.receiver} ({reason.text})"
         return PeerError(what, peer=self.receiver, is_timeout=reason.is_timeout)
 
 

@@ -39,15 +39,12 @@ _STORED_AS_REAL = (torch.complex128, torch.complex32)  # with real and imaginary
 _COMPLEX = "complex"  # the mark of such a tensor in the metadata of its file
 
 
-def save(out: Path, manifest: CheckpointManifest, components: Mapping[int, Sequence[Component]], group: Any) -> Path:
+def save(out: Path, manifest: CheckpointManifest, components: Mapping[int, Sequence[Component]], group: Any) -> None:
     """Write a checkpoint together with all workers of `group`; older ones stay as they are.
 
     Args:
         manifest: of the checkpoint, without files.
         components: of the stages that this worker saves, by their number.
-
-    Returns:
-        The folder of the checkpoint.
 
     Raises:
         PdtoolError: on every worker, when one could not write, or when the first one does not see all the files.
@@ -67,7 +64,6 @@ def save(out: Path, manifest: CheckpointManifest, components: Mapping[int, Seque
         if leader:
             shutil.rmtree(partial.path, ignore_errors=True)
         raise
-    return checkpoint.path
 
 
 def load(checkpoint: Path, components: Sequence[Component]) -> None:

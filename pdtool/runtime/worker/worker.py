@@ -30,13 +30,13 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from pdtool import schedule
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
 from pdtool.artifacts.metrics import MetricsLog, UpdateLine, ValidationLine, unix_time
 from pdtool.artifacts.report import Report
@@ -52,7 +52,7 @@ from pdtool.runtime.stage.stage_replica import StagePhase, StageReplica
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
 from pdtool.runtime.worker.run_report import WorkerMeasurements, assemble_report
-from pdtool.schedule import Action, ActionKind
+from pdtool.schedule import Action, ActionKind, Actions, steady_minibatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class Worker:
         meter, status, stages = self._place.meter, Status.of_this_process, self.stages
         action_list = self._action_list(len(minibatches))
         self._begin_phase("train", epoch, minibatches, action_list)
-        steady = schedule.steady_minibatches(len(minibatches), self._shape)
+        steady = steady_minibatches(len(minibatches), self._shape)
         meter.epoch_begins(range(steady.start - 1, steady.stop) if steady else range(len(minibatches)))
         for action in action_list.actions:
             status.set(f"{action} of epoch {epoch}")
@@ -193,18 +193,16 @@ class Worker:
 
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
-        try:
+        if not self._last_stage or not self._place.is_replica_0:
             return self._run()
-        finally:
-            if self._log:
-                self._log.close()
+        path, done = RunDir(self._config.out).metrics_file, len(self.progress.epochs)
+        with closing(MetricsLog(path, epochs_done=done)) as self._log:
+            self._record_updates()
+            return self._run()
 
     def _run(self) -> Report:
         config, meter, progress = self._config, self._place.meter, self.progress
         resumed = done = len(progress.epochs)
-        if self._last_stage and self._place.is_replica_0:
-            self._log = MetricsLog(RunDir(config.out).metrics_file, epochs_done=done)
-            self._record_updates()
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             config.target.is_reached(self.validate(0, config.plan.batch_size), self._undefined)
         meter.restart()
@@ -340,7 +338,7 @@ class Worker:
         return report
 
 
-def _phase_of(stage: int, actions: schedule.Actions, versions: Mapping[tuple[int, int], int]) -> StagePhase:
+def _phase_of(stage: int, actions: Actions, versions: Mapping[tuple[int, int], int]) -> StagePhase:
     """What one stage does in a worker's actions.
 
     Args:
