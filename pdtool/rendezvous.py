@@ -149,7 +149,11 @@ class _Meeting:
             async with asyncio.timeout(timeout_s):
                 return await self._meet()
         except TimeoutError:
-            raise self._timeout_error(timeout_s) from None
+            raise PdtoolError(
+                f"{self._whom()} did not come to {self.endpoint} within {timeout_s:g} s{self._because()}",
+                f"start what is missing, with --node-rank {_list(self.missing, 'or')}, and see that {self.endpoint} "
+                "can be reached from every machine",
+            ) from None
         finally:
             notices.cancel()
 
@@ -165,13 +169,6 @@ class _Meeting:
                 notify(line)
             said = line
             await asyncio.sleep(_NOTICE_S)
-
-    def _timeout_error(self, timeout_s: float) -> PdtoolError:
-        return PdtoolError(
-            f"{self._whom()} did not come to {self.endpoint} within {timeout_s:g} s{self._because()}",
-            f"start what is missing, with --node-rank {_list(self.missing, 'or')}, and see that {self.endpoint} can be "
-            "reached from every machine",
-        )
 
     def _because(self) -> str:
         return f" ({self.hint})" if self.hint else ""

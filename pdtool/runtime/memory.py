@@ -17,7 +17,6 @@ from torch import nn
 from pdtool import host
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import WorkerDiedError
-from pdtool.host import MemoryLimit, memory_limits
 from pdtool.runtime.config import RankAssignment
 from pdtool.units import format_bytes
 
@@ -110,7 +109,7 @@ def killed_for_memory_error(what: str, plan: Plan, assignment: RankAssignment) -
 
 def memory_sentence(plan: Plan, assignment: RankAssignment, device: torch.device) -> str:
     """Return `; the plan predicts 1.2 GB for stage 1, and this machine has 16 GB, of which 3 GB are free`."""
-    limits = [*_gpu_limits(device), *memory_limits()]
+    limits = [*_gpu_limits(device), *host.memory_limits()]
     there_is = ", ".join(
         f"{limit.name} has {format_bytes(limit.total_bytes)}, of which {format_bytes(limit.free_bytes)} are free now"
         for limit in limits
@@ -120,11 +119,11 @@ def memory_sentence(plan: Plan, assignment: RankAssignment, device: torch.device
     return f"; the plan predicts {needed} for stage {stage}" + (f", and {there_is}" if there_is else "")
 
 
-def _gpu_limits(device: torch.device) -> list[MemoryLimit]:
+def _gpu_limits(device: torch.device) -> list[host.MemoryLimit]:
     if device.type != "cuda":
         return []
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     except RuntimeError:  # the device itself has failed
         return []
-    return [MemoryLimit(str(device), total_bytes, free_bytes)]
+    return [host.MemoryLimit(str(device), total_bytes, free_bytes)]

@@ -562,7 +562,7 @@ def test_the_prediction_stands_beside_what_there_is(left: Left, monkeypatch: pyt
     )
     plan = left.config.plan.model_copy(update={"predicted": predicted})
     limits = [MemoryLimit("this machine", 16 * 10**9, 10**9), MemoryLimit("ulimit -v", 3 * 10**9, 10**8)]
-    monkeypatch.setattr("pdtool.runtime.memory.memory_limits", lambda: limits)
+    monkeypatch.setattr(host, "memory_limits", lambda: limits)
     error = out_of_memory_error(MemoryError(), plan, left.ranks[1], torch.device("cpu"))
     assert error.what == (
         "out of memory (MemoryError); the plan predicts 2.5 GB for stage 1, and this machine has 16 GB, of which 1 GB "

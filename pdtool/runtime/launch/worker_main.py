@@ -17,7 +17,6 @@ from pdtool import host
 from pdtool.artifacts.report import Report
 from pdtool.errors import UsageError
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
-from pdtool.host import usable_cores
 from pdtool.machines import use_loopback
 from pdtool.rendezvous import loopback_hint
 from pdtool.runtime.config import RunConfig, assign_ranks
@@ -81,7 +80,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
     threads = config.threads if config.threads_given else None
-    threads = threads or choose_threads(os.environ, config.threads, len(usable_cores()), local_workers)
+    threads = threads or choose_threads(os.environ, config.threads, len(host.usable_cores()), local_workers)
     torch.set_num_threads(threads)
     host.keep_freed_memory()
     random.seed(config.seed)

@@ -113,17 +113,15 @@ class StageReplica:
         weight = self._minibatches.weight(minibatch)
         sums_now = minibatch in self._phase.round_ends and self.averager.sums_in_backward
         on_gradient = self.averager.gradient_ready if sums_now else None
-        match kind:
-            case ActionKind.BACKWARD:
-                output_gradients = self.io.receive_gradients(minibatch)  # (4)
+        if kind.sends_gradients:
+            output_gradients = self.io.receive_gradients(minibatch)  # (4)
+            if kind.completes_backward:
                 gradients = self.stage.backward(minibatch, output_gradients, weight, on_gradient)  # (5), begins (7)
-                self.io.send_gradients(minibatch, gradients)  # (6)
-            case ActionKind.BACKWARD_INPUT:
-                output_gradients = self.io.receive_gradients(minibatch)  # (4)
+            else:
                 gradients = self.stage.backward_input(minibatch, output_gradients)  # (5), of the inputs
-                self.io.send_gradients(minibatch, gradients)  # (6)
-            case ActionKind.BACKWARD_WEIGHT:
-                self.stage.backward_weight(minibatch, weight, on_gradient)  # (5), of the parameters; begins (7)
+            self.io.send_gradients(minibatch, gradients)  # (6)
+        else:
+            self.stage.backward_weight(minibatch, weight, on_gradient)  # (5), of the parameters; begins (7)
         if kind.completes_backward:
             self._round[minibatch] = weight
 

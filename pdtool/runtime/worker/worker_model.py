@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from pdtool.artifacts.bundle import Bundle, TiedParameter
 from pdtool.artifacts.plan import Plan
@@ -28,7 +27,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import empty_in_same_place, named_state
 from pdtool.frontend.user_modules import user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
-from pdtool.runtime.worker.partial_build import build_partially
+from pdtool.runtime.worker.partial_build import build_partially, tensors_in
 
 _SMALL_BYTES = 4e9  # of the memory of all stages together
 
@@ -125,7 +124,7 @@ def _stage_tensors(model: nn.Module, bundle: Bundle, stages: Collection[int]) ->
 def _tensors_inside(module: nn.Module) -> Iterator[Tensor]:
     """All tensors that a module and those in it hold, in lists and dicts as well."""
     for inner in module.modules():
-        yield from (leaf for leaf in pytree.tree_leaves(dict(vars(inner))) if isinstance(leaf, Tensor))
+        yield from tensors_in(dict(vars(inner)))
 
 
 def _allocated(model: nn.Module) -> nn.Module:
