@@ -173,11 +173,8 @@ def _known_outputs(model: nn.Module) -> Iterator[None]:
                 what = f"the model returns {name}, which is {type(leaf).__name__}"
                 raise TraceError(what, "return tensors and numbers, in tuples, dicts or dataclasses")
 
-    hook = model.register_forward_hook(check)
-    try:
+    with model.register_forward_hook(check):
         yield
-    finally:
-        hook.remove()
 
 
 @contextmanager
@@ -200,25 +197,19 @@ def _assigned_buffers(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(assigned)
                 owner._buffers[name] = buffer
 
-    hooks = model.register_forward_pre_hook(begin), model.register_forward_hook(end)
-    try:
+    with model.register_forward_pre_hook(begin), model.register_forward_hook(end):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
 def _without_data_dependent_checks() -> Iterator[None]:
     """Leave out what torch's own modules look up in a tensor's values, and what makes no difference to the result:
     whether a mask is the causal one (torch.nn.Transformer), and whether arguments of distributions are valid."""
-    validates = Distribution._validate_args
-    with patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)):
-        Distribution.set_default_validate_args(False)
-        try:
-            yield
-        finally:
-            Distribution.set_default_validate_args(validates)
+    with (
+        patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)),
+        patch.object(Distribution, "_validate_args", False),
+    ):
+        yield
 
 
 @contextmanager

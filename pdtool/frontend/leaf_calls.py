@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -251,18 +252,11 @@ def _forwards_replaced(
     model: nn.Module, paths: Collection[str], replaced: Callable[[str, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     """Replace the forward of the modules at `paths` by what `replaced` makes of path and forward."""
-    modules = [(path, model.get_submodule(path)) for path in paths]
-    own = [(module, vars(module).get("forward")) for _, module in modules]
-    for path, module in modules:
-        module.forward = replaced(path, module.forward)
-    try:
+    with ExitStack() as stack:
+        for path in paths:
+            module = model.get_submodule(path)
+            stack.enter_context(patch.object(module, "forward", replaced(path, module.forward)))
         yield
-    finally:
-        for module, forward in own:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
 
 
 @contextmanager

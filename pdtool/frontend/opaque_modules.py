@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -36,10 +37,8 @@ def failing_module(error: BaseException, model: nn.Module) -> str | None:
     cause: BaseException | None = error
     while cause:
         found: str | None = None
-        trace = cause.__traceback__
-        while trace:
-            found = _path(trace.tb_frame, paths, found)
-            trace = trace.tb_next
+        for frame, _ in walk_tb(cause.__traceback__):
+            found = _path(frame, paths, found)
         if found is not None:
             return found
         cause = cause.__cause__ or cause.__context__
@@ -109,11 +108,9 @@ def _path(frame: FrameType, paths: Mapping[int, str], default: str | None = None
 
 def _callers(paths: Mapping[int, str]) -> list[FixedSize]:
     """What the innermost module that is running does now; nothing outside of modules."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame:
+    for frame, _ in walk_stack(sys._getframe(2)):
         if (path := _path(frame, paths)) is not None:
             return [FixedSize(path, line_of(frame))]
-        frame = frame.f_back
     return []
 
 

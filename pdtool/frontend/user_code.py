@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -242,15 +243,13 @@ def error_at(path: Path, error: BaseException, what: str) -> ModelError:
 
 def user_line(error: BaseException, path: Path) -> str:
     """Return `model.py:12: `, the deepest line of the user's own code in the error's traceback, for a message."""
-    line, trace, folder = 0, error.__traceback__, path.resolve().parent
-    name = path.name
-    while trace:
-        file = Path(trace.tb_frame.f_code.co_filename.replace("\0", ""))
+    line, name, folder = 0, path.name, path.resolve().parent
+    for frame, number in walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename.replace("\0", ""))
         if file.resolve() == path.resolve() or (
             file.resolve().is_relative_to(folder) and "site-packages" not in str(file)
         ):
-            line, name = trace.tb_lineno, file.name
-        trace = trace.tb_next
+            line, name = number, file.name
     return f"{name}:{line}: " if line else f"{path.name}: "
 
 
