@@ -34,7 +34,7 @@ class _Gap:
     """Operators between two that both modes run: those of training, and those of evaluation.
 
     Attributes:
-        name: of the operator that they become.
+        name, module: of the operator that they become.
         position: its index among the merged operators.
         sequences: the operators of each mode, with arguments as they are in the merged graph.
         results: what other operators take of it: a tensor in training, another one in evaluation, None where that mode
@@ -42,6 +42,7 @@ class _Gap:
     """
 
     name: str
+    module: str
     position: int
     sequences: tuple[list[Operator], list[Operator]] = field(default_factory=lambda: ([], []))
     results: list[tuple[Value | None, Value | None]] = field(default_factory=list)
@@ -56,16 +57,16 @@ class _Gap:
         flows = any(value.differentiable for value in pair if value)
         return replace(shown, operator=self.name, index=self.results.index(pair), differentiable=flows)
 
-    def operator(self, module: str) -> Operator:
+    def operator(self) -> Operator:
         """Return the operator that it becomes."""
-        own = {op.name for sequence in self.sequences for op in sequence}
-        taken = [value for sequence in self.sequences for op in sequence for value in op.values]
-        taken += [value for pair in self.results for value in pair if value]
         nested = [op for sequence in self.sequences for op in sequence]
+        own = {op.name for op in nested}
+        taken = [value for op in nested for value in op.values]
+        taken += [value for pair in self.results for value in pair if value]
         return Operator(
             name=self.name,
             op="if training",
-            module=module,
+            module=self.module,
             args=tuple(dict.fromkeys(value for value in taken if value.operator not in own)),
             outputs=tuple(self.result(*pair) for pair in self.results),
             structure=list(range(len(self.results))) if len(self.results) != 1 else 0,
@@ -91,7 +92,6 @@ class _Merger:
         self.entries: list[Operator | _Gap] = []
         self.merged_values: dict[tuple[int, str, int], tuple[Value, int]] = {}
         self.gaps: dict[tuple[int, str], _Gap] = {}
-        self.modules: dict[str, str] = {}  # of gaps
         self.names = {op.name for op in training.operators} | set(dict(training.model.named_modules()))
 
     def merged(self) -> Traced:
@@ -102,7 +102,7 @@ class _Merger:
             else:
                 self._append_gap(training, evaluation)
         output = self._merged_output()
-        operators = [e.operator(self.modules[e.name]) if isinstance(e, _Gap) else e for e in self.entries]
+        operators = [e.operator() if isinstance(e, _Gap) else e for e in self.entries]
         changed = self.traces[TRAINING].changed_buffers | self.traces[EVALUATION].changed_buffers
         return replace(
             self.traces[TRAINING],
@@ -119,7 +119,7 @@ class _Merger:
                 self.merged_values[mode, value.operator, value.index] = a, len(self.entries)
         self.entries.append(replace(merged, constant=op.constant and evaluated.constant))
 
-    def _append_gap(self, *sequences: Sequence[Operator]) -> _Gap:
+    def _append_gap(self, *sequences: Sequence[Operator]) -> None:
         modules = [op.module for sequence in sequences for op in sequence]
         gap = self._new_gap(_common_module(modules))
         for mode, sequence in enumerate(sequences):
@@ -133,11 +133,9 @@ class _Merger:
                 )
                 for value, merged in zip(op.outputs, outputs, strict=True):
                     self.merged_values[mode, value.operator, value.index] = merged, gap.position
-        return gap
 
     def _new_gap(self, module: str) -> _Gap:
-        gap = _Gap(self._unique(f"{module}.training" if module else "training"), len(self.entries))
-        self.modules[gap.name] = module
+        gap = _Gap(self._unique(f"{module}.training" if module else "training"), module, len(self.entries))
         self.entries.append(gap)
         return gap
 

@@ -10,6 +10,7 @@ import operator as python_operator
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ class GraphReader:
     def read(self) -> Traced:
         """Read all operators, model inputs first; raises TraceError."""
         self._check_names()
-        for node, spec in zip(self._placeholders(), self._program.graph_signature.input_specs, strict=True):
+        placeholders = self._program.graph.find_nodes(op="placeholder")
+        for node, spec in zip(placeholders, self._program.graph_signature.input_specs, strict=True):
             self._values[node] = self._input(node, spec)
         for node in self._program.graph.nodes:
             if node.op == "call_function":
@@ -114,9 +116,6 @@ class GraphReader:
             if not _NAME.fullmatch(name):
                 remedy = "name modules with letters, digits, dashes and underscores only"
                 raise TraceError(f"the model has a part named {name!r}", remedy)
-
-    def _placeholders(self) -> list[fx.Node]:
-        return [node for node in self._program.graph.nodes if node.op == "placeholder"]
 
     def _input(self, node: fx.Node, spec: Any) -> Any:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
@@ -281,9 +280,7 @@ class GraphReader:
         self, node: fx.Node, target: torch._ops.OpOverload, arguments: dict[str, Any]
     ) -> tuple[Value, ...]:
         """Append the operator and return its outputs."""
-        parameters, buffers = self._builder.used_state(arguments)
         op = target._schema.name.split("::")[-1]
-        differentiable = op not in _DETACHING and self._builder.is_differentiable(arguments, parameters)
         module, name = self._builder.module_and_name(node, op)
         result = node.meta["val"]
         several = isinstance(result, (tuple, list))
@@ -294,10 +291,8 @@ class GraphReader:
             target=target,
             kwargs=arguments,
             structure=list(range(len(result))) if several else 0,
-            parameters=parameters,
-            buffers=buffers,
         )
-        return self._builder.append(operator, node, result if several else [result], differentiable)
+        return self._builder.append(operator, node, result if several else [result], repeat(op not in _DETACHING))
 
     def _out_of_place(self, node: fx.Node, target: torch._ops.OpOverload, overwritten: Any) -> torch._ops.OpOverload:
         """Return `add` for `add_`; raises TraceError where something else still looks at the same memory."""
@@ -314,7 +309,7 @@ class GraphReader:
     def _write_buffers(self) -> None:
         """Let the operators that a functional graph ends with write the buffers that the model changes."""
         target = torch.ops.aten.copy_.default
-        outputs: Any = self._output_node.args[0]
+        outputs: Any = self._program.graph.output_node().args[0]
         for source, spec in zip(outputs, self._program.graph_signature.output_specs, strict=True):
             if spec.kind is OutputKind.BUFFER_MUTATION:
                 arguments = {
@@ -325,13 +320,8 @@ class GraphReader:
                 self._aten_operator(source, target, arguments)
                 self._builder.changed_buffers.add(str(spec.target))
 
-    @property
-    def _output_node(self) -> fx.Node:
-        output: fx.Node = next(n for n in self._program.graph.nodes if n.op == "output")
-        return output
-
     def _output(self) -> Any:
-        outputs: Any = self._output_node.args[0]
+        outputs: Any = self._program.graph.output_node().args[0]
         kinds = self._program.graph_signature.output_specs
         users = [o for o, spec in zip(outputs, kinds, strict=True) if spec.kind.name == "USER_OUTPUT"]
         return pytree.tree_unflatten([self._values.argument(o) for o in users], self._program.call_spec.out_spec)
@@ -371,9 +361,6 @@ class LeafReader:
         parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [f"{call.path}.{n}" for n, _ in module.named_buffers(remove_duplicate=False)]
         self._builder.changed_buffers |= set(buffers)
-        passed_parameters, passed_buffers = self._builder.used_state((args, kwargs))
-        parameters += passed_parameters
-        differentiable = self._builder.is_differentiable((args, kwargs), parameters)
         operator = Operator(
             name=name,
             op=type(module).__name__,
@@ -382,33 +369,21 @@ class LeafReader:
             kwargs=kwargs,
             structure=call.result,
             parameters=tuple(parameters),
-            buffers=(*buffers, *passed_buffers),
+            buffers=tuple(buffers),
             opaque=call.recorded is not None,
         )
-        recorded = call.recorded
-        flows = [differentiable and flow for flow in recorded.differentiable] if recorded else differentiable
+        flows = call.recorded.differentiable if call.recorded else repeat(True)
         outputs = self._builder.append(operator, node, node.meta["val"], flows)
         self._values[node] = list(outputs)
-        if getattr(module, "inplace", False) and operator.values and not recorded:
+        if getattr(module, "inplace", False) and operator.values and not call.recorded:
             self._values.replace(operator.values[0], outputs[0])
 
     def _function(self, node: fx.Node, call: LeafCall, args: tuple[Any, ...]) -> None:
         """Read a call of an autograd.Function; its name is not that of the class, which the stage file imports."""
-        parameters, buffers = self._builder.used_state(args)
-        flows = self._builder.is_differentiable(args, parameters)
         kind = call.function.__name__
         module, name = self._builder.module_and_name(node, f"{kind.lower()}_apply")
-        operator = Operator(
-            name=name,
-            op=kind,
-            module=module,
-            args=args,
-            structure=call.result,
-            parameters=parameters,
-            buffers=buffers,
-            function=call.function,
-        )
-        self._values[node] = list(self._builder.append(operator, node, node.meta["val"], flows))
+        operator = Operator(name=name, op=kind, module=module, args=args, structure=call.result, function=call.function)
+        self._values[node] = list(self._builder.append(operator, node, node.meta["val"]))
 
     def _arguments(self, call: LeafCall, tensors: list[Any], node: fx.Node) -> Any:
         """(args, kwargs) of the call, with `tensors` in the places of its tensors."""

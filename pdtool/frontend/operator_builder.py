@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,27 @@ class OperatorBuilder:
         self._names: set[str] = set(self.modules) | {"loss", "target"}
 
     def append(
-        self, op: Operator, node: fx.Node, results: Sequence[Tensor], differentiable: bool | Sequence[bool]
+        self, op: Operator, node: fx.Node, results: Sequence[Tensor], flows: Iterable[bool] = repeat(True)
     ) -> tuple[Value, ...]:
-        """Append the operator that `node` stands for and return its outputs.
+        """Append the operator that `node` stands for, with the state among its arguments, and return its outputs.
 
         Args:
+            op: with the parameters and buffers that it uses besides its arguments.
             results: tensors of the shapes and types of the outputs.
-            differentiable: of all outputs, or of each.
+            flows: whether each output lets a gradient back to what the operator takes, or to its parameters.
         """
-        each = [differentiable] * len(results) if isinstance(differentiable, bool) else differentiable
-        outputs = tuple(self.value(tensor, op.name, i, each[i]) for i, tensor in enumerate(results))
-        self.operators.append(replace(op, outputs=outputs, location=location(node)))
+        leaves = pytree.tree_leaves((op.args, op.kwargs))
+        names = dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, State))
+        parameters = (*op.parameters, *filter(self.parameters.__contains__, names))
+        buffers = (*op.buffers, *filter(self.buffers.__contains__, names))
+        takes_gradient = any(leaf.differentiable for leaf in leaves if isinstance(leaf, Value))
+        takes_gradient = takes_gradient or any(self.parameters[name].requires_grad for name in parameters)
+        outputs = tuple(
+            self.value(tensor, op.name, i, takes_gradient and flow)
+            for i, (tensor, flow) in enumerate(zip(results, flows, strict=False))
+        )
+        place = location(node)
+        self.operators.append(replace(op, outputs=outputs, parameters=parameters, buffers=buffers, location=place))
         return outputs
 
     def value(self, tensor: Tensor, operator: str, index: int, differentiable: bool) -> Value:
@@ -87,35 +98,22 @@ class OperatorBuilder:
         path = module_path(node)
         return path, self.unique_name(f"{path}.{op}" if path else op)
 
-    def used_state(self, arguments: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of the parameters and of the buffers among an operator's arguments."""
-        names = dict.fromkeys(leaf.name for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, State))
-        return tuple(filter(self.parameters.__contains__, names)), tuple(filter(self.buffers.__contains__, names))
-
-    def is_differentiable(self, arguments: Any, parameters: Iterable[str]) -> bool:
-        """Whether a gradient flows back to what an operator takes, or to one of these parameters."""
-        inputs = any(leaf.differentiable for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Value))
-        return inputs or any(self.parameters[name].requires_grad for name in parameters)
-
     def detached(self, value: Any) -> Any:
         """Return what stands for `value` where no gradient flows back: the output of a `detach`, or `value` itself."""
         if not isinstance(value, Value) or not value.differentiable:
             return value
-        name = self.unique_name("detach")
-        result = replace(value, operator=name, index=0, differentiable=False)
-        target = torch.ops.aten.detach.default
-        self.operators.append(
-            Operator(name=name, op="detach", module="", target=target, kwargs={"self": value}, outputs=(result,))
-        )
-        return result
+        return self._detach(value, replace(value, operator=self.unique_name("detach"), index=0, differentiable=False))
 
     def detached_parameter(self, name: str, tensor: Tensor) -> Value:
         """Append a `detach` of a parameter, of the shape and type of `tensor`, and return its output."""
         value = self.value(tensor, self.unique_name("detach"), 0, differentiable=False)
-        kwargs, target = {"self": State(name)}, torch.ops.aten.detach.default
-        operator = Operator(name=value.operator, op="detach", module="", target=target, kwargs=kwargs)
-        self.operators.append(replace(operator, outputs=(value,), parameters=(name,)))
-        return value
+        return self._detach(State(name), value, name)
+
+    def _detach(self, source: Value | State, result: Value, *parameters: str) -> Value:
+        kwargs, target = {"self": source}, torch.ops.aten.detach.default
+        operator = Operator(name=result.operator, op="detach", module="", target=target, kwargs=kwargs)
+        self.operators.append(replace(operator, outputs=(result,), parameters=parameters))
+        return result
 
 
 class NodeValues:
@@ -176,13 +174,10 @@ class NodeValues:
 
 def _batch_symbol(program: torch.export.ExportedProgram) -> Any:
     """The symbol of the minibatch's size in the shapes of the inputs; None where there is none."""
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, Tensor):
-            for dim in value.shape:
-                if isinstance(dim, torch.SymInt):
-                    return next(iter(dim.node.expr.free_symbols))
-    return None
+    inputs = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
+    sizes = (size for value in inputs if isinstance(value, Tensor) for size in value.shape)
+    symbolic: Any = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+    return None if symbolic is None else next(iter(symbolic.node.expr.free_symbols))
 
 
 def location(node: fx.Node) -> str:
