@@ -9,7 +9,7 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def expression(op: Operator, write: Write) -> str:
     template = _TEMPLATES.get(key)
     if template and changed - {"device"} <= {field for field, _ in _FIELD.findall(template)}:
         return _FIELD.sub(
-            lambda m: _spread(arguments[m[1]], write) if m[2] else _operand(arguments[m[1]], write), template
+            lambda m: ", ".join(map(write, arguments[m[1]])) if m[2] else _operand(arguments[m[1]], write), template
         )
     required, options = _call_arguments(schema, arguments, changed, write)
     is_method = schema.arguments[0].name == "self" and "out" not in arguments and hasattr(Tensor, name)
@@ -126,12 +126,10 @@ def _function(op: Operator) -> str:
     """Return `torch.cat` or `F.pad`; for what neither has, the overload itself: `torch.ops.aten.sin.default`."""
     target = op.target
     namespace, name = target._schema.name.split("::")
-    if not _has_python_form(op):
-        return f"torch.ops.{namespace}.{name}.{target._overloadname}"
-    if hasattr(torch, name):
-        return f"torch.{name}"
-    if hasattr(functional, name):
-        return f"F.{name}"
+    if _has_python_form(op):
+        for module, prefix in ((torch, "torch"), (functional, "F")):
+            if hasattr(module, name):
+                return f"{prefix}.{name}"
     return f"torch.ops.{namespace}.{name}.{target._overloadname}"
 
 
@@ -150,10 +148,6 @@ def _call_arguments(
         elif not options:
             required.append(text)
     return required, options
-
-
-def _spread(values: Any, write: Write) -> str:
-    return ", ".join(write(value) for value in values)
 
 
 def _operand(value: Any, write: Write) -> str:
@@ -208,7 +202,7 @@ def literal(value: Any) -> str:
     if isinstance(value, complex):
         return f"complex({literal(value.real)}, {literal(value.imag)})"
     if isinstance(value, list):
-        return f"[{', '.join(map(literal, value))}]"
+        return sequence(value, literal)
     if isinstance(value, str):
         return '"' + repr(value)[1:-1].replace('"', '\\"') + '"'
     if isinstance(value, Tensor):
@@ -218,6 +212,14 @@ def literal(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     raise TypeError(f"no literal for {type(value).__name__}")
+
+
+def sequence(values: Sequence[Any], write: Write) -> str:
+    """Return the text of a list or a tuple, of which `write` gives that of each value."""
+    inner = ", ".join(map(write, values))
+    if isinstance(values, list):
+        return f"[{inner}]"
+    return f"({inner},)" if len(values) == 1 else f"({inner})"
 
 
 class ModuleTree:
@@ -281,10 +283,7 @@ def constructor_call(module: nn.Module) -> str:
 
 
 def _constructor_literal(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        inner = ", ".join(_constructor_literal(v) for v in value)
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
-    return literal(value)
+    return sequence(tuple(value), _constructor_literal) if isinstance(value, (tuple, list)) else literal(value)
 
 
 def _is_attribute(name: str) -> bool:

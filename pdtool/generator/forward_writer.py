@@ -24,7 +24,7 @@ from pdtool.errors import TraceError
 from pdtool.frontend.model_io import children
 from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Traced, Value, named_state
 from pdtool.frontend.random_numbers import operator_draws, values_drawn_like
-from pdtool.generator.expressions import access, access_state, expression, literal
+from pdtool.generator.expressions import access, access_state, expression, literal, sequence
 from pdtool.generator.wiring import Wiring
 
 Source = Value | State
@@ -173,7 +173,7 @@ class ForwardWriter:
         if any(isinstance(leaf, Size) for leaf in (*leaves, *(dim for value in zeros for dim in value.shape))):
             yield f"batch = {self._batch()}"
         factories = any(isinstance(leaf, (torch.device, torch.Tensor)) for leaf in leaves)
-        if zeros or factories or any(op.target and _is_factory(op) for op in parts):
+        if zeros or factories or any(op.target and "device" in op.kwargs and not op.values for op in parts):
             yield f"device = {self._name(self.wiring.inputs(self.stage)[0])}.device"
 
     def _batch(self) -> str:
@@ -314,12 +314,7 @@ class ForwardWriter:
             return f"{training} if self.training else {evaluation}"
         if isinstance(argument, dict):
             return "{" + ", ".join(f"{literal(k)}: {self._write(v)}" for k, v in argument.items()) + "}"
-        if isinstance(argument, (list, tuple)):
-            inner = ", ".join(self._write(a) for a in argument)
-            if isinstance(argument, list):
-                return f"[{inner}]"
-            return f"({inner},)" if len(argument) == 1 else f"({inner})"
-        return literal(argument)
+        return sequence(argument, self._write) if isinstance(argument, (list, tuple)) else literal(argument)
 
     def _parenthesized(self, op: Operator) -> str:
         """The expression of an operator, as it stands inside another one."""
@@ -342,10 +337,6 @@ def _is_unpacked(structure: Any) -> bool:
     if isinstance(structure, (tuple, list)):
         return all(_is_unpacked(part) for part in structure)
     return structure is None or isinstance(structure, int)
-
-
-def _is_factory(op: Operator) -> bool:
-    return "device" in op.kwargs and not op.values
 
 
 def unchanged_values(operators: Sequence[Operator], traced: Traced) -> dict[Value, Source]:
@@ -440,7 +431,7 @@ class OutputWriter:
 
     def imports(self) -> list[str]:
         """Return the import statements of Python's own library, and an empty line."""
-        containers = self._containers()
+        containers = list(_containers(self.output))
         lines = [
             *(["from collections import namedtuple"] if any(map(_is_named_tuple, containers)) else []),
             *(["from dataclasses import dataclass"] if any(map(_is_plain_dataclass, containers)) else []),
@@ -449,37 +440,29 @@ class OutputWriter:
 
     def classes(self) -> list[str]:
         """Return the lines that define classes like those that the model returns."""
-        texts = dict.fromkeys(_definition(container) for container in self._containers())
+        texts = dict.fromkeys(_definition(container) for container in _containers(self.output))
         return [line for text in texts for line in text.splitlines()]
 
     def text(self) -> str:
         """Return the expression of the whole output."""
         return self._text(self.output)
 
-    def _containers(self) -> list[Any]:
-        return list(_containers(self.output))
-
     def _text(self, value: Any) -> str:
         if isinstance(value, ByMode):
             return f"{self._text(value.training)} if self.training else {self._text(value.evaluation)}"
         if is_structseq_instance(value):
-            return f"{type(value).__module__}.{type(value).__name__}(({self._texts(value)}))"
+            return f"{type(value).__module__}.{type(value).__name__}({sequence(tuple(value), self._text)})"
         if _is_named_tuple(value):
-            return f"{type(value).__name__}({self._texts(value)})"
+            return f"{type(value).__name__}({', '.join(map(self._text, value))})"
         if isinstance(value, Mapping):
             items = ", ".join(f"{literal(key)}: {self._text(item)}" for key, item in value.items())
             return f"{type(value).__name__}({{{items}}})" if _has_attributes(value) else f"{{{items}}}"
-        if isinstance(value, list):
-            return f"[{self._texts(value)}]"
-        if isinstance(value, tuple):
-            return f"({self._texts(value)}{',' if len(value) == 1 else ''})"
+        if isinstance(value, (list, tuple)):
+            return sequence(value, self._text)
         if _is_plain_dataclass(value):
             items = ", ".join(f"{name}={self._text(item)}" for name, item in _items(value) or ())
             return f"{type(value).__name__}({items})"
         return self.write(value)
-
-    def _texts(self, values: Any) -> str:
-        return ", ".join(self._text(value) for value in values)
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
