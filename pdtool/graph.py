@@ -60,40 +60,25 @@ class Graph:
                 out[source].append(name)
         return out
 
-    @cached_property
-    def digraph(self) -> nx.DiGraph[str]:
-        """The same graph as a networkx graph."""
-        import networkx as nx
-
-        graph: nx.DiGraph[str] = nx.DiGraph()
-        graph.add_nodes_from(self.inputs)
-        graph.add_edges_from((source, name) for name, sources in self.inputs.items() for source in sources)
-        return graph
-
     def contracted(self, groups: Iterable[Collection[str]]) -> list[list[str]]:
         """Return blocks of nodes that no cut may separate, in topological order of the blocks.
 
-        Each group becomes one block, together with all nodes on paths between its members (a block must be convex,
-        so the strongly connected components of the contracted graph are merged); overlapping groups are joined.
+        Each group becomes one block, together with all nodes on paths between its members (a block must be convex):
+        an edge from each member to the next, and back to the first, makes all of them strongly connected. Overlapping
+        groups are joined.
         """
         import networkx as nx
 
-        union: nx.Graph[str] = nx.Graph()
-        union.add_nodes_from(self.inputs)
+        joined: nx.DiGraph[str] = nx.DiGraph()
+        joined.add_nodes_from(self.inputs)
+        joined.add_edges_from((source, name) for name, sources in self.inputs.items() for source in sources)
         for group in groups:
-            nx.add_path(union, list(group))
-        block_of = {name: i for i, component in enumerate(nx.connected_components(union)) for name in component}
-        quotient: nx.DiGraph[int] = nx.DiGraph()
-        quotient.add_nodes_from(block_of.values())
-        quotient.add_edges_from((block_of[a], block_of[b]) for a, b in self.digraph.edges if block_of[a] != block_of[b])
-        condensed = nx.condensation(quotient)
+            nx.add_cycle(joined, group)
+        condensed = nx.condensation(joined)
         position = {name: i for i, name in enumerate(self.inputs)}
-        members: dict[int, list[str]] = {}
-        for name, block in block_of.items():
-            members.setdefault(condensed.graph["mapping"][block], []).append(name)
-        first = {block: min(position[name] for name in names) for block, names in members.items()}
-        order = nx.lexicographical_topological_sort(condensed, key=first.__getitem__)
-        return [sorted(members[block], key=position.__getitem__) for block in order]
+        blocks = {i: sorted(names, key=position.__getitem__) for i, names in condensed.nodes(data="members")}
+        order = nx.lexicographical_topological_sort(condensed, key=lambda i: position[blocks[i][0]])
+        return [blocks[i] for i in order]
 
     def stage_faults(self, stages: Sequence[Collection[str]]) -> list[str]:
         """Say what is wrong with `stages` as a partition of this graph; empty when nothing is.
