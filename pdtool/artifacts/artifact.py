@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -66,7 +66,6 @@ class Artifact(FrozenModel):
     Attributes:
         MAKER: the command that writes this kind.
         VERSION: of the format of this kind.
-        UPGRADES: by version n, a function that makes the content of version n + 1 of one of version n.
         format: `pdtool/KIND/VERSION`.
         tool_version: the pdtool that wrote it.
         digests: SHA-256 of every input it was made from, by path, and of the model's operator graph under
@@ -79,7 +78,6 @@ class Artifact(FrozenModel):
     MAKER: ClassVar[str]
     SEALED: ClassVar[bool] = True
     VERSION: ClassVar[int] = 1
-    UPGRADES: ClassVar[Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]] = {}
 
     format: str = ""
     tool_version: str = __version__
@@ -123,9 +121,10 @@ class Artifact(FrozenModel):
             content = cls._decode(text, path)
         except ArtifactError as error:
             raise cls._of_another_kind(text, path) or error from error.__cause__
+        except FieldError as fault:
+            raise cls._of_another_kind(text, path) or ArtifactError(path, str(fault), field=fault.field) from fault
         tag = content.get("format") if isinstance(content, dict) else None
-        versions = {cls._tag(version): version for version in (*cls.UPGRADES, cls.VERSION)}
-        version = versions.get(tag) if isinstance(tag, str) else None
+        version = next((n for n in range(1, cls.VERSION + 1) if cls._tag(n) == tag), None)
         if version is None and (other := cls._of_another_kind(text, path)):
             raise other
         if not tag:
@@ -137,10 +136,9 @@ class Artifact(FrozenModel):
             raise cls._rewritable(path, what, field="format")
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
             raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
-        for older in range(version, cls.VERSION):
-            content = cls.UPGRADES[older](content) | {"format": cls._tag(older + 1)}
+        content = cls.upgraded(content, version) | {"format": cls._tag(cls.VERSION)}
         try:
-            artifact = cls.model_validate_json(json.dumps(cls.upgraded(content)))
+            artifact = cls.model_validate_json(json.dumps(content))
             artifact.check()
         except ValidationError as error:
             field, what = first_fault(error, cls)
@@ -151,8 +149,11 @@ class Artifact(FrozenModel):
         return artifact
 
     @classmethod
-    def upgraded(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of a file as today's fields have it; an earlier pdtool may have written others."""
+    def upgraded(cls, content: dict[str, Any], version: int) -> dict[str, Any]:
+        """Return the content of a file of some version as today's fields have it.
+
+        An earlier pdtool may have written other fields, of an earlier version or of this one.
+        """
         return content
 
     def check(self) -> None:
@@ -213,8 +214,6 @@ class Artifact(FrozenModel):
             return read_json(text)
         except FormatError as error:
             raise cls._rewritable(path, f"is not valid JSON ({error})") from error
-        except FieldError as fault:
-            raise ArtifactError(path, str(fault), field=fault.field) from fault
 
     @classmethod
     def _of_another_kind(cls, text: str, path: Path | str) -> ArtifactError | None:
@@ -247,8 +246,6 @@ class YamlArtifact(Artifact):
             content = read_yaml(text)
         except FormatError as error:
             raise cls._rewritable(path, f"is not valid YAML ({error})", or_else=", or mend it there") from error
-        except FieldError as fault:
-            raise ArtifactError(path, str(fault), field=fault.field) from fault
         if isinstance(content, dict) and not _ENDS.search(text):  # cut off at a line, YAML is whole again
             raise cls._rewritable(path, "is cut off: its last line is not `...`", or_else=", or add that line")
         return content

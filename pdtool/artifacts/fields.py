@@ -104,8 +104,6 @@ def _in_words(fault: Mapping[str, Any]) -> str:
             return f"it must be {limits['ge']} or more"
         case "less_than_equal":
             return f"it must be {limits['le']} or less"
-        case "greater_than":
-            return f"it must be more than {limits['gt']}"
     return str(fault["msg"])
 
 

@@ -265,7 +265,7 @@ class Plan(YamlArtifact):
     why: Why | None = None
 
     @classmethod
-    def upgraded(cls, content: dict[str, Any]) -> dict[str, Any]:
+    def upgraded(cls, content: dict[str, Any], version: int) -> dict[str, Any]:
         """Make a certificate of the bound, the gap and the sentence that plans had once."""
         why = content.get("why")
         if not isinstance(why, dict) or why.keys().isdisjoint(_EARLIER_CERTIFICATE):

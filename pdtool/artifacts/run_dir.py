@@ -161,11 +161,6 @@ class Checkpoint:
         return self.manifest_file.is_file()
 
     @property
-    def is_old(self) -> bool:
-        """Whether an older pdtool wrote it, in files that could hold code."""
-        return (self.path / "epoch.json").is_file()
-
-    @property
     def epoch(self) -> int | None:
         """The epoch that the folder's name tells; None for another name."""
         match = re.fullmatch(r"epoch-([0-9]+)", self.path.name)
@@ -330,7 +325,8 @@ class RunDir:
         checkpoints = self.checkpoints()
         if checkpoints:
             return checkpoints[max(checkpoints)]
-        if any(each.is_old for each in (own, *map(Checkpoint, self.checkpoints_folder.glob("epoch-*")))):
+        older = (path / "epoch.json" for path in (folder, *self.checkpoints_folder.glob("epoch-*")))
+        if any(path.is_file() for path in older):
             raise UsageError(
                 f"the checkpoints in {folder} are of an older pdtool, whose files could hold code",
                 "export them with the pdtool that wrote them",

@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -105,26 +105,12 @@ def write_json(content: Any) -> str:
 
 def write_yaml(content: Any) -> str:
     """Write YAML that ends with `...`."""
-    return yaml.dump(
-        content,
-        None,
-        _Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=120,
-        default_flow_style=None,
-        explicit_end=True,
-    )
+    return _dumped(content, width=120, default_flow_style=None, explicit_end=True)
 
 
 def has_comments(text: str) -> bool:
     """Whether YAML has a comment, which pdtool never writes unasked."""
-    position = 0
-    for token in yaml.scan(text, Loader=_StrictLoader) if "#" in text else ():
-        if "#" in text[position : token.start_mark.index]:
-            return True
-        position = token.end_mark.index
-    return "#" in text[position:]
+    return "#" in text and any("#" in line for line in _between_tokens(text, 0, len(text)))
 
 
 def with_values(text: str, values: Mapping[str, Any]) -> str:
@@ -204,10 +190,11 @@ def _end(text: str, node: yaml.Node) -> int:
 
 def _written_alone(value: Any) -> str:
     """Write a value on one line, as it may stand in any mapping."""
-    listed = yaml.dump(
-        [value], None, _Dumper, sort_keys=False, allow_unicode=True, width=math.inf, default_flow_style=True
-    )
-    return str(listed).strip()[1:-1]
+    return _dumped([value], width=math.inf, default_flow_style=True).strip()[1:-1]
+
+
+def _dumped(content: Any, **layout: Any) -> str:
+    return str(yaml.dump(content, None, _Dumper, sort_keys=False, allow_unicode=True, **layout))
 
 
 def check_plain(content: Any, depth: int = 0) -> None:
@@ -256,12 +243,9 @@ def _fault(value: Any) -> str:
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError(f"key {_repeated(key for key, _ in pairs)!r} stands twice")
+        [(repeated, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {repeated[:80]!r} stands twice")
     return content
-
-
-def _repeated(keys: Iterable[str]) -> str:
-    return str(Counter(keys).most_common(1)[0][0])[:80]
 
 
 class _Dumper(yaml.SafeDumper):

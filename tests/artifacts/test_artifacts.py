@@ -170,9 +170,12 @@ class Renamed(Artifact):
     KIND = "renamed"
     MAKER = "pdtool rename"
     VERSION = 2
-    UPGRADES = {1: lambda content: {"new": content.pop("old"), **content}}  # noqa: RUF012
 
     new: int
+
+    @classmethod
+    def upgraded(cls, content, version):
+        return {"new": content.pop("old"), **content} if version == 1 else content
 
 
 def test_a_file_of_an_older_version_is_upgraded_and_one_of_a_later_version_refused():
