@@ -41,7 +41,7 @@ def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) 
     try:
         if str(path) == "-":
             return _checked_size(path, sys.stdin.read(MAX_FILE_BYTES + 1))
-        with _opened(Path(path), may_be_pipe, MAX_FILE_BYTES) as file:
+        with _opened(Path(path), may_be_pipe) as file:
             return _checked_size(path, file.read(MAX_FILE_BYTES + 1)).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
@@ -50,29 +50,29 @@ def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) 
 
 def file_sha256(path: Path | str) -> str:
     """Return the SHA-256 of a regular file's bytes, in hex; raises ArtifactError for another or larger one."""
-    with _opened(Path(path), False, MAX_FILE_BYTES) as file:
+    with _opened(Path(path), may_be_pipe=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _opened(path: Path, may_be_pipe: bool, max_bytes: int | None) -> BufferedReader:
-    """Open a file to read; raises ArtifactError for what has no end, or is larger than `max_bytes`."""
+def _opened(path: Path, may_be_pipe: bool) -> BufferedReader:
+    """Open a file to read; raises ArtifactError for what has no end, or is larger than MAX_FILE_BYTES."""
     status = path.stat()
     is_file = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)  # open() says that it is a folder
     if not is_file and not (may_be_pipe and stat.S_ISFIFO(status.st_mode)):
         raise ArtifactError(path, "cannot be read (it is not a regular file)")
-    if max_bytes is not None and status.st_size > max_bytes:
-        raise _too_large(path, max_bytes)
+    if status.st_size > MAX_FILE_BYTES:
+        raise _too_large(path)
     return path.open("rb")
 
 
 def _checked_size(path: Path | str, content: AnyStr) -> AnyStr:
     if len(content) > MAX_FILE_BYTES:
-        raise _too_large(path, MAX_FILE_BYTES)
+        raise _too_large(path)
     return content
 
 
-def _too_large(path: Path | str, max_bytes: int) -> ArtifactError:
-    return ArtifactError(path, f"cannot be read (it is larger than {format_bytes(max_bytes)})")
+def _too_large(path: Path | str) -> ArtifactError:
+    return ArtifactError(path, f"cannot be read (it is larger than {format_bytes(MAX_FILE_BYTES)})")
 
 
 def check_replaceable(path: Path, what: str, is_what: Callable[[bytes], bool]) -> None:

@@ -15,6 +15,7 @@ _RATE = re.compile(rf"{_NUMBER}({_PREFIX})?(bit|b|B)(?:/s|ps)")
 _SIZE = re.compile(rf"{_NUMBER}(?:({_PREFIX})[bB]?|B)")
 _TIME = re.compile(rf"{_NUMBER}(s|ms|us|ns)")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))  # as they are printed
 # Values outside of these are slips, and those of artifacts have limits too: (smallest, largest, both in words).
 _RATES = (1e-3, 1e18, "0.001B/s to 1000PB/s")
 _SIZES = (1, 1e18, "1B to 1000PB")
@@ -86,7 +87,7 @@ def bytes_option(count: float) -> str:
 
 def format_bytes(count: float) -> str:
     """Write bytes as `1.21 GB`, with decimal prefixes and three significant figures."""
-    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"), 1e3)
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -96,22 +97,20 @@ def format_rate(bytes_per_s: float) -> str:
 
 def format_bits_rate(bytes_per_s: float) -> str:
     """Write a rate as `10 Gbit/s`, as links between servers are sold."""
-    return _scaled(bytes_per_s * 8, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"), 1e3)
+    return _scaled(bytes_per_s * 8, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
 
 
 def format_seconds(seconds: float) -> str:
     """Write seconds as `1.5 s`, `12.3 ms` or `45 µs`."""
     if seconds == 0:
         return "0"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= scale * 0.9995:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+    scale, unit = next((pair for pair in TIME_UNITS if abs(seconds) >= pair[0] * 0.9995), TIME_UNITS[-1])
+    return f"{seconds / scale:.3g} {unit}"
 
 
-def _scaled(value: float, units: tuple[str, ...], step: float) -> str:
+def _scaled(value: float, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
-        if abs(value) < step * 0.9995:
+        if abs(value) < 999.5:
             return f"{value:.3g} {unit}"
-        value /= step
+        value /= 1e3
     return f"{value:.3g} {units[-1]}"

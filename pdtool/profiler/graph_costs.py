@@ -183,14 +183,12 @@ def _made_of_parameters(profile: Profile) -> Iterator[tuple[str, ...]]:
 
     Without inputs it could stand in the first stage, which would then send its value with each minibatch.
     """
-    users: dict[str, list[str]] = {node.name: [] for node in profile.nodes}
     from_parameters: set[str] = set()
     for node in profile.nodes:
-        for name in node.inputs:
-            users[name].append(node.name)
         if node.op != "input" and from_parameters.issuperset(node.inputs):
             from_parameters.add(node.name)
-    yield from ((name, *users[name]) for name in users if name in from_parameters and len(users[name]) == 1)
+    users_of = profile.graph.consumers.items()
+    yield from ((name, *users) for name, users in users_of if name in from_parameters and len(users) == 1)
 
 
 def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, ...]:

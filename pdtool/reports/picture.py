@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 
 from pdtool.errors import printable
+from pdtool.units import TIME_UNITS
 
 FONT_SIZE, SMALL = 12.0, 10.5  # pixels; classes of drawings.css
 STAGE_COLOURS = 8  # drawings.css has as many
@@ -26,7 +27,6 @@ _WIDTHS = {
     **dict.fromkeys("ABCDEFGHJKLNOPQRSTUVXYZ×+=<>", 0.76),
 }
 _OTHER_WIDTH = 0.64
-_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
@@ -139,9 +139,7 @@ class AxisScale:
 
     def ticks(self, most: int) -> list[float]:
         """Return round values within the scale: about `most` of them, never more than that and one."""
-        if self.is_log:
-            return _log_ticks(self.low, self.high, most)
-        return _linear_ticks(self.low, self.high, most)
+        return (_log_ticks if self.is_log else _linear_ticks)(self.low, self.high, most)
 
 
 def _linear_ticks(low: float, high: float, most: int) -> list[float]:
@@ -171,7 +169,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
 def time_labels(ticks: Sequence[float]) -> list[str]:
     """Write times, all in the unit of the longest, as `0`, `20 ms`, `40 ms`."""
     longest = max(map(abs, ticks), default=0.0)
-    scale, unit = next((pair for pair in _TIME_UNITS if longest >= pair[0] * 0.9999), _TIME_UNITS[-1])
+    scale, unit = next((pair for pair in TIME_UNITS if longest >= pair[0] * 0.9999), TIME_UNITS[-1])
     return [f"{tick / scale:g} {unit}" if tick else "0" for tick in ticks]
 
 
