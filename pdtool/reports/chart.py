@@ -74,26 +74,20 @@ def gain_chart(points: Sequence[SweepPoint], width: float, own: float | None = N
     line = [(point.bandwidth_bytes_per_s, point.gain) for point in points]
     area = [*_pixels(frame, line), f"{frame.x.end:.1f},{frame.y(1):.1f}", f"{frame.x.start:.1f},{frame.y(1):.1f}"]
     picture.path(f"M{' L'.join(area)} Z", f"under {stage_class(0)}")
-    _draw_curve(picture, frame, Curve("", line, is_dotted=True), _gain_tooltip)
-    marks = [(own, f"this plan, {format_bits_rate(own)}")] if own else []
-    _bandwidth_marks(picture, frame, marks, crossings(points))
+    _draw_curve(picture, frame, Curve("", line, is_dotted=True), lambda x, y: f"{format_bits_rate(x)}: {y:.3g} ×")
+    _bandwidth_marks(picture, frame, own, crossings(points))
     return picture
-
-
-def _gain_tooltip(rate: float, gain: float) -> str:
-    return f"{format_bits_rate(rate)}: {gain:.3g} ×"
 
 
 def _times(ticks: Sequence[float]) -> list[str]:
     return [f"{tick:.3g} ×" for tick in ticks]
 
 
-def _bandwidth_marks(
-    picture: Picture, frame: _Frame, marks: Sequence[tuple[float, str]], equal: Sequence[float]
-) -> None:
-    """Mark bandwidths by a line up to a label above the chart, and those where both are as fast by a ring."""
-    for rate, label in marks:
-        x, half = frame.x(rate), text_width(label, 10.5) / 2
+def _bandwidth_marks(picture: Picture, frame: _Frame, own: float | None, equal: Sequence[float]) -> None:
+    """Mark the plan's bandwidth by a line up to a label above the chart, and those where both are as fast by a ring."""
+    if own:
+        label = f"this plan, {format_bits_rate(own)}"
+        x, half = frame.x(own), text_width(label, 10.5) / 2
         picture.line(x, frame.y.end, x, frame.y.start, "mark")
         centre = min(max(x, half), picture.width - half)
         picture.text(centre, frame.y.end - 6, label, "accent small", anchor="middle")

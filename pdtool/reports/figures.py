@@ -135,10 +135,10 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
     A round is that after which the schedule repeats itself, or as many minibatches as are in flight if those are more;
     with a flush two whole updates, which fill and drain the pipeline, are drawn.
     """
-    in_flight = sum(w * r for w, r in zip(shape.in_flight[:1], shape.replicas[:1], strict=False))
-    round_minibatches = max(*shape.update_every, in_flight)
+    round_minibatches = max(*shape.update_every, shape.in_flight[0] * shape.replicas[0])
     drawn = min(2 * round_minibatches, max(_MAX_DRAWN_MINIBATCHES, 2 * shape.pipeline_depth))
-    rows = worker_rows(result)
+    pairs = zip(result.workers, result.events, strict=True)
+    rows = [WorkerRow(usage.worker, usage.stage, events) for usage, events in pairs]
     steady_s = 0.0 if SCHEDULES[schedule].flushes else filled_s(rows)
     end_s = min(result.makespan_s, steady_s + drawn * result.time_per_minibatch_s)
     return TimelineGroup(title, rows, 0.0, end_s, min(steady_s, end_s))
@@ -159,12 +159,6 @@ def filled_s(rows: Sequence[WorkerRow], start_s: float = 0.0) -> float:
     """Return when the pipeline is full: all workers have begun their first backward after `start_s`."""
     backwards = ((e.start_s for e in row.events if "backward" in e.kind and e.start_s >= start_s) for row in rows)
     return max((min(starts, default=start_s) for starts in backwards), default=start_s)
-
-
-def worker_rows(result: SimulationResult) -> Sequence[WorkerRow]:
-    """Return the events of each worker, for a drawing."""
-    pairs = zip(result.workers, result.events, strict=True)
-    return [WorkerRow(usage.worker, usage.stage, events) for usage, events in pairs]
 
 
 @dataclass(frozen=True)
@@ -269,8 +263,8 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
     stage = report.stages[number]
     if report.is_crowded:
         return f"{report.local_workers} workers share {report.cores} cores, of which the profile had one to itself"
-    if is_much_slower(stage, profiled_s):
-        return slow_stage_sentence(report, number, profiled_s)
+    if slow := _slow_stage_sentence(report, number, profiled_s):
+        return slow
     sending = f"; handing over messages is {format_seconds(stage.send_s)} of it" if stage.send_s else ""
     return f"operators are slower than in the profile: other threads, memory bandwidth, temperature{sending}"
 
@@ -290,18 +284,15 @@ def slowest_stage_sentence(report: Report) -> str | None:
         return None
     number = max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s)
     profiled_s = sum(report.predicted.compute_s[number :: len(report.stages)])  # of all its chunks
-    is_slow = is_much_slower(report.stages[number], profiled_s)
-    return slow_stage_sentence(report, number, profiled_s) if is_slow else None
+    return _slow_stage_sentence(report, number, profiled_s)
 
 
-def is_much_slower(stage: StageReport, profiled_s: float) -> bool:
-    """Whether a stage computes a good deal longer than was profiled, in seconds per minibatch."""
-    return 0 < profiled_s * _MUCH_SLOWER < stage.busy_s
-
-
-def slow_stage_sentence(report: Report, number: int, profiled_s: float) -> str:
-    """Say how much longer a stage computes than was profiled, and what to look for."""
-    times = f"{format_seconds(report.stages[number].busy_s)} for {format_seconds(profiled_s)} profiled"
+def _slow_stage_sentence(report: Report, number: int, profiled_s: float) -> str | None:
+    """Say how much longer a stage computes than was profiled, and what to look for; None if it is about as long."""
+    busy_s = report.stages[number].busy_s
+    if not 0 < profiled_s * _MUCH_SLOWER < busy_s:
+        return None
+    times = f"{format_seconds(busy_s)} for {format_seconds(profiled_s)} profiled"
     what = f"stage {number} computes {times}"
     if report.cores is None:
         why = "was the GPU busy with something else, or is it another one than was profiled?"

@@ -58,7 +58,8 @@ class _GraphPicture:
     def __init__(self, plan: Plan, profile: Profile, blocks: Sequence[ModuleBlock], width: float, title: str) -> None:
         self.plan, self.profile, self.blocks, self.title = plan, profile, blocks, title
         self.picture = Picture(width, title or f"{plan.name}: the model by stage")
-        self.column_of, self.users = _columns_of(blocks), _users_of(blocks)
+        self.users = [[user for user, block in enumerate(blocks) if n in block.inputs] for n in range(len(blocks))]
+        self.column_of = _columns_of(blocks, self.users)
         self.columns = self._columns()
         self.max_s = max((block.seconds for block in blocks), default=0.0) or 1.0
         fewest = len(self._packed(_BOX_WIDTHS[-1]))
@@ -104,8 +105,8 @@ class _GraphPicture:
 
     def _give_lanes(self) -> None:
         """Give each block whose output skips columns a lane above the boxes of the lines that it passes."""
-        for number, users in enumerate(self.users):
-            start, end = self.column_of[number], max((self.column_of[user] for user in users), default=0)
+        for number in range(len(self.blocks)):
+            start, end = self.column_of[number], self._reach(number)
             if end - start > 1:
                 for line in range(self.columns[start].line, self.columns[end].line + 1):
                     self.lines[line].lanes[number] = self._free_lane(line, start, end)
@@ -120,7 +121,8 @@ class _GraphPicture:
         return next(lane for lane in range(len(self.blocks) + 1) if lane not in taken)
 
     def _reach(self, number: int) -> int:
-        return max(self.column_of[user] for user in self.users[number])
+        """Return the last column that takes a block's output."""
+        return max((self.column_of[user] for user in self.users[number]), default=0)
 
     def _height(self, number: int) -> float:
         return _MIN_HEIGHT + _EXTRA_HEIGHT * self.blocks[number].seconds / self.max_s
@@ -259,12 +261,7 @@ class _GraphPicture:
         return sizes
 
 
-def _users_of(blocks: Sequence[ModuleBlock]) -> list[list[int]]:
-    """Return for each block those that take its output."""
-    return [[user for user, other in enumerate(blocks) if number in other.inputs] for number in range(len(blocks))]
-
-
-def _columns_of(blocks: Sequence[ModuleBlock]) -> list[int]:
+def _columns_of(blocks: Sequence[ModuleBlock], users_of: Sequence[Sequence[int]]) -> list[int]:
     """Return the column of each block: after all that it takes, and after all of the stages before.
 
     What takes nothing, such as a target, stands just before its first user.
@@ -276,8 +273,7 @@ def _columns_of(blocks: Sequence[ModuleBlock]) -> list[int]:
         columns[number] = max((columns[source] + 1 for source in block.inputs), default=first)
         columns[number] = max(columns[number], first)
         end = max(end, columns[number] + 1)
-    for number, block in enumerate(blocks):
-        users = [user for user, other in enumerate(blocks) if number in other.inputs]
+    for number, (block, users) in enumerate(zip(blocks, users_of, strict=True)):
         if not block.inputs and users and all(blocks[user].stage == block.stage for user in users):
             columns[number] = max(columns[number], min(columns[user] for user in users) - 1)
     return columns
@@ -436,6 +432,7 @@ def _blocks(profile: Profile, stage_of: dict[str, int], groups: Sequence[_Group]
     blocks = []
     for i, names in enumerate(merged):
         inputs = {number[source] for name in names for source in profile.graph.inputs[name]} - {i}
+        more = f" +{len(names) - 1}" if len(names) > 1 else ""
         costliest = max((profile.by_name[name] for name in names), key=_cost)
         path = ".".join(_common_path(profile.graph, names))
         of_module = profile.graph.members.get(path, set[str]())
@@ -447,7 +444,7 @@ def _blocks(profile: Profile, stage_of: dict[str, int], groups: Sequence[_Group]
         blocks.append(
             ModuleBlock(
                 name=path if is_module else costliest.name,
-                what=f"{len(names)} operators" if is_module else _kinds(costliest, len(names)),
+                what=f"{len(names)} operators" if is_module else costliest.op + more,
                 stage=stage_of[names[0]],
                 nodes=tuple(names),
                 seconds=_seconds(profile, names),
@@ -463,10 +460,6 @@ def _common_path(graph: Graph, names: Sequence[str]) -> tuple[str, ...]:
     first, last = (pick(_path(graph, name) for name in names) for pick in (min, max))
     same = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
     return tuple(part for part, _ in same)
-
-
-def _kinds(costliest: Node, operators: int) -> str:
-    return costliest.op if operators == 1 else f"{costliest.op} +{operators - 1}"
 
 
 def _cost(node: Node) -> tuple[bool, float]:

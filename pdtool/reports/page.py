@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import islice
 from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pdtool import __version__
+from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.metrics import ValidationLine
 from pdtool.artifacts.plan import Plan, Why
 from pdtool.artifacts.profile import Profile
@@ -280,8 +280,7 @@ class SubjectView:
             yield "schedule", plan.schedule
             yield "minibatch", f"{plan.batch_size}"
             yield "samples per update", f"{self.simulated.comparison.plans[0].samples_per_update:,}"
-            rates = [format_bits_rate(level.bandwidth_bytes_per_s) for level in plan.cluster.levels]
-            yield f"links of {plan.cluster.topology}", ", ".join(rates)
+            yield _links(plan.cluster)
         if self.profile:
             yield "device", device_name(self.profile)
 
@@ -293,8 +292,8 @@ class SubjectView:
             yield "per minibatch", format_seconds(report.measured.bottleneck_s)
             yield "samples/s", f"{report.throughput_samples_per_s:,.0f}"
             yield "epochs", ", ".join(f"{n} × {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
-        validations = (line for line in reversed(self.run.metrics) if isinstance(line, ValidationLine))
-        for validation in islice(validations, 1):
+        validations = [line for line in self.run.metrics if isinstance(line, ValidationLine)]
+        for validation in validations[-1:]:
             for name, value in validation.figures.items():
                 yield f"{name}, validation", f"{value:.4g}"
 
@@ -315,13 +314,16 @@ def _report_notes(report: Report | None) -> Iterator[str]:
 def _emulation_facts(emulation: Emulation | None) -> Iterator[tuple[str, str]]:
     if not emulation:
         return
-    cluster = emulation.cluster
     yield "workers", "slept the times of the profile" if emulation.compute == "sleep" else "trained the model"
-    rates = [format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels]
-    yield f"links of {cluster.topology}", ", ".join(rates)
+    yield _links(emulation.cluster)
     yield "minibatch", str(emulation.batch_size)
     for plan in emulation.plans if emulation.compute == "sleep" else ():
         yield f"scale of {plan.name}", scaling_phrase(emulation, plan)
+
+
+def _links(cluster: Cluster) -> tuple[str, str]:
+    rates = (format_bits_rate(level.bandwidth_bytes_per_s) for level in cluster.levels)
+    return f"links of {cluster.topology}", ", ".join(rates)
 
 
 def _of(view: SubjectView, views: Sequence[SubjectView]) -> str:
