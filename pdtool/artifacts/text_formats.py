@@ -11,7 +11,6 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -197,33 +196,25 @@ def _dumped(content: Any, **layout: Any) -> str:
     return str(yaml.dump(content, None, _Dumper, sort_keys=False, allow_unicode=True, **layout))
 
 
-def check_plain(content: Any, depth: int = 0) -> None:
+def check_plain(content: Any, field: str = "", depth: int = 0) -> None:
     """Refuse what pdtool never writes: dates, sets, bytes, NaN, 1e999, half a character, keys that are no text.
+
+    Args:
+        field: where the content stands in an artifact, `depth` levels deep.
 
     Raises:
         FieldError: it names the field.
     """
     if fault := _fault(content) or (f"is nested more than {_MAX_DEPTH} deep" if depth > _MAX_DEPTH else ""):
-        raise FieldError("", fault)
+        raise FieldError(field, fault)
     if isinstance(content, dict):
         for key, value in content.items():
             if fault := _fault(key) if isinstance(key, str) else f"{key!r:.40} is a key, but no text; put it in quotes":
-                raise FieldError("", fault)
-            with _within(f"{key:.80}"):
-                check_plain(value, depth + 1)
+                raise FieldError(field, fault)
+            check_plain(value, f"{field}.{key:.80}" if field else key[:80], depth + 1)
     elif isinstance(content, list):
         for index, value in enumerate(content):
-            with _within(f"[{index}]"):
-                check_plain(value, depth + 1)
-
-
-@contextmanager
-def _within(outer: str) -> Iterator[None]:
-    try:
-        yield
-    except FieldError as error:
-        between = "." if error.field and not error.field.startswith("[") else ""
-        raise FieldError(f"{outer}{between}{error.field}", str(error)) from None
+            check_plain(value, f"{field}[{index}]", depth + 1)
 
 
 def _fault(value: Any) -> str:

@@ -214,15 +214,13 @@ def apportion(measured: Seconds, segments: Mapping[str, Sequence[str]], one_by_o
     """
     shares: dict[str, float] = {}
     for name, seconds in measured.items():
-        shares |= _shares(seconds, segments.get(name, (name,)), one_by_one)
+        operators = segments.get(name, (name,))
+        alone_s = [one_by_one.get(op, 0.0) for op in operators]
+        if not any(alone_s):
+            alone_s = [1.0] * len(operators)  # equal shares
+        total_s = sum(alone_s)
+        shares |= {op: seconds * s / total_s for op, s in zip(operators, alone_s, strict=True)}
     return shares
-
-
-def _shares(seconds: float, operators: Sequence[str], one_by_one: Seconds) -> dict[str, float]:
-    total_s = sum(one_by_one.get(name, 0.0) for name in operators)
-    if not total_s:
-        return dict.fromkeys(operators, seconds / len(operators))
-    return {name: seconds * one_by_one.get(name, 0.0) / total_s for name in operators}
 
 
 def segment_module(

@@ -184,16 +184,15 @@ def metric_charts(runs: Sequence[tuple[str, Sequence[MetricsLine]]]) -> list[Cha
     validations = [[line for line in lines if isinstance(line, ValidationLine)] for _, lines in runs]
     metrics = dict.fromkeys(metric for lines in validations for line in lines for metric in line.metrics)
     losses = [_losses(names[i], i, updates[i], validations[i]) for i in range(len(runs))]
-    charts = [ChartCurves("loss", [curve for curves in losses for curve in curves])]
+    charts = {"loss": [curve for curves in losses for curve in curves]}
     for metric in [*metrics][:_MAX_METRICS]:
         values = [[(line.step, line.metrics.get(metric)) for line in lines] for lines in validations]
-        charts.append(ChartCurves(f"{metric}, validation", _curves(names, values, dotted=True)))
+        charts[f"{metric}, validation"] = _curves(names, values, dotted=True)
     rates = [[(line.step, line.lr) for line in lines] for lines in updates]
-    charts.append(ChartCurves("learning rate", _curves(names, rates)))
     speeds = [[(line.step, line.samples_per_s) for line in lines] for lines in updates]
-    charts.append(ChartCurves("samples per second", _curves(names, speeds)))
-    drawn = [ChartCurves(chart.title, [curve for curve in chart.curves if curve.points]) for chart in charts]
-    return [chart for chart in drawn if chart.curves]
+    charts |= {"learning rate": _curves(names, rates), "samples per second": _curves(names, speeds)}
+    drawn = {title: [curve for curve in curves if curve.points] for title, curves in charts.items()}
+    return [ChartCurves(title, curves) for title, curves in drawn.items() if curves]
 
 
 def _losses(name: str, index: int, updates: Sequence[UpdateLine], validations: Sequence[ValidationLine]) -> list[Curve]:

@@ -81,7 +81,7 @@ class PageFigure(NamedTuple):
     body: Markup
 
 
-def page(subjects: Sequence[Subject], simulations: dict[str, Simulation] | None = None) -> str:
+def page(subjects: Sequence[Subject], simulations: dict[str, Simulation]) -> str:
     """Return the page as HTML.
 
     Args:
@@ -90,7 +90,6 @@ def page(subjects: Sequence[Subject], simulations: dict[str, Simulation] | None 
     Raises:
         PdtoolError: a plan cannot be simulated.
     """
-    simulations = {} if simulations is None else simulations
     views: list[SubjectView] = []
     for subject in subjects:
         is_repeated = any(subject.digests and view.subject.digests == subject.digests for view in views)
