@@ -111,18 +111,16 @@ class Profile(Artifact):
     _wire_dtype: str = PrivateAttr("fp32")
 
     def check(self) -> None:
-        names = [node.name for node in self.nodes]
-        if not names:
+        if not self.nodes:
             raise FieldError("nodes", "a profile needs at least one node")
-        first: dict[str, int] = {}
-        for index, name in enumerate(names):
-            if first.setdefault(name, index) != index:
-                raise FieldError(f"nodes[{index}].name", f"{name!r} stands twice")
+        known: set[str] = set()
         for index, node in enumerate(self.nodes):
+            if node.name in known:
+                raise FieldError(f"nodes[{index}].name", f"{node.name!r} stands twice")
+            known.add(node.name)
             if node.exact_bytes > node.output_bytes or node.exact_gradient_bytes > node.gradient_bytes:
                 raise FieldError(f"nodes[{index}]", "it has more exact_bytes than output_bytes, or of its gradients")
         _ = self.graph  # raises FieldError when it is not in topological order
-        known = set(names)
         for field, group in (
             *((f"shared[{i}].nodes", s.nodes) for i, s in enumerate(self.shared)),
             *((f"segments[{i}]", group) for i, group in enumerate(self.segments)),

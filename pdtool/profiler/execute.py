@@ -43,13 +43,7 @@ class Executor:
     batch: int
     device: torch.device
     state: Mapping[str, Tensor]
-    precision: RunPrecision = "fp32"
-
-    @classmethod
-    def of(cls, traced: Traced, batch: int, device: torch.device, precision: RunPrecision = "fp32") -> Executor:
-        """Make an executor over the traced model itself, which stands on `device`."""
-        state = named_state(traced.model.train())
-        return cls(traced, batch, device, {name: tensor.to(device) for name, tensor in state.items()}, precision)
+    precision: RunPrecision
 
     def __call__(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
         """Run an operator and return its output tensors."""
@@ -157,6 +151,7 @@ class ProfiledModel:
         returned = pytree.tree_leaves(traced.output)
         if parameters and not any(isinstance(leaf, (State, ByMode)) or _has_gradient(leaf) for leaf in returned):
             raise _no_gradient(model_file)
+        state = {name: tensor.to(device) for name, tensor in named_state(traced.model.train()).items()}
         place = move or (lambda t: t.to(device))
         with_loss = model_file.has("loss") and model_file.has("dataset")
         data, target = model_file.example_batch(batch) if with_loss else (model_file.example_inputs(batch), None)
@@ -166,7 +161,7 @@ class ProfiledModel:
             model_file=model_file,
             traced=traced,
             batch=batch,
-            run=Executor.of(traced, batch, device, precision),
+            run=Executor(traced, batch, device, state, precision),
             inputs=inputs.map(place),
             target=pytree.tree_map(lambda t: place(t) if isinstance(t, Tensor) else t, target),
             with_loss=with_loss,

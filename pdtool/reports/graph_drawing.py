@@ -81,14 +81,10 @@ class _GraphPicture:
         return self.picture
 
     def _columns(self) -> list[_Column]:
-        columns = [_Column(stage=0, blocks=[]) for _ in range(max(self.column_of, default=-1) + 1)]
-        for number, block in enumerate(self.blocks):
-            column = columns[self.column_of[number]]
-            column.stage = block.stage
-            column.blocks.append(number)
-        for column in columns:
-            column.blocks.sort(key=lambda number: -self.blocks[number].seconds)
-        return columns
+        columns: dict[int, list[int]] = {}
+        for number in sorted(range(len(self.blocks)), key=lambda number: -self.blocks[number].seconds):
+            columns.setdefault(self.column_of[number], []).append(number)
+        return [_Column(self.blocks[own[0]].stage, own) for _, own in sorted(columns.items())]
 
     def _packed(self, box_width: int) -> list[_Line]:
         """Fill lines with columns, and set where these begin."""
@@ -142,9 +138,7 @@ class _GraphPicture:
         """Return the upper and lower side of a block."""
         column = self.columns[self.column_of[number]]
         y = self.lines[column.line].axis - self._height(column.blocks[0]) / 2
-        for other in column.blocks:
-            if other == number:
-                break
+        for other in column.blocks[: column.blocks.index(number)]:
             y += self._height(other) + _STACK_GAP
         return y, y + self._height(number)
 
