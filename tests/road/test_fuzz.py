@@ -85,7 +85,7 @@ def loaded(forged: Forged, path: Path) -> Any:
 def used(artifact: Any) -> None:
     """Do with an artifact what the commands do; only a PdtoolError may stop it."""
     with contextlib.suppress(PdtoolError):
-        show(*_view(artifact), err=False)
+        show(*_view(artifact, None), err=False)
     with contextlib.suppress(PdtoolError):
         match artifact.KIND:
             case "profile":
